@@ -1,0 +1,182 @@
+"""The reference: plain low-level llama_cpp calls, written without the engine that the tests judge."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def _swallow_log(level: int, text: bytes, user_data: int) -> None:
+    """llama.cpp logs hundreds of lines per model; module level, because a collected callback crashes."""
+
+
+def silence() -> None:
+    """Sends llama.cpp's log nowhere."""
+    llama_cpp.llama_log_set(_swallow_log, None)
+
+
+class StockContext:
+    """One model and one context of stock llama.cpp; tokens are appended to one sequence."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_ctx: int = 256,
+        n_threads: int = 1,
+        n_batch: int = 256,
+        n_ubatch: int = 256,
+        callback: Any = None,
+        repack: bool = True,
+    ) -> None:
+        silence()
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        model_params.use_extra_bufts = repack
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        assert self.model, f"llama.cpp cannot load {path.name}"
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
+        params.n_threads = params.n_threads_batch = n_threads
+        params.no_perf = True
+        self._callback = llama_cpp.ggml_backend_sched_eval_callback(callback) if callback else None
+        if self._callback:
+            params.cb_eval = self._callback
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        assert self.context, f"llama.cpp cannot make a context for {path.name}"
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
+        self.n_batch = n_batch
+        self.n_past = 0
+
+    def decode(self, tokens: Sequence[int], *, every: bool = True) -> np.ndarray:
+        """Appends the tokens; the logits of all of them, or of the last alone: a copy, float32 [n_out, n_vocab]."""
+        assert len(tokens) <= self.n_batch
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, self.n_past + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = every or i == len(tokens) - 1
+        code = llama_cpp.llama_decode(self.context, batch)
+        llama_cpp.llama_batch_free(batch)
+        assert code == 0, f"llama_decode returned {code}"
+        self.n_past += len(tokens)
+        n_out = len(tokens) if every else 1
+        logits = llama_cpp.llama_get_logits(self.context)
+        return np.ctypeslib.as_array(logits, (n_out, self.n_vocab)).copy()
+
+    def trim(self, n_keep: int) -> None:
+        """Drops everything from position `n_keep` on."""
+        memory = llama_cpp.llama_get_memory(self.context)
+        assert llama_cpp.llama_memory_seq_rm(memory, 0, n_keep, -1)
+        self.n_past = n_keep
+
+    def greedy(self, prompt: Sequence[int], n_predict: int) -> tuple[list[int], np.ndarray]:
+        """Plain greedy decoding: the tokens (an end token included, then it stops) and the logits each was taken from."""
+        self.trim(0)
+        rows = [self.decode(prompt, every=False)[0]]
+        tokens = [int(rows[0].argmax())]
+        while len(tokens) < n_predict and not llama_cpp.llama_vocab_is_eog(self.vocab, tokens[-1]):
+            rows.append(self.decode([tokens[-1]])[0])
+            tokens.append(int(rows[-1].argmax()))
+        return tokens, np.stack(rows)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The text's token ids, special tokens parsed."""
+        raw = text.encode()
+        out = (llama_cpp.llama_token * (len(raw) + 8))()
+        n_tokens = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), out, len(out), False, True)
+        assert n_tokens >= 0
+        return list(out[:n_tokens])
+
+    def close(self) -> None:
+        """Frees context and model."""
+        llama_cpp.llama_free(self.context)
+        llama_cpp.llama_model_free(self.model)
+
+    def __enter__(self) -> StockContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RouterTap:
+    """llama.cpp's own evaluation callback, keeping what the routers chose: the sensor's reference.
+
+    After a decode `ids[layer]` is int32 [n_tokens, n_used] and `weights[layer]` float32 [n_tokens, n_used]: the weights that
+    multiply the experts' outputs, that is the last of the tensors that llama.cpp calls ffn_moe_weights*.
+    """
+
+    # in the order of the graph; each replaces the one before
+    WEIGHT_NAMES = ("ffn_moe_weights", "ffn_moe_weights_softmax", "ffn_moe_weights_norm", "ffn_moe_weights_scaled")
+
+    def __init__(self) -> None:
+        self.ids: dict[int, np.ndarray] = {}
+        self.weights: dict[int, np.ndarray] = {}
+
+    def clear(self) -> None:
+        """Forgets the last decode."""
+        self.ids.clear()
+        self.weights.clear()
+
+    def __call__(self, tensor: int, ask: bool, user_data: int | None) -> bool:
+        """ggml_backend_sched_eval_callback: asked first whether the tensor is wanted, then called with its data."""
+        view = ctypes.cast(tensor, ctypes.POINTER(GgmlTensor)).contents
+        name, _, layer = view.name.decode().rpartition("-")
+        if not layer.isdecimal() or (name != "ffn_moe_topk" and name not in self.WEIGHT_NAMES):
+            return not ask  # views of these tensors are called "... (reshaped)"
+        if ask:
+            return True
+        if name == "ffn_moe_topk":
+            self.ids[int(layer)] = _read(view, np.int32)  # a view on the full argsort: rows are further apart than long
+        else:
+            values = _read(view, np.float32)
+            self.weights[int(layer)] = values.reshape(-1, self.ids[int(layer)].shape[1])
+        return True
+
+
+class GgmlTensor(ctypes.Structure):
+    """struct ggml_tensor of ggml.h, up to the name."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+def _read(tensor: GgmlTensor, dtype: type[np.generic]) -> np.ndarray:
+    """A copy of a host tensor of up to three dimensions, [ne2, ne1, ne0] with ones dropped from the left."""
+    ne, nb = list(tensor.ne), list(tensor.nb)
+    size = sum((n - 1) * stride for n, stride in zip(ne, nb, strict=True)) + nb[0]
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data))
+    strided = np.ndarray(tuple(ne[2::-1]), dtype, raw, strides=tuple(nb[2::-1]))
+    return (strided[0] if ne[2] == 1 else strided).copy()
+
+
+def tap_context(path: Path, **options: Any) -> tuple[StockContext, RouterTap]:
+    """A stock context whose routers are recorded."""
+    tap = RouterTap()
+    callback: Callable[[int, bool, int | None], bool] = tap
+    return StockContext(path, callback=callback, **options), tap

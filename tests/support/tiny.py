@@ -1,0 +1,136 @@
+"""Random-weight GGUF models that stock llama.cpp loads: tiny ones for tests, large ones for overhead measurements.
+
+    python -m tests.support.tiny --arch qwen3moe --out big.gguf --layers 10 --embd 2048 --expert-ff 768 --experts 128
+
+Tensors are drawn one at a time and streamed to the file, quantised ones directly as random blocks. Each tensor's numbers
+depend on the seed and on its name only, so that a draft made with the target's seed and width shares its embeddings and
+output matrix and agrees with it now and then, as a trained draft does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.support.tiny_shapes import TensorSpec, TinyDims, metadata, tensors
+from tests.support.tiny_vocab import N_VOCAB, SPECIALS, add_vocabulary
+
+BLOCK = 32  # weights per block of Q4_0, Q8_0 and MXFP4
+BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17}
+# standard deviations of uniformly random codes at scale 1: 4 bits in -8..7, 8 bits in -128..127, 4 bits of E2M1 doubled
+CODE_STD = {"Q4_0": 4.637, "Q8_0": 73.9, "MXFP4": 5.852}
+
+ARCHITECTURES = ("qwen3moe", "qwen2moe", "llama", "olmoe", "deepseek2", "gpt-oss", "llama4", "qwen3")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"experts": 0, "layers": 2},  # dense: the draft
+    "llama": {"experts": 8, "used": 2, "expert_type": "F32"},  # Mixtral's layout; experts=0 for a dense Llama
+    "olmoe": {"heads_kv": 4, "expert_type": "Q8_0"},
+    "qwen2moe": {"expert_ff": 64},
+    "gpt-oss": {"expert_type": "MXFP4"},
+    "llama4": {"layers": 4, "used": 1},
+}
+
+
+def make_tiny(arch: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a tiny random-weight model of architecture `arch` into `folder`; `overrides` are fields of TinyDims."""
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"no tiny model of architecture {arch!r}; there are {', '.join(ARCHITECTURES)}")
+    dims = TinyDims(**(DEFAULTS.get(arch, {}) | overrides))
+    marks = "".join(f"-{key}={value}" for key, value in sorted(overrides.items()))
+    path = folder / f"tiny-{arch}-{seed}{marks}.gguf"
+    write_model(path, arch, dims, seed=seed)
+    return path
+
+
+def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
+    """Streams the model to `path`, one tensor in memory at a time."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name(f"tiny {arch}, random weights, seed {seed}")
+    for key, value in metadata(arch, dims).items():
+        _add_value(writer, f"{arch}.{key}", value)
+    add_vocabulary(writer)
+    specs = list(tensors(arch, dims))
+    for spec in specs:
+        type_ = gguf.GGMLQuantizationType[spec.type]
+        writer.add_tensor_info(spec.name, spec.shape, np.dtype(np.float32), _n_bytes(spec), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for spec in specs:
+        writer.write_tensor_data(draw_tensor(spec, seed))
+    writer.close()
+
+
+def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
+    """The tensor's bytes: float32 or float16 of `spec.shape`, or uint8 blocks [n_blocks, block bytes]."""
+    rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    if spec.type in BLOCK_BYTES:
+        if spec.shape[-1] % BLOCK:
+            raise ValueError(f"{spec.name}: rows of {spec.shape[-1]} weights are no multiple of {BLOCK}")
+        return draw_blocks(rng, spec)
+    values = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std) + np.float32(spec.mean)
+    if spec.name == "output.weight":
+        values[N_VOCAB - len(SPECIALS) :] = 0  # logit 0: an answer hardly ever ends by itself
+    return values.astype(np.float16) if spec.type == "F16" else values
+
+
+def draw_blocks(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
+    """Random codes under scales that differ from block to block: uint8 [n_blocks, block bytes]."""
+    n_blocks = int(np.prod(spec.shape)) // BLOCK
+    blocks = np.frombuffer(rng.bytes(n_blocks * BLOCK_BYTES[spec.type]), np.uint8).reshape(n_blocks, -1).copy()
+    scale = spec.std / CODE_STD[spec.type]
+    if spec.type == "MXFP4":  # a power of two, biased by 128 because the codes count halves
+        blocks[:, 0] = 128 + np.rint(np.log2(scale)).astype(int) + rng.integers(-1, 2, n_blocks)
+    else:
+        scales = (scale * rng.uniform(0.5, 1.5, n_blocks)).astype("<f2")
+        blocks[:, :2] = scales.view(np.uint8).reshape(n_blocks, 2)
+    return blocks
+
+
+def _n_bytes(spec: TensorSpec) -> int:
+    n_weights = int(np.prod(spec.shape))
+    if spec.type in BLOCK_BYTES:
+        return n_weights // BLOCK * BLOCK_BYTES[spec.type]
+    return n_weights * (2 if spec.type == "F16" else 4)
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        raise TypeError(f"{key}: {type(value).__name__} is no metadata type in use here")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes one model with dimensions from the command line and prints its size on standard error."""
+    parser = argparse.ArgumentParser(description="Write a random-weight GGUF model.")
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="qwen3moe")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    for field in dataclasses.fields(TinyDims):
+        kind = {"int": int, "float": float, "str": str, "bool": lambda text: text == "true"}[str(field.type)]
+        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=None)
+    options = vars(parser.parse_args(arguments))
+    arch, path, seed = options.pop("arch"), options.pop("out"), options.pop("seed")
+    given = {key: value for key, value in options.items() if value is not None}
+    if "embd" in given:  # heads that fill the width, grouped by 8
+        given.setdefault("head_dim", 128 if given["embd"] >= 1024 else 16)
+        given.setdefault("heads", given["embd"] // given["head_dim"])
+        given.setdefault("heads_kv", max(1, given["heads"] // 8))
+    write_model(path, arch, TinyDims(**(DEFAULTS.get(arch, {}) | given)), seed=seed)
+    print(f"{path}: {path.stat().st_size / 1e9:.2f} GB", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

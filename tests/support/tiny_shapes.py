@@ -1,0 +1,196 @@
+"""What is in the tiny test models: dimensions, tensors and metadata of each architecture as llama.cpp reads them.
+
+Shapes are written as NumPy writes them (rows first), the reverse of ggml's `ne`. Every tensor has a standard deviation that
+keeps activations near 1, so that routing and logits vary from token to token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.support.tiny_vocab import N_VOCAB
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyDims:
+    """Dimensions of a tiny model; quantised rows need widths that are multiples of 32."""
+
+    layers: int = 3
+    embd: int = 64
+    heads: int = 4
+    heads_kv: int = 2
+    head_dim: int = 16
+    ff: int = 128  # of dense layers
+    experts: int = 16
+    used: int = 4  # experts per token
+    expert_ff: int = 32
+    shared_ff: int = 64  # of the shared experts, where the architecture has them
+    ctx: int = 4096  # tokens "trained with"
+    expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0 or MXFP4
+    dense_type: str = "F32"  # ggml type of the other matrices, embeddings included
+    residual: float = 0.6  # what attention and feed-forward add to the residual stream, against embeddings of 1
+    logit_std: float = 4.0  # spread of the logits over the vocabulary
+    router_std: float = 2.0  # spread of the router's logits over the experts
+    merged: bool = False  # gate and up experts in one tensor (deepseek2)
+    sigmoid: bool = False  # deepseek2: sigmoid router with selection bias, groups and scale, as in DeepSeek-V3
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: name, NumPy shape, normal distribution, ggml type."""
+
+    name: str
+    shape: tuple[int, ...]
+    std: float
+    type: str = "F32"
+    mean: float = 0.0
+
+
+Metadata = dict[str, int | float | bool | list[bool]]
+
+
+def metadata(arch: str, d: TinyDims) -> Metadata:
+    """The architecture's keys without their prefix."""
+    keys: Metadata = {
+        "block_count": d.layers,
+        "context_length": d.ctx,
+        "embedding_length": d.embd,
+        "feed_forward_length": d.ff,
+        "attention.head_count": d.heads,
+        "attention.head_count_kv": d.heads_kv,
+        "attention.key_length": d.head_dim,
+        "attention.value_length": d.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": d.head_dim,
+        "rope.freq_base": 10000.0,
+    }
+    if d.experts:
+        keys |= {"expert_count": d.experts, "expert_used_count": d.used}
+    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4"):
+        keys["expert_feed_forward_length"] = d.expert_ff
+    if arch == "qwen2moe":
+        keys["expert_shared_feed_forward_length"] = d.shared_ff
+    if arch in ("llama", "olmoe") and d.experts:  # these name the experts' width as the dense one
+        keys["feed_forward_length"] = d.expert_ff
+    if arch == "gpt-oss":
+        keys["attention.sliding_window"] = 32
+    if arch == "llama4":
+        keys |= {"interleave_moe_layer_step": 2, "vocab_size": N_VOCAB}
+    if arch == "deepseek2":
+        keys |= _mla_metadata(d)
+    return keys
+
+
+def _mla_metadata(d: TinyDims) -> Metadata:
+    """DeepSeek's latent attention: keys are nope and rope halves of head_dim each, values head_dim wide."""
+    rank = d.embd // 2
+    keys: Metadata = {
+        "attention.head_count_kv": 1,  # the latent vector is shared by all heads
+        "attention.q_lora_rank": rank,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + d.head_dim,
+        "attention.value_length": rank,
+        "attention.key_length_mla": 2 * d.head_dim,
+        "attention.value_length_mla": d.head_dim,
+        "leading_dense_block_count": 1,
+        "expert_shared_count": d.shared_ff // d.expert_ff,
+    }
+    if d.sigmoid:
+        keys |= {
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        }
+    return keys
+
+
+def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
+    """Every tensor of the model, in file order."""
+    yield TensorSpec("token_embd.weight", (N_VOCAB, d.embd), 1.0, d.dense_type)
+    for layer in range(d.layers):
+        for spec in [*_attention(arch, d), *_feed_forward(arch, d, layer)]:
+            yield TensorSpec(f"blk.{layer}.{spec.name}", spec.shape, spec.std, spec.type, spec.mean)
+    yield _norm("output_norm.weight", d.embd)
+    yield TensorSpec("output.weight", (N_VOCAB, d.embd), d.logit_std / d.embd**0.5, d.dense_type)
+
+
+def _norm(name: str, width: int) -> TensorSpec:
+    return TensorSpec(name, (width,), 0.1, mean=1.0)
+
+
+def _matrix(d: TinyDims, name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
+    return TensorSpec(name, (rows, columns), gain / columns**0.5, d.dense_type)
+
+
+def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
+    q_width, kv_width = d.heads * d.head_dim, d.heads_kv * d.head_dim
+    yield _norm("attn_norm.weight", d.embd)
+    if arch == "deepseek2":
+        yield from _latent_attention(d)
+    else:
+        yield _matrix(d, "attn_q.weight", q_width, d.embd, 2.0)  # gain: attention that picks rather than averages
+        yield _matrix(d, "attn_k.weight", kv_width, d.embd)
+        yield _matrix(d, "attn_v.weight", kv_width, d.embd)
+    yield _matrix(d, "attn_output.weight", d.embd, q_width, d.residual)
+    if arch in ("qwen3", "qwen3moe"):  # per head
+        yield _norm("attn_q_norm.weight", d.head_dim)
+        yield _norm("attn_k_norm.weight", d.head_dim)
+    if arch == "olmoe":  # over all heads
+        yield _norm("attn_q_norm.weight", q_width)
+        yield _norm("attn_k_norm.weight", kv_width)
+    if arch in ("qwen2moe", "gpt-oss"):
+        for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+            yield TensorSpec(f"attn_{name}.bias", (width,), 0.1)
+    if arch == "gpt-oss":
+        yield TensorSpec("attn_output.bias", (d.embd,), 0.1)
+        yield TensorSpec("attn_sinks.weight", (d.heads,), 1.0)
+
+
+def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
+    rank = d.embd // 2
+    yield _matrix(d, "attn_q_a.weight", rank, d.embd)
+    yield _norm("attn_q_a_norm.weight", rank)
+    yield _matrix(d, "attn_q_b.weight", d.heads * 2 * d.head_dim, rank, 2.0)
+    yield _matrix(d, "attn_kv_a_mqa.weight", rank + d.head_dim, d.embd)
+    yield _norm("attn_kv_a_norm.weight", rank)
+    yield TensorSpec("attn_k_b.weight", (d.heads, rank, d.head_dim), d.head_dim**-0.5)
+    yield TensorSpec("attn_v_b.weight", (d.heads, d.head_dim, rank), rank**-0.5)
+
+
+def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
+    yield _norm("post_attention_norm.weight" if arch == "gpt-oss" else "ffn_norm.weight", d.embd)
+    dense = not d.experts or (arch == "deepseek2" and layer == 0) or (arch == "llama4" and layer % 2 == 0)
+    if dense:
+        yield from _swiglu(d, "", d.ff)
+        return
+    yield TensorSpec("ffn_gate_inp.weight", (d.experts, d.embd), d.router_std / d.embd**0.5)
+    experts, ff = d.experts, d.expert_ff
+    up_std, down_std = d.embd**-0.5, 2.0 * d.residual / ff**0.5
+    if d.merged:
+        yield TensorSpec("ffn_gate_up_exps.weight", (experts, 2 * ff, d.embd), up_std, d.expert_type)
+    else:
+        yield TensorSpec("ffn_gate_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
+        yield TensorSpec("ffn_up_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
+    yield TensorSpec("ffn_down_exps.weight", (experts, d.embd, ff), down_std, d.expert_type)
+    if arch == "gpt-oss":
+        yield TensorSpec("ffn_gate_inp.bias", (experts,), 0.3)
+        yield TensorSpec("ffn_gate_exps.bias", (experts, ff), 0.3)
+        yield TensorSpec("ffn_up_exps.bias", (experts, ff), 0.3)
+        yield TensorSpec("ffn_down_exps.bias", (experts, d.embd), 0.3)
+    if arch == "qwen2moe":
+        yield TensorSpec("ffn_gate_inp_shexp.weight", (d.embd,), d.embd**-0.5)
+    if arch in ("qwen2moe", "deepseek2"):
+        yield from _swiglu(d, "_shexp", d.shared_ff)
+    if arch == "llama4":
+        yield from _swiglu(d, "_shexp", d.expert_ff)
+    if d.sigmoid:
+        yield TensorSpec("exp_probs_b.bias", (experts,), 0.1)
+
+
+def _swiglu(d: TinyDims, suffix: str, width: int) -> Iterator[TensorSpec]:
+    yield _matrix(d, f"ffn_gate{suffix}.weight", width, d.embd)
+    yield _matrix(d, f"ffn_up{suffix}.weight", width, d.embd)
+    yield _matrix(d, f"ffn_down{suffix}.weight", d.embd, width, 2.0 * d.residual)
