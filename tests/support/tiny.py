@@ -29,7 +29,7 @@ CODE_STD = {"Q4_0": 4.637, "Q8_0": 73.9, "MXFP4": 5.852}
 
 ARCHITECTURES = ("qwen3moe", "qwen2moe", "llama", "olmoe", "deepseek2", "gpt-oss", "llama4", "qwen3")
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"experts": 0, "layers": 2},  # dense: the draft
+    "qwen3": {"experts": 0, "layers": 2, "residual": 0.2},  # dense: the draft
     "llama": {"experts": 8, "used": 2, "expert_type": "F32"},  # Mixtral's layout; experts=0 for a dense Llama
     "olmoe": {"heads_kv": 4, "expert_type": "Q8_0"},
     "qwen2moe": {"expert_ff": 64},
@@ -124,6 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     arch, path, seed = options.pop("arch"), options.pop("out"), options.pop("seed")
     given = {key: value for key, value in options.items() if value is not None}
+    given.setdefault("used", 8 if given.get("experts", 0) >= 64 else 4)
     if "embd" in given:  # heads that fill the width, grouped by 8
         given.setdefault("head_dim", 128 if given["embd"] >= 1024 else 16)
         given.setdefault("heads", given["embd"] // given["head_dim"])

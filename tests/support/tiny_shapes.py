@@ -29,7 +29,7 @@ class TinyDims:
     ctx: int = 4096  # tokens "trained with"
     expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0 or MXFP4
     dense_type: str = "F32"  # ggml type of the other matrices, embeddings included
-    residual: float = 0.6  # what attention and feed-forward add to the residual stream, against embeddings of 1
+    residual: float = 0.25  # what attention and feed-forward add to the residual stream, against embeddings of 1
     logit_std: float = 4.0  # spread of the logits over the vocabulary
     router_std: float = 2.0  # spread of the router's logits over the experts
     merged: bool = False  # gate and up experts in one tensor (deepseek2)

@@ -1,0 +1,78 @@
+"""Shared fixtures: tiny random-weight models, written once per session, and the bundled pair where it is installed."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from moeedge import paths
+from moeedge.errors import ModelFileError
+from tests.support.tiny import make_tiny
+
+
+class TinyFactory(Protocol):
+    """`tiny(arch, seed=0, **dimensions)`: the path of a tiny model, written at most once per session."""
+
+    def __call__(self, arch: str, *, seed: int = 0, **overrides: Any) -> Path: ...
+
+
+def pytest_report_header() -> str:
+    """The versions that a failure has to be read with."""
+    found = []
+    for package in ("moeedge", "llama_cpp_python", "numpy", "gguf"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} not installed")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{', '.join(found)}, {platform.machine()}, {cores} cores"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFactory:
+    """Makes tiny random-weight models; see tests/support/tiny.py for architectures and dimensions."""
+    folder = tmp_path_factory.mktemp("tiny")
+    made: dict[tuple[object, ...], Path] = {}
+
+    def make(arch: str, *, seed: int = 0, **overrides: Any) -> Path:
+        key = (arch, seed, *sorted(overrides.items()))
+        if key not in made:
+            made[key] = make_tiny(arch, folder, seed=seed, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tiny: TinyFactory) -> Path:
+    """A qwen3moe target: 3 layers, 16 experts of which 4 are used, Q4_0 experts."""
+    return tiny("qwen3moe")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tiny: TinyFactory) -> Path:
+    """A dense qwen3 draft of `tiny_moe`: the same vocabulary, about every fourth greedy token the same."""
+    return tiny("qwen3")
+
+
+@pytest.fixture(scope="session")
+def bundled_pair() -> tuple[Path, Path]:
+    """The bundled target and draft; skips where the installation has none."""
+    try:
+        return paths.bundled_target(), paths.bundled_draft()
+    except ModelFileError as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder that $MOEEDGE_DATA names; skips without one."""
+    folder = paths.data_dir()
+    if folder is None or not folder.is_dir():
+        pytest.skip("MOEEDGE_DATA names no folder of prompt sets")
+    return folder
