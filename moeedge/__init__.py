@@ -1,0 +1,5 @@
+"""moeedge: Mixture-of-Experts models on small GPUs, with speculative decoding as accelerator and sensor."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,37 @@
+"""The `moeedge` program: one Typer app, one file per command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import moeedge
+from moeedge.cli import bench, chat, devices, profile
+
+app = typer.Typer(
+    name="moeedge",
+    help="Run a Mixture-of-Experts model that does not fit your GPU: chat with it, measure it, look inside it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(chat.chat)
+app.command()(bench.bench)
+app.command()(profile.profile)
+app.command()(devices.devices)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moeedge {moeedge.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run a Mixture-of-Experts model that does not fit your GPU: chat with it, measure it, look inside it."""

@@ -1,0 +1,140 @@
+"""The sensor of one llama.cpp context: activation counts and routing, read without a copy per layer."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from moeedge.errors import BackendError
+from moeedge.native.abi import FrameStruct, StatsStruct
+
+# as many as the native ring holds (sensor.h)
+MAX_FRAMES = 8
+
+
+class Claims(IntEnum):
+    """What our backend asks llama.cpp's scheduler for; the values are those of include/moeedge.h."""
+
+    NONE = 0  # nothing: the context runs as stock llama.cpp does
+    BLOCK = 1  # the MoE blocks whose weights lie in host memory, for use beside a GPU
+    WHOLE = 2  # every operation of the CPU: one split per graph, so that sensing costs no seams
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Routing of one graph (one ubatch). The arrays are views into native memory, valid until 8 further graphs ran.
+
+    phase: a `moeedge.engine.types.Phase`, never AUTO.
+    layer_tokens: int32 [n_layers], tokens that the layer saw; 0 for a layer without experts. The last layer sees only
+        the tokens whose logits were asked for.
+    ids: int32 [n_layers, n_tokens, n_used], the experts of each token, best first; rows past layer_tokens are undefined.
+    weights: float32 [n_layers, n_tokens, n_used], the router's weights as the model applies them.
+    """
+
+    serial: int
+    phase: int
+    n_tokens: int
+    layer_tokens: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SensorStats:
+    """The backend's own counters since the context was made; seconds."""
+
+    graphs: int
+    blocks: int
+    prepare_s: float  # finding the MoE blocks, adding the sensor's nodes
+    sense_s: float  # copying ids and weights, counting
+    compute_s: float  # all of graph computation, the two above included
+
+
+class Sensor:
+    """Bound to the llama.cpp context that the calling thread made last."""
+
+    def __init__(self, library: ctypes.CDLL, instance: int, shape: tuple[int, int, int, int]) -> None:
+        self.n_layers, self.n_experts, self.n_used, self.n_tokens_max = shape
+        self._library = library
+        self._instance = instance
+        self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
+        self._counts_pointer = self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32))
+        self._frames = (FrameStruct * MAX_FRAMES)()
+        self._last_serial = 0
+
+    @classmethod
+    def newest(cls, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, claims: Claims) -> Sensor:
+        """Bind to the context that this thread created last and set its claims.
+
+        n_ubatch: the most tokens that one graph computes. Raises BackendError where our backend has no such context.
+        """
+        from moeedge.native import load
+
+        library = load()
+        instance = library.moeedge_newest_instance()
+        if instance == 0:
+            raise BackendError(
+                "moeedge's backend is not part of this context.", "Call moeedge.native.attach() before making it."
+            )
+        sensor = cls(library, instance, (n_layers, n_experts, n_used, n_ubatch))
+        sensor._check(library.moeedge_instance_configure(instance, n_layers, n_experts, n_used, n_ubatch))
+        sensor.set_claims(claims)
+        return sensor
+
+    def _check(self, status: int) -> int:
+        if status < 0:
+            reasons = {-1: "its context is closed", -2: "bad argument", -3: "out of memory", -4: "not configured"}
+            raise BackendError(f"moeedge's sensor failed: {reasons.get(status, status)}.")
+        return status
+
+    def set_claims(self, claims: Claims) -> None:
+        """Change what the backend claims, from the next graph that llama.cpp builds on."""
+        self._check(self._library.moeedge_instance_set_claims(self._instance, int(claims)))
+
+    def set_phase(self, phase: int) -> None:
+        """Tag the graphs to come (a `moeedge.engine.types.Phase`)."""
+        self._check(self._library.moeedge_instance_set_phase(self._instance, int(phase)))
+
+    def read_counts(self) -> npt.NDArray[np.uint32]:
+        """Activations since the last read, uint32 [n_layers, n_experts], then cleared.
+
+        The array is reused by the next call: copy it to keep it.
+        """
+        self._check(self._library.moeedge_instance_read_counts(self._instance, self._counts_pointer))
+        return self._counts
+
+    def frames(self) -> list[Frame]:
+        """The frames since the last call, oldest first; those that the ring has overwritten are missing."""
+        n_frames = self._check(
+            self._library.moeedge_instance_frames(self._instance, self._last_serial, self._frames, MAX_FRAMES)
+        )
+        frames = [self._view(self._frames[i]) for i in range(n_frames)]
+        if frames:
+            self._last_serial = frames[-1].serial
+        return frames
+
+    def _view(self, raw: FrameStruct) -> Frame:
+        full = (self.n_layers, self.n_tokens_max, self.n_used)
+        as_array = np.ctypeslib.as_array
+        return Frame(
+            serial=raw.serial,
+            phase=raw.phase,
+            n_tokens=raw.n_tokens,
+            layer_tokens=as_array(raw.layer_tokens, (self.n_layers,)),
+            ids=as_array(raw.ids, full)[:, : raw.n_tokens],
+            weights=as_array(raw.weights, full)[:, : raw.n_tokens],
+        )
+
+    def stats(self) -> SensorStats:
+        """The backend's counters."""
+        raw = StatsStruct()
+        self._check(self._library.moeedge_instance_stats(self._instance, ctypes.byref(raw)))
+        return SensorStats(raw.graphs, raw.blocks, raw.prepare_ns * 1e-9, raw.sense_ns * 1e-9, raw.compute_ns * 1e-9)
+
+    def threads(self) -> int:
+        """Threads that the context asked for in its last decode; 0 before the first."""
+        return self._check(self._library.moeedge_instance_threads(self._instance))

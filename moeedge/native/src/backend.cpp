@@ -1,0 +1,350 @@
+// The ggml backend: what it claims, what it forwards, what must stay identical.
+//
+// Claims    by mode (moeedge_claims): nothing, the MoE blocks, or every operation of the CPU.
+// Forwards  all of it to an inner CPU backend instance, in graph order, node for node: results are bit-identical to
+//           stock's. The graph is extended by one node per MoE block that copies expert ids and router weights out.
+// Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts what the CPU accepts,
+//           repacked weights included.
+
+#include <chrono>
+#include <cstring>
+#include <new>
+
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "instance.h"
+
+namespace moeedge {
+
+// stock's GPU backends offload host weights from this batch size on (GGML_OP_OFFLOAD_MIN_BATCH's default)
+static constexpr long long offload_min_tokens = 32;
+
+static int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+static instance * instance_of(ggml_backend_t backend) {
+    return (instance *) backend->context;
+}
+
+// ops
+
+// computed by the CPU backend's threads in place of an operation; one thread suffices for so few bytes
+static void sense_block(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    const int64_t           begin_ns = now_ns();
+    const instance::probe * probe    = (const instance::probe *) userdata;
+    instance *              self     = probe->self;
+    self->sense->observe(probe->layer, self->phase, dst->src[0], dst->src[1]);
+    self->stats.sense_ns += now_ns() - begin_ns;
+    GGML_UNUSED(nth);
+}
+
+// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
+// so that the CPU backend fuses what it fuses in stock
+static ggml_cgraph extend_graph(instance * self, const ggml_cgraph * graph) {
+    const size_t n_blocks   = self->blocks.size();
+    const size_t arena_size = (n_blocks + 1) * (ggml_tensor_overhead() + 64);
+    if (self->arena.size() < arena_size) {
+        self->arena.resize(arena_size);
+    }
+    ggml_init_params params = { self->arena.size(), self->arena.data(), /* no_alloc = */ true };
+    ggml_context *   ctx    = ggml_init(params);
+
+    self->probes.resize(n_blocks); // sized before pointers into it are taken
+    self->nodes.clear();
+    int i_from = 0;
+    for (size_t b = 0; b < n_blocks; b++) {
+        const moe_block & block = self->blocks[b];
+        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
+        i_from = block.i_first;
+
+        self->probes[b]      = { self, block.layer };
+        ggml_tensor * args[] = { const_cast<ggml_tensor *>(block.ids), const_cast<ggml_tensor *>(block.weights) };
+        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, block.weights ? 2 : 1, sense_block,
+                                              /* n_tasks = */ 1, &self->probes[b]);
+        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        self->nodes.push_back(node);
+    }
+    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
+    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
+
+    ggml_cgraph extended = *graph;
+    extended.nodes       = self->nodes.data();
+    extended.n_nodes     = (int) self->nodes.size();
+    extended.size        = extended.n_nodes;
+    extended.uid         = 0;
+    return extended;
+}
+
+// backend interface
+
+static const char * backend_get_name(ggml_backend_t backend) {
+    return "MOEEDGE";
+
+    GGML_UNUSED(backend);
+}
+
+static void backend_free(ggml_backend_t backend) {
+    instance * self = instance_of(backend);
+    registry_remove(self);
+    ggml_backend_free(self->cpu);
+    delete self;
+    delete backend;
+}
+
+static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    instance *    self     = instance_of(backend);
+    const int64_t begin_ns = now_ns();
+
+    enum ggml_status status;
+    if (self->sense) {
+        find_blocks(graph, self->blocks);
+    }
+    if (!self->sense || self->blocks.empty()) {
+        status = ggml_backend_graph_compute(self->cpu, graph);
+    } else {
+        ggml_cgraph extended = extend_graph(self, graph);
+        self->stats.blocks += (int64_t) self->blocks.size();
+        self->stats.prepare_ns += now_ns() - begin_ns;
+        status = ggml_backend_graph_compute(self->cpu, &extended);
+    }
+    self->stats.graphs++;
+    self->stats.compute_ns += now_ns() - begin_ns;
+    return status;
+}
+
+static const ggml_backend_i backend_i = {
+    /* .get_name                = */ backend_get_name,
+    /* .free                    = */ backend_free,
+    /* .set_tensor_async        = */ nullptr,
+    /* .get_tensor_async        = */ nullptr,
+    /* .set_tensor_2d_async     = */ nullptr,
+    /* .get_tensor_2d_async     = */ nullptr,
+    /* .cpy_tensor_async        = */ nullptr,
+    /* .synchronize             = */ nullptr,
+    /* .graph_plan_create       = */ nullptr,
+    /* .graph_plan_free         = */ nullptr,
+    /* .graph_plan_update       = */ nullptr,
+    /* .graph_plan_compute      = */ nullptr,
+    /* .graph_compute           = */ backend_graph_compute,
+    /* .event_record            = */ nullptr,
+    /* .event_wait              = */ nullptr,
+    /* .graph_optimize          = */ nullptr,
+};
+
+static ggml_guid_t backend_guid() {
+    static ggml_guid guid = { 0x6d, 0x6f, 0x65, 0x65, 0x64, 0x67, 0x65, 0x01, 0x9b, 0x52, 0x4e, 0xc7, 0x11, 0x8a, 0xd0, 0x33 };
+    return &guid;
+}
+
+static void * cpu_proc_address(const instance * self, const char * name) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(self->cpu_dev), name);
+}
+
+// llama.cpp calls these two for every backend whose registry offers them
+static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
+    instance * self = instance_of(backend);
+    self->n_threads = n_threads;
+    auto set        = (ggml_backend_set_n_threads_t) cpu_proc_address(self, "ggml_backend_set_n_threads");
+    if (set) {
+        set(self->cpu, n_threads);
+    }
+}
+
+static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
+    instance * self = instance_of(backend);
+    auto set        = (ggml_backend_set_abort_callback_t) cpu_proc_address(self, "ggml_backend_set_abort_callback");
+    if (set) {
+        set(self->cpu, callback, data);
+    }
+}
+
+// device interface
+
+static const char * device_get_name(ggml_backend_dev_t dev) {
+    return "MOEEDGE";
+
+    GGML_UNUSED(dev);
+}
+
+static const char * device_get_description(ggml_backend_dev_t dev) {
+    return "Mixture-of-Experts blocks, placed by moeedge";
+
+    GGML_UNUSED(dev);
+}
+
+static void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
+    // no memory of its own: weights stay where llama.cpp put them
+    *free  = 0;
+    *total = 0;
+
+    GGML_UNUSED(dev);
+}
+
+static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
+    return GGML_BACKEND_DEVICE_TYPE_ACCEL;
+
+    GGML_UNUSED(dev);
+}
+
+static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    props->name        = device_get_name(dev);
+    props->description = device_get_description(dev);
+    props->type        = device_get_type(dev);
+    device_get_memory(dev, &props->memory_free, &props->memory_total);
+    props->caps = {};
+    // as the CPU's: llama.cpp maps the file into our buffers only if it may do so for the CPU
+    props->caps.buffer_from_host_ptr = true;
+    props->caps.mmap_support         = true;
+}
+
+static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) {
+    instance * self = new (std::nothrow) instance;
+    if (self == nullptr) {
+        return nullptr;
+    }
+    self->creator = std::this_thread::get_id();
+    self->cpu_dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    self->cpu     = self->cpu_dev ? ggml_backend_dev_init(self->cpu_dev, nullptr) : nullptr;
+    if (self->cpu == nullptr) {
+        GGML_LOG_ERROR("moeedge: this process has no ggml CPU backend\n");
+        delete self;
+        return nullptr;
+    }
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        const enum ggml_backend_dev_type type = ggml_backend_dev_type(ggml_backend_dev_get(i));
+        self->has_gpu |= type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+    }
+    self->device         = *dev;
+    self->device.context = self;
+    registry_add(self);
+
+    return new ggml_backend {
+        /* .guid    = */ backend_guid(),
+        /* .iface   = */ backend_i,
+        /* .device  = */ &self->device,
+        /* .context = */ self,
+    };
+
+    GGML_UNUSED(params);
+}
+
+static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
+    return ggml_backend_cpu_buffer_type();
+
+    GGML_UNUSED(dev);
+}
+
+static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t dev, void * ptr, size_t size, size_t max_tensor_size) {
+    return ggml_backend_cpu_buffer_from_ptr(ptr, size);
+
+    GGML_UNUSED(dev);
+    GGML_UNUSED(max_tensor_size);
+}
+
+static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    const instance * self = (const instance *) dev->context;
+    if (self == nullptr) {
+        return false; // the registered device computes nothing: its instances do
+    }
+    switch (self->claims.load(std::memory_order_relaxed)) {
+        case MOEEDGE_CLAIMS_WHOLE:
+            break;
+        case MOEEDGE_CLAIMS_BLOCK:
+            if (!is_block_node(op)) {
+                return false;
+            }
+            // a GPU computes big batches from host weights, and only if nobody above the CPU claims them
+            if (self->has_gpu && block_node_tokens(op) >= offload_min_tokens) {
+                return false;
+            }
+            break;
+        default:
+            return false;
+    }
+    return ggml_backend_dev_supports_op(self->cpu_dev, op);
+}
+
+static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    const instance * self = (const instance *) dev->context;
+    return self ? ggml_backend_dev_supports_buft(self->cpu_dev, buft) : ggml_backend_buft_is_host(buft);
+}
+
+static const ggml_backend_device_i device_i = {
+    /* .get_name             = */ device_get_name,
+    /* .get_description      = */ device_get_description,
+    /* .get_memory           = */ device_get_memory,
+    /* .get_type             = */ device_get_type,
+    /* .get_props            = */ device_get_props,
+    /* .init_backend         = */ device_init_backend,
+    /* .get_buffer_type      = */ device_get_buffer_type,
+    /* .get_host_buffer_type = */ nullptr,
+    /* .buffer_from_host_ptr = */ device_buffer_from_host_ptr,
+    /* .supports_op          = */ device_supports_op,
+    /* .supports_buft        = */ device_supports_buft,
+    /* .offload_op           = */ nullptr,
+    /* .event_new            = */ nullptr,
+    /* .event_free           = */ nullptr,
+    /* .event_synchronize    = */ nullptr,
+};
+
+// registry interface
+
+static const char * reg_get_name(ggml_backend_reg_t reg) {
+    return "MOEEDGE";
+
+    GGML_UNUSED(reg);
+}
+
+static size_t reg_get_device_count(ggml_backend_reg_t reg) {
+    return 1;
+
+    GGML_UNUSED(reg);
+}
+
+static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
+    GGML_ASSERT(index == 0);
+
+    static ggml_backend_device device = {
+        /* .iface   = */ device_i,
+        /* .reg     = */ reg,
+        /* .context = */ nullptr,
+    };
+    return &device;
+
+    GGML_UNUSED(index);
+}
+
+static void * reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
+    if (std::strcmp(name, "ggml_backend_set_n_threads") == 0) {
+        return (void *) backend_set_n_threads;
+    }
+    if (std::strcmp(name, "ggml_backend_set_abort_callback") == 0) {
+        return (void *) backend_set_abort_callback;
+    }
+    return nullptr;
+
+    GGML_UNUSED(reg);
+}
+
+static const ggml_backend_reg_i reg_i = {
+    /* .get_name         = */ reg_get_name,
+    /* .get_device_count = */ reg_get_device_count,
+    /* .get_device       = */ reg_get_device,
+    /* .get_proc_address = */ reg_get_proc_address,
+};
+
+ggml_backend_reg_t backend_reg() {
+    static ggml_backend_reg reg = {
+        /* .api_version = */ GGML_BACKEND_API_VERSION,
+        /* .iface       = */ reg_i,
+        /* .context     = */ nullptr,
+    };
+    return &reg;
+}
+
+} // namespace moeedge

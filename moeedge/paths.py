@@ -1,0 +1,56 @@
+"""Where things lie: the bundled pair, the user's cache and history, the data folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moeedge.errors import ModelFileError
+
+_PACKAGE = Path(__file__).resolve().parent
+# in an installed wheel the pair lies inside the package; in a checkout (editable install) beside it
+_BUNDLE_FOLDERS = (_PACKAGE / "bundled", _PACKAGE.parent / "models" / "bundled")
+
+
+def _bundled(name: str) -> Path:
+    for folder in _BUNDLE_FOLDERS:
+        if (folder / name).is_file():
+            return folder / name
+    raise ModelFileError(
+        f"The bundled model {name} is not part of this installation.",
+        "Install again with its files (git checkout, then pip install .) or name a model with -m FILE.gguf.",
+    )
+
+
+def bundled_target() -> Path:
+    """The bundled qwen3moe target. Raises ModelFileError where the installation lacks it."""
+    return _bundled("target.gguf")
+
+
+def bundled_draft() -> Path:
+    """The bundled dense draft of `bundled_target`. Raises ModelFileError where the installation lacks it."""
+    return _bundled("draft.gguf")
+
+
+def is_bundled(path: Path) -> bool:
+    """Whether `path` is one of the bundled files."""
+    return path.resolve().parent in _BUNDLE_FOLDERS
+
+
+def cache_dir() -> Path:
+    """The user's cache folder: $MOEEDGE_CACHE, else $XDG_CACHE_HOME/moeedge, else ~/.cache/moeedge. Made on first use."""
+    named = os.environ.get("MOEEDGE_CACHE")
+    root = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeedge"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def data_dir() -> Path | None:
+    """The folder of prompt sets and traces that $MOEEDGE_DATA names, or None."""
+    named = os.environ.get("MOEEDGE_DATA")
+    return Path(named) if named else None
+
+
+def history_file() -> Path:
+    """Where `moeedge chat` keeps its input lines across runs."""
+    return cache_dir() / "chat_history"
