@@ -18,7 +18,7 @@ def _swallow_log(level: int, text: bytes, user_data: int) -> None:
 
 
 def silence() -> None:
-    """Sends llama.cpp's log nowhere."""
+    """Sends llama.cpp's log nowhere; for processes without our engine, which keeps the log itself."""
     llama_cpp.llama_log_set(_swallow_log, None)
 
 
@@ -36,7 +36,6 @@ class StockContext:
         callback: Any = None,
         repack: bool = True,
     ) -> None:
-        silence()
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
@@ -46,6 +45,7 @@ class StockContext:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
+        params.swa_full = False  # as llama.cpp's own programs set it
         params.no_perf = True
         self._callback = llama_cpp.ggml_backend_sched_eval_callback(callback) if callback else None
         if self._callback:
@@ -81,7 +81,7 @@ class StockContext:
         self.n_past = n_keep
 
     def greedy(self, prompt: Sequence[int], n_predict: int) -> tuple[list[int], np.ndarray]:
-        """Plain greedy decoding: the tokens (an end token included, then it stops) and the logits each was taken from."""
+        """Plain greedy decoding: the tokens, an end token included, and the logits that each was taken from."""
         self.trim(0)
         rows = [self.decode(prompt, every=False)[0]]
         tokens = [int(rows[0].argmax())]
@@ -115,8 +115,8 @@ class StockContext:
 class RouterTap:
     """llama.cpp's own evaluation callback, keeping what the routers chose: the sensor's reference.
 
-    After a decode `ids[layer]` is int32 [n_tokens, n_used] and `weights[layer]` float32 [n_tokens, n_used]: the weights that
-    multiply the experts' outputs, that is the last of the tensors that llama.cpp calls ffn_moe_weights*.
+    After a decode `ids[layer]` is int32 [n_tokens, n_used] and `weights[layer]` float32 [n_tokens, n_used]: the weights
+    that multiply the experts' outputs, that is the last of the tensors that llama.cpp calls ffn_moe_weights*.
     """
 
     # in the order of the graph; each replaces the one before

@@ -2,9 +2,9 @@
 
     python -m tests.support.tiny --arch qwen3moe --out big.gguf --layers 10 --embd 2048 --expert-ff 768 --experts 128
 
-Tensors are drawn one at a time and streamed to the file, quantised ones directly as random blocks. Each tensor's numbers
-depend on the seed and on its name only, so that a draft made with the target's seed and width shares its embeddings and
-output matrix and agrees with it now and then, as a trained draft does.
+Tensors are drawn one at a time and streamed to the file, quantised ones directly as random blocks. Each tensor's
+numbers depend on the seed and on its name only, so that a draft made with the target's seed and width shares its
+embeddings and output matrix and agrees with it now and then, as a trained draft does.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     for field in dataclasses.fields(TinyDims):
-        kind = {"int": int, "float": float, "str": str, "bool": lambda text: text == "true"}[str(field.type)]
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=None)
+        kinds: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": lambda text: text == "true"}
+        parser.add_argument("--" + field.name.replace("_", "-"), type=kinds[str(field.type)], default=None)
     options = vars(parser.parse_args(arguments))
     arch, path, seed = options.pop("arch"), options.pop("out"), options.pop("seed")
     given = {key: value for key, value in options.items() if value is not None}

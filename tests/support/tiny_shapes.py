@@ -1,7 +1,7 @@
 """What is in the tiny test models: dimensions, tensors and metadata of each architecture as llama.cpp reads them.
 
-Shapes are written as NumPy writes them (rows first), the reverse of ggml's `ne`. Every tensor has a standard deviation that
-keeps activations near 1, so that routing and logits vary from token to token.
+Shapes are written as NumPy writes them (rows first), the reverse of ggml's `ne`. Every tensor has a standard deviation
+that keeps activations near 1, so that routing and logits vary from token to token.
 """
 
 from __future__ import annotations

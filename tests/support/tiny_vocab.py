@@ -1,17 +1,18 @@
 """The vocabulary of the tiny test models: byte-level BPE, 304 tokens, ChatML specials.
 
-Ids 0..255 are the bytes, then 45 two-letter merges, then the three specials; every text can be tokenized and every token
-has bytes, many of which are no complete UTF-8, as in real byte-level vocabularies.
+Ids 0..255 are the bytes, then 45 two-letter merges, then the three specials; every text can be tokenized and every
+token has bytes, many of which are no complete UTF-8, as in real byte-level vocabularies.
 """
 
 from __future__ import annotations
 
 import gguf
 
-MERGES = (
-    "Ġt he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea"
-    " ra ce li ch ll"
-).split()  # Ġ is the byte-level spelling of a space
+_PAIRS = (  # Ġ is the byte-level spelling of a space
+    "Ġt he in er an re on at en nd ti es or te of ed is it al ar st to nt"
+    " ng se ha as ou io le ve co me de hi ri ro ic ne ea ra ce li ch ll"
+)
+MERGES = _PAIRS.split()
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 N_VOCAB = 256 + len(MERGES) + len(SPECIALS)
 ENDOFTEXT, IM_START, IM_END = range(N_VOCAB - len(SPECIALS), N_VOCAB)
