@@ -1,0 +1,9 @@
+"""Prompt sets: where they are looked for, how their files are read, and our own small sample."""
+
+from __future__ import annotations
+
+from moeedge.data.catalog import CATALOG, dataset_names
+from moeedge.data.load import load_dataset, load_sample
+from moeedge.data.prompts import Dataset, Message, Prompt
+
+__all__ = ["CATALOG", "Dataset", "Message", "Prompt", "dataset_names", "load_dataset", "load_sample"]

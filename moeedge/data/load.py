@@ -1,0 +1,103 @@
+"""`--dataset NAME`: look in $MOEEDGE_DATA, then in the user's cache, then on the hub; or read a file of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from moeedge import paths
+from moeedge.data.catalog import CATALOG, Entry, dataset_names
+from moeedge.data.fetch import fetch, hub_endpoint
+from moeedge.data.parsers import Parser, parse_custom
+from moeedge.data.prompts import Dataset, Place
+from moeedge.data.rows import read_rows
+from moeedge.errors import DatasetError, DownloadError
+
+SAMPLE = "sample"
+_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv")
+_OFFLINE_MEND = "Or use --offline-sample for moeedge's own small set."
+
+
+def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
+    """The prompt set `name`: one of `dataset_names()`, "sample", or the path of a .jsonl file.
+
+    With `offline_sample` the hub is not asked: what neither $MOEEDGE_DATA nor the cache has becomes our own sample, and
+    is named so. Raises DatasetError (unknown, absent or malformed) or DownloadError (the hub was asked in vain).
+    """
+    if name == SAMPLE:
+        return load_sample()
+    if name.lower() in CATALOG:
+        return _load_entry(CATALOG[name.lower()], offline_sample)
+    if name.endswith(_FILE_SUFFIXES):
+        path = Path(name).expanduser()
+        stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv")
+        return _read(stem, path, parse_custom, "file", "a file of the user's")
+    raise DatasetError(
+        f'Unknown dataset "{name}".', f"Choose one of {', '.join(dataset_names())}, or give the path of a .jsonl file."
+    )
+
+
+def load_sample(kind: str | None = None) -> Dataset:
+    """Our own prompts, which come with the package; only those that are like the set `kind`, if one is named."""
+    with as_file(files("moeedge.data") / "sample.jsonl") as path:
+        whole = _read(SAMPLE, path, parse_custom, "package", "moeedge's own small set of prompts")
+    if kind is None:
+        return whole
+    chosen = tuple(prompt for prompt in whole.prompts if prompt.id.startswith(f"{kind}-"))
+    return Dataset(whole.name, chosen, whole.place, whole.path, whole.sha256, f"{whole.variant}, those like {kind}")
+
+
+def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
+    looked_at = []
+    for place, folder, names in _folders(entry):
+        for name in names:
+            if (folder / name).is_file():
+                return _read(entry.name, folder / name, entry.parse, place, entry.about)
+        looked_at.append(str(folder))
+    if offline_sample:
+        return load_sample(entry.name)
+
+    places = ", ".join(looked_at)
+    if paths.data_dir() is None:
+        places += " ($MOEEDGE_DATA is not set)"
+    by_hand = f"Get it from {entry.original} and put it as {entry.files[0]} into the folder that $MOEEDGE_DATA names."
+    if entry.hub is None:
+        raise DatasetError(
+            f"The dataset {entry.name} is not in {places}, and moeedge cannot fetch it.", f"{by_hand} {_OFFLINE_MEND}"
+        )
+    try:
+        path = fetch(entry.hub, _hub_folder(entry))
+    except DownloadError as error:
+        raise DownloadError(
+            f"The dataset {entry.name} is not in {places}, and the hub did not help: {error.message}",
+            f"Check the network or $HF_ENDPOINT ({hub_endpoint()}). {by_hand} {_OFFLINE_MEND}",
+        ) from None
+    return _read(entry.name, path, entry.parse, "hub", entry.hub.variant)
+
+
+def _folders(entry: Entry) -> Iterator[tuple[Place, Path, tuple[str, ...]]]:
+    """The local folders to look in, best first, each with the file names that the set may have there."""
+    data = paths.data_dir()
+    if data is not None:
+        yield "environment", data, entry.files
+        yield "environment", data / "prompts", entry.files
+    yield "cache", _cache(), entry.files
+    if entry.hub is not None:
+        yield "cache", _hub_folder(entry), (entry.hub.file,)
+
+
+def _cache() -> Path:
+    return paths.cache_dir() / "datasets"
+
+
+def _hub_folder(entry: Entry) -> Path:
+    assert entry.hub is not None
+    return _cache() / entry.hub.repo.replace("/", "--")
+
+
+def _read(name: str, path: Path, parse: Parser, place: Place, variant: str) -> Dataset:
+    prompts = tuple(parse(row) for row in read_rows(path))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Dataset(name, prompts, place, path, digest, variant)

@@ -1,0 +1,178 @@
+"""Where `--dataset` looks: the data folder, the cache, the hub (a stand-in server, the real client), our sample."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from moeedge.data import CATALOG, Dataset, dataset_names, load_dataset, load_sample
+from moeedge.errors import DatasetError, DownloadError
+from tests.data.hub import hub_stand_in
+
+_MT_BENCH = json.dumps({"question_id": 7, "category": "writing", "turns": ["First?", "And then?"]}).encode() + b"\n"
+
+
+@pytest.fixture(autouse=True)
+def _empty_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No data folder, an empty cache, a hub that nobody answers for, whatever the machine has."""
+    monkeypatch.delenv("MOEEDGE_DATA", raising=False)
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    for name in ("HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+def _hub_key(name: str) -> tuple[str, str, str]:
+    source = CATALOG[name].hub
+    assert source is not None
+    return source.repo, source.revision, source.file
+
+
+def _texts(dataset: Dataset) -> list[list[str]]:
+    return [[message.content for turn in prompt.turns for message in turn] for prompt in dataset.prompts]
+
+
+@pytest.mark.parametrize("folder", [".", "prompts"])
+def test_the_data_folder_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str) -> None:
+    target = tmp_path / "data" / folder / "mt_bench_question.jsonl"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(_MT_BENCH)
+    cached = tmp_path / "cache" / "datasets" / "mt_bench_question.jsonl"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(_MT_BENCH.replace(b"First?", b"Cached?"))
+    monkeypatch.setenv("MOEEDGE_DATA", str(tmp_path / "data"))
+    dataset = load_dataset("mtbench")
+    assert (dataset.name, dataset.place) == ("mtbench", "environment")
+    assert _texts(dataset) == [["First?", "And then?"]]
+    monkeypatch.setenv("MOEEDGE_DATA", str(tmp_path / "nowhere"))
+    assert _texts(load_dataset("mtbench")) == [["Cached?", "And then?"]]
+
+
+def test_the_hub_is_asked_once_and_then_the_cache_answers() -> None:
+    with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("mtbench"): _MT_BENCH}) as hub:
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        first = load_dataset("mtbench")
+        assert (first.place, _texts(first)) == ("hub", [["First?", "And then?"]])
+        repo, revision, name = _hub_key("mtbench")
+        assert f"GET /datasets/{repo}/resolve/{revision}/{name}" in hub.requests
+        n_requests = len(hub.requests)
+        second = load_dataset("mtbench")
+        assert (second.place, second.sha256) == ("cache", first.sha256)
+        assert len(hub.requests) == n_requests
+
+
+def test_a_file_that_the_hub_does_not_have() -> None:
+    with pytest.MonkeyPatch.context() as patch, hub_stand_in({}) as hub:
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        with pytest.raises(DownloadError, match="404") as caught:
+            load_dataset("humaneval")
+        assert hub.endpoint in caught.value.message
+        assert "datasets" in caught.value.message  # the places looked at
+        assert "HumanEval.jsonl.gz" in caught.value.mend
+        assert "--offline-sample" in caught.value.mend
+
+
+def test_a_hub_in_trouble() -> None:
+    with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b"{}"}) as hub:
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        hub.status = 503
+        with pytest.raises(DownloadError, match="503"):
+            load_dataset("qa")
+
+
+def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b'{"turns": ["Who?"]}\n' * 99}) as hub:
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        hub.cut_at = 50
+        with pytest.raises(DownloadError):
+            load_dataset("qa")
+        hub.cut_at = None
+        assert len(load_dataset("qa").prompts) == 99
+
+
+def test_no_network_fails_quickly_and_names_the_places() -> None:
+    begin = time.monotonic()
+    with pytest.raises(DownloadError, match="the hub did not help") as caught:
+        load_dataset("gsm8k")
+    assert time.monotonic() - begin < 10
+    assert "$MOEEDGE_DATA is not set" in caught.value.message
+    assert caught.value.exit_code == 1
+
+
+def test_offline_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
+        load_dataset("gsm8k")
+
+
+def test_a_set_that_the_hub_has_only_as_parquet_says_how_to_get_it() -> None:
+    with pytest.raises(DatasetError, match="cannot fetch it") as caught:
+        load_dataset("mmlu-pro")
+    assert "TIGER-Lab/MMLU-Pro" in caught.value.mend
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_dataset() -> None:
+    with pytest.raises(DatasetError, match='Unknown dataset "mtbanch"') as caught:
+        load_dataset("mtbanch")
+    assert all(name in caught.value.mend for name in dataset_names())
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", dataset_names())
+def test_the_sample_never_passes_for_the_set(name: str) -> None:
+    dataset = load_dataset(name, offline_sample=True)
+    assert (dataset.name, dataset.place) == ("sample", "package")
+    assert len(dataset.prompts) >= 2
+    assert {len(prompt.turns) for prompt in dataset.prompts} == ({2} if name == "mtbench" else {1})
+
+
+def test_the_whole_sample_has_every_kind() -> None:
+    kinds = {prompt.id.rpartition("-")[0] for prompt in load_sample().prompts}
+    assert kinds == set(dataset_names())
+    assert load_dataset("sample").sha256 == load_sample("qa").sha256
+
+
+def test_offline_sample_prefers_real_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b'{"task_id": "x/0", "prompt": "def f():"}\n'))
+    monkeypatch.setenv("MOEEDGE_DATA", str(tmp_path))
+    dataset = load_dataset("humaneval", offline_sample=True)
+    assert (dataset.name, dataset.place, dataset.prompts[0].id) == ("humaneval", "environment", "x/0")
+
+
+def test_a_limit_takes_prompts_of_every_category(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "category": i // 10, "prompt": "Hi"}) + "\n" for i in range(80)))
+    dataset = load_dataset(str(path))
+    assert (dataset.name, dataset.place) == ("own", "file")
+    assert [prompt.category for prompt in dataset.limited(8).prompts] == ["custom", *"1234567"]
+    assert [prompt.id for prompt in dataset.limited(3).prompts] == ["0", "26", "53"]
+    assert dataset.limited(None) is dataset.limited(100) is dataset
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("mtbench", 80),
+        ("humaneval", 164),
+        ("gsm8k", 1319),
+        ("mmlu-pro", 140),
+        ("alpaca", 252),
+        ("cnndm", 80),
+        ("qa", 80),
+    ],
+)
+def test_the_published_files(monkeypatch: pytest.MonkeyPatch, data_folder: Path, name: str, count: int) -> None:
+    monkeypatch.setenv("MOEEDGE_DATA", str(data_folder))
+    dataset = load_dataset(name)
+    assert len(dataset.prompts) == count
+    assert len({prompt.id for prompt in dataset.prompts}) == count
+    assert {len(prompt.turns) for prompt in dataset.prompts} == ({2} if name == "mtbench" else {1})

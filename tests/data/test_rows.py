@@ -1,0 +1,90 @@
+"""What malformed files are answered with: the line and the reason; and what the parsers make of good rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from moeedge.data import Message, load_dataset
+from moeedge.data.parsers import parse_gsm8k, parse_instructions, parse_mmlu_pro
+from moeedge.data.rows import Row, read_rows
+from moeedge.errors import DatasetError
+
+_GOOD = '{"prompt": "Hello"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "Hel', r"not valid JSON \(Unterminated string"),
+        ("[1, 2]", "a JSON object is expected, not list"),
+        ('{"text": "Hello"}', 'none of "prompt", "turns", "messages"'),
+        ('{"prompt": ""}', '"prompt" must be a non-empty string'),
+        ('{"prompt": 3}', '"prompt" must be a non-empty string'),
+        ('{"turns": []}', '"turns" must be a non-empty list'),
+        ('{"turns": ["a", 1]}', '"turns" must be a non-empty list'),
+        ('{"messages": []}', '"messages" must be a non-empty list'),
+        ('{"messages": [{"role": "robot", "content": "Hi"}]}', 'every message needs a "role"'),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "the last message must be the user's"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(_GOOD + "\n" + line + "\n" + _GOOD)  # an empty line counts, but is no error
+    with pytest.raises(DatasetError, match=rf"own\.jsonl, line 3: {reason}"):
+        load_dataset(str(path))
+
+
+def test_files_that_are_no_prompt_sets(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="There is no file"):
+        load_dataset(str(tmp_path / "absent.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DatasetError, match="holds no prompts"):
+        load_dataset(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "latin.jsonl").write_bytes(_GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(DatasetError, match="line 2: not UTF-8"):
+        load_dataset(str(tmp_path / "latin.jsonl"))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(_GOOD.encode() * 99)[:-9])
+    with pytest.raises(DatasetError, match="cannot be read"):
+        load_dataset(str(tmp_path / "cut.jsonl.gz"))
+    with pytest.raises(DatasetError, match="cannot be read"):
+        (tmp_path / "folder.jsonl").mkdir()
+        load_dataset(str(tmp_path / "folder.jsonl"))
+
+
+def test_the_three_forms_of_a_users_record(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    records = [
+        {"prompt": "One\u2028line"},
+        {"id": "b", "turns": ["First", "Second"]},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+    ]
+    path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
+    prompts = load_dataset(str(path)).prompts
+    assert [prompt.id for prompt in prompts] == ["1", "b", "3"]
+    assert prompts[0].turns == ((Message("user", "One\u2028line"),),)
+    assert prompts[1].turns == ((Message("user", "First"),), (Message("user", "Second"),))
+    assert prompts[2].turns == ((Message("system", "Be brief."), Message("user", "Hi")),)
+
+
+def test_json_and_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"prompt": "x"}, {"prompt": "y"}]')
+    assert [row.fields["prompt"] for row in read_rows(tmp_path / "a.json")] == ["x", "y"]
+    (tmp_path / "b.json").write_text('[{"prompt": "x"},\n oops]')
+    with pytest.raises(DatasetError, match=r"b\.json, line 2: not valid JSON"):
+        read_rows(tmp_path / "b.json")
+    (tmp_path / "c.csv").write_text('prompt,category\n"a, b",test\n')
+    assert [(row.fields["prompt"], row.number) for row in read_rows(tmp_path / "c.csv")] == [("a, b", 2)]
+
+
+def test_the_shapes_of_published_records() -> None:
+    choice = parse_mmlu_pro(Row({"question_id": 1, "question": "Which?", "options": ["this", "that"]}, 1, "x, line 1"))
+    assert choice.turns[0][0].content.splitlines()[:3] == ["Which?", "(A) this", "(B) that"]
+    given = parse_instructions(Row({"instruction": "Shorten.", "instances": [{"input": "A text."}]}, 1, "x, line 1"))
+    assert given.turns[0][0].content == "Shorten.\n\nA text."
+    assert parse_instructions(Row({"instruction": "Go.", "input": ""}, 1, "")).turns[0][0].content == "Go."
+    for fields in ({"question": "2 + 2?"}, {"turns": ["2 + 2?"]}):
+        assert parse_gsm8k(Row(dict(fields), 1, "x, line 1")).turns[0][0].content == "2 + 2?"
