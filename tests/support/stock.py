@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -180,3 +181,35 @@ def tap_context(path: Path, **options: Any) -> tuple[StockContext, RouterTap]:
     tap = RouterTap()
     callback: Callable[[int, bool, int | None], bool] = tap
     return StockContext(path, callback=callback, **options), tap
+
+
+# what a transcript decodes: tokens appended, then how many of them are taken back
+TRANSCRIPT = ((40, 0), (1, 0), (1, 0), (9, 4), (1, 0), (9, 0), (17, 9), (1, 0))
+
+
+def transcript(context: StockContext, *, seed: int = 1) -> np.ndarray:
+    """Prefill over two graphs, single tokens, verifications of 9 and 17 with rollbacks: all logits, [n_rows, n_vocab]."""
+    tokens = np.random.default_rng(seed).integers(0, 256, sum(appended for appended, _ in TRANSCRIPT)).tolist()
+    rows = []
+    for appended, dropped in TRANSCRIPT:
+        rows.append(context.decode(tokens[:appended]))
+        del tokens[:appended]
+        if dropped:
+            context.trim(context.n_past - dropped)
+    return np.concatenate(rows)
+
+
+def main(arguments: list[str]) -> None:
+    """python -m tests.support.stock OUT.npz THREADS MODEL...: transcripts by a process that never loads our library."""
+    silence()
+    out, n_threads, *paths = arguments
+    rows = {}
+    for path in paths:
+        with StockContext(Path(path), n_threads=int(n_threads), n_ubatch=32) as context:
+            rows[Path(path).stem] = transcript(context)
+    assert not any(name.partition(".")[0] == "moeedge" for name in sys.modules), "the reference must be stock"
+    np.savez(out, **rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Logits through our backend equal stock llama.cpp's bit for bit, for every architecture and every kind of claim."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.native import Claims
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.sensed import sensed_context
+from tests.support.stock import StockContext, transcript
+
+Reference = Callable[[Path, int], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Transcripts by thread count, from processes that never load our library: one per thread count."""
+    paths = [tiny(arch, **dimensions) for arch, dimensions in MOE_CASES.values()]
+    by_threads: dict[int, dict[str, np.ndarray]] = {}
+
+    def get(path: Path, n_threads: int) -> np.ndarray:
+        if n_threads not in by_threads:
+            out = tmp_path_factory.mktemp("stock") / "rows.npz"
+            command = [sys.executable, "-m", "tests.support.stock", str(out), str(n_threads), *map(str, paths)]
+            subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=120)
+            with np.load(out) as rows:
+                by_threads[n_threads] = dict(rows)
+        return by_threads[n_threads][path.stem]
+
+    return get
+
+
+@pytest.mark.parametrize("claims", list(Claims), ids=lambda claims: claims.name.lower())
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_logits_equal_a_process_without_us(case: str, claims: Claims, tiny: TinyFactory, reference: Reference) -> None:
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **dimensions)
+    context, sensor = sensed_context(path, claims, n_ubatch=32)
+    with context:
+        rows = transcript(context)
+        stats = sensor.stats()
+    assert np.array_equal(rows, reference(path, 1))
+    # that the comparison is of what it says: our backend computed the blocks, or nothing at all
+    assert (stats.blocks > 0) == (claims is not Claims.NONE)
+
+
+@pytest.mark.parametrize("claims", [Claims.BLOCK, Claims.WHOLE], ids=lambda claims: claims.name.lower())
+def test_two_threads(claims: Claims, tiny: TinyFactory, reference: Reference) -> None:
+    path = tiny("qwen3moe")
+    context, _ = sensed_context(path, claims, n_ubatch=32, n_threads=2)
+    with context:
+        assert np.array_equal(transcript(context), reference(path, 2))
+
+
+@pytest.mark.parametrize("claims", [Claims.BLOCK, Claims.WHOLE], ids=lambda claims: claims.name.lower())
+def test_without_repacked_weights(claims: Claims, tiny_moe: Path) -> None:
+    plain, _ = sensed_context(tiny_moe, Claims.NONE, repack=False)
+    ours, _ = sensed_context(tiny_moe, claims, repack=False)
+    with plain, ours:
+        assert np.array_equal(transcript(ours), transcript(plain))
+
+
+def test_repacked_kernels_are_in_use(tiny_moe: Path) -> None:
+    """Repacked and plain kernels round differently: were they equal here, the tests above would not cover both."""
+    repacked, plain = StockContext(tiny_moe), StockContext(tiny_moe, repack=False)
+    with repacked, plain:
+        rows, other = transcript(repacked), transcript(plain)
+    assert not np.array_equal(rows, other)
+    assert np.allclose(rows, other, rtol=0, atol=0.2)
+
+
+def test_bundled_target(bundled_pair: tuple[Path, Path]) -> None:
+    rows = []
+    for claims in Claims:
+        context, _ = sensed_context(bundled_pair[0], claims, n_threads=2)
+        with context:
+            rows.append(transcript(context))
+    assert np.array_equal(rows[1], rows[0])
+    assert np.array_equal(rows[2], rows[0])

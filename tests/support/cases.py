@@ -1,0 +1,19 @@
+"""The Mixture-of-Experts models that every exactness test runs on: each architecture and each variant of its experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3moe": ("qwen3moe", {}),
+    "qwen3moe-f32": ("qwen3moe", {"expert_type": "F32"}),  # plain buffers, no repacked kernels
+    "qwen2moe": ("qwen2moe", {}),  # shared expert behind a gate
+    "mixtral": ("llama", {}),
+    "olmoe": ("olmoe", {}),  # weights not normalised
+    "deepseek2": ("deepseek2", {}),  # leading dense layer, shared expert, latent attention
+    "deepseek2-merged": ("deepseek2", {"merged": True}),  # gate and up experts in one tensor
+    "deepseek3": ("deepseek2", {"sigmoid": True}),  # sigmoid router with bias, expert groups and scale
+    "gpt-oss": ("gpt-oss", {}),  # biases everywhere, attention sinks, sliding window, MXFP4
+    "gpt-oss-q8": ("gpt-oss", {"expert_type": "Q8_0"}),
+    "llama4": ("llama4", {}),  # every other layer dense, one expert per token, weights before the experts
+}

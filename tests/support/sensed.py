@@ -1,0 +1,33 @@
+"""A stock context with our sensor bound to it: what the tests of the native library look at, without the engine."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from moeedge.engine import library
+from moeedge.native import Claims, Sensor
+from tests.support.stock import StockContext
+
+
+def model_number(context: StockContext, key: str) -> int:
+    """An integer from the model's metadata, the key without the architecture's prefix."""
+    value = ctypes.create_string_buffer(128)
+    for full_key in ("general.architecture", None):
+        name = full_key or f"{value.value.decode()}.{key}"
+        size = llama_cpp.llama_model_meta_val_str(context.model, name.encode(), value, len(value))
+        assert size > 0, f"the model has no {name}"
+    return int(value.value)
+
+
+def sensed_context(path: Path, claims: Claims, *, n_ubatch: int = 256, **options: Any) -> tuple[StockContext, Sensor]:
+    """Makes the context as the engine does: attached first, no claims while llama.cpp sets up, then `claims`."""
+    library.start()
+    context = StockContext(path, n_ubatch=n_ubatch, **options)
+    shape = [model_number(context, key) for key in ("block_count", "expert_count", "expert_used_count")]
+    sensor = Sensor.newest(*shape, n_ubatch, Claims.NONE)
+    sensor.set_claims(claims)
+    return context, sensor
