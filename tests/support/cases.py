@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts models that every exactness test runs on: each architecture and each variant of its experts."""
+"""The Mixture-of-Experts models that the exactness tests run on: each architecture, each variant of its experts."""
 
 from __future__ import annotations
 

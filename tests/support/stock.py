@@ -188,7 +188,7 @@ TRANSCRIPT = ((40, 0), (1, 0), (1, 0), (9, 4), (1, 0), (9, 0), (17, 9), (1, 0))
 
 
 def transcript(context: StockContext, *, seed: int = 1) -> np.ndarray:
-    """Prefill over two graphs, single tokens, verifications of 9 and 17 with rollbacks: all logits, [n_rows, n_vocab]."""
+    """Prefill over two graphs, single tokens, verifications with rollbacks: all their logits, [n_rows, n_vocab]."""
     tokens = np.random.default_rng(seed).integers(0, 256, sum(appended for appended, _ in TRANSCRIPT)).tolist()
     rows = []
     for appended, dropped in TRANSCRIPT:

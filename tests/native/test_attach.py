@@ -1,0 +1,154 @@
+"""Attaching: version checks, the exported entry point, and loading by an unmodified llama.cpp program."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge import native
+from moeedge.engine import library as engine_library
+from moeedge.errors import BackendError, VersionMismatchError
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.stock import StockContext, transcript
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_attach_twice_registers_one_device() -> None:
+    native.attach()
+    native.attach.__wrapped__()  # past the cache
+    engine_library.start()
+    count = engine_library.ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
+    get = engine_library.ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = engine_library.ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    assert [name(get(i)) for i in range(count())].count(b"MOEEDGE") == 1
+
+
+def test_devices_leave_ours_out() -> None:
+    native.attach()
+    found = native.devices()
+    assert [device.kind for device in found].count("CPU") == 1
+    assert "MOEEDGE" not in [device.name for device in found]
+
+
+def test_another_llama_cpp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names both versions and the mend; everything but the version string is real."""
+    installed = importlib.metadata.version("llama-cpp-python")
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.3.99" if name == "llama-cpp-python" else real(name)
+    )
+    with pytest.raises(VersionMismatchError) as caught:
+        native.load.__wrapped__()
+    assert "0.3.99" in caught.value.message
+    assert installed in caught.value.message
+    assert f"pip install llama-cpp-python=={installed}" in caught.value.mend
+
+
+def test_another_backend_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_for = native.load().moeedge_backend_api_version()
+    assert native._installed_api_version(native._ggml()) == compiled_for
+    monkeypatch.setattr(native, "_installed_api_version", lambda ggml: compiled_for + 1)
+    with pytest.raises(VersionMismatchError, match=f"API {compiled_for}.* has {compiled_for + 1}"):
+        native.load.__wrapped__()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_another_ggml_is_refused(tmp_path: Path) -> None:
+    """A ggml of another version, as far as ggml_version() says: neither entry point registers anything."""
+    (tmp_path / "other.c").write_text('const char * ggml_version(void) { return "9.9.9"; }\n')
+    other = tmp_path / "libother.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(other), str(tmp_path / "other.c")], check=True)
+    script = (
+        "import ctypes\n"
+        "from moeedge import native\n"
+        "from moeedge.errors import VersionMismatchError\n"
+        "try:\n"
+        "    native.attach()\n"
+        "except VersionMismatchError as error:\n"
+        "    print(error)\n"
+        "native.load().ggml_backend_init.restype = ctypes.c_void_p\n"
+        "print(native.load().ggml_backend_init())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"LD_PRELOAD": str(other), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    refusal, entry = result.stdout.splitlines()
+    assert "compiled for ggml" in refusal
+    assert entry == "None"
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOEEDGE_LIBRARY", str(tmp_path / "absent.so"))
+    with pytest.raises(BackendError, match="not at"):
+        native.library_path()
+
+
+def test_damaged_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    damaged = tmp_path / "libmoeedge.so"
+    damaged.write_bytes(b"no ELF file")
+    monkeypatch.setenv("MOEEDGE_LIBRARY", str(damaged))
+    with pytest.raises(BackendError, match="cannot be loaded"):
+        native.load.__wrapped__()
+
+
+def test_entry_point_states_the_api_version() -> None:
+    library = native.load()
+    library.ggml_backend_init.restype = ctypes.POINTER(ctypes.c_int)
+    registration = library.ggml_backend_init()
+    assert registration[0] == library.moeedge_backend_api_version()
+
+
+def test_devices_library_prints_the_path() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "moeedge", "devices", "--library"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    path = Path(result.stdout.strip())
+    assert path == native.library_path()
+    assert ctypes.CDLL(str(path)).ggml_backend_init
+
+
+def test_stock_program_loads_us_by_environment(tiny: TinyFactory, tmp_path: Path) -> None:
+    """GGML_BACKEND_PATH alone: every architecture, a dense one too, equals the same program without it."""
+    paths = [tiny(arch, **dimensions) for arch, dimensions in MOE_CASES.values()]
+    paths += [tiny("qwen3"), tiny("llama", experts=0)]
+    results = []
+    for module in ("tests.support.stock", "tests.support.plugin_host"):
+        out = tmp_path / f"{module}.npz"
+        environment = os.environ | {"GGML_BACKEND_PATH": str(native.library_path())}
+        command = [sys.executable, "-m", module, str(out), "1", *map(str, paths)]
+        subprocess.run(command, env=environment, check=True, cwd=ROOT, timeout=120)
+        with np.load(out) as rows:
+            results.append(dict(rows))
+    stock, ours = results
+    graphs = ours.pop("graphs")
+    assert stock.keys() == ours.keys()
+    for name, rows in stock.items():
+        assert np.array_equal(rows, ours[name]), name
+    # an instance claims the MoE blocks unless told otherwise, and leaves dense models to the CPU backend
+    assert (graphs[:-2] > 0).all()
+    assert (graphs[-2:] == 0).all()
+
+
+def test_closed_contexts_leave_nothing(tiny_moe: Path) -> None:
+    engine_library.start()
+    before = native.load().moeedge_live_instances()
+    with StockContext(tiny_moe) as context:
+        assert native.load().moeedge_live_instances() == before + 1
+        transcript(context)
+    assert native.load().moeedge_live_instances() == before

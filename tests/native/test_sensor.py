@@ -1,0 +1,242 @@
+"""What the sensor reports is what llama.cpp's routers chose, as llama.cpp's own evaluation callback shows it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from moeedge.engine.types import Phase
+from moeedge.errors import BackendError
+from moeedge.native import Claims, Frame, Sensor
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.sensed import sensed_context
+from tests.support.stock import StockContext, tap_context
+
+PROMPT = np.random.default_rng(2).integers(0, 256, 24).tolist()
+SENSING = [Claims.BLOCK, Claims.WHOLE]
+by_claims = pytest.mark.parametrize("claims", SENSING, ids=lambda claims: claims.name.lower())
+
+
+def count_ids(frames: list[Frame], n_experts: int) -> np.ndarray:
+    """Activations [n_layers, n_experts], recomputed from the ids in the frames."""
+    counts = np.zeros((len(frames[0].layer_tokens), n_experts), np.uint32)
+    for frame in frames:
+        for layer, n_tokens in enumerate(frame.layer_tokens):
+            np.add.at(counts[layer], frame.ids[layer, :n_tokens].ravel(), 1)
+    return counts
+
+
+@by_claims
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_frames_equal_the_evaluation_callback(case: str, claims: Claims, tiny: TinyFactory) -> None:
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **dimensions)
+    stock, tap = tap_context(path)
+    ours, sensor = sensed_context(path, claims)
+    with stock, ours:
+        for tokens, every in ((PROMPT, True), (PROMPT[:1], True), (PROMPT[:9], True), (PROMPT[9:20], False)):
+            tap.clear()
+            stock.decode(tokens, every=every)
+            ours.decode(tokens, every=every)
+            (frame,) = sensor.frames()
+            assert frame.n_tokens == len(tokens)
+            assert tap.ids, "the callback saw no router"
+            for layer, n_tokens in enumerate(frame.layer_tokens):
+                if layer not in tap.ids:
+                    assert n_tokens == 0
+                    continue
+                assert n_tokens == len(tap.ids[layer])
+                assert np.array_equal(frame.ids[layer, :n_tokens], tap.ids[layer])
+                assert np.array_equal(frame.weights[layer, :n_tokens], tap.weights[layer])
+
+
+@by_claims
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_counts_equal_the_ids(case: str, claims: Claims, tiny: TinyFactory) -> None:
+    arch, dimensions = MOE_CASES[case]
+    context, sensor = sensed_context(tiny(arch, **dimensions), claims, n_ubatch=16)
+    with context:
+        context.decode(PROMPT)  # two graphs
+        context.decode(PROMPT[:9])
+        context.decode(PROMPT[:1])
+        frames = sensor.frames()
+        counts = sensor.read_counts().copy()
+        assert [frame.n_tokens for frame in frames] == [16, 8, 9, 1]
+        assert [frame.serial for frame in frames] == [1, 2, 3, 4]
+        assert np.array_equal(counts, count_ids(frames, sensor.n_experts))
+        assert counts.sum() == sum(frame.layer_tokens.sum() for frame in frames) * sensor.n_used
+        assert not sensor.read_counts().any(), "reading clears"
+        assert sensor.frames() == [], "frames are reported once"
+
+
+def test_last_layer_sees_only_rows_with_outputs(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    with context:
+        context.decode(PROMPT, every=False)
+        (frame,) = sensor.frames()
+        assert frame.layer_tokens.tolist() == [24, 24, 1]
+        assert frame.n_tokens == 24
+
+
+def test_ring_keeps_the_last_eight_graphs(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    with context:
+        for token in PROMPT[:11]:
+            context.decode([token])
+        assert [frame.serial for frame in sensor.frames()] == list(range(4, 12))
+        assert sensor.read_counts().sum(axis=1).tolist() == [44, 44, 44], "counts miss nothing"
+
+
+@by_claims
+def test_phases(claims: Claims, tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, claims)
+    with context:
+        context.decode(PROMPT)
+        context.decode(PROMPT[:1])
+        for phase in (Phase.PREFILL, Phase.DECODE, Phase.DRAFT, Phase.VERIFY, Phase.AUTO):
+            sensor.set_phase(phase)
+            context.decode(PROMPT[:2])
+        phases = [frame.phase for frame in sensor.frames()]
+    told = [Phase.PREFILL, Phase.DECODE, Phase.DRAFT, Phase.VERIFY]
+    assert phases == [Phase.PREFILL, Phase.DECODE, *told, Phase.PREFILL], "untold, several tokens are prefill"
+
+
+def test_unknown_phase_and_claims_are_refused(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    with context:
+        with pytest.raises(BackendError):
+            sensor.set_phase(5)
+        with pytest.raises(BackendError):
+            sensor.set_claims(3)  # type: ignore[arg-type]
+
+
+def test_no_claims_see_nothing(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, Claims.NONE)
+    with context:
+        context.decode(PROMPT)
+        assert sensor.frames() == []
+        assert not sensor.read_counts().any()
+        assert sensor.stats().graphs == 0
+
+
+def test_claims_can_be_changed(tiny_moe: Path) -> None:
+    """None, block, whole and back on one context: the logits stay, the sensor sees what it may."""
+    stock = StockContext(tiny_moe)
+    context, sensor = sensed_context(tiny_moe, Claims.NONE)
+    with stock, context:
+        order = [Claims.NONE, Claims.BLOCK, Claims.WHOLE, Claims.NONE, Claims.WHOLE, Claims.BLOCK, Claims.NONE]
+        for i, claims in enumerate(order):
+            sensor.set_claims(claims)
+            tokens = PROMPT[: 3 + i]  # another size, so that llama.cpp builds a new graph
+            assert np.array_equal(context.decode(tokens), stock.decode(tokens))
+            assert len(sensor.frames()) == (claims is not Claims.NONE)
+
+
+def test_target_and_draft_are_told_apart(tiny: TinyFactory) -> None:
+    target, target_sensor = sensed_context(tiny("qwen3moe"), Claims.WHOLE)
+    draft, draft_sensor = sensed_context(tiny("llama"), Claims.WHOLE)
+    with target, draft:
+        target.decode(PROMPT)
+        assert draft_sensor.frames() == []
+        draft.decode(PROMPT[:5])
+        (of_target,) = target_sensor.frames()
+        (of_draft,) = draft_sensor.frames()
+        assert of_target.ids.shape == (3, 24, 4)
+        assert of_draft.ids.shape == (3, 5, 2)
+        assert target_sensor.read_counts().sum() == 3 * 24 * 4
+        assert draft_sensor.read_counts().sum() == 3 * 5 * 2
+
+
+def test_two_contexts_of_one_model(tiny_moe: Path) -> None:
+    first, first_sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    second, second_sensor = sensed_context(tiny_moe, Claims.BLOCK)
+    with second:
+        with first:
+            first.decode(PROMPT[:3])
+        second.decode(PROMPT[:7])
+        assert [frame.n_tokens for frame in second_sensor.frames()] == [7]
+        with pytest.raises(BackendError, match="context is closed"):
+            first_sensor.read_counts()
+
+
+def test_contexts_in_threads(tiny: TinyFactory) -> None:
+    """Four threads, each with a context of its own made at the same time: no routing gets mixed up."""
+    paths = [tiny(arch) for arch in ("qwen3moe", "llama", "olmoe", "gpt-oss")]
+    expected = []
+    for path in paths:
+        context, sensor = sensed_context(path, Claims.WHOLE)
+        with context:
+            logits = context.decode(PROMPT)
+            (frame,) = sensor.frames()
+            expected.append((logits, frame.ids.copy()))
+
+    start = threading.Barrier(len(paths))
+    failures: list[str] = []
+
+    def work(i: int) -> None:
+        try:
+            start.wait()
+            for _ in range(5):
+                context, sensor = sensed_context(paths[i], SENSING[i % 2])
+                with context:
+                    for _ in range(5):
+                        context.trim(0)
+                        logits = context.decode(PROMPT)
+                        (frame,) = sensor.frames()
+                        assert np.array_equal(logits, expected[i][0])
+                        assert np.array_equal(frame.ids, expected[i][1])
+        except Exception as error:
+            failures.append(f"{paths[i].name}: {error!r}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(paths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_thread_count_follows_the_context(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, Claims.WHOLE, n_threads=2)
+    with context:
+        before = context.decode(PROMPT)
+        assert sensor.threads() == 2
+        llama_cpp.llama_set_n_threads(context.context, 1, 2)  # one for single tokens, two for batches
+        context.decode(PROMPT[:1])
+        assert sensor.threads() == 1
+        context.decode(PROMPT[:2])
+        assert sensor.threads() == 2
+        context.trim(0)
+        assert np.array_equal(context.decode(PROMPT), before)
+
+
+def test_stats(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    with context:
+        before = sensor.stats()
+        context.decode(PROMPT)
+        context.decode(PROMPT[:1])
+        after = sensor.stats()
+    assert after.graphs - before.graphs == 2, "the whole graph in one piece"
+    assert after.blocks - before.blocks == 2 * 3
+    assert 0 < after.prepare_s + after.sense_s < after.compute_s
+
+
+def test_sensor_needs_a_context_of_this_thread() -> None:
+    outcome: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            Sensor.newest(3, 16, 4, 256, Claims.NONE)
+        except BackendError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "not part of this context" in str(outcome[0])
