@@ -1,0 +1,95 @@
+"""Chat templates: the Jinja text in a GGUF file turned into a prompt."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moeedge.errors import EngineError
+
+# llama.cpp's choice, too, for a model without a template
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's part for training; for a prompt it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class wants an instance-like attribute)
+
+    def parse(self, parser: Parser) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatFormat:
+    """One model's template. Templates come with model files, so they run in Jinja's sandbox."""
+
+    def __init__(self, template: str | None, *, bos: str = "", eos: str = "") -> None:
+        self.bos = bos
+        self.eos = eos
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(template or CHATML)
+        except jinja2.TemplateError as error:
+            raise EngineError(
+                f"The model's chat template cannot be read: {error}.", "Use --raw to prompt it without a template."
+            ) from error
+
+    def render(self, messages: list[dict[str, str]], *, add_assistant: bool = True) -> str:
+        """The prompt of `messages` (role and content each), ending where the assistant's answer begins.
+
+        A template that knows no system role gets the system message as the head of the first user message.
+        """
+        try:
+            return self._render(messages, add_assistant)
+        except jinja2.TemplateError as error:
+            folded = _fold_system(messages)
+            if folded != messages:
+                try:
+                    return self._render(folded, add_assistant)
+                except jinja2.TemplateError:
+                    pass  # the first error says more
+            raise EngineError(
+                f"The model's chat template refuses this conversation: {error}.",
+                "Use --raw to prompt it without a template.",
+            ) from error
+
+    def _render(self, messages: list[dict[str, str]], add_assistant: bool) -> str:
+        return self._template.render(
+            messages=messages, add_generation_prompt=add_assistant, bos_token=self.bos, eos_token=self.eos
+        )
+
+
+def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+        return messages
+    content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+    return [{**messages[1], "content": content}, *messages[2:]]
+
+
+def _to_json(value: Any, indent: int | None = None, **_options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,220 @@
+"""A llama.cpp context: decodes tokens at the end of one sequence and can take them back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import native
+from moeedge.engine import library
+from moeedge.engine.batch import TokenBatch
+from moeedge.engine.model import Model
+from moeedge.engine.types import Mode, Phase
+from moeedge.errors import EngineError
+
+Logits = NDArray[np.float32]  # [n_out, n_vocab]
+
+
+class Context:
+    """The KV cache and compute buffers of one model, for one sequence.
+
+    `tokens` is what the KV cache holds; it changes only together with llama.cpp's memory. After an exception out of
+    `decode` (Ctrl-C included) both are as they were before the call.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 0,
+        n_threads: int = 0,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        mode: Mode = "moeedge",
+    ) -> None:
+        self.model = model
+        self.n_threads = n_threads or library.physical_cores()
+        parameters = lib.llama_context_default_params()
+        parameters.n_ctx = n_ctx
+        parameters.n_batch = n_batch
+        parameters.n_ubatch = min(n_ubatch, n_batch)
+        parameters.n_threads = self.n_threads
+        parameters.n_threads_batch = self.n_threads
+        parameters.swa_full = False  # as llama.cpp's own programs; `trim` knows what that forgets
+        parameters.no_perf = True
+        library.forget_complaints()
+        self._handle = lib.llama_init_from_model(model.handle, parameters)
+        if not self._handle:
+            reason = library.last_complaint() or "it gave no reason"
+            raise EngineError(
+                f"llama.cpp cannot make a context of {n_ctx or model.info.n_ctx_train:,} tokens: {reason}.",
+                "Ask for a smaller one with -c N.",
+            )
+        # llama.cpp rounds the context up; the limit that the user gave holds all the same
+        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle)
+        self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
+        self.tokens: list[int] = []
+        self.sensor = self._attach_sensor()
+        self.mode: Mode = "stock"
+        self.set_mode(mode)
+        self._memory = lib.llama_get_memory(self._handle)
+        self._batch = TokenBatch(lib.llama_n_batch(self._handle))
+        self._view: Logits | None = None
+        self._view_key = (0, 0)
+
+    def _attach_sensor(self) -> native.Sensor | None:
+        info = self.model.info
+        if info.n_experts == 0:
+            return None
+        # bound with no claim, so that llama.cpp decided on flash attention as it does without us
+        return native.Sensor.newest(
+            info.n_layers, info.n_experts, info.n_experts_used, self.n_ubatch, native.Claims.NONE
+        )
+
+    def set_mode(self, mode: Mode) -> None:
+        """What our backend claims from the next decode on: "stock" nothing. A dense model is always as in stock."""
+        if self.sensor is None or mode == self.mode:
+            return
+        claims = native.Claims.BLOCK if library.has_gpu() else native.Claims.WHOLE
+        self.sensor.set_claims(native.Claims.NONE if mode == "stock" else claims)
+        # llama.cpp reuses its last graph with the old assignment; removing a sampler (there is none) makes it plan anew
+        lib.llama_set_sampler(self._handle, 0, None)
+        self.mode = mode
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the KV cache, which is also the position of the next one."""
+        return len(self.tokens)
+
+    def decode(self, tokens: Sequence[int], *, phase: Phase, logits: Literal["all", "last", "none"] = "last") -> Logits:
+        """Appends `tokens` and computes their logits.
+
+        Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
+        next call. Prefill goes in pieces of n_ubatch, so that Ctrl-C acts within one piece.
+        """
+        if len(tokens) == 0:
+            raise ValueError("nothing to decode")
+        if self.sensor is not None:
+            self.sensor.set_phase(phase)
+        before = len(self.tokens)
+        size = self.n_ubatch if phase == Phase.PREFILL else self._batch.n_max
+        try:
+            if len(tokens) <= size:
+                return self._decode_piece(tokens, logits)
+            pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+            if logits == "all":
+                return np.concatenate([self._decode_piece(piece, "all").copy() for piece in pieces])
+            for piece in pieces[:-1]:
+                self._decode_piece(piece, "none")
+            return self._decode_piece(pieces[-1], logits)
+        except BaseException:
+            del self.tokens[before:]
+            self.resync()
+            raise
+
+    def _decode_piece(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Logits:
+        n = len(tokens)
+        n_out = {"all": n, "last": 1, "none": 0}[logits]
+        self._batch.fill(tokens, len(self.tokens), first_output=n - n_out)
+        code = lib.llama_decode(self._handle, self._batch.c_batch)
+        if code == 1:
+            raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Ask for a larger one with -c N.")
+        if code != 0:
+            reason = library.last_complaint() or "it gave no reason"
+            raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {reason}.")
+        self.tokens.extend(tokens)
+        return self._logits(n_out)
+
+    def _logits(self, n_out: int) -> Logits:
+        """The last `n_out` rows; the address rarely changes, so the view is kept."""
+        n_vocab = self.model.info.n_vocab
+        if n_out == 0:
+            return np.empty((0, n_vocab), dtype=np.float32)
+        pointer = lib.llama_get_logits(self._handle)
+        key = (ctypes.addressof(pointer.contents), n_out)
+        if self._view is None or key != self._view_key:
+            self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
+            self._view_key = key
+        return self._view
+
+    def trim(self, n_keep: int) -> None:
+        """Drops everything from position `n_keep` on.
+
+        Where the memory cannot forget single positions (recurrent models, or a sliding window that has already lost
+        what `n_keep` would attend to), all of it is dropped: look at `n_past` afterwards.
+        """
+        if n_keep >= len(self.tokens):
+            return
+        if n_keep <= 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
+            lib.llama_memory_clear(self._memory, False)
+            n_keep = 0
+        del self.tokens[n_keep:]
+
+    def _can_keep(self, n_keep: int) -> bool:
+        n_swa = self.model.info.n_swa
+        if n_swa == 0:
+            return True
+        oldest_needed = max(0, n_keep - n_swa + 1)
+        return int(lib.llama_memory_seq_pos_min(self._memory, 0)) <= oldest_needed
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Trims to the longest common prefix with `tokens`; returns how many tokens are still in the cache."""
+        self.resync()
+        common = 0
+        for ours, wanted in zip(self.tokens, tokens, strict=False):
+            if ours != wanted:
+                break
+            common += 1
+        self.trim(common)
+        return len(self.tokens)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be renumbered, which a context shift needs."""
+        return bool(lib.llama_memory_can_shift(self._memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Forgets `n_discard` tokens behind the first `n_keep`; the rest moves up."""
+        if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
+            raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens behind the first {n_keep}")
+        lib.llama_memory_seq_rm(self._memory, 0, n_keep, n_keep + n_discard)
+        lib.llama_memory_seq_add(self._memory, 0, n_keep + n_discard, len(self.tokens), -n_discard)
+        del self.tokens[n_keep : n_keep + n_discard]
+
+    def resync(self) -> None:
+        """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
+        held = int(lib.llama_memory_seq_pos_max(self._memory, 0)) + 1
+        if held < len(self.tokens):
+            del self.tokens[held:]
+        elif held > len(self.tokens):
+            n_keep = len(self.tokens)
+            if n_keep == 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
+                lib.llama_memory_clear(self._memory, False)
+                self.tokens.clear()
+
+    def clear(self) -> None:
+        """Empties the KV cache."""
+        lib.llama_memory_clear(self._memory, False)
+        self.tokens.clear()
+
+    def close(self) -> None:
+        """Frees the context; closing twice is harmless."""
+        if self._handle:
+            self._view = None
+            self.sensor = None
+            lib.llama_free(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

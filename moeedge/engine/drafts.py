@@ -1,0 +1,147 @@
+"""Where draft tokens come from: a small model, the text so far (n-grams), or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moeedge.engine.context import Context
+from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.types import Phase
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A chain of draft tokens and the distribution that each was drawn from."""
+
+    tokens: list[int] = field(default_factory=list)
+    candidates: list[Candidates] = field(default_factory=list)  # one per token
+
+
+class DraftSource(Protocol):
+    """Proposes what may follow a history; what it keeps about the history it brings up to date itself."""
+
+    def begin(self, history: Sequence[int]) -> None:
+        """Takes in the prompt (its last token is not decoded yet); long work for a model, so it is timed as prefill."""
+
+    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+        """At most `gamma` tokens that may follow `history`."""
+
+    def rollback(self, n_valid: int) -> None:
+        """The first `n_valid` tokens of history plus proposal stand; the rest was refused."""
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """The history lost `n_discard` tokens behind its first `n_keep`."""
+
+    def settle(self, history: Sequence[int]) -> None:
+        """A step was cut off: only `history` stands."""
+
+
+class NoDraft:
+    """Plain decoding."""
+
+    def begin(self, history: Sequence[int]) -> None:
+        pass
+
+    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+        return Proposal()
+
+    def rollback(self, n_valid: int) -> None:
+        pass
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        pass
+
+    def settle(self, history: Sequence[int]) -> None:
+        pass
+
+
+class ModelDraft:
+    """A draft model that samples from its own distribution under the target's sampling settings.
+
+    Between steps its KV cache holds a prefix of the accepted history. After a full acceptance the last drafted token is
+    missing there, since nothing had to be computed from it; the next proposal decodes it first.
+    """
+
+    def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
+        self.context = context
+        self._n_vocab = n_vocab  # ids that both vocabularies have
+        self._is_eog = is_eog
+
+    def begin(self, history: Sequence[int]) -> None:
+        held = self.context.keep_prefix(history[:-1])
+        rest = history[held:-1]
+        if rest:
+            self.context.decode(rest, phase=Phase.PREFILL, logits="none")
+
+    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+        proposal = Proposal()
+        seen = list(history)
+        pending: Sequence[int] = seen[self.context.n_past :]
+        while True:
+            logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
+            candidates = sampler.candidates(logits[0, : self._n_vocab], seen)
+            token = sampler.pick(candidates)
+            proposal.tokens.append(token)
+            proposal.candidates.append(candidates)
+            seen.append(token)
+            if len(proposal.tokens) == gamma or self._is_eog(token):
+                return proposal
+            pending = [token]
+
+    def rollback(self, n_valid: int) -> None:
+        self.context.trim(n_valid)
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        if self.context.can_shift and n_keep + n_discard < self.context.n_past:
+            self.context.shift(n_keep, n_discard)
+        else:
+            self.context.trim(n_keep)
+
+    def settle(self, history: Sequence[int]) -> None:
+        self.context.keep_prefix(history)
+
+
+class NgramDraft:
+    """Prompt lookup: what followed the latest earlier occurrence of the last 4, 3, 2 or 1 tokens.
+
+    Saxena, "Prompt lookup decoding", 2023. The proposal is deterministic, so each token's distribution is certain.
+    """
+
+    LONGEST = 4
+
+    def __init__(self) -> None:
+        self._indexed: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its latest occurrence
+
+    def begin(self, history: Sequence[int]) -> None:
+        self._indexed = []
+        self._after = {}
+
+    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+        # the last token is not indexed yet: an n-gram must be found before the end, not at it
+        for end in range(len(self._indexed) + 1, len(history)):
+            self._indexed.append(history[end - 1])
+            for n in range(1, min(self.LONGEST, end) + 1):
+                self._after[tuple(history[end - n : end])] = end
+        for n in range(min(self.LONGEST, len(history)), 0, -1):
+            start = self._after.get(tuple(history[-n:]))
+            if start is not None:
+                return self._copy(history, start, gamma)
+        return Proposal()
+
+    def _copy(self, history: Sequence[int], start: int, gamma: int) -> Proposal:
+        """`gamma` tokens from `start` on; a repetition that reaches the end of the history goes on in itself."""
+        period = len(history) - start
+        tokens = [history[start + i % period] for i in range(gamma)]
+        return Proposal(tokens, [Candidates.certain(token) for token in tokens])
+
+    def rollback(self, n_valid: int) -> None:
+        pass  # only accepted tokens are ever indexed
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        self.begin([])  # the next proposal indexes what is left
+
+    def settle(self, history: Sequence[int]) -> None:
+        pass

@@ -1,0 +1,146 @@
+"""One answer: an iterator of steps that knows when to stop, keeps the sums and survives an interruption."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+
+from moeedge.engine.speculative import SpeculativeLoop
+from moeedge.engine.types import GenerationStats, StepRecord, StopReason
+
+
+class Generation:
+    """Iterate over it for the StepRecords; nothing is computed before the first one is asked for.
+
+    `tokens` are the visible ones so far (a stop token is left out), `stop_reason` is None while it runs, `notes` holds
+    a sentence for each thing that the user should be told (context full, context shifted).
+    """
+
+    def __init__(
+        self,
+        loop: SpeculativeLoop,
+        *,
+        n_predict: int,
+        gamma: int,
+        n_ctx: int,
+        n_keep: int,
+        context_shift: bool,
+        ignore_eos: bool,
+        cancel: Callable[[], bool] | None,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.stop_reason: StopReason | None = None
+        self.notes: list[str] = []
+        self.stats = GenerationStats(prompt_tokens=len(loop.history), seed=loop.sampler.seed)
+        self._loop = loop
+        self._n_predict = n_predict
+        self._gamma = gamma
+        self._n_ctx = n_ctx
+        self._n_keep = n_keep
+        self._context_shift = context_shift
+        self._ignore_eos = ignore_eos
+        self._cancel = cancel
+        self._called_s = time.perf_counter()
+        self._steps = self._run()
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return self
+
+    def __next__(self) -> StepRecord:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Ends the answer here; what was said stays in `tokens` and in the KV cache."""
+        self._steps.close()
+        if self.stop_reason is None:
+            self._interrupt()
+
+    def _run(self) -> Generator[StepRecord, None, None]:
+        try:
+            yield self._prefill()
+            while self.stop_reason is None:
+                if self._cancel is not None and self._cancel():
+                    self._interrupt()
+                elif self._make_room():
+                    yield self._step()
+        except KeyboardInterrupt:
+            self._interrupt()
+
+    def _prefill(self) -> StepRecord:
+        stats, loop = self.stats, self._loop
+        start_s = time.perf_counter()
+        record = loop.prefill()
+        now_s = time.perf_counter()
+        stats.prefill_tokens = loop.prefilled
+        stats.prefill_s = now_s - start_s
+        stats.ttft_s = now_s - self._called_s
+        return self._emit(record)
+
+    def _step(self) -> StepRecord:
+        stats, loop = self.stats, self._loop
+        if stats.steps == 0:
+            start_s = time.perf_counter()
+            loop.begin_draft()
+            stats.prefill_s += time.perf_counter() - start_s  # the first token was out before
+        start_s = time.perf_counter()
+        record = loop.step(self._draft_room())
+        stats.decode_s += time.perf_counter() - start_s
+        stats.steps += 1
+        stats.drafted += record.n_drafted
+        stats.accepted += record.n_accepted
+        stats.experts_sum += record.experts_unique
+        stats.observe_s += record.observe_s
+        stats.draft_s += record.draft_s
+        stats.verify_s += record.verify_s
+        return self._emit(record)
+
+    def _emit(self, record: StepRecord) -> StepRecord:
+        """Takes the step's tokens into the answer, cut at a stop token or at the asked length."""
+        tokens = record.tokens
+        if not self._ignore_eos:
+            for i, token in enumerate(tokens):
+                if self._loop.target.model.is_eog(token):
+                    tokens = tokens[:i]
+                    self.stop_reason = "eos"
+                    break
+        room = self._room()
+        if room is not None and len(tokens) >= room:
+            # at exactly the asked length a stop token right behind it still counts as the end
+            if len(tokens) > room or self.stop_reason is None:
+                self.stop_reason = "length"
+            tokens = tokens[:room]
+        self.tokens.extend(tokens)
+        self.stats.generated_tokens = len(self.tokens)
+        return record if tokens is record.tokens else replace(record, tokens=tokens)
+
+    def _room(self) -> int | None:
+        """Tokens that may still come; None: no limit."""
+        return None if self._n_predict < 0 else self._n_predict - len(self.tokens)
+
+    def _draft_room(self) -> int:
+        """gamma, shortened so that drafts fit the context and are not made beyond the asked length."""
+        gamma = min(self._gamma, self._n_ctx - len(self._loop.history))
+        room = self._room()
+        return max(0, gamma if room is None else min(gamma, room - 1))
+
+    def _make_room(self) -> bool:
+        """Whether one more token fits the context, perhaps after a shift; otherwise the answer ends here."""
+        loop = self._loop
+        if len(loop.history) <= self._n_ctx:
+            return True
+        n_discard = (self._n_ctx - self._n_keep) // 2
+        if self._context_shift and n_discard > 0 and loop.shift(self._n_keep, n_discard):
+            self.notes.append(
+                f"The context of {self._n_ctx:,} tokens was full: {n_discard:,} tokens behind the first "
+                f"{self._n_keep:,} were dropped."
+            )
+            return True
+        self.stop_reason = "context"
+        self.notes.append(f"The context of {self._n_ctx:,} tokens is full; -c N makes it larger.")
+        return False
+
+    def _interrupt(self) -> None:
+        """Leaves both KV caches with nothing but the accepted text."""
+        self.stop_reason = "interrupted"
+        self._loop.settle()

@@ -1,0 +1,101 @@
+"""llama.cpp in this process: started once, with its log sent to the Python logger "moeedge.llama".
+
+`start` puts the log callback in place and registers our backend; it must run before the first model is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections import deque
+from typing import Any
+
+import llama_cpp._ggml as _ggml
+import llama_cpp.llama_cpp as lib
+import psutil
+
+from moeedge import native
+
+logger = logging.getLogger("moeedge.llama")
+logger.addHandler(logging.NullHandler())
+logger.propagate = False  # silent unless the CLI adds a handler (--verbose)
+
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # enum ggml_log_level of ggml.h
+_CONTINUED = 5  # the text belongs to the line before
+
+_lock = threading.Lock()
+_started = False
+_complaints: deque[str] = deque(maxlen=8)
+_partial = ""
+_partial_level = logging.DEBUG
+
+
+def _on_log(level: int, text: bytes, _user_data: object) -> None:
+    """Collects llama.cpp's fragments to lines; called from any thread that llama.cpp logs from."""
+    global _partial, _partial_level
+    if level != _CONTINUED:
+        _partial_level = _LEVELS.get(level, logging.DEBUG)
+    _partial += text.decode("utf-8", "replace")
+    while "\n" in _partial:
+        line, _partial = _partial.split("\n", 1)
+        if not line.strip():
+            continue
+        if _partial_level >= logging.WARNING:
+            _complaints.append(line.strip())
+        logger.log(_partial_level, "%s", line)
+
+
+# llama.cpp keeps the bare pointer: a collected callback would crash the process
+_log_callback = lib.llama_log_callback(_on_log)
+
+
+def start() -> None:
+    """Registers our backend and the log callback; must run before a model is loaded, further calls do nothing."""
+    global _started
+    with _lock:
+        if _started:
+            return
+        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        native.attach()
+        lib.llama_backend_init()
+        _started = True
+
+
+def forget_complaints() -> None:
+    """Empties the list that `last_complaint` looks at."""
+    _complaints.clear()
+
+
+def last_complaint() -> str:
+    """llama.cpp's first warning or error since `forget_complaints`: later ones only repeat that loading failed."""
+    return _complaints[0] if _complaints else ""
+
+
+def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of libggml or libggml-base, which llama_cpp loads but does not wrap.
+
+    Looked up through libllama: wheels carry libggml.so and libggml.so.0 as two files, so that llama_cpp._ggml loads a
+    second copy with a device registry of its own.
+    """
+    for library in (lib._lib, _ggml.libggml):
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            continue
+        function.restype = result
+        function.argtypes = list(arguments)
+        return function
+    raise AttributeError(f"llama.cpp exports no {name}")
+
+
+def has_gpu() -> bool:
+    """Whether llama.cpp sees a GPU; it then uses it for large batches even when no layer is offloaded."""
+    return any(device.kind in ("GPU", "IGPU") for device in native.devices())
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on: the thread count that llama.cpp's users get by default."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or usable, usable))

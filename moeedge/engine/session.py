@@ -1,0 +1,219 @@
+"""A session: target, draft and their contexts, loaded once; it answers one prompt after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from moeedge.engine.context import Context
+from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
+from moeedge.engine.generation import Generation
+from moeedge.engine.model import Model
+from moeedge.engine.sampling import Sampler
+from moeedge.engine.speculative import Counts, Placement, SpeculativeLoop
+from moeedge.engine.types import EngineConfig, EngineInfo, Mode, SamplingConfig, StepRecord
+from moeedge.engine.vocabulary import check_compatible
+from moeedge.errors import ContextTooSmallError, EmptyPromptError
+
+Observer = Callable[[StepRecord, "Session"], None]
+
+# a prompt must leave room for an answer; llama.cpp's programs ask for the same
+_RESERVED_TOKENS = 4
+
+
+class Session:
+    """Make one with `Session.open`; it is a context manager.
+
+    target, draft_context: the llama.cpp contexts; draft_context is None without a draft model.
+    draft: where drafts come from. gamma: the draft length, may be changed between answers (0: plain decoding).
+    n_keep: tokens at the start that a context shift never drops, e.g. the system message.
+    observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0).
+    counts: activations of the last verification or prefill, uint32 [n_layers, n_experts]; None for a dense model.
+    placement: schedules and prefetches experts; None without a device.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Context,
+        draft: DraftSource,
+        draft_context: Context | None,
+        info: EngineInfo,
+        resources: ExitStack,
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.draft = draft
+        self.draft_context = draft_context
+        self.info = info
+        self.gamma = info.gamma
+        self.n_keep = 1 if target.model.adds_bos else 0
+        self.observers: list[Observer] = []
+        self.placement: Placement | None = None
+        self._loop: SpeculativeLoop | None = None
+        self._resources = resources
+
+    @classmethod
+    def open(cls, config: EngineConfig, *, model: Model | None = None, draft_model: Model | None = None) -> Session:
+        """Loads the model, checks and loads the draft, makes the contexts; raises MoeedgeError with a mend.
+
+        A model that is given is shared with other sessions: it is not loaded again and stays open afterwards.
+        """
+        with ExitStack() as stack:
+            if model is None:
+                model = stack.enter_context(Model.load(config.model, n_gpu_layers=config.n_gpu_layers))
+            notes: list[str] = []
+            if model.info.n_experts == 0:
+                notes.append(f"{config.model.name} is dense, no experts: placement off.")
+            draft_model, n_common, use_ngram = _load_draft(config, model, draft_model, notes, stack)
+            target = stack.enter_context(_make_context(config, model, config.n_ctx))
+            draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
+            draft_context = None
+            if draft_model is not None:
+                draft_context = stack.enter_context(_make_context(config, draft_model, target.n_ctx))
+                draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
+            info = _describe(config, target, draft, draft_model, notes)
+            return cls(config, target, draft, draft_context, info, stack.pop_all())
+
+    @property
+    def model(self) -> Model:
+        """The target model."""
+        return self.target.model
+
+    @property
+    def counts(self) -> Counts | None:
+        return self._loop.counts if self._loop is not None else None
+
+    def set_mode(self, mode: Mode) -> None:
+        """Switches between our backend and stock's path, for comparisons within one process."""
+        self.target.set_mode(mode)
+        if self.draft_context is not None:
+            self.draft_context.set_mode(mode)
+
+    def generate(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        n_predict: int = -1,
+        sampling: SamplingConfig,
+        cancel: Callable[[], bool] | None = None,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Answers `prompt_tokens`; what the KV caches hold of them from the last call is not computed again.
+
+        n_predict: the most tokens, -1 until the model stops. cancel: asked between steps, True ends the answer.
+        ignore_eos: stop tokens are kept and do not stop (benchmarks).
+        Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
+        """
+        prompt = [int(token) for token in prompt_tokens]
+        if not prompt:
+            raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
+        limit = self.target.n_ctx - _RESERVED_TOKENS
+        if len(prompt) > limit:
+            raise ContextTooSmallError(
+                f"The prompt has {len(prompt):,} tokens, but the context of {self.target.n_ctx:,} holds at most "
+                f"{max(limit, 0):,} of them.",
+                f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
+            )
+        loop = SpeculativeLoop(
+            self.target,
+            self.draft if self.gamma > 0 else NoDraft(),
+            Sampler(sampling, self.model.info.n_vocab),
+            prompt,
+            placement=self.placement,
+            observe=self._notify,
+        )
+        self._loop = loop
+        return Generation(
+            loop,
+            n_predict=n_predict,
+            gamma=self.gamma,
+            n_ctx=self.target.n_ctx,
+            n_keep=min(self.n_keep, len(prompt)),
+            context_shift=self.config.context_shift,
+            ignore_eos=ignore_eos,
+            cancel=cancel,
+        )
+
+    def _notify(self, record: StepRecord) -> None:
+        for observer in self.observers:
+            observer(record, self)
+
+    def reset(self) -> None:
+        """Empties both KV caches."""
+        self.target.clear()
+        if self.draft_context is not None:
+            self.draft_context.clear()
+
+    def close(self) -> None:
+        """Frees contexts and models; closing twice is harmless."""
+        self._resources.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _load_draft(
+    config: EngineConfig, model: Model, shared: Model | None, notes: list[str], stack: ExitStack
+) -> tuple[Model | None, int, bool]:
+    """The draft model if one is to be used, the token ids it shares with the target, and whether n-grams draft."""
+    if config.draft is None or config.gamma == 0:
+        if config.draft is not None:
+            notes.append("The draft length is 0: speculation off.")
+        return None, 0, False
+    if not model.can_roll_back:
+        notes.append(
+            f"The memory of {model.info.architecture} models cannot take back refused drafts: speculation off."
+        )
+        return None, 0, False
+    if config.draft == "ngram":
+        return None, 0, True
+    draft = shared or stack.enter_context(Model.load(Path(config.draft), n_gpu_layers=config.n_gpu_layers))
+    n_common = check_compatible(model, draft)
+    if not draft.can_roll_back:
+        notes.append(
+            f"The memory of the {draft.info.architecture} draft cannot take back refused drafts: speculation off."
+        )
+        return None, 0, False
+    return draft, n_common, False
+
+
+def _make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
+    return Context(
+        model,
+        n_ctx=n_ctx,
+        n_threads=config.n_threads,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        mode=config.mode,
+    )
+
+
+def _describe(
+    config: EngineConfig, target: Context, draft: DraftSource, draft_model: Model | None, notes: list[str]
+) -> EngineInfo:
+    info = target.model.info
+    speculates = not isinstance(draft, NoDraft)
+    name = "ngram" if isinstance(draft, NgramDraft) else "none"
+    return EngineInfo(
+        model=config.model.name,
+        architecture=info.architecture,
+        n_layers=info.n_layers,
+        n_expert_layers=info.n_expert_layers,
+        n_experts=info.n_experts,
+        n_experts_used=info.n_experts_used,
+        n_ctx=target.n_ctx,
+        n_threads=target.n_threads,
+        gamma=config.gamma if speculates else 0,
+        draft=draft_model.path.name if draft_model is not None else name,
+        device="none",
+        policy="none",
+        notes=notes,
+    )
