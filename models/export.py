@@ -1,0 +1,131 @@
+"""Write a checkpoint as GGUF: `python -m models.export CHECKPOINT OUT.gguf --type q4_0`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Q
+from tokenizers import Tokenizer
+
+from models import trainer
+from models.generator import END_OF_TEXT, IM_END
+from models.network import MoE, Network
+from models.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
+
+FILE_TYPES = {"f32": (Q.F32, gguf.LlamaFileType.ALL_F32), "q8_0": (Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+              "q4_0": (Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0)}
+
+
+def tensors(net: Network) -> Iterator[tuple[str, np.ndarray]]:
+    """llama.cpp's names with float32 arrays; rows run over the input dimension, experts come first."""
+    s = net.shape
+
+    def array(t: object) -> np.ndarray:
+        return np.ascontiguousarray(t.detach().float().cpu().numpy())  # type: ignore[attr-defined]
+
+    yield "token_embd.weight", array(net.embed.weight)
+    yield "output_norm.weight", array(net.norm.weight)
+    n_q, n_kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
+    for i, block in enumerate(net.blocks):
+        attn, ffn = block.attn, block.ffn
+        q, k, v = attn.qkv.weight.split((n_q, n_kv, n_kv))
+        named = {"attn_norm": block.attn_norm.weight, "ffn_norm": block.ffn_norm.weight, "attn_q": q, "attn_k": k,
+                 "attn_v": v, "attn_output": attn.out.weight, "attn_q_norm": attn.q_norm.weight,
+                 "attn_k_norm": attn.k_norm.weight}
+        if isinstance(ffn, MoE):
+            gate, up = ffn.gate_up.transpose(1, 2).split(s.n_ff, dim=1)  # (E, n_ff, n_embd) each
+            named |= {"ffn_gate_inp": ffn.router.weight, "ffn_gate_exps": gate, "ffn_up_exps": up,
+                      "ffn_down_exps": ffn.down.transpose(1, 2)}
+        else:
+            gate, up = ffn.gate_up.weight.split(s.n_ff)
+            named |= {"ffn_gate": gate, "ffn_up": up, "ffn_down": ffn.down.weight}
+        for name, value in named.items():
+            yield f"blk.{i}.{name}.weight", array(value)
+
+
+def tensor_type(name: str, array: np.ndarray, experts: Q, rest: Q) -> Q:
+    """Norms and routers stay in float32: they are small, and routing must not drift."""
+    if array.ndim == 1 or "ffn_gate_inp" in name:
+        return Q.F32
+    return experts if "_exps" in name else rest
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Vocabulary, merges, special tokens and the chat template."""
+    vocab = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_types([gguf.TokenType.CONTROL if token in SPECIAL_TOKENS else gguf.TokenType.NORMAL
+                            for token, _ in vocab])
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    writer.add_eos_token_id(tokenizer.token_to_id(IM_END))
+    writer.add_pad_token_id(end_of_text)
+    writer.add_bos_token_id(end_of_text)  # never added; without it llama.cpp assumes GPT-2's
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str, rest: str = "q8_0") -> None:
+    """Write `net` to `path` in one piece. `kind`: type of the experts (or of all matrices of a dense model)."""
+    s = net.shape
+    experts, file_type = FILE_TYPES[kind]
+    others = FILE_TYPES[kind if not s.n_expert or kind == "f32" else rest][0]
+    part = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(part, "qwen3moe" if s.n_expert else "qwen3")
+    writer.add_name(name)
+    writer.add_description("Toy model trained on synthetic text (moeedge, models/train.py): for tests and first steps.")
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_context_length(s.n_ctx)
+    writer.add_embedding_length(s.n_embd)
+    writer.add_block_count(s.n_layer)
+    writer.add_feed_forward_length(s.n_ff * max(1, s.n_expert_used))
+    writer.add_head_count(s.n_head)
+    writer.add_head_count_kv(s.n_head_kv)
+    writer.add_key_length(s.head_dim)
+    writer.add_value_length(s.head_dim)
+    writer.add_rope_freq_base(s.rope_theta)
+    writer.add_layer_norm_rms_eps(s.rms_eps)
+    writer.add_vocab_size(s.n_vocab)
+    if s.n_expert:
+        writer.add_expert_count(s.n_expert)
+        writer.add_expert_used_count(s.n_expert_used)
+        writer.add_expert_feed_forward_length(s.n_ff)
+    add_tokenizer(writer, tokenizer)
+    for tensor, array in tensors(net):
+        kind_of = tensor_type(tensor, array, experts, others)
+        data = array if kind_of == Q.F32 else gguf.quants.quantize(array, kind_of)
+        writer.add_tensor(tensor, data, raw_dtype=kind_of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(part, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=sorted(FILE_TYPES), default="q4_0", help="of the experts' weights")
+    parser.add_argument("--rest", choices=sorted(FILE_TYPES), default="q8_0", help="of the other matrices")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: beside the checkpoint")
+    parser.add_argument("--name", default="moeedge toy")
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(args.tokenizer or args.checkpoint.with_name("tokenizer.json")))
+    net, _ = trainer.load(args.checkpoint)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    export(net, tokenizer, args.out, args.type, args.name, args.rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Chat-formatted text made by rules, in several domains with answers that can be checked. Same seed, same text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+
+from models.generator import (
+    arithmetic,
+    choice,
+    code,
+    conversation,
+    instructions,
+    open,
+    stories,
+    summaries,
+    world,
+)
+from models.generator.base import END_OF_TEXT, IM_END, IM_START, Chat, Turn, render_message, render_prompt
+
+__all__ = ["DOMAINS", "END_OF_TEXT", "IM_END", "IM_START", "Chat", "Turn", "chats", "held_back", "render_chat",
+           "render_message", "render_prompt", "score"]
+
+MODULES: tuple[tuple[ModuleType, float], ...] = (  # with each domain's share of the chats
+    (conversation, 0.22), (arithmetic, 0.22), (stories, 0.14), (instructions, 0.10), (world, 0.10),
+    (choice, 0.05), (code, 0.05), (summaries, 0.04), (open, 0.08))
+DOMAINS: dict[str, ModuleType] = {module.DOMAIN: module for module, _ in MODULES}
+
+SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a helpful assistant.", "Be brief.", "You are a kind and "
+                   "friendly assistant.", "Answer in short sentences.", "You are a toy model.", "Help the user.")
+SYSTEM_SHARE = 0.15
+
+
+def _any_chat(rng: random.Random, domain: str | None) -> Chat:
+    modules, weights = zip(*MODULES, strict=True)
+    module = DOMAINS[domain] if domain else rng.choices(modules, weights)[0]
+    chat: Chat = module.make(rng)
+    if rng.random() < SYSTEM_SHARE:
+        chat = replace(chat, system=rng.choice(SYSTEM_MESSAGES))
+    return chat
+
+
+def chats(seed: int | str, domain: str | None = None) -> Iterator[Chat]:
+    """Endless training chats; prompts of the held-back split never occur."""
+    rng = random.Random(f"train-{seed}")
+    while True:
+        chat = _any_chat(rng, domain)
+        if not chat.is_held_back():
+            yield chat
+
+
+def held_back(n: int, seed: int | str = 0, domain: str | None = None) -> list[Chat]:
+    """`n` different chats that training never sees, domains in turn (or all of one domain)."""
+    rng = random.Random(f"held-back-{seed}")
+    order = [domain] if domain else list(DOMAINS)
+    out: dict[str, Chat] = {}
+    while len(out) < n:
+        chat = _any_chat(rng, order[len(out) % len(order)])
+        if chat.is_held_back():
+            out.setdefault(chat.prompt_key(), chat)
+    return list(out.values())
+
+
+def render_chat(chat: Chat) -> str:
+    """A whole chat in ChatML, ended by the end-of-text token."""
+    return "".join(render_message(role, text) for role, text in chat.messages()) + END_OF_TEXT
+
+
+def score(chat: Chat, index: int, answer: str) -> bool:
+    """Whether `answer` is right for turn `index` of `chat`."""
+    return bool(DOMAINS[chat.domain].score(chat, index, answer))

@@ -1,0 +1,181 @@
+"""The two architectures in PyTorch, computed as llama.cpp computes them: qwen3moe (target) and qwen3 (draft)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.moe import expert_mix
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; `n_expert` = 0 makes it dense (qwen3) with a feed-forward width of `n_ff`."""
+
+    n_vocab: int = 2048
+    n_layer: int = 48
+    n_embd: int = 64
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_dim: int = 32
+    n_expert: int = 128
+    n_expert_used: int = 8
+    n_ff: int = 32  # width of one expert, or of the dense feed-forward block
+    n_ctx: int = 2048  # written to the GGUF; trained on shorter sequences
+    rope_theta: float = 100_000.0
+    rms_eps: float = 1e-6
+
+    def to_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
+
+TARGET_SHAPE = Shape()
+DRAFT_SHAPE = Shape(n_layer=3, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def rope_tables(n_pos: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (n_pos, head_dim / 2), of the rotary embedding."""
+    freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.arange(n_pos, dtype=torch.float32)[:, None] * freq
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, NeoX pairing (i, i + head_dim / 2). x: (B, T, H, head_dim); cos, sin: (T, head_dim / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMSNorm on every query and key head."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.s = s
+        self.qkv = nn.Linear(s.n_embd, (s.n_head + 2 * s.n_head_kv) * s.head_dim, bias=False)
+        self.out = nn.Linear(s.n_head * s.head_dim, s.n_embd, bias=False)
+        self.q_norm = RMSNorm(s.head_dim, s.rms_eps)
+        self.k_norm = RMSNorm(s.head_dim, s.rms_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        s = self.s
+        batch, time, _ = x.shape
+        heads = F.linear(x, self.qkv.weight).view(batch, time, -1, s.head_dim)
+        q, k, v = heads.split((s.n_head, s.n_head_kv, s.n_head_kv), dim=2)
+        q = rotate(self.q_norm(q), cos, sin).transpose(1, 2)
+        k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)
+        v = v.transpose(1, 2)
+        if s.n_head != s.n_head_kv:
+            k, v = (t.repeat_interleave(s.n_head // s.n_head_kv, dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
+
+
+class MoE(nn.Module):
+    """Top-k experts: softmax over all routers' logits, top-k, weights renormalised to sum 1."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.k = s.n_expert_used
+        self.router = nn.Linear(s.n_embd, s.n_expert, bias=False)
+        # gate and up side by side: (expert, n_embd, 2 * n_ff); down: (expert, n_ff, n_embd)
+        self.gate_up = nn.Parameter(torch.empty(s.n_expert, s.n_embd, 2 * s.n_ff))
+        self.down = nn.Parameter(torch.empty(s.n_expert, s.n_ff, s.n_embd))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (N, n_embd) -> output (N, n_embd), load-balancing loss, ids (N, k)."""
+        prob = self.router(x).softmax(dim=-1)  # (N, E)
+        weight, ids = prob.topk(self.k, dim=-1)  # (N, k)
+        weight = weight / weight.sum(dim=-1, keepdim=True)
+        n_expert = prob.shape[1]
+        load = torch.bincount(ids.flatten(), minlength=n_expert) / ids.numel()
+        balance = n_expert * (load * prob.mean(dim=0)).sum()  # 1 when evenly spread
+        return expert_mix(x, self.gate_up, self.down, ids, weight), balance, ids
+
+
+class Dense(nn.Module):
+    """SwiGLU feed-forward block."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(s.n_embd, 2 * s.n_ff, bias=False)
+        self.down = nn.Linear(s.n_ff, s.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward (MoE or dense) with residual connections."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.attn_norm, self.ffn_norm = RMSNorm(s.n_embd, s.rms_eps), RMSNorm(s.n_embd, s.rms_eps)
+        self.attn = Attention(s)
+        self.ffn: MoE | Dense = MoE(s) if s.n_expert else Dense(s)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = x + self.attn(self.attn_norm(x), cos, sin)
+        h = self.ffn_norm(x)
+        if isinstance(self.ffn, Dense):
+            return x + self.ffn(h), x.new_zeros(()), None
+        y, balance, ids = self.ffn(h.flatten(0, 1))
+        return x + y.view_as(x), balance, ids
+
+
+class Network(nn.Module):
+    """Token ids in, logits out; the output matrix is the embedding (tied)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.n_vocab, shape.n_embd)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
+        self.norm = RMSNorm(shape.n_embd, shape.rms_eps)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Normal weights scaled by fan-in; what writes into the residual stream starts small."""
+        depth_scale = (2 * self.shape.n_layer) ** -0.5
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                continue
+            fan_in = p.shape[1] if p.dim() == 2 else p.shape[-2]
+            std = 0.5 * fan_in**-0.5 if "embed" not in name else fan_in**-0.5
+            if name.endswith(("attn.out.weight", "ffn.down", "ffn.down.weight")):
+                std *= 2 * depth_scale
+            nn.init.normal_(p, std=std)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, mean balance loss, ids (B*T, k) per layer."""
+        s = self.shape
+        cos, sin = rope_tables(tokens.shape[1], s.head_dim, s.rope_theta)
+        x = self.embed(tokens)
+        balance, routing = x.new_zeros(()), []
+        for block in self.blocks:
+            x, layer_balance, ids = block(x, cos, sin)
+            balance = balance + layer_balance / s.n_layer
+            if ids is not None:
+                routing.append(ids)
+        return self.norm(x), balance, routing
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: (..., n_embd) -> (..., n_vocab)."""
+        return F.linear(hidden, self.embed.weight)

@@ -1,0 +1,119 @@
+"""Train the bundled pair: `python -m models.train target`, then `python -m models.train draft`.
+
+The target grows: a shallow stack is trained first (cheap), then each layer is followed by silent copies and all 48
+layers are trained on. Interrupted runs go on from the last checkpoint in the work folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models import trainer
+from models.data import batch
+from models.grow import grow
+from models.network import DRAFT_SHAPE, TARGET_SHAPE, Network
+from models.tokenizer import load_or_train
+
+SHALLOW_LAYERS = 12
+N_TIME = 256  # tokens per row
+N_ROWS = 16  # rows per step
+BALANCE = 0.01  # weight of the load-balancing loss: low, so that experts specialise
+
+
+def plain_loss(tokenizer_path: Path, seed: str) -> trainer.LossFunction:
+    """Weighted next-token cross-entropy plus the load-balancing loss."""
+    tokenizer = load_or_train(tokenizer_path)
+
+    def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
+        inputs, targets, weights = batch(tokenizer, seed, step, N_ROWS, N_TIME)
+        hidden, balance, _ = net(inputs)
+        each = F.cross_entropy(net.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
+        weights = weights.flatten()
+        loss = (each * weights).sum() / weights.sum()
+        answer = each[weights == 1].mean()
+        return loss + BALANCE * balance, {"loss": round(loss.item(), 4), "answer_loss": round(answer.item(), 4),
+                                          "balance": round(balance.item(), 3)}
+
+    return loss_at
+
+
+def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.LossFunction:
+    """KL divergence from the target's distribution, every token of answers counted fully, prompts a little."""
+    tokenizer = load_or_train(tokenizer_path)
+
+    def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
+        inputs, _, weights = batch(tokenizer, seed, step, N_ROWS, N_TIME)
+        with torch.no_grad():
+            wanted = teacher.logits(teacher(inputs)[0]).log_softmax(dim=-1)  # (B, T, V)
+        got = net.logits(net(inputs)[0]).log_softmax(dim=-1)
+        each = F.kl_div(got, wanted, reduction="none", log_target=True).sum(dim=-1)  # (B, T)
+        agree = (got.argmax(-1) == wanted.argmax(-1))[weights == 1].float().mean()
+        loss = (each * weights).sum() / weights.sum()
+        return loss, {"loss": round(loss.item(), 4), "answer_loss": round(each[weights == 1].mean().item(), 4),
+                      "agree": round(agree.item(), 4)}
+
+    return loss_at
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse large freed blocks: handing them back costs a page fault per 4 KiB, half of a step's time."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+            libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def train_target(args: argparse.Namespace) -> None:
+    """Shallow stage, growth, full stage."""
+    loss_at = plain_loss(args.work / "tokenizer.json", f"target-{args.seed}")
+    shallow = Network(replace(TARGET_SHAPE, n_layer=SHALLOW_LAYERS))
+    plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.15)
+    shallow = trainer.run(shallow, plan, loss_at, args.work)
+    deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
+    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}")
+    trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work)
+
+
+def train_draft(args: argparse.Namespace) -> None:
+    """Plain text first (cheap), then the target's own distribution."""
+    draft = Network(DRAFT_SHAPE)
+    loss_at = plain_loss(args.work / "tokenizer.json", f"draft-{args.seed}")
+    draft = trainer.run(draft, trainer.Plan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15), loss_at,
+                        args.work)
+    if args.draft_steps:
+        teacher, _ = trainer.load(args.work / "target.pt")
+        loss_at = distil_loss(args.work / "tokenizer.json", teacher, f"distil-{args.seed}")
+        trainer.run(draft, trainer.Plan("draft", args.draft_steps, args.deep_lr), loss_at, args.work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("what", choices=("target", "draft"))
+    parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shallow-steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--draft-plain-steps", type=int, default=1000)
+    parser.add_argument("--draft-steps", type=int, default=600)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--deep-lr", type=float, default=2e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    {"target": train_target, "draft": train_draft}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The text generator: same seed, same text; held-back prompts stay out; scorers tell right from wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from models.generator import DOMAINS, IM_START, Chat, Turn, chats, held_back, render_chat, render_prompt, score
+
+
+def first(n: int, seed: int | str = 0, domain: str | None = None) -> list[Chat]:
+    return list(itertools.islice(chats(seed, domain), n))
+
+
+def test_same_seed_same_text() -> None:
+    assert first(200, "a") == first(200, "a")
+    assert first(200, "a") != first(200, "b")
+    assert held_back(30) == held_back(30)
+
+
+def test_held_back_prompts_are_never_trained_on() -> None:
+    kept = {chat.prompt_key() for chat in held_back(200)}
+    seen = {chat.prompt_key() for chat in first(20_000, 7)}
+    assert len(kept) == 200
+    assert not kept & seen
+
+
+@pytest.mark.parametrize("domain", sorted(DOMAINS))
+def test_scorer_accepts_its_own_answers_and_rejects_others(domain: str) -> None:
+    for chat in first(200, 3, domain):
+        assert chat.domain == domain
+        for i, turn in enumerate(chat.turns):
+            assert score(chat, i, turn.assistant), (turn.user, turn.assistant)
+            assert not score(chat, i, "")
+            assert not score(chat, i, "Perhaps, perhaps not")
+
+
+def test_a_sum_with_a_wrong_result_is_wrong() -> None:
+    chat = Chat("arithmetic", (Turn("7+5=", "7 + 5 = 12", ("12",)),))
+    assert score(chat, 0, "7 + 5 = 12.")
+    assert not score(chat, 0, "7 + 5 = 13")
+    assert not score(chat, 0, "12 is not it, 11 is")
+
+
+def test_a_story_without_its_end_is_wrong() -> None:
+    chat = next(c for c in first(100, 1, "stories") if c.kind == "continue")
+    answer = chat.turns[0].assistant
+    assert not score(chat, 0, answer.removesuffix("The end."))
+
+
+def test_chatml_form() -> None:
+    chat = Chat("x", (Turn("one", "two"), Turn("three", "four")), system="s")
+    text = render_chat(chat)
+    assert text.startswith(f"{IM_START}system\ns<|im_end|>\n{IM_START}user\none<|im_end|>\n{IM_START}assistant\ntwo")
+    assert text.endswith("four<|im_end|>\n<|endoftext|>")
+    prompt = render_prompt(chat.messages(n_turns=2))
+    assert text.startswith(prompt) and prompt.endswith(f"three<|im_end|>\n{IM_START}assistant\n")
+
+
+def test_each_domain_occurs_and_some_chats_have_several_turns() -> None:
+    sample = first(2000, 5)
+    assert {chat.domain for chat in sample} == set(DOMAINS)
+    several = sum(len(chat.turns) > 1 for chat in sample) / len(sample)
+    assert 0.25 < several < 0.6
+    assert 0.1 < sum(chat.system is not None for chat in sample) / len(sample) < 0.2
+
+
+def test_generator_does_not_touch_the_global_random_state() -> None:
+    random.seed(1)
+    before = random.getstate()
+    first(50)
+    assert random.getstate() == before

@@ -1,0 +1,113 @@
+"""Network, kernel and growth, each against a plain reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the training extra (torch)")
+
+from models import trainer  # noqa: E402
+from models.grow import grow  # noqa: E402
+from models.moe import expert_mix, expert_mix_plain, kernel  # noqa: E402
+from models.network import MoE, Network, Shape  # noqa: E402
+
+TINY = Shape(n_vocab=64, n_layer=2, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_expert=8, n_expert_used=2, n_ff=16)
+
+
+@pytest.mark.parametrize("n_token", [1, 5, 333])
+def test_kernel_equals_plain_pytorch_in_value_and_gradient(n_token: int) -> None:
+    if kernel() is None:
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(0)
+    x, gate_up, down = (torch.randn(*s, requires_grad=True) for s in ((n_token, 32), (8, 32, 32), (8, 16, 32)))
+    ids = torch.rand(n_token, 8).topk(2).indices
+    weight = torch.rand(n_token, 2, requires_grad=True)
+    g = torch.randn(n_token, 32)
+    inputs = (x, gate_up, down, weight)
+    values, grads = [], []
+    for mix in (expert_mix, expert_mix_plain):
+        out = mix(x, gate_up, down, ids, weight)
+        values.append(out)
+        grads.append(torch.autograd.grad(out, inputs, g))
+    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-4)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_expert_weights_sum_to_one_and_ids_differ() -> None:
+    torch.manual_seed(0)
+    moe = Network(TINY).blocks[0].ffn
+    assert isinstance(moe, MoE)
+    _, balance, ids = moe(torch.randn(50, 32))
+    assert ids.shape == (50, 2)
+    assert (ids[:, 0] != ids[:, 1]).all()
+    assert balance.item() >= 0.9
+
+
+def test_growing_keeps_the_function_and_makes_different_routers() -> None:
+    torch.manual_seed(0)
+    small = Network(TINY)
+    big = grow(small, 6)
+    tokens = torch.randint(0, 64, (2, 10))
+    with torch.no_grad():
+        torch.testing.assert_close(big(tokens)[0], small(tokens)[0], rtol=1e-5, atol=1e-5)
+    routers = [block.ffn.router.weight for block in big.blocks]
+    assert all(not torch.equal(a, b) for i, a in enumerate(routers) for b in routers[:i])
+
+
+def test_every_layer_of_a_grown_network_is_trained() -> None:
+    torch.manual_seed(0)
+    big = grow(Network(TINY), 6)
+    tokens = torch.randint(0, 64, (4, 32))
+    optimiser = torch.optim.AdamW(big.parameters(), 1e-2)
+    for _ in range(2):  # after the first step the silent copies speak, and all their parts get gradients
+        optimiser.zero_grad()
+        hidden, balance, _ = big(tokens)
+        (torch.nn.functional.cross_entropy(big.logits(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+         + 0.01 * balance).backward()
+        optimiser.step()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in big.parameters())
+
+
+def test_later_tokens_do_not_change_earlier_ones() -> None:
+    torch.manual_seed(0)
+    net = Network(replace(TINY, n_expert=0, n_expert_used=0))
+    tokens = torch.randint(0, 64, (1, 12))
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 1) % 64
+    with torch.no_grad():
+        torch.testing.assert_close(net(tokens)[0][:, :-1], net(other)[0][:, :-1])
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    def loss_at(net: Network, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+        tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+        hidden, _, _ = net(tokens)
+        loss = torch.nn.functional.cross_entropy(net.logits(hidden).flatten(0, 1), tokens.flatten())
+        return loss, {"loss": loss.item()}
+
+    torch.manual_seed(0)
+    whole = Network(TINY)
+    halves = Network(TINY)
+    halves.load_state_dict(whole.state_dict())
+    plan = trainer.Plan("x", 6, 1e-3, warmup_steps=2)
+    whole = trainer.run(whole, plan, loss_at, tmp_path)
+
+    class Stop(Exception):
+        pass
+
+    def breaks_off(net: Network, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+        if step == 3:
+            raise Stop
+        return loss_at(net, step)
+
+    second = tmp_path / "second"
+    second.mkdir()
+    with pytest.raises(Stop):
+        trainer.run(halves, replace(plan, save_every_s=-1.0), breaks_off, second)
+    halves = trainer.run(halves, plan, loss_at, second)
+    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
