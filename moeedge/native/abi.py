@@ -25,7 +25,6 @@ class StatsStruct(ctypes.Structure):
     _fields_ = [  # noqa: RUF012
         ("graphs", c_int64),
         ("blocks", c_int64),
-        ("prepare_ns", c_int64),
         ("sense_ns", c_int64),
         ("compute_ns", c_int64),
     ]

@@ -49,9 +49,8 @@ class SensorStats:
 
     graphs: int
     blocks: int
-    prepare_s: float  # finding the MoE blocks, adding the sensor's nodes
-    sense_s: float  # copying ids and weights, counting
-    compute_s: float  # all of graph computation, the two above included
+    sense_s: float  # finding the MoE blocks, copying ids and weights, counting
+    compute_s: float  # all of graph computation, sensing included
 
 
 class Sensor:
@@ -118,22 +117,22 @@ class Sensor:
         return frames
 
     def _view(self, raw: FrameStruct) -> Frame:
-        full = (self.n_layers, self.n_tokens_max, self.n_used)
+        shape = (self.n_layers, raw.n_tokens, self.n_used)
         as_array = np.ctypeslib.as_array
         return Frame(
             serial=raw.serial,
             phase=raw.phase,
             n_tokens=raw.n_tokens,
             layer_tokens=as_array(raw.layer_tokens, (self.n_layers,)),
-            ids=as_array(raw.ids, full)[:, : raw.n_tokens],
-            weights=as_array(raw.weights, full)[:, : raw.n_tokens],
+            ids=as_array(raw.ids, shape),
+            weights=as_array(raw.weights, shape),
         )
 
     def stats(self) -> SensorStats:
         """The backend's counters."""
         raw = StatsStruct()
         self._check(self._library.moeedge_instance_stats(self._instance, ctypes.byref(raw)))
-        return SensorStats(raw.graphs, raw.blocks, raw.prepare_ns * 1e-9, raw.sense_ns * 1e-9, raw.compute_ns * 1e-9)
+        return SensorStats(raw.graphs, raw.blocks, raw.sense_ns * 1e-9, raw.compute_ns * 1e-9)
 
     def threads(self) -> int:
         """Threads that the context asked for in its last decode; 0 before the first."""

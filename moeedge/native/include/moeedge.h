@@ -49,18 +49,17 @@ enum moeedge_phase {
 struct moeedge_frame {
     int64_t         serial;       // 1, 2, ... per instance
     int32_t         phase;        // moeedge_phase, never AUTO
-    int32_t         n_tokens;     // the most tokens that any layer saw
+    int32_t         n_tokens;     // tokens of the first MoE layer; no later layer sees more
     const int32_t * layer_tokens; // [n_layers] tokens seen; 0: no experts. The last layer sees only rows with outputs
-    const int32_t * ids;          // [n_layers, n_tokens_max, n_used] selected experts, -1 where fewer were used
-    const float   * weights;      // [n_layers, n_tokens_max, n_used] router weights, NaN where the graph hides them
+    const int32_t * ids;          // [n_layers, n_tokens, n_used] selected experts, -1 where fewer were used
+    const float   * weights;      // [n_layers, n_tokens, n_used] router weights, NaN where the graph hides them
 };
 
 struct moeedge_stats {
     int64_t graphs;     // graphs (or graph parts) computed
     int64_t blocks;     // MoE blocks seen
-    int64_t prepare_ns; // looking for blocks and adding the sensor's nodes
-    int64_t sense_ns;   // copying ids and weights, counting
-    int64_t compute_ns; // all of graph_compute, the two above included
+    int64_t sense_ns;   // finding the blocks, copying ids and weights, counting
+    int64_t compute_ns; // all of graph_compute, sensing included
 };
 
 MOEEDGE_API const char * moeedge_ggml_version(void);        // compiled against
@@ -79,7 +78,8 @@ MOEEDGE_API int     moeedge_live_instances(void);
 // takes effect with the next graph that llama.cpp builds (a reused graph keeps its assignment)
 MOEEDGE_API int moeedge_instance_set_claims(int64_t id, int claims);
 MOEEDGE_API int moeedge_instance_set_phase(int64_t id, int phase);
-// allocates counters and the ring; shapes come from the model's metadata, n_tokens_max is the context's n_ubatch
+// allocates counters and the ring, before the first decode; shapes come from the model's metadata, n_tokens_max is the
+// context's n_ubatch
 MOEEDGE_API int moeedge_instance_configure(int64_t id, int n_layers, int n_experts, int n_used, int n_tokens_max);
 // activations since the last read into out [n_layers * n_experts], then clears them
 MOEEDGE_API int moeedge_instance_read_counts(int64_t id, uint32_t * out);

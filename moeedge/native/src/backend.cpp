@@ -1,8 +1,8 @@
 // The ggml backend: what it claims, what it forwards, what must stay identical.
 //
 // Claims    by mode (moeedge_claims): nothing, the MoE blocks, or every operation of the CPU.
-// Forwards  all of it to an inner CPU backend instance, in graph order, node for node: results are bit-identical to
-//           stock's. The graph is extended by one node per MoE block that copies expert ids and router weights out.
+// Forwards  the graph as it is to an inner CPU backend instance: results are bit-identical to stock's. Expert ids and
+//           router weights are read from memory afterwards; until then the allocator keeps them (graph_optimize).
 // Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts what the CPU accepts,
 //           repacked weights included.
 
@@ -28,56 +28,37 @@ static instance * instance_of(ggml_backend_t backend) {
     return (instance *) backend->context;
 }
 
-// ops
+// sensing
 
-// computed by the CPU backend's threads in place of an operation; one thread suffices for so few bytes
-static void sense_block(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    if (ith != 0) {
+// values per (layer, token) that the allocator would otherwise hand to later nodes stay until the graph is done
+static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    instance * self = instance_of(backend);
+    if (!self->sense || graph->n_nodes == 0) {
         return;
     }
-    const int64_t           begin_ns = now_ns();
-    const instance::probe * probe    = (const instance::probe *) userdata;
-    instance *              self     = probe->self;
-    self->sense->observe(probe->layer, self->phase, dst->src[0], dst->src[1]);
-    self->stats.sense_ns += now_ns() - begin_ns;
-    GGML_UNUSED(nth);
+    find_blocks(graph, self->blocks);
+    self->blocks_uid   = 0;
+    ggml_tensor * last = graph->nodes[graph->n_nodes - 1];
+    for (const moe_block & block : self->blocks) {
+        params->add_alloc_dep(params->user_data, block.ids, last);
+        if (block.weights) {
+            params->add_alloc_dep(params->user_data, block.weights, last);
+        }
+    }
 }
 
-// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
-// so that the CPU backend fuses what it fuses in stock
-static ggml_cgraph extend_graph(instance * self, const ggml_cgraph * graph) {
-    const size_t n_blocks   = self->blocks.size();
-    const size_t arena_size = (n_blocks + 1) * (ggml_tensor_overhead() + 64);
-    if (self->arena.size() < arena_size) {
-        self->arena.resize(arena_size);
+// reads the routing of a computed graph; llama.cpp reuses graphs, so the blocks of the last one are kept
+static void sense_graph(instance * self, const ggml_cgraph * graph) {
+    const int64_t begin_ns = now_ns();
+    if (graph->uid == 0 || graph->uid != self->blocks_uid) {
+        find_blocks(graph, self->blocks);
+        self->blocks_uid = graph->uid;
     }
-    ggml_init_params params = { self->arena.size(), self->arena.data(), /* no_alloc = */ true };
-    ggml_context *   ctx    = ggml_init(params);
-
-    self->probes.resize(n_blocks); // sized before pointers into it are taken
-    self->nodes.clear();
-    int i_from = 0;
-    for (size_t b = 0; b < n_blocks; b++) {
-        const moe_block & block = self->blocks[b];
-        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
-        i_from = block.i_first;
-
-        self->probes[b]      = { self, block.layer };
-        ggml_tensor * args[] = { const_cast<ggml_tensor *>(block.ids), const_cast<ggml_tensor *>(block.weights) };
-        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, block.weights ? 2 : 1, sense_block,
-                                              /* n_tasks = */ 1, &self->probes[b]);
-        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
-        self->nodes.push_back(node);
+    for (const moe_block & block : self->blocks) {
+        self->sense->observe(block.layer, self->phase, block.ids, block.weights);
     }
-    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
-    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
-
-    ggml_cgraph extended = *graph;
-    extended.nodes       = self->nodes.data();
-    extended.n_nodes     = (int) self->nodes.size();
-    extended.size        = extended.n_nodes;
-    extended.uid         = 0;
-    return extended;
+    self->stats.blocks += (int64_t) self->blocks.size();
+    self->stats.sense_ns += now_ns() - begin_ns;
 }
 
 // backend interface
@@ -100,17 +81,9 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgrap
     instance *    self     = instance_of(backend);
     const int64_t begin_ns = now_ns();
 
-    enum ggml_status status;
-    if (self->sense) {
-        find_blocks(graph, self->blocks);
-    }
-    if (!self->sense || self->blocks.empty()) {
-        status = ggml_backend_graph_compute(self->cpu, graph);
-    } else {
-        ggml_cgraph extended = extend_graph(self, graph);
-        self->stats.blocks += (int64_t) self->blocks.size();
-        self->stats.prepare_ns += now_ns() - begin_ns;
-        status = ggml_backend_graph_compute(self->cpu, &extended);
+    const enum ggml_status status = ggml_backend_graph_compute(self->cpu, graph);
+    if (self->sense && status == GGML_STATUS_SUCCESS) {
+        sense_graph(self, graph);
     }
     self->stats.graphs++;
     self->stats.compute_ns += now_ns() - begin_ns;
@@ -133,7 +106,7 @@ static const ggml_backend_i backend_i = {
     /* .graph_compute           = */ backend_graph_compute,
     /* .event_record            = */ nullptr,
     /* .event_wait              = */ nullptr,
-    /* .graph_optimize          = */ nullptr,
+    /* .graph_optimize          = */ backend_graph_optimize,
 };
 
 static ggml_guid_t backend_guid() {

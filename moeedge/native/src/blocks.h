@@ -11,10 +11,9 @@ struct ggml_tensor;
 namespace moeedge {
 
 struct moe_block {
-    int                 layer;     // from the weight's GGUF name "blk.N.", -1 if it has another
-    int                 i_first;   // index in the graph of the first MUL_MAT_ID
-    const ggml_tensor * ids;       // [n_used, n_tokens] int32
-    const ggml_tensor * weights;   // [1, n_used, n_tokens] float32; nullptr where not found before i_first
+    int           layer;   // from the weight's GGUF name "blk.N.", -1 if it has another
+    ggml_tensor * ids;     // [n_used, n_tokens] int32
+    ggml_tensor * weights; // [1, n_used, n_tokens] float32; nullptr where not found
 };
 
 // fills `blocks` (cleared first) in graph order

@@ -30,15 +30,8 @@ struct instance {
     std::unique_ptr<sensor> sense; // null until configured
     moeedge_stats           stats = {};
 
-    // scratch of graph_compute, kept to avoid allocations
-    struct probe {
-        instance * self;
-        int        layer;
-    };
-    std::vector<moe_block>     blocks;
-    std::vector<probe>         probes; // user data of the sensor's nodes
-    std::vector<ggml_tensor *> nodes;
-    std::vector<uint8_t>       arena; // the sensor's nodes
+    std::vector<moe_block> blocks;         // of the graph computed last
+    uint64_t               blocks_uid = 0; // ggml's id of that graph
 };
 
 // live instances, guarded by a mutex; the only global state

@@ -8,6 +8,18 @@
 
 namespace moeedge {
 
+// n values of 4 bytes that lie `stride` bytes apart
+template <typename T> static void copy_row(T * out, const char * in, size_t stride, int n) {
+    static_assert(sizeof(T) == 4, "ids and weights have 4 bytes");
+    if (stride == sizeof(T)) {
+        std::memcpy(out, in, n * sizeof(T));
+        return;
+    }
+    for (int i = 0; i < n; i++) {
+        std::memcpy(&out[i], in + i * stride, sizeof(T));
+    }
+}
+
 sensor::sensor(const sensor_shape & shape) : dims(shape), counts((size_t) shape.n_layers * shape.n_experts, 0) {
     const size_t n_pairs = (size_t) dims.n_layers * dims.n_tokens_max * dims.n_used;
     for (frame & f : ring) {
@@ -28,49 +40,40 @@ sensor::frame & sensor::open_frame(int layer, int phase, int n_tokens) {
         frame & f  = ring[serial % n_frames];
         f.serial   = serial;
         f.phase    = phase != MOEEDGE_PHASE_AUTO ? phase : n_tokens > 1 ? MOEEDGE_PHASE_PREFILL : MOEEDGE_PHASE_DECODE;
-        f.n_tokens = 0;
+        f.n_tokens = n_tokens;
         std::fill(f.layer_tokens.begin(), f.layer_tokens.end(), 0);
     }
     last_layer = layer;
-    frame & f  = ring[serial % n_frames];
-    f.n_tokens = std::max(f.n_tokens, n_tokens);
-    return f;
+    return ring[serial % n_frames];
 }
 
 void sensor::observe(int layer, int phase, const ggml_tensor * ids, const ggml_tensor * weights) {
     if (layer < 0 || layer >= dims.n_layers) {
         return;
     }
-    const int n_tokens = (int) std::min<int64_t>(ids->ne[1], dims.n_tokens_max);
-    const int n_ids    = (int) std::min<int64_t>(ids->ne[0], dims.n_used);
-
-    frame &    f      = open_frame(layer, phase, n_tokens);
-    uint32_t * count  = counts.data() + (size_t) layer * dims.n_experts;
+    frame &    f        = open_frame(layer, phase, (int) std::min<int64_t>(ids->ne[1], dims.n_tokens_max));
+    const int  n_tokens = (int) std::min<int64_t>(ids->ne[1], f.n_tokens);
+    const int  n_ids    = (int) std::min<int64_t>(ids->ne[0], dims.n_used);
+    uint32_t * count    = counts.data() + (size_t) layer * dims.n_experts;
     f.layer_tokens[layer] = n_tokens;
 
     for (int t = 0; t < n_tokens; t++) {
-        const size_t row     = ((size_t) layer * dims.n_tokens_max + t) * dims.n_used;
+        const size_t row     = ((size_t) layer * f.n_tokens + t) * dims.n_used;
         int32_t *    out_ids = f.ids.get() + row;
         float *      out_w   = f.weights.get() + row;
-        const char * in_ids  = (const char *) ids->data + t * ids->nb[1];
-        for (int i = 0; i < dims.n_used; i++) {
-            if (i >= n_ids) {
-                out_ids[i] = -1;
-                out_w[i]   = 0.0f;
-                continue;
-            }
-            int32_t id;
-            std::memcpy(&id, in_ids + i * ids->nb[0], sizeof(id));
-            out_ids[i] = id;
-            if (id >= 0 && id < dims.n_experts) {
-                count[id]++;
-            }
-            out_w[i] = NAN;
-            if (weights) {
-                std::memcpy(&out_w[i], (const char *) weights->data + i * weights->nb[1] + t * weights->nb[2],
-                            sizeof(float));
+        copy_row(out_ids, (const char *) ids->data + t * ids->nb[1], ids->nb[0], n_ids);
+        for (int i = 0; i < n_ids; i++) {
+            if ((uint32_t) out_ids[i] < (uint32_t) dims.n_experts) {
+                count[out_ids[i]]++;
             }
         }
+        if (weights) {
+            copy_row(out_w, (const char *) weights->data + t * weights->nb[2], weights->nb[1], n_ids);
+        } else {
+            std::fill(out_w, out_w + n_ids, NAN);
+        }
+        std::fill(out_ids + n_ids, out_ids + dims.n_used, -1);
+        std::fill(out_w + n_ids, out_w + dims.n_used, 0.0f);
     }
 }
 

@@ -38,7 +38,7 @@ class sensor {
     struct frame {
         int64_t              serial   = 0;
         int32_t              phase    = 0;
-        int32_t              n_tokens = 0;
+        int32_t              n_tokens = 0; // of its first layer: later layers have as many or fewer
         std::vector<int32_t> layer_tokens;
         // not value-initialised: pages that a short batch never touches are never mapped
         std::unique_ptr<int32_t[]> ids;
