@@ -1,0 +1,178 @@
+"""`moeedge chat`: talk to a model, or get a single answer."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+import moeedge
+from moeedge import paths
+from moeedge.cli import options
+from moeedge.cli.common import cli_errors
+from moeedge.cli.device import check_device
+from moeedge.cli.pair import Pair, resolve_pair
+from moeedge.engine.conversation import Conversation
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.engine.session import Session
+    from moeedge.ui.settings import Settings
+
+_DEFAULT = SamplingConfig()
+
+
+def chat(
+    model: options.Model = None,
+    model_draft: options.ModelDraft = None,
+    draft_max: options.DraftMax = 4,
+    prompt: options.Prompt = None,
+    system_prompt: options.SystemPrompt = "",
+    n_predict: options.NPredict = -1,
+    output: options.OutputFormat = options.Output.TEXT,
+    single_turn: options.SingleTurn = False,
+    raw: options.Raw = False,
+    temp: options.Temp = _DEFAULT.temperature,
+    top_k: options.TopK = _DEFAULT.top_k,
+    top_p: options.TopP = _DEFAULT.top_p,
+    min_p: options.MinP = _DEFAULT.min_p,
+    repeat_penalty: options.RepeatPenalty = _DEFAULT.repeat_penalty,
+    repeat_last_n: options.RepeatLastN = _DEFAULT.repeat_last_n,
+    seed: options.Seed = -1,
+    ctx_size: options.CtxSize = 0,
+    context_shift: options.ContextShift = False,
+    threads: options.Threads = 0,
+    n_gpu_layers: options.NGpuLayers = 0,
+    device: options.Device = "auto",
+    verbose: options.Verbose = False,
+) -> None:
+    """Chat with a model, or answer a single prompt with -p TEXT or text piped in.
+
+    The answer goes to standard output, everything else to standard error.
+    """
+    # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
+    from moeedge.cli.prompt_input import accept_any_text, one_shot_prompt
+    from moeedge.engine.session import Session
+    from moeedge.ui.console import stderr_console
+    from moeedge.ui.settings import Settings, seed_or_random
+
+    with cli_errors():
+        accept_any_text()
+        err = stderr_console()
+        if raw and system_prompt:
+            raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
+        text = one_shot_prompt(prompt, sys.stdin, complain=lambda line: err.print(line, style="dim"))
+        if text is None and output is options.Output.JSON:
+            raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
+        settings = Settings(
+            sampling=SamplingConfig(
+                temperature=temp,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repeat_penalty=repeat_penalty,
+                repeat_last_n=repeat_last_n,
+                seed=seed_or_random(seed),
+            ),
+            n_predict=n_predict,
+            gamma=draft_max,
+        )
+        check_device(device)
+        pair = resolve_pair(model, model_draft)
+        config = EngineConfig(
+            model=pair.target,
+            draft=pair.draft,
+            n_ctx=ctx_size,
+            n_threads=threads,
+            gamma=draft_max,
+            n_gpu_layers=0 if device == "none" else n_gpu_layers,
+            device=device,
+            context_shift=context_shift,
+        )
+        if verbose:
+            _show_log()
+        conversation = Conversation(system=system_prompt)
+        if text is not None:
+            conversation.ask(text)
+        with Session.open(config) as session:
+            talk = _Talk(session, conversation, settings, pair, raw, panel=not verbose)
+            code = (
+                talk.interactive(single_turn=single_turn)
+                if text is None
+                else talk.one_shot(as_json=output is options.Output.JSON)
+            )
+        if code:
+            raise typer.Exit(code)
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """What both ways of talking need."""
+
+    session: Session
+    conversation: Conversation
+    settings: Settings
+    pair: Pair
+    raw: bool
+    panel: bool
+
+    def one_shot(self, *, as_json: bool) -> int:
+        """Answer the conversation's open question. Returns the exit code."""
+        from moeedge.engine.turn import prompt_tokens
+        from moeedge.ui.console import stderr_console, stdout_console
+        from moeedge.ui.header import header_line, hints
+        from moeedge.ui.one_shot import answer_once
+
+        err = stderr_console()
+        info = self.session.info
+        for line in [header_line(info), *hints(info, toy=self.pair.bundled)]:
+            err.print(line, style="dim", soft_wrap=True)
+        return answer_once(
+            self.session,
+            prompt_tokens(self.session.model, self.conversation, raw=self.raw),
+            self.settings,
+            as_json=as_json,
+            panel=self.panel,
+            out=stdout_console(),
+            err=err,
+        )
+
+    def interactive(self, *, single_turn: bool) -> int:
+        """Chat until the user leaves. Returns the exit code."""
+        from moeedge.ui import commands
+        from moeedge.ui.console import stderr_console, stdout_console
+        from moeedge.ui.header import header_lines
+        from moeedge.ui.prompt import make_reader, open_history
+        from moeedge.ui.repl import Repl
+
+        err = stderr_console()
+        for line in header_lines(self.session.info, version=moeedge.__version__, toy=self.pair.bundled):
+            err.print(line, style="dim", soft_wrap=True)
+        history = open_history(paths.history_file, lambda line: err.print(line, style="yellow"))
+        repl = Repl(
+            self.session,
+            self.conversation,
+            self.settings,
+            read=make_reader(commands.names(), history),
+            out=stdout_console(),
+            err=err,
+            autosave=lambda: paths.cache_dir() / "chat_autosave.json",
+            raw=self.raw,
+            panel=self.panel,
+            single_turn=single_turn,
+        )
+        return repl.run()
+
+
+def _show_log() -> None:
+    """Send the logs of moeedge and of llama.cpp, which does not propagate, to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))  # moeedge.llama: ...
+    for name in ("moeedge", "moeedge.llama"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)

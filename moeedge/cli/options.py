@@ -1,0 +1,122 @@
+"""The options of `moeedge chat`, named as in llama.cpp."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL = "Model"
+_SAMPLING = "Sampling"
+_HARDWARE = "Hardware"
+
+
+class Output(str, Enum):
+    """How a single answer is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Model = Annotated[
+    Path | None,
+    typer.Option("-m", "--model", help="Model file (GGUF). Default: the bundled one.", rich_help_panel=_MODEL),
+]
+ModelDraft = Annotated[
+    str | None,
+    typer.Option(
+        "-md",
+        "--model-draft",
+        metavar="FILE|ngram|none",
+        help="Where drafts come from: a smaller model with the same vocabulary, n-gram lookup in the text so far, or "
+        "nowhere. Default: the bundled draft for the bundled model, none for any other.",
+        rich_help_panel=_MODEL,
+    ),
+]
+DraftMax = Annotated[
+    int,
+    typer.Option("--draft-max", help="Tokens per draft (gamma); 0 switches speculation off.", rich_help_panel=_MODEL),
+]
+Prompt = Annotated[
+    str | None, typer.Option("-p", "--prompt", help="Answer this text and exit; text piped in is put after it.")
+]
+SystemPrompt = Annotated[str, typer.Option("-sys", "--system-prompt", help="System prompt.")]
+NPredict = Annotated[
+    int, typer.Option("-n", "--n-predict", help="Tokens of an answer at most; -1: until the model stops.")
+]
+OutputFormat = Annotated[
+    Output,
+    typer.Option("-o", "--output", help="Print a single answer as text, or as one JSON object with its figures."),
+]
+SingleTurn = Annotated[bool, typer.Option("-st", "--single-turn", help="Exit after one answer.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error, and no live panel.")]
+
+Temp = Annotated[
+    float,
+    typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p", help="Draw from the likeliest tokens of this joint probability.", rich_help_panel=_SAMPLING
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p", help="Drop tokens less likely than this share of the likeliest.", rich_help_panel=_SAMPLING
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repeat-penalty", help="Makes tokens that were said before less likely; 1: off.", rich_help_panel=_SAMPLING
+    ),
+]
+RepeatLastN = Annotated[
+    int, typer.Option("--repeat-last-n", help="Tokens that the penalty looks back on.", rich_help_panel=_SAMPLING)
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "-s", "--seed", help="Seed of the sampling; -1: a fresh one for every answer.", rich_help_panel=_SAMPLING
+    ),
+]
+
+CtxSize = Annotated[
+    int,
+    typer.Option(
+        "-c", "--ctx-size", help="Context in tokens; 0: what the model was trained with.", rich_help_panel=_HARDWARE
+    ),
+]
+ContextShift = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift",
+        help="Forget the older half when the context is full, instead of stopping.",
+        rich_help_panel=_HARDWARE,
+    ),
+]
+Threads = Annotated[
+    int, typer.Option("-t", "--threads", help="CPU threads; 0: one per physical core.", rich_help_panel=_HARDWARE)
+]
+NGpuLayers = Annotated[
+    int,
+    typer.Option("-ngl", "--n-gpu-layers", help="Layers that llama.cpp keeps on the GPU.", rich_help_panel=_HARDWARE),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "-dev",
+        "--device",
+        metavar="auto|none|NAME",
+        help="Device to use; moeedge devices lists the names.",
+        rich_help_panel=_HARDWARE,
+    ),
+]

@@ -1,0 +1,145 @@
+"""A conversation as data: who said what, taken back, saved and loaded. Nothing here decodes or renders."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from moeedge.errors import EmptyPromptError, InputError
+
+SCHEMA = "moeedge.conversation"
+VERSION = 1
+
+Role = Literal["user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; `content` is what was typed or generated, without the template's own tokens."""
+
+    role: Role
+    content: str
+
+
+@dataclass
+class Conversation:
+    """A system prompt and messages that alternate user, assistant, user, ...; the last may be an open question."""
+
+    system: str = ""
+    messages: list[Message] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """Append a question. Raises EmptyPromptError for blank text."""
+        if not text.strip():
+            raise EmptyPromptError("The prompt is empty.", "Give some text to answer.")
+        self._expect("assistant")
+        self.messages.append(Message("user", text))
+
+    def answer(self, text: str) -> None:
+        """Append the answer to the open question."""
+        self._expect("user")
+        self.messages.append(Message("assistant", text))
+
+    def take_back(self) -> str | None:
+        """Remove the open question and return its text; None when there is none."""
+        if self.messages and self.messages[-1].role == "user":
+            return self.messages.pop().content
+        return None
+
+    def reopen(self) -> str:
+        """Remove the last answer, so that its question is open again, and return what was removed.
+
+        Raises InputError when nothing was answered yet.
+        """
+        if not self.messages or self.messages[-1].role != "assistant":
+            raise InputError("There is no answer to generate again.")
+        return self.messages.pop().content
+
+    def clear(self) -> None:
+        """Forget all messages; the system prompt stays."""
+        self.messages.clear()
+
+    def chat_messages(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them, the system prompt first."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + [{"role": message.role, "content": message.content} for message in self.messages]
+
+    def raw_text(self) -> str:
+        """Everything said, joined without any template; what --raw continues."""
+        return "".join(message.content for message in self.messages)
+
+    def to_json(self, *, model: str = "") -> str:
+        """The conversation as a JSON document; `model` is the file name that answered, for the reader."""
+        document = {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "model": model,
+            "system": self.system,
+            "messages": [{"role": message.role, "content": message.content} for message in self.messages],
+        }
+        return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Conversation:
+        """Read what `to_json` wrote. Raises InputError that says what is wrong with it."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"This is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise InputError(f'This is not a saved conversation: "schema" is not "{SCHEMA}".')
+        if document.get("version") != VERSION:
+            raise InputError(f"The conversation has version {document.get('version')}, this program reads {VERSION}.")
+        system = document.get("system", "")
+        items = document.get("messages")
+        if not isinstance(system, str) or not isinstance(items, list):
+            raise InputError('The conversation lacks "system" (text) or "messages" (a list).')
+        return cls(system, [_message(item, index) for index, item in enumerate(items)])
+
+    def save(self, path: Path, *, model: str = "") -> None:
+        """Write the conversation to `path`, whole or not at all. Raises InputError where that is impossible."""
+        beside = path.parent / f".{path.name}.{os.getpid()}.part"
+        try:
+            beside.write_text(self.to_json(model=model), encoding="utf-8")
+            os.replace(beside, path)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            raise InputError(f"{path} cannot be written: {error.strerror}.") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Conversation:
+        """Read a conversation from `path`. Raises InputError that names the file."""
+        try:
+            return cls.from_json(read_text(path))
+        except InputError as error:
+            message = error.message if str(path) in error.message else f"{path}: {error.message}"
+            raise InputError(message, error.mend) from None
+
+    def _expect(self, last: Role) -> None:
+        """Questions follow answers (or nothing) and answers follow questions."""
+        before = self.messages[-1].role if self.messages else "assistant"
+        if before != last:
+            raise ValueError(f"the last message is the {before}'s, expected the {last}'s")
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file. Raises InputError that names the file and what is wrong."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _message(item: Any, index: int) -> Message:
+    """Message number `index` of a document, checked: user and assistant take turns, user first."""
+    expected: Role = "assistant" if index % 2 else "user"
+    if not isinstance(item, dict) or item.get("role") != expected or not isinstance(item.get("content"), str):
+        raise InputError(f'Message {index + 1} is not {{"role": "{expected}", "content": text}}.')
+    return Message(expected, cast(str, item["content"]))

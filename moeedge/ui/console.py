@@ -1,0 +1,87 @@
+"""What the terminal can do, and how text reaches it without harm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+from rich.console import Console
+
+if sys.platform != "win32":
+    import termios
+
+MIN_PANEL_COLUMNS = 60
+
+# control characters (C0 without tab and newline, DEL, C1) as visible pictures: a model must not drive the terminal
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters replaced by pictures of them, tabs and newlines kept."""
+    return text.translate(_VISIBLE)
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether a person sees or types here; a closed or missing stream is none."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def supports_panel(stream: IO[str], *, columns: int) -> bool:
+    """Whether `stream` is a terminal that can be repainted and is wide enough.
+
+    NO_COLOR asks for plain text; so do TERM=dumb, an unset TERM, and an encoding without box characters.
+    """
+    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+        return False
+    if os.name != "nt" and os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    utf8 = (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    return utf8 and columns >= MIN_PANEL_COLUMNS
+
+
+def stderr_console() -> Console:
+    """A console on standard error that prints what it is given: no markup, no highlighting."""
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def stdout_console() -> Console:
+    """The same on standard output."""
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+@contextmanager
+def typing_hidden() -> Iterator[None]:
+    """Do not echo what is typed while an answer is painted; it waits for the next prompt. Ctrl-C still works."""
+    fd = _foreground_terminal()
+    if sys.platform == "win32" or fd is None:
+        yield
+        return
+    before = termios.tcgetattr(fd)
+    silent = before.copy()
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(fd, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(fd, termios.TCSANOW, before)
+
+
+def _foreground_terminal() -> int | None:
+    """The descriptor of standard input if it is a terminal that this process may set: setting it from the
+    background would stop the process."""
+    if sys.platform == "win32" or not is_terminal(sys.stdin):
+        return None
+    try:
+        fd = sys.stdin.fileno()
+        termios.tcgetattr(fd)
+        return fd if os.tcgetpgrp(fd) == os.getpgrp() else None
+    except (OSError, ValueError, termios.error):
+        return None

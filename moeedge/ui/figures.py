@@ -1,0 +1,123 @@
+"""The figures of an answer as short texts: one wording for the panel, the stats line and /stats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+
+_MIB = 1024 * 1024
+_NONE = "-"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A label and its value, both ready to be shown."""
+
+    label: str
+    value: str
+
+
+def speed(value_ts: float) -> str:
+    """Tokens per second with three digits that matter."""
+    if value_ts <= 0:
+        return _NONE
+    return f"{value_ts:.0f} t/s" if value_ts >= 100 else f"{value_ts:.1f} t/s"
+
+
+def seconds(value_s: float) -> str:
+    """A duration; milliseconds below a second."""
+    if value_s <= 0:
+        return _NONE
+    return f"{value_s * 1000:.0f} ms" if value_s < 1 else f"{value_s:.1f} s"
+
+
+def size(n_bytes: float) -> str:
+    """A memory size in MiB or GiB."""
+    return f"{n_bytes / _MIB:.0f} MiB" if n_bytes < 1024 * _MIB else f"{n_bytes / _MIB / 1024:.1f} GiB"
+
+
+def percent(share: float) -> str:
+    """A share of one in whole percent."""
+    return f"{100 * share:.0f} %"
+
+
+def device(info: EngineInfo) -> str:
+    """The device that holds experts, or "no device"."""
+    return "no device" if info.device == "none" else info.device
+
+
+def acceptance(stats: GenerationStats) -> str:
+    """Accepted of drafted tokens."""
+    rate = stats.acceptance_rate
+    return _NONE if rate is None else f"{percent(rate)} ({stats.accepted}/{stats.drafted})"
+
+
+def experts(info: EngineInfo, stats: GenerationStats) -> str:
+    """Distinct experts that one verification step touches in a layer, of how many."""
+    if info.n_experts == 0:
+        return "no experts"
+    mean = stats.experts_per_verification
+    return _NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
+
+
+def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, elapsed_s: float) -> list[Figure]:
+    """What the panel shows while an answer streams; `elapsed_s` since the call stands in until the first token."""
+    waiting = stats.ttft_s <= 0
+    figures = [
+        Figure("prefill", f"running, {elapsed_s:.1f} s" if waiting else speed(stats.pp_ts)),
+        Figure("decode", speed(stats.tg_ts)),
+        Figure("TTFT", seconds(stats.ttft_s)),
+        Figure("tokens", str(stats.generated_tokens)),
+        Figure("accepted", acceptance(stats) if info.gamma else "no draft"),
+        Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else _NONE),
+        Figure("experts/step", experts(info, stats)),
+        Figure("device", device(info)),
+    ]
+    if info.hit_rate is not None:
+        figures.append(Figure("cache hits", percent(info.hit_rate)))
+    figures.append(Figure("RAM", size(ram_bytes)))
+    return figures
+
+
+def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
+    """Why the answer ended, where that is not simply its own end."""
+    if reason == "length":
+        return "cut at -n tokens"
+    if reason == "context":
+        return "context full"
+    return "stopped" if reason == "interrupted" else ""
+
+
+def turn_parts(info: EngineInfo, stats: GenerationStats, reason: StopReason | None) -> list[str]:
+    """The parts of the stats line after a turn, in order of interest."""
+    parts = [
+        f"{stats.generated_tokens} tokens",
+        f"decode {speed(stats.tg_ts)}",
+        f"prefill {speed(stats.pp_ts)} ({stats.prefill_tokens} of {stats.prompt_tokens} tokens)",
+        f"TTFT {seconds(stats.ttft_s)}",
+    ]
+    if stats.drafted:
+        parts.append(f"accepted {acceptance(stats)}")
+    if stats.steps:
+        parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
+    if stats.experts_per_verification is not None:
+        parts.append(f"{experts(info, stats)} experts/step")
+    if info.hit_rate is not None:
+        parts.append(f"cache hits {percent(info.hit_rate)}")
+    parts.append(device(info))
+    note = stop_note(reason, info)
+    return [*parts, note] if note else parts
+
+
+def join_parts(parts: list[str], *, columns: int | None = None, separator: str = " | ") -> str:
+    """The parts in one line, or in lines of at most `columns` that break only between parts."""
+    if columns is None:
+        return separator.join(parts)
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(separator) + len(part) <= columns:
+            lines[-1] += separator + part
+        else:
+            lines.append(part)
+    return "\n".join(lines)

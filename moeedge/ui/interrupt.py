@@ -1,0 +1,81 @@
+"""Signals while an answer runs: the first asks the engine to stop at the end of its step, the second stops the program.
+
+A KeyboardInterrupt raised anywhere inside a step could leave the KV cache and the token list out of step with each
+other. So while an answer runs Ctrl-C only sets a flag that the engine polls.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+# a closed terminal window (SIGHUP, not on Windows) is treated as SIGTERM is
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived while nothing could be cancelled; `exit_code` is 128 + its number."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
+
+
+class Interrupt:
+    """Context manager that takes over SIGINT (only while `armed`), SIGTERM and SIGHUP; call it to ask whether to stop.
+
+    Outside the main thread Python lets nobody handle signals; there it never asks to stop.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None  # the signal that asked to stop
+        self._armed = False
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether the running answer should stop."""
+        return self.signum is not None
+
+    @property
+    def ending(self) -> bool:
+        """Whether the program should end, not only the answer."""
+        return self.signum in _ENDING
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that the signal asks for: 130 for Ctrl-C, 143 for SIGTERM; 0 without a signal."""
+        return 128 + self.signum if self.signum is not None else 0
+
+    def arm(self) -> None:
+        """An answer starts: signals ask it to stop from now on."""
+        self._armed = True
+        if self.signum == signal.SIGINT:
+            self.signum = None
+
+    def disarm(self) -> None:
+        """The answer ended: Ctrl-C is an exception again."""
+        self._armed = False
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, *_ENDING):
+                self._before[signum] = signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for signum, before in self._before.items():
+            signal.signal(signum, before)
+        self._before.clear()
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        again = self.signum is not None
+        self.signum = signum
+        if self._armed and not again:
+            return
+        if signum in _ENDING:
+            raise Ended(signum)
+        raise KeyboardInterrupt

@@ -1,0 +1,74 @@
+"""Reading what the user types: history across runs, several lines between triple quotes, completion of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.output import create_output
+
+from moeedge.errors import MoeedgeError
+
+QUOTES = '"""'
+PROMPT = ">>> "
+CONTINUATION = "... "
+
+
+def block_is_open(text: str) -> bool:
+    """Whether `text` opened a triple-quoted block that it has not closed: Enter then starts a new line."""
+    stripped = text.strip()
+    return stripped.startswith(QUOTES) and (len(stripped) < 2 * len(QUOTES) or not stripped.endswith(QUOTES))
+
+
+def unquote(text: str) -> str:
+    """The text inside the triple quotes, or `text` without surrounding blanks."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES) and not block_is_open(text):
+        return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return stripped
+
+
+class _CommandCompleter(Completer):
+    """Completes the first word of a line that starts with a slash."""
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        self._commands = commands
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> list[Completion]:
+        """The commands that begin as the line does."""
+        line = document.text_before_cursor
+        if not line.startswith("/"):
+            return []
+        return [Completion(name, start_position=-len(line)) for name in self._commands if name.startswith(line)]
+
+
+def open_history(path: Callable[[], Path], complain: Callable[[str], None]) -> History:
+    """The history in the file that `path` names, readable by its owner only; in memory where it cannot be kept."""
+    try:
+        file = path()
+        file.touch(mode=0o600, exist_ok=True)
+        with file.open("ab"):  # writable?
+            return FileHistory(str(file))
+    except (OSError, MoeedgeError) as error:
+        complain(f"Input history is not kept: {error}.")
+        return InMemoryHistory()
+
+
+def make_reader(commands: Sequence[str], history: History) -> Callable[[], str]:
+    """A function that asks for one message. It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
+    session: PromptSession[str] = PromptSession(
+        message=PROMPT,
+        multiline=Condition(lambda: block_is_open(get_app().current_buffer.text)),
+        prompt_continuation=CONTINUATION,
+        history=history,
+        completer=_CommandCompleter(commands),
+        complete_while_typing=False,
+        output=create_output(always_prefer_tty=True),  # answers may go into a file while we prompt on stderr
+    )
+    return session.prompt

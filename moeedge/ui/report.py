@@ -1,0 +1,68 @@
+"""The JSON object of a single answer (moeedge chat -o json). Units in keys: _ts tokens per second, _s seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeedge.engine.turn import Answer
+from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
+
+
+def answer_report(answer: Answer, info: EngineInfo, sampling: SamplingConfig) -> dict[str, Any]:
+    """Text, token ids, prompt length, why it stopped, and the figures."""
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "prompt_tokens": answer.stats.prompt_tokens,
+        "stop_reason": answer.stop_reason or "interrupted",
+        "stats": stats_report(answer.stats, info) | sampling_report(sampling),
+    }
+
+
+def stats_report(stats: GenerationStats, info: EngineInfo) -> dict[str, Any]:
+    """The figures of one answer and what it ran on; null where there is nothing to report."""
+    return {
+        "pp_ts": stats.pp_ts,
+        "tg_ts": stats.tg_ts,
+        "ttft_s": stats.ttft_s,
+        "steps": stats.steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "tokens_per_step": stats.tokens_per_step,
+        "experts_per_verification": stats.experts_per_verification,
+        "hit_rate": info.hit_rate,
+        "device": info.device,
+        "gamma": info.gamma,
+        "draft": info.draft,
+        "policy": info.policy,
+        "seed": stats.seed,
+        "model": info.model,
+        "architecture": info.architecture,
+        "layers": info.n_layers,
+        "expert_layers": info.n_expert_layers,
+        "experts": info.n_experts,
+        "experts_used": info.n_experts_used,
+        "n_ctx": info.n_ctx,
+        "threads": info.n_threads,
+        "prefill_tokens": stats.prefill_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+        "observe_s": stats.observe_s,
+        "notes": list(info.notes),
+    }
+
+
+def sampling_report(sampling: SamplingConfig) -> dict[str, Any]:
+    """How tokens were drawn; the seed is among the figures, where a random one is known too."""
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repeat_penalty,
+        "repeat_last_n": sampling.repeat_last_n,
+    }

@@ -1,0 +1,106 @@
+"""What /set can change while a chat runs, and how its values are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moeedge.engine.types import SamplingConfig
+from moeedge.errors import InputError
+from moeedge.ui.figures import Figure
+
+MAX_GAMMA = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The part of a chat's options that may change between two answers."""
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    n_predict: int = -1  # tokens of an answer at most; -1: until the model stops
+    gamma: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_predict < -1:
+            raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
+        if not 0 <= self.gamma <= MAX_GAMMA:
+            raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One name of /set: the fields' types are what the text is converted to."""
+
+    name: str
+    convert: Callable[[str], Any]
+    sampling_field: str = ""  # empty: a field of Settings with the setting's own name
+    aliases: tuple[str, ...] = ()
+
+
+def seed_or_random(value: int) -> int | None:
+    """llama.cpp's convention: -1 draws a fresh seed for every answer. Raises ValueError below that."""
+    if value < -1:
+        raise ValueError(f"seed must be -1 (random) or at least 0, not {value}")
+    return None if value == -1 else value
+
+
+def _seed(text: str) -> int | None:
+    return None if text == "random" else seed_or_random(int(text))
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"could not convert {text} to a finite number")
+    return value
+
+
+_SETTINGS = (
+    _Setting("temp", _number, "temperature", ("temperature",)),
+    _Setting("top_k", int, "top_k"),
+    _Setting("top_p", _number, "top_p"),
+    _Setting("min_p", _number, "min_p"),
+    _Setting("repeat_penalty", _number, "repeat_penalty"),
+    _Setting("repeat_last_n", int, "repeat_last_n"),
+    _Setting("seed", _seed, "seed"),
+    _Setting("n_predict", int, aliases=("n", "num_predict")),
+    _Setting("gamma", int, aliases=("draft_max",)),
+)
+
+
+def names() -> list[str]:
+    """The names that /set knows, without aliases."""
+    return [setting.name for setting in _SETTINGS]
+
+
+def listing(settings: Settings) -> list[Figure]:
+    """Every setting and its value."""
+    return [Figure(setting.name, _shown(settings, setting)) for setting in _SETTINGS]
+
+
+def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
+    """The settings with `name` set to what `text` says, and one line that says so. Raises InputError."""
+    key = name.lstrip("-").replace("-", "_")
+    found = next((item for item in _SETTINGS if key == item.name or key in item.aliases), None)
+    if found is None:
+        raise InputError(f'There is no setting "{name}".', "Known: " + ", ".join(names()) + ".")
+    try:
+        value = found.convert(text)
+        if found.sampling_field:
+            changed = replace(settings, sampling=replace(settings.sampling, **{found.sampling_field: value}))
+        else:
+            changed = replace(settings, **{found.name: value})
+    except ValueError as error:
+        if str(error).startswith(("could not convert", "invalid literal")):
+            kind = "a number" if found.convert is _number else "a whole number"
+            raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
+        raise InputError(f"{error}.") from None
+    return changed, f"{found.name} = {_shown(changed, found)}"
+
+
+def _shown(settings: Settings, setting: _Setting) -> str:
+    source: object = settings.sampling if setting.sampling_field else settings
+    value = getattr(source, setting.sampling_field or setting.name)
+    return "random" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
