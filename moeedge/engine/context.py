@@ -60,6 +60,7 @@ class Context:
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle)
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
         self.tokens: list[int] = []
+        self._shifting = False
         self.sensor = self._attach_sensor()
         self.mode: Mode = "stock"
         self.set_mode(mode)
@@ -183,12 +184,17 @@ class Context:
         """Forgets `n_discard` tokens behind the first `n_keep`; the rest moves up."""
         if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
             raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens behind the first {n_keep}")
+        self._shifting = True
         lib.llama_memory_seq_rm(self._memory, 0, n_keep, n_keep + n_discard)
         lib.llama_memory_seq_add(self._memory, 0, n_keep + n_discard, len(self.tokens), -n_discard)
         del self.tokens[n_keep : n_keep + n_discard]
+        self._shifting = False
 
     def resync(self) -> None:
         """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
+        if self._shifting:  # cut off between renumbering and bookkeeping
+            self.clear()
+            self._shifting = False
         held = int(lib.llama_memory_seq_pos_max(self._memory, 0)) + 1
         if held < len(self.tokens):
             del self.tokens[held:]

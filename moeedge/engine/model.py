@@ -72,6 +72,20 @@ class Model:
         """Whether single positions of the memory can be dropped; a recurrent state cannot forget its last tokens."""
         return not (lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
 
+    @property
+    def n_heads(self) -> int:
+        """Attention heads of the first layer."""
+        return int(lib.llama_model_n_head(self.handle))
+
+    @property
+    def n_heads_kv(self) -> int:
+        """Key-value heads of the first layer."""
+        return int(lib.llama_model_n_head_kv(self.handle))
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the GGUF file as text; None without the key."""
+        return _read_metadata(self.handle, key)
+
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them, `parse_special` reads <|...|>."""
         data = text.encode("utf-8")
@@ -148,14 +162,14 @@ class Model:
         self.close()
 
 
-def _metadata(handle: Any, key: str) -> str | None:
+def _read_metadata(handle: Any, key: str) -> str | None:
     buffer = ctypes.create_string_buffer(256)
     count = lib.llama_model_meta_val_str(handle, key.encode(), buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace") if count >= 0 else None
 
 
 def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
-    architecture = _metadata(handle, "general.architecture") or "unknown"
+    architecture = _read_metadata(handle, "general.architecture") or "unknown"
     n_layers = lib.llama_model_n_layer(handle)
     description = ctypes.create_string_buffer(256)
     lib.llama_model_desc(handle, description, len(description))
@@ -164,8 +178,8 @@ def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
         n_layers=n_layers,
         # layers behind n_layers predict further tokens (MTP) and do not run here
         expert_layers=tuple(layer for layer in summary.expert_layers if layer < n_layers),
-        n_experts=int(_metadata(handle, f"{architecture}.expert_count") or 0),
-        n_experts_used=int(_metadata(handle, f"{architecture}.expert_used_count") or 0),
+        n_experts=int(_read_metadata(handle, f"{architecture}.expert_count") or 0),
+        n_experts_used=int(_read_metadata(handle, f"{architecture}.expert_used_count") or 0),
         n_vocab=lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle)),
         n_ctx_train=lib.llama_model_n_ctx_train(handle),
         n_embd=lib.llama_model_n_embd(handle),

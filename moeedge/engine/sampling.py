@@ -171,7 +171,7 @@ class Sampler:
         if not self._penalizes or not history:
             return logits
         seen = np.unique(np.asarray(history[-self._window(history) :], dtype=np.int64))
-        values = logits.copy()
+        values: FloatRow = logits.copy()
         # dividing a negative logit would make the token likelier
         values[seen] = np.where(
             values[seen] <= 0, values[seen] * self.config.repeat_penalty, values[seen] / self.config.repeat_penalty
@@ -190,7 +190,8 @@ def _largest(values: FloatRow, k: int) -> NDArray[np.int64]:
         ids = np.flatnonzero(values >= np.partition(maxima, -k)[-k])
     else:
         ids = np.flatnonzero(values >= np.partition(values, -k)[-k])
-    return ids[np.argsort(-values[ids], kind="stable")][:k]
+    order: NDArray[np.intp] = np.argsort(-values[ids], kind="stable")
+    return ids[order[:k]]
 
 
 def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ from types import TracebackType
 from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
+from moeedge.engine.memory import default_n_ctx
 from moeedge.engine.model import Model
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import Counts, Placement, SpeculativeLoop
@@ -68,7 +69,11 @@ class Session:
             if model.info.n_experts == 0:
                 notes.append(f"{config.model.name} is dense, no experts: placement off.")
             draft_model, n_common, use_ngram = _load_draft(config, model, draft_model, notes, stack)
-            target = stack.enter_context(_make_context(config, model, config.n_ctx))
+            n_ctx = config.n_ctx
+            if n_ctx == 0:
+                n_ctx, note = default_n_ctx([model] if draft_model is None else [model, draft_model])
+                notes.extend([note] if note else [])
+            target = stack.enter_context(_make_context(config, model, n_ctx))
             draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
             draft_context = None
             if draft_model is not None:

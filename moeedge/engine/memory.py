@@ -1,0 +1,40 @@
+"""How large a context the machine can hold, for users who did not ask for a size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+from moeedge.engine.model import Model
+
+_BYTES_PER_VALUE = 2  # the KV cache is float16 unless told otherwise
+_SHARE = 0.5  # of the free memory, for all KV caches together
+_GRAIN = 256  # tokens; llama.cpp rounds contexts to this
+
+
+def kv_bytes_per_token(model: Model) -> int:
+    """Bytes of KV cache per token of context: an upper bound where layers share or compress their cache."""
+    architecture, n_layers = model.info.architecture, model.info.n_layers
+    n_head = model.n_heads
+    head = model.info.n_embd // max(n_head, 1)
+    key = int(model.metadata(f"{architecture}.attention.key_length") or head)
+    value = int(model.metadata(f"{architecture}.attention.value_length") or head)
+    return n_layers * max(model.n_heads_kv, 1) * (key + value) * _BYTES_PER_VALUE
+
+
+def default_n_ctx(models: Sequence[Model], free_bytes: int | None = None) -> tuple[int, str | None]:
+    """The context that the first model was trained for, or less where the KV caches of all would not fit.
+
+    Returns the size in tokens and, where it was cut, a sentence that says so.
+    """
+    trained = models[0].info.n_ctx_train
+    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    per_token = sum(kv_bytes_per_token(model) for model in models)
+    fitting = max(_GRAIN, int(free * _SHARE) // per_token // _GRAIN * _GRAIN)
+    if fitting >= trained:
+        return trained, None
+    return fitting, (
+        f"The context is {fitting:,} tokens instead of the {trained:,} that the model was trained with, "
+        f"since the whole KV cache would take {trained * per_token / 2**30:.1f} GiB; -c N sets it."
+    )
