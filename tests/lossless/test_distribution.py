@@ -1,0 +1,175 @@
+"""At temperature > 0 speculation changes no probability: sampled answers against the exact distribution (chi-square).
+
+The exact probability of each short continuation comes from stock llama.cpp's logits and a filter chain written here a
+second time, in the plainest way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency, chisquare
+
+from moeedge.engine import library
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from tests.conftest import TinyFactory
+from tests.support.stock import StockContext
+
+N_DRAWS = 3000
+SMALLEST_CELL = 5.0  # expected draws; rarer continuations are pooled
+P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
+OPENING = np.random.default_rng(6).integers(0, 256, 6).tolist()
+
+# name -> sampling, length of the continuations compared
+SAMPLINGS = {
+    "temperature-1": (SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), 2),
+    "top-k": (SamplingConfig(temperature=1.5, top_k=4, top_p=1.0, min_p=0.0), 3),
+    "top-p": (SamplingConfig(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0), 2),
+    "min-p": (SamplingConfig(temperature=1.2, top_k=40, top_p=0.95, min_p=0.2), 2),
+    "penalty": (SamplingConfig(temperature=1.5, top_k=4, top_p=1, min_p=0, repeat_penalty=1.5, repeat_last_n=6), 3),
+}
+Probabilities = dict[tuple[int, ...], float]
+
+
+@pytest.fixture(scope="module")
+def target(tiny: TinyFactory) -> Path:
+    return tiny("qwen3moe", layers=2, experts=8, used=2, logit_std=2.5)
+
+
+@pytest.fixture(scope="module")
+def draft(tiny: TinyFactory) -> Path:
+    return tiny("qwen3", layers=1, logit_std=2.5)
+
+
+@pytest.fixture(scope="module")
+def prompt(target: Path) -> list[int]:
+    """The opening, its greedy continuation and the opening again: n-gram lookup proposes what is likely."""
+    library.start()
+    with StockContext(target) as stock:
+        return [*OPENING, *stock.greedy(OPENING, 8)[0], *OPENING]
+
+
+def filtered(logits: np.ndarray, config: SamplingConfig, history: Sequence[int]) -> np.ndarray:
+    """llama.cpp's chain on logits [n_vocab]: repeat penalty, top-k, top-p, min-p, temperature."""
+    values = logits.astype(float)
+    for token in set(history[-config.repeat_last_n :]):
+        values[token] *= config.repeat_penalty if values[token] <= 0 else 1 / config.repeat_penalty
+    order = sorted(range(len(values)), key=lambda token: -values[token])
+    order = order[: config.top_k or len(order)]
+    weights = np.exp(values[order] - values[order[0]])
+    weights /= weights.sum()
+    kept, total = [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if total >= config.top_p or weight < config.min_p * weights[0]:
+            break
+        kept.append(token)
+        total += weight
+    result = np.zeros(len(values))
+    result[kept] = np.exp((values[kept] - values[kept[0]]) / config.temperature)
+    return result / result.sum()
+
+
+def exact(target: Path, prompt: list[int], config: SamplingConfig, length: int) -> Probabilities:
+    """The probability of every continuation of the prompt with `length` tokens."""
+    with StockContext(target) as stock:
+        return _continuations(stock, stock.decode(prompt, every=False)[0], config, prompt, length)
+
+
+def _continuations(
+    stock: StockContext, logits: np.ndarray, config: SamplingConfig, history: list[int], length: int
+) -> Probabilities:
+    row = filtered(logits, config, history)
+    found: Probabilities = {}
+    for token in np.flatnonzero(row).tolist():
+        if length == 1:
+            found[(token,)] = row[token]
+            continue
+        position = stock.n_past
+        after = _continuations(stock, stock.decode([token])[0], config, [*history, token], length - 1)
+        stock.trim(position)
+        found |= {(token, *rest): row[token] * probability for rest, probability in after.items()}
+    return found
+
+
+def sample(
+    options: EngineConfig, prompt: list[int], config: SamplingConfig, length: int
+) -> tuple[Counter[tuple[int, ...]], int, int]:
+    """N_DRAWS continuations, and how many tokens were drafted and accepted for them."""
+    drawn: Counter[tuple[int, ...]] = Counter()
+    drafted = accepted = 0
+    with Session.open(options) as session:
+        for seed in range(N_DRAWS):
+            sampling = replace(config, seed=seed)
+            generation = session.generate(prompt, n_predict=length + 1, sampling=sampling, ignore_eos=True)
+            for _ in generation:
+                pass
+            drawn[tuple(generation.tokens[:length])] += 1
+            drafted += generation.stats.drafted
+            accepted += generation.stats.accepted
+    return drawn, drafted, accepted
+
+
+def cells(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """Observed and expected draws per continuation, the rare ones in one common cell."""
+    common = [key for key, probability in expected.items() if probability * N_DRAWS >= SMALLEST_CELL]
+    observed = [drawn[key] for key in common]
+    wanted = [expected[key] * N_DRAWS for key in common]
+    rest = N_DRAWS - sum(wanted)
+    if rest >= SMALLEST_CELL:
+        return np.array([*observed, N_DRAWS - sum(observed)]), np.array([*wanted, rest])
+    return np.array(observed), np.array(wanted) * sum(observed) / sum(wanted)
+
+
+def p_value(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> float:
+    observed, wanted = cells(expected, drawn)
+    assert len(observed) > 8, "too few cells to tell anything"
+    return float(chisquare(observed, wanted).pvalue)
+
+
+def engine(target: Path, source: Path | str | None, gamma: int = 4) -> EngineConfig:
+    return EngineConfig(model=target, draft=source, gamma=gamma, n_ctx=64, n_threads=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", ["none", "model", "ngram"])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_speculation_keeps_the_distribution(
+    name: str, source: str, target: Path, draft: Path, prompt: list[int]
+) -> None:
+    config, length = SAMPLINGS[name]
+    expected = exact(target, prompt, config, length)
+    path = {"none": None, "model": draft, "ngram": "ngram"}[source]
+    drawn, drafted, accepted = sample(engine(target, path), prompt, config, length)
+    if source != "none":
+        assert 0 < accepted < drafted, "both acceptance and refusal are under test"
+    assert set(drawn) <= set(expected), "a filtered token came out"
+    assert p_value(expected, drawn) > P_VALUE
+
+
+def test_the_test_can_fail(target: Path, draft: Path, prompt: list[int]) -> None:
+    """The draft's own answers, as if accepted without a check, are told from the target's with certainty."""
+    config, length = SAMPLINGS["temperature-1"]
+    drawn, _, _ = sample(engine(draft, None), prompt, config, length)
+    assert p_value(exact(target, prompt, config, length), drawn) < 1e-9
+
+
+def test_with_and_without_speculation(target: Path, draft: Path, prompt: list[int]) -> None:
+    """The two samples themselves, tokens 2 to 4, which full acceptance and the bonus token reach."""
+    config, length = SAMPLINGS["top-k"]
+    samples = []
+    for gamma in (0, 4):
+        drawn, _, _ = sample(engine(target, draft, gamma), prompt, config, length + 1)
+        later: Counter[tuple[int, ...]] = Counter()
+        for tokens, count in drawn.items():
+            later[tokens[1:]] += count
+        samples.append(later)
+    common = [tokens for tokens in samples[0] if samples[0][tokens] + samples[1][tokens] >= 2 * SMALLEST_CELL]
+    table = [[*(each[tokens] for tokens in common), 0] for each in samples]
+    for row in table:
+        row[-1] = N_DRAWS - sum(row)  # the rare ones in one cell
+    assert chi2_contingency(table).pvalue > P_VALUE
