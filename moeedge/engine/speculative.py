@@ -137,6 +137,7 @@ class SpeculativeLoop:
             draft_s=draft_s,
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,
+            drafts=proposal.tokens,
         )
         if self._notify is not None:
             self._notify(record)

@@ -89,6 +89,7 @@ class StepRecord:
     draft_s: float
     verify_s: float
     observe_s: float  # sensing and scheduling
+    drafts: list[int] = field(default_factory=list)  # the drafted tokens, refused ones included
 
 
 @dataclass

@@ -1,0 +1,113 @@
+"""Speculative utility of every expert, estimated from the activation counts of verification steps (pure NumPy).
+
+MoE-SpAc, section 3.2, Algorithm 1, for all layers and experts at once. Per expert and verification step, with f_t the
+number of the step's gamma+1 tokens that used it and d = f_t - f_{t-1}:
+
+  transition   d >= up: s = min(K, s + 1);  else -d >= down: s = max(0, s - 1);  else s stays         (Eq. 6)
+  calibration  d > 0: up = floor((1 - l) * up + l * d);  d < 0: down = floor((1 - l) * down + l * |d|)
+
+Both boundaries start at floor(gamma / 2) and the transition uses those from before the calibration. Three variants:
+
+  "floor"   as printed. With l = 0.1 and gamma = 8 the floor lets a boundary only fall: from b it would rise at
+            d >= 10 + b, but d <= 9. It ends at 1, where every fluctuation triggers.
+  "float"   the moving average is kept as a real number, so that it can rise again.
+  "fixed"   no calibration: up = 3, down = 1 (Table 4, "w/o AdaBC").
+
+The printed rule only adds and subtracts ones, so the utility forgets how high a count was. `decayed_counts` is the
+plain alternative: an exponential moving average of the counts themselves.
+
+Shapes: `counts` is integer [n_layers, n_experts] (any leading shape works), the state's arrays have the same shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Boundaries = Literal["floor", "float", "fixed"]
+IntArray = NDArray[np.integer[Any]]
+FloatArray = NDArray[np.float64]
+
+# (1 - 0.1) * 3 + 0.1 * 3 is 3.0000000000000004 in binary, other pairs fall just short of the integer: floor above that
+_FLOOR_SLACK = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class UtilityConfig:
+    """Hyper-parameters of Algorithm 1; the defaults are the paper's (section 4.1)."""
+
+    gamma: int = 8  # draft length; only sets where the boundaries start
+    cap: int = 4  # K: highest utility
+    forgetting: float = 0.1  # lambda
+    boundaries: Boundaries = "floor"
+    fixed_up: int = 3
+    fixed_down: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+        if self.cap < 1:
+            raise ValueError(f"the utility cap K must be >= 1, not {self.cap}")
+        if not 0 <= self.forgetting <= 1:
+            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        if self.boundaries not in ("floor", "float", "fixed"):
+            raise ValueError(f"boundaries must be floor, float or fixed, not {self.boundaries}")
+
+
+@dataclass(frozen=True)
+class UtilityState:
+    """What Algorithm 1 remembers between steps, per layer and expert."""
+
+    utility: NDArray[np.int16]  # s, 0..K
+    up: FloatArray  # boundary of the upward transition, in activations
+    down: FloatArray  # of the downward one
+    counts: NDArray[np.int32]  # f_{t-1}
+
+
+def initial_state(shape: tuple[int, ...], config: UtilityConfig) -> UtilityState:
+    """The state before the first step (lines 2-3): utility 0, boundaries floor(gamma / 2), no activations yet."""
+    start = config.gamma // 2
+    fixed = config.boundaries == "fixed"
+    return UtilityState(
+        utility=np.zeros(shape, dtype=np.int16),
+        up=np.full(shape, float(config.fixed_up if fixed else start)),
+        down=np.full(shape, float(config.fixed_down if fixed else start)),
+        counts=np.zeros(shape, dtype=np.int32),
+    )
+
+
+def observe(state: UtilityState, counts: IntArray, config: UtilityConfig) -> UtilityState:
+    """One step of Algorithm 1 (lines 5-25): the state after seeing `counts` [n_layers, n_experts] of this step."""
+    if counts.shape != state.counts.shape:
+        raise ValueError(f"counts have shape {counts.shape}, the state has {state.counts.shape}")
+    now = counts.astype(np.int32)
+    change = now - state.counts
+    rises = change >= state.up
+    falls = (-change >= state.down) & ~rises  # line 11 is an "else if"
+    utility = np.clip(state.utility + rises - falls.astype(np.int16), 0, config.cap).astype(np.int16)
+    if config.boundaries == "fixed":
+        return UtilityState(utility, state.up, state.down, now)
+    up = np.where(change > 0, _calibrate(state.up, change, config), state.up)
+    down = np.where(change < 0, _calibrate(state.down, -change, config), state.down)
+    return UtilityState(utility, up, down, now)
+
+
+def decayed_counts(average: FloatArray, counts: IntArray, beta: float) -> FloatArray:
+    """Moving average of the counts: beta * average + (1 - beta) * counts, same shape as both."""
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta must be in [0, 1), not {beta}")
+    return np.asarray(beta * average + (1.0 - beta) * counts, dtype=np.float64)
+
+
+def hot(score: NDArray[Any], threshold: float) -> NDArray[np.bool_]:
+    """The hot-or-cold prediction for the next step: score >= threshold (section 2.3)."""
+    return np.asarray(score >= threshold, dtype=np.bool_)
+
+
+def _calibrate(boundary: FloatArray, size: IntArray, config: UtilityConfig) -> FloatArray:
+    """Lines 18 and 22: the boundary drawn towards the size of the fluctuation."""
+    moved = (1.0 - config.forgetting) * boundary + config.forgetting * size
+    return np.floor(moved + _FLOOR_SLACK) if config.boundaries == "floor" else np.asarray(moved, dtype=np.float64)

@@ -1,0 +1,199 @@
+"""Routing traces of other tools, read into the one `Trace` class.
+
+  .npz  ids [T, n_layers, k] with lengths [sequences]  decode tokens of several texts
+  .npz  ids [T, n_layers, k] with phase [T]            one text, phase 0 prefill and 1 decode, id -1 not recorded
+  .csv  turn,phase,step,layer,slot,expert,weight,...   "route_trace v1": a row per (token, layer, slot)
+  .csv  pos,layer,id0,id1,...                          a row per (token, layer)
+
+None of them says how many experts the model has, except route_trace v1: it is then the largest id + 1 unless given.
+Every token of such a trace counts as accepted; token ids are unknown (-1).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.trace import DECODE, MAX_EXPERTS, PREFILL, Ids, Trace, TraceMeta, ids_dtype, not_a_trace, read_npz
+
+_MAX_CELLS = 1 << 31  # a few damaged digits in a csv must not ask for terabytes
+
+
+def read_trace(path: Path, n_experts: int | None = None) -> Trace:
+    """A trace of our own format or of one of the foreign ones, told apart by content. Raises InputError."""
+    if path.suffix.lower() == ".csv":
+        return read_route_csv(path, n_experts)
+    arrays = read_npz(path)
+    return Trace.load(path) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
+
+
+def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
+    """A trace in one of the two csv layouts. Raises InputError with the line number of what it cannot use."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            header: dict[str, str] = {}
+            lines = csv.reader(_without_comments(file, header))
+            columns = next(lines, [])
+            if columns[:2] == ["pos", "layer"] and len(columns) > 2:
+                table = [_numbers(path, row, len(columns), number) for number, row in enumerate(lines, 2) if row]
+                return _from_positions(path, np.array(table, dtype=np.float64), n_experts)
+            if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
+                table = [_numbers(path, row, len(columns), number) for number, row in enumerate(lines, 2) if row]
+                return _from_slots(path, np.array(table, dtype=np.float64), header, n_experts)
+    except FileNotFoundError:
+        raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
+    except OSError as error:
+        raise not_a_trace(path, error.strerror or "it cannot be read") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise not_a_trace(path, f"not a csv file ({error})") from None
+    raise not_a_trace(path, "its columns are not those of a known layout")
+
+
+def _without_comments(file: Any, header: dict[str, str]) -> Iterator[str]:
+    """The csv lines; `# key=value ...` lines in between fill `header`."""
+    for line in file:
+        if line.startswith("#"):
+            header.update(re.findall(r"(\w+)=(\S+)", line))
+        else:
+            yield line
+
+
+def _numbers(path: Path, row: list[str], n_columns: int, line: int) -> list[float]:
+    try:
+        values = [float(cell) for cell in row]
+    except ValueError:
+        raise not_a_trace(path, f"row {line} (comments not counted) holds something that is no number") from None
+    if len(values) != n_columns or not np.isfinite(values).all():
+        raise not_a_trace(path, f"row {line} (comments not counted) does not have {n_columns} finite numbers")
+    return values
+
+
+def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | None) -> Trace:
+    ids = arrays.get("ids")
+    if ids is None or ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
+        raise not_a_trace(path, "it has no integer array ids [tokens, layers, k]")
+    n_rows = ids.shape[0]
+    phase = np.full(n_rows, DECODE, dtype=np.uint8)
+    sequence = np.zeros(n_rows, dtype=np.int32)
+    if "lengths" in arrays:
+        lengths = arrays["lengths"]
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any() or (lengths > n_rows).any():
+            raise not_a_trace(path, "lengths is not a list of counts")
+        if int(lengths.sum()) != n_rows:
+            raise not_a_trace(path, f"lengths add up to {int(lengths.sum())}, ids has {n_rows} tokens")
+        sequence = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+    elif "phase" in arrays:
+        recorded = arrays["phase"]
+        if recorded.shape != (n_rows,) or not np.isin(recorded, (0, 1)).all():
+            raise not_a_trace(path, "phase is not 0 or 1 for each token")
+        phase = np.where(recorded == 0, PREFILL, DECODE).astype(np.uint8)
+    else:
+        raise not_a_trace(path, "it has neither metadata nor lengths nor phase")
+    return _assemble(path, ids.astype(np.int64), phase, sequence, n_experts, None, {})
+
+
+def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | None) -> Trace:
+    """Columns pos, layer, id0, ... ; a position that starts again from 0 at layer 0 begins another text."""
+    numbers = _whole(path, table)
+    if (numbers[:, :2] < 0).any():
+        raise not_a_trace(path, "a position or layer is negative")
+    position, layer = numbers[:, 0], numbers[:, 1]
+    new_token = np.r_[True, (np.diff(position) != 0) | (np.diff(layer) <= 0)]
+    token = np.cumsum(new_token) - 1
+    first = position[new_token]
+    sequence = np.cumsum(np.r_[0, np.diff(first) < 0]).astype(np.int32)
+    ids = _grid(path, (int(token[-1]) + 1, int(layer.max()) + 1, numbers.shape[1] - 2))
+    ids[token, layer] = numbers[:, 2:]
+    phase = np.full(ids.shape[0], DECODE, dtype=np.uint8)
+    return _assemble(path, ids, phase, sequence, n_experts, None, {})
+
+
+def _from_slots(path: Path, table: NDArray[np.float64], header: dict[str, str], n_experts: int | None) -> Trace:
+    """Columns turn, phase, step, layer, slot, expert, weight, ...: one row per chosen expert, `step` counts tokens."""
+    numbers = _whole(path, table[:, :6])
+    if (numbers < 0).any():
+        raise not_a_trace(path, "a column is negative")
+    turn, phase, step, layer, slot, expert = numbers.T
+    order = np.lexsort((layer, step, turn))  # files list all tokens of a layer before the next layer
+    turn, phase, step, layer, slot, expert = (column[order] for column in (turn, phase, step, layer, slot, expert))
+    new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
+    token = np.cumsum(new_token) - 1
+    n_layers = int(header.get("n_layer", "0")) if header.get("n_layer", "0").isdigit() else 0
+    ids = _grid(path, (int(token[-1]) + 1, max(n_layers, int(layer.max()) + 1), int(slot.max()) + 1))
+    weights = np.full(ids.shape, np.nan, dtype=np.float16)
+    ids[token, layer, slot] = expert
+    weights[token, layer, slot] = np.clip(table[order, 6], -60000, 60000)
+    if n_experts is None and header.get("n_expert", "").isdigit():
+        n_experts = int(header["n_expert"])
+    if not np.isin(phase, (0, 1)).all():
+        raise not_a_trace(path, "a phase is neither 0 nor 1")
+    phases = np.where(phase[new_token] == 0, PREFILL, DECODE).astype(np.uint8)
+    sequence = np.unique(turn[new_token], return_inverse=True)[1].astype(np.int32)
+    return _assemble(path, ids, phases, sequence, n_experts, weights, header)
+
+
+def _whole(path: Path, table: NDArray[np.float64]) -> NDArray[np.int64]:
+    if table.size == 0:
+        raise not_a_trace(path, "it has no rows")
+    if (np.abs(table) > 2**31).any() or (table != np.floor(table)).any():
+        raise not_a_trace(path, "a position, layer or expert is not a whole number")
+    return table.astype(np.int64)
+
+
+def _grid(path: Path, shape: tuple[int, int, int]) -> NDArray[np.int64]:
+    if shape[0] * shape[1] * shape[2] * 8 > _MAX_CELLS:
+        raise not_a_trace(path, f"it names {shape[0]} tokens x {shape[1]} layers x {shape[2]} experts")
+    return np.full(shape, -1, dtype=np.int64)
+
+
+def _assemble(
+    path: Path,
+    ids: NDArray[np.int64],
+    phase: NDArray[np.uint8],
+    sequence: NDArray[np.int32],
+    n_experts: int | None,
+    weights: NDArray[np.float16] | None,
+    header: dict[str, str],
+) -> Trace:
+    """Number the steps and positions, narrow the ids, check everything."""
+    n_rows, n_layers, n_used = ids.shape
+    n_named = int(ids.max(initial=-1)) + 1
+    n_experts = n_experts or max(n_named, n_used)
+    if not n_named <= n_experts <= MAX_EXPERTS:
+        raise not_a_trace(path, f"it names expert {n_named - 1}, which is not below {min(n_experts, MAX_EXPERTS)}")
+    dtype = ids_dtype(n_experts)
+    narrow: Ids = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
+    starts = np.searchsorted(sequence, sequence)  # first row of each row's sequence
+    position = np.arange(n_rows) - starts
+    n_prefill = np.zeros(int(sequence[-1]) + 1, dtype=np.int64)
+    np.add.at(n_prefill, sequence, phase == PREFILL)
+    step = np.where(phase == PREFILL, 0, position - n_prefill[sequence] + 1)
+    try:
+        meta = TraceMeta(
+            model=Path(header["model"]).name if "model" in header else path.stem,
+            architecture=header.get("arch", ""),
+            n_layers=n_layers,
+            n_experts=n_experts,
+            n_experts_used=n_used,
+            source=f"imported from {path.name}",
+        )
+        return Trace(
+            meta=meta,
+            ids=narrow,
+            phase=phase,
+            sequence=sequence,
+            step=step.astype(np.int32),
+            accepted=np.ones(n_rows, dtype=np.bool_),
+            token=np.full(n_rows, -1, dtype=np.int32),
+            position=position.astype(np.int32),
+            weights=weights,
+        )
+    except ValueError as error:
+        raise not_a_trace(path, str(error)) from None
