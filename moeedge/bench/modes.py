@@ -1,0 +1,85 @@
+"""The modes that are compared: the same engine and loop, with and without drafts, with and without our backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moeedge.engine.types import EngineConfig, Mode
+from moeedge.errors import InputError
+
+REFERENCE = "stock-ar"
+
+
+@dataclass(frozen=True)
+class BenchMode:
+    """One column of the comparison."""
+
+    name: str
+    engine: Mode
+    drafts: bool
+    about: str
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        BenchMode("stock-ar", "stock", False, "stock llama.cpp, one token at a time"),
+        BenchMode("stock-sd", "stock", True, "stock llama.cpp with the same draft and loop"),
+        BenchMode("moeedge", "moeedge", True, "our backend with the draft"),
+        BenchMode("moeedge-ar", "moeedge", False, "our backend, one token at a time"),
+    )
+}
+DEFAULT_MODES = ("stock-ar", "stock-sd", "moeedge")
+
+
+def parse_modes(text: str) -> tuple[BenchMode, ...]:
+    """The modes of a comma-separated list, each once. Raises InputError for an unknown name or an empty list."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in MODES]
+    if unknown or not names:
+        wrong = f'There is no mode "{unknown[0]}".' if unknown else "No mode is named."
+        raise InputError(wrong, f"Choose from {', '.join(MODES)}, separated by commas.")
+    return tuple(MODES[name] for name in names)
+
+
+def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
+    """The modes that make sense, and one sentence for each that was left out or changed.
+
+    Without a draft the mode moeedge decodes one token at a time; stock-sd would be stock-ar again.
+    """
+    if has_draft:
+        return tuple(modes), []
+    kept: list[BenchMode] = []
+    notes = []
+    names = [mode.name for mode in modes]
+    for mode in modes:
+        if mode.name == "stock-sd":
+            notes.append("stock-sd is left out: there is no draft, so it would be stock-ar again.")
+        elif mode.name == "moeedge":
+            kept.append(replace(mode, drafts=False, about="our backend, one token at a time (no draft)"))
+            notes.append("moeedge runs without a draft.")
+        elif mode.name == "moeedge-ar" and "moeedge" in names:
+            notes.append("moeedge-ar is left out: without a draft, moeedge is the same.")
+        else:
+            kept.append(mode)
+    return tuple(kept), notes
+
+
+def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
+    """`base` as this mode runs it."""
+    if mode.drafts:
+        return replace(base, mode=mode.engine)
+    return replace(base, mode=mode.engine, draft=None, gamma=0)
+
+
+def rotated(modes: Sequence[BenchMode], turn: int) -> tuple[BenchMode, ...]:
+    """The order in which the modes run for the `turn`-th time.
+
+    A full cycle of rotations puts every mode in every place; every second cycle is reversed, so that every mode also
+    comes after each other one. Slow drift of the machine (clock, heat, neighbours) then falls on all modes alike.
+    """
+    n = len(modes)
+    cycle, shift = divmod(turn, n)
+    order = [*modes[shift:], *modes[:shift]]
+    return tuple(reversed(order)) if cycle % 2 else tuple(order)

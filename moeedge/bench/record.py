@@ -1,0 +1,145 @@
+"""One row of the result: what was measured, what it depends on, and the raw samples behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moeedge.bench.environment import Environment
+from moeedge.bench.modes import BenchMode
+from moeedge.bench.output_check import OutputCheck
+from moeedge.bench.plan import BenchPlan
+from moeedge.bench.samples import Sample
+from moeedge.bench.statistics import Spread, decode_speed, paired_ratio, prefill_speed, quotient
+from moeedge.engine.llama import ModelInfo
+from moeedge.engine.types import EngineInfo
+
+SCHEMA = "moeedge-bench-1"  # changes when a key changes its meaning
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """A mode in a test. `measured`, `setup` and `samples` are what `as_dict` joins to one flat record."""
+
+    mode: str
+    test: str
+    pp: Spread | None  # tokens/s
+    tg: Spread | None  # tokens/s
+    ttft_s: float | None  # mean over turns and repetitions
+    acceptance_rate: float | None
+    tokens_per_step: float | None
+    experts_per_verification: float | None
+    hit_rate: float | None
+    output: OutputCheck | None
+    ratio: float | None  # decoding speed over stock-ar's, median of pairs
+    ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
+    setup: dict[str, Any]
+    samples: tuple[Sample, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record, flat but for the lists; the order of the keys is that of the documentation."""
+        output = self.output
+        return {
+            "mode": self.mode,
+            "test": self.test,
+            **_spread_keys("pp_ts", self.pp),
+            **_spread_keys("tg_ts", self.tg),
+            "ttft_s": self.ttft_s,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_step": self.tokens_per_step,
+            "experts_per_verification": self.experts_per_verification,
+            "hit_rate": self.hit_rate,
+            "output_check": None if output is None else str(output),
+            "output_equal": None if output is None else output.equal,
+            "output_compared": None if output is None else output.compared,
+            "near_ties": [] if output is None else [difference.as_dict() for difference in output.near_ties],
+            "different": [] if output is None else [difference.as_dict() for difference in output.different],
+            "ratio": self.ratio,
+            "ratio_pp": self.ratio_pp,
+            **self.setup,
+            "samples": [sample.as_dict() for sample in self.samples],
+        }
+
+
+def summarize(
+    mode: BenchMode,
+    test: str,
+    samples: Sequence[Sample],
+    reference: Sequence[Sample],
+    *,
+    output: OutputCheck | None,
+    info: EngineInfo,
+    setup: dict[str, Any],
+) -> BenchRow:
+    """The row of `samples`, all of one mode and test; `reference` are stock-ar's, empty where it did not run."""
+    steps = sum(sample.steps for sample in samples)
+    experts_sum = sum(sample.experts_sum for sample in samples)
+    answered = [sample.ttft_s for sample in samples if sample.ttft_s > 0]
+    return BenchRow(
+        mode=mode.name,
+        test=test,
+        pp=prefill_speed(samples),
+        tg=decode_speed(samples),
+        ttft_s=quotient(sum(answered), len(answered)),
+        acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
+        tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
+        experts_per_verification=quotient(experts_sum, steps) if experts_sum else None,
+        hit_rate=info.hit_rate,
+        output=output,
+        ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
+        ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
+        setup=setup,
+        samples=tuple(samples),
+    )
+
+
+def describe_setup(
+    plan: BenchPlan, environment: Environment, model: ModelInfo, info: EngineInfo, *, drafts: bool
+) -> dict[str, Any]:
+    """Everything that a number depends on: versions, machine, models, parameters. The same keys in every row."""
+    dataset = plan.dataset
+    return {
+        "schema": SCHEMA,
+        **asdict(environment),
+        "model": info.model,
+        "model_description": model.description,
+        "model_bytes": model.size_bytes,
+        "architecture": model.architecture,
+        "n_layers": model.n_layers,
+        "n_expert_layers": model.n_expert_layers,
+        "n_experts": model.n_experts,
+        "n_experts_used": model.n_experts_used,
+        "draft": info.draft if drafts else "none",
+        "gamma": info.gamma if drafts else 0,
+        "policy": info.policy,
+        "device": info.device,
+        "threads": info.n_threads,
+        "n_ctx": info.n_ctx,
+        "n_batch": plan.base.n_batch,
+        "n_ubatch": plan.base.n_ubatch,
+        "n_gpu_layers": plan.base.n_gpu_layers,
+        "temperature": 0.0,
+        "n_predict": plan.n_predict if dataset is not None else None,
+        "ignore_eos": plan.ignore_eos,
+        "n_prompt": plan.n_prompt,
+        "n_gen": plan.n_gen,
+        "repetitions": plan.repetitions,
+        "modes": ",".join(mode.name for mode in plan.modes),
+        "warm": True,  # every mode ran once before the first sample
+        "dataset": None if dataset is None else dataset.name,
+        "dataset_variant": None if dataset is None else dataset.variant,
+        "dataset_place": None if dataset is None else dataset.place,
+        "dataset_file": None if dataset is None else dataset.path.name,
+        "dataset_sha256": None if dataset is None else dataset.sha256,
+        "limit": plan.limit,
+    }
+
+
+def _spread_keys(name: str, spread: Spread | None) -> dict[str, Any]:
+    return {
+        name: None if spread is None else spread.mean,
+        f"{name}_stddev": None if spread is None else spread.stddev,
+        f"{name}_median": None if spread is None else spread.median,
+        f"{name}_samples": [] if spread is None else list(spread.values),
+    }

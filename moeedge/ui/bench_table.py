@@ -1,0 +1,123 @@
+"""The results of `moeedge bench` as Markdown, CSV, JSON or JSON Lines; text in, text out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from moeedge.bench.record import BenchRow
+from moeedge.bench.statistics import Spread
+
+FORMATS = ("md", "csv", "json", "jsonl")
+_NONE = "-"
+
+
+def render(rows: Sequence[BenchRow], form: str) -> str:
+    """The rows in one of FORMATS, ending in a newline."""
+    if form == "json":
+        return json.dumps([row.as_dict() for row in rows], indent=2, ensure_ascii=False) + "\n"
+    if form == "jsonl":
+        return "".join(json.dumps(row.as_dict(), ensure_ascii=False) + "\n" for row in rows)
+    if form == "csv":
+        return _csv(rows)
+    return _markdown(rows)
+
+
+def difference_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """One line for each place where a mode's answer left stock-ar's."""
+    lines = []
+    for row in rows:
+        if row.output is None:
+            continue
+        for kind, differences in (("near-tie", row.output.near_ties), ("DIFFERENT", row.output.different)):
+            lines += [
+                f"{kind}: {row.mode}, {row.test} prompt {d.prompt}, turn {d.turn + 1}, token {d.position + 1}: "
+                f"{_shown_token(d.token)} instead of {_shown_token(d.reference_token)}, {d.gap:.4f} logits apart"
+                for d in differences
+            ]
+    return lines
+
+
+def _shown_token(token: int | None) -> str:
+    return "the end" if token is None else f"token {token}"
+
+
+def _markdown(rows: Sequence[BenchRow]) -> str:
+    """A table as llama-bench prints it: what is the same everywhere stands above, once."""
+    if not rows:
+        return ""
+    columns = [
+        "model", "test", "mode", "pp t/s", "tg t/s", "TTFT ms", "accepted", "tokens/step", "experts/step", "hit rate",
+        "output", "pp ratio", "tg ratio",
+    ]  # fmt: skip
+    cells = [[_cell(column, row) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
+    n_text = 3  # the columns before are text and stand left
+    lines = [
+        _line(columns, widths, n_text),
+        "|" + "|".join("-" * (w + 2) if i < n_text else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|",
+        *(_line(line, widths, n_text) for line in cells),
+    ]
+    setup = rows[0].setup
+    commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
+    drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
+    draft = f"draft {drafted['draft']}, gamma {drafted['gamma']}" if drafted else "no draft"
+    lines += [
+        "",
+        f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}; {setup['cpu']}, "
+        f"{setup['threads']} threads; {draft}; context {setup['n_ctx']}; {setup['repetitions']} repetitions",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], n_text: int) -> str:
+    padded = [c.ljust(w) if i < n_text else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+    return "| " + " | ".join(padded) + " |"
+
+
+def _cell(column: str, row: BenchRow) -> str:
+    if column == "model":
+        return str(row.setup["model"])
+    if column == "test":
+        return row.test
+    if column == "mode":
+        return row.mode
+    if column == "output":
+        near = "" if row.output is None or not row.output.near_ties else f" ({len(row.output.near_ties)} near-ties)"
+        return _NONE if row.output is None else f"{row.output}{near}"
+    spreads: dict[str, Spread | None] = {"pp t/s": row.pp, "tg t/s": row.tg}
+    if column in spreads:
+        spread = spreads[column]
+        return _NONE if spread is None else f"{spread.mean:.2f} ± {spread.stddev:.2f}"
+    numbers: dict[str, tuple[float | None, str]] = {
+        "TTFT ms": (None if row.ttft_s is None else row.ttft_s * 1000, ".1f"),
+        "accepted": (row.acceptance_rate, ".2f"),
+        "tokens/step": (row.tokens_per_step, ".2f"),
+        "experts/step": (row.experts_per_verification, ".1f"),
+        "hit rate": (row.hit_rate, ".2f"),
+        "pp ratio": (row.ratio_pp, ".3f"),
+        "tg ratio": (row.ratio, ".3f"),
+    }
+    value, form = numbers[column]
+    return _NONE if value is None else format(value, form)
+
+
+def _csv(rows: Sequence[BenchRow]) -> str:
+    """Every key of the record but the raw samples; lists as JSON."""
+    out = io.StringIO()
+    records = [{key: value for key, value in row.as_dict().items() if key != "samples"} for row in rows]
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(out, keys, restval="", lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow({key: _csv_value(value) for key, value in record.items()})
+    return out.getvalue()
+
+
+def _csv_value(value: Any) -> Any:
+    if isinstance(value, (list, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else value

@@ -1,0 +1,71 @@
+"""Which differences count: near-ties are listed, everything else fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moeedge.bench.output_check import NEAR_TIE_GAP, check_output, first_difference
+from moeedge.bench.samples import Sample
+
+_END = 9
+
+
+def _sample(prompt: str, tokens: list[int], *, turn: int = 0, repetition: int = 0) -> Sample:
+    return Sample("m", prompt, turn, repetition, 0, tokens=tokens, prompt_ids=[1])
+
+
+def _logits(**values: float) -> NDArray[np.float32]:
+    row = np.full(10, -5.0, dtype=np.float32)
+    for name, value in values.items():
+        row[int(name[1:])] = value
+    return row
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "expected"),
+    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1], [2], 0)],
+)
+def test_first_difference(reference: list[int], answer: list[int], expected: int | None) -> None:
+    assert first_difference(reference, answer) == expected
+
+
+def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
+    reference = [_sample("a", [1, 2, 3]), _sample("b", [1, 2, 3]), _sample("c", [1, 2, 3])]
+    answers = [_sample("a", [1, 2, 3]), _sample("b", [1, 4, 3]), _sample("c", [1, 2, 5])]
+    asked = []
+
+    def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
+        asked.append((sample.prompt, position))
+        return _logits(t2=3.0, t4=3.0 - NEAR_TIE_GAP / 2) if sample.prompt == "b" else _logits(t3=3.0, t5=2.0)
+
+    check = check_output(answers, reference, logits_at, [_END])
+    assert str(check) == "1/3"
+    assert asked == [("b", 1), ("c", 2)]
+    assert [(d.prompt, d.position, d.reference_token, d.token) for d in check.near_ties] == [("b", 1, 2, 4)]
+    assert check.near_ties[0].gap == pytest.approx(NEAR_TIE_GAP / 2, abs=1e-6)
+    assert [(d.prompt, d.gap) for d in check.different] == [("c", 1.0)]
+    assert not check.passed
+
+
+def test_stopping_early_is_weighed_by_the_stop_token() -> None:
+    check = check_output(
+        [_sample("a", [1])], [_sample("a", [1, 2])], lambda _s, _p: _logits(t2=1.0, t9=0.99), [8, _END]
+    )
+    assert [(d.reference_token, d.token, d.near_tie) for d in check.near_ties] == [(2, None, True)]
+    assert check.passed
+
+
+def test_a_prompt_is_equal_when_all_its_turns_and_repetitions_are() -> None:
+    reference = [_sample("a", [1], turn=0), _sample("a", [2], turn=1), _sample("b", [3])]
+    answers = [*reference, _sample("a", [1], turn=0, repetition=1), _sample("a", [7], turn=1, repetition=1)]
+    check = check_output(answers, reference, lambda _s, _p: _logits(t2=1.0), [_END])
+    assert str(check) == "1/2"
+    assert [(d.turn, d.repetition) for d in check.different] == [(1, 1)]
+
+
+def test_the_reference_must_repeat_itself_too() -> None:
+    unsteady = [_sample("a", [1]), _sample("a", [2], repetition=1), _sample("a", [2], repetition=2)]
+    check = check_output(unsteady, unsteady, lambda _s, _p: _logits(t1=4.0), [_END])
+    assert (str(check), len(check.different)) == ("0/1", 1)  # the same difference once

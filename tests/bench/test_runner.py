@@ -1,0 +1,190 @@
+"""Whole runs on tiny random-weight models: what is measured, that outputs agree, what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moeedge.bench.modes import REFERENCE
+from moeedge.bench.runner import Bench
+from moeedge.errors import ContextTooSmallError
+from tests.bench.recording import Recorder, make_plan, write_conversations
+
+
+def test_three_modes_on_the_same_conversations(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    recorder = Recorder()
+    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path))
+    with Bench(plan, recorder) as bench:
+        assert bench.run()
+        rows = {row.mode: row for row in bench.rows()}
+    assert list(rows) == ["stock-ar", "stock-sd", "moeedge"]
+    assert len(recorder.samples) == recorder.total == 3 * 2 * 3  # turns x repetitions x modes
+    for row in rows.values():
+        assert row.test == "talk"
+        assert row.output is not None
+        assert row.output.passed, row.output.different
+        assert row.output.compared == 2
+        assert row.pp is not None
+        assert row.tg is not None
+        assert len(row.pp.values) == len(row.tg.values) == 2
+        assert row.ttft_s is not None
+    plain, drafted, ours = rows["stock-ar"], rows["stock-sd"], rows["moeedge"]
+    assert (plain.ratio, plain.ratio_pp, plain.tokens_per_step, plain.acceptance_rate) == (1.0, 1.0, 1.0, None)
+    assert drafted.acceptance_rate == ours.acceptance_rate  # the same drafts in the same loop
+    assert drafted.experts_per_verification is None  # stock senses nothing
+    assert ours.experts_per_verification is not None
+    assert 4 <= ours.experts_per_verification <= 16  # at least top-k, at most all
+    assert ours.hit_rate is None
+
+
+def test_turns_are_one_conversation(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    recorder = Recorder()
+    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), repetitions=1)
+    with Bench(plan, recorder) as bench:
+        bench.run()
+    first, second = (
+        [sample for sample in recorder.samples if (sample.prompt, sample.turn) == ("two-turns", turn)]
+        for turn in (0, 1)
+    )
+    assert len(first) == len(second) == 3
+    assert {tuple(sample.prompt_ids) for sample in second} == {tuple(second[0].prompt_ids)}  # all are asked the same
+    for sample in first:  # nothing is left over from the warm-up or the prompt before
+        assert sample.prefill_tokens == sample.prompt_tokens
+    for sample in second:  # what was said is in the KV cache
+        assert sample.prompt_tokens > first[0].prompt_tokens + 12
+        assert sample.prefill_tokens < sample.prompt_tokens - first[0].prompt_tokens // 2
+
+
+def test_modes_change_places(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    recorder = Recorder()
+    with Bench(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_predict=2), recorder) as bench:
+        bench.run()
+    places = {(s.prompt, s.repetition, s.mode): s.order for s in recorder.samples}
+    assert {order for (_, _, mode), order in places.items() if mode == REFERENCE} == {0, 1, 2}
+
+
+def test_without_a_draft_the_cost_of_the_backend_is_left(tmp_path: Path, tiny_moe: Path) -> None:
+    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path))
+    with Bench(plan, Recorder()) as bench:
+        bench.run()
+        rows = bench.rows()
+    assert [row.mode for row in rows] == ["stock-ar", "moeedge"]
+    ours = rows[1]
+    assert ours.output is not None
+    assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is excused
+    assert (ours.tokens_per_step, ours.setup["draft"], ours.setup["gamma"]) == (1.0, "none", 0)
+    assert ours.ratio is not None
+    assert ours.ratio > 0
+
+
+def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> None:
+    recorder = Recorder()
+    plan = make_plan(tiny_draft, "ngram", dataset=write_conversations(tmp_path), n_predict=40, repetitions=1)
+    with Bench(plan, recorder) as bench:
+        bench.run()
+        rows = bench.rows()
+    assert any("dense" in note for note in recorder.notes)
+    assert all(row.experts_per_verification is None for row in rows)
+    assert all(row.output is not None and row.output.passed for row in rows)
+    assert [row.setup["draft"] for row in rows] == ["none", "ngram", "ngram"]
+    assert rows[1].acceptance_rate is not None
+
+
+def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
+    recorder = Recorder()
+    with Bench(make_plan(tiny_moe, tiny_draft, n_prompt=24, n_gen=6), recorder) as bench:
+        assert bench.run()
+        rows = {(row.test, row.mode): row for row in bench.rows()}
+    assert list(rows) == [("pp24", "stock-ar"), ("pp24", "moeedge"), ("tg6", "stock-ar"), ("tg6", "moeedge")]
+    assert any("stock-sd" in note for note in recorder.notes)
+    prefill, decoding = rows["pp24", "moeedge"], rows["tg6", "moeedge"]
+    assert prefill.pp is not None
+    assert (prefill.tg, prefill.output, prefill.setup["draft"]) == (None, None, "none")
+    assert len(prefill.pp.values) == 2
+    assert decoding.tg is not None
+    assert decoding.pp is None
+    assert decoding.ratio is not None
+    assert all(sample.decode_tokens == 6 for sample in decoding.samples)
+
+
+def _after(n: int, recorder: Recorder) -> Callable[[], bool]:
+    """A `cancel` that says yes once `n` samples are there."""
+    return lambda: len(recorder.samples) >= n
+
+
+@pytest.mark.parametrize(("n_samples", "n_turns"), [(0, 0), (4, 1), (10, 3), (14, 3)])
+def test_an_interrupted_run_reports_what_all_modes_did(
+    tmp_path: Path, tiny_moe: Path, tiny_draft: Path, n_samples: int, n_turns: int
+) -> None:
+    recorder = Recorder()
+    with Bench(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path)), recorder) as bench:
+        assert not bench.run(cancel=_after(n_samples, recorder))
+        rows = bench.rows()
+    assert len(recorder.samples) == n_samples
+    assert [len(row.samples) for row in rows] == ([n_turns] * 3 if n_turns else [])
+
+
+def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    recorder = Recorder()
+    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path, n=3), n_predict=2, n_ctx=256)
+    with Bench(plan, recorder) as bench:
+        bench.run()
+        row = bench.rows()[0]
+    assert "1 of 3 prompts do not fit the context and are left out." in recorder.notes
+    assert (row.setup["prompts"], row.setup["prompts_left_out"], row.setup["n_ctx"]) == (2, 1, 256)
+    short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
+    with pytest.raises(ContextTooSmallError, match="No prompt fits"), Bench(short, Recorder()):
+        pass
+    synthetic = make_plan(tiny_moe, None, n_prompt=512, n_ctx=256)
+    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"), Bench(synthetic, Recorder()):
+        pass
+
+
+def test_the_record_says_what_the_numbers_depend_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    dataset = write_conversations(tmp_path)
+    with Bench(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1), Recorder()) as bench:
+        bench.run()
+        records = [json.loads(json.dumps(row.as_dict())) for row in bench.rows()]
+    assert all(list(record) == list(records[0]) for record in records)
+    record = records[2]
+    for key, value in {
+        "schema": "moeedge-bench-1",
+        "mode": "moeedge",
+        "test": "talk",
+        "threads": 1,
+        "gamma": 3,
+        "draft": tiny_draft.name,
+        "model": tiny_moe.name,
+        "n_experts": 16,
+        "n_predict": 12,
+        "repetitions": 1,
+        "dataset_sha256": dataset.sha256,
+        "limit": 5,
+        "llama_cpp_version": "0.3.36",
+        "output_equal": record["output_compared"] - len({tie["prompt"] for tie in record["near_ties"]}),
+        "different": [],
+    }.items():
+        assert record[key] == value, key
+    assert record["output_check"] == f"{record['output_equal']}/{record['output_compared']}"
+    assert len(record["pp_ts_samples"]) == 1
+    assert len(record["samples"]) == 3
+    sample = record["samples"][0]
+    assert record["mode"] not in sample.values()
+    for key in (
+        "prompt",
+        "turn",
+        "repetition",
+        "order",
+        "prefill_s",
+        "decode_s",
+        "ttft_s",
+        "steps",
+        "drafted",
+        "accepted",
+    ):
+        assert key in sample
+    assert record["cpu"]
+    assert record["version"]
