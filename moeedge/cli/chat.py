@@ -57,7 +57,7 @@ def chat(
     # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
     from moeedge.cli.prompt_input import accept_any_text, one_shot_prompt
     from moeedge.engine.session import Session
-    from moeedge.ui.console import stderr_console
+    from moeedge.ui.console import say, stderr_console
     from moeedge.ui.settings import Settings, seed_or_random
 
     with cli_errors():
@@ -65,7 +65,7 @@ def chat(
         err = stderr_console()
         if raw and system_prompt:
             raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        text = one_shot_prompt(prompt, sys.stdin, complain=lambda line: err.print(line, style="dim"))
+        text = one_shot_prompt(prompt, sys.stdin, complain=lambda line: say(err, line))
         if text is None and output is options.Output.JSON:
             raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
         settings = Settings(
@@ -123,14 +123,14 @@ class _Talk:
     def one_shot(self, *, as_json: bool) -> int:
         """Answer the conversation's open question. Returns the exit code."""
         from moeedge.engine.turn import prompt_tokens
-        from moeedge.ui.console import stderr_console, stdout_console
+        from moeedge.ui.console import say, stderr_console, stdout_console
         from moeedge.ui.header import header_line, hints
         from moeedge.ui.one_shot import answer_once
 
         err = stderr_console()
         info = self.session.info
         for line in [header_line(info), *hints(info, toy=self.pair.bundled)]:
-            err.print(line, style="dim", soft_wrap=True)
+            say(err, line)
         return answer_once(
             self.session,
             prompt_tokens(self.session.model, self.conversation, raw=self.raw),
@@ -144,15 +144,14 @@ class _Talk:
     def interactive(self, *, single_turn: bool) -> int:
         """Chat until the user leaves. Returns the exit code."""
         from moeedge.ui import commands
-        from moeedge.ui.console import stderr_console, stdout_console
-        from moeedge.ui.header import header_lines
+        from moeedge.ui.console import say, stderr_console, stdout_console
+        from moeedge.ui.header import print_header
         from moeedge.ui.prompt import make_reader, open_history
         from moeedge.ui.repl import Repl
 
         err = stderr_console()
-        for line in header_lines(self.session.info, version=moeedge.__version__, toy=self.pair.bundled):
-            err.print(line, style="dim", soft_wrap=True)
-        history = open_history(paths.history_file, lambda line: err.print(line, style="yellow"))
+        print_header(err, self.session.info, version=moeedge.__version__, toy=self.pair.bundled)
+        history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
         repl = Repl(
             self.session,
             self.conversation,

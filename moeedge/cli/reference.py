@@ -64,9 +64,11 @@ def markdown(app: typer.Typer) -> str:
     parts = [_INTRODUCTION]
     for command in commands(app):
         parts.append(f"## moeedge {command.name}\n\n{command.help}\n")
-        panels = dict.fromkeys(parameter.panel for parameter in command.parameters)
+        panels = dict.fromkeys(["", *(parameter.panel for parameter in command.parameters)])  # as in --help
         for panel in panels:
             rows = [parameter for parameter in command.parameters if parameter.panel == panel]
+            if not rows:
+                continue
             heading = f"**{panel}**\n\n" if panel else ""
             parts.append(heading + "\n".join(_table(rows)) + "\n")
     return "\n".join(parts)
@@ -94,9 +96,10 @@ def _parameters(function: Callable[..., Any]) -> Iterator[Parameter]:
         info = next((extra for extra in extras if isinstance(extra, OptionInfo | ArgumentInfo)), None)
         if info is None or info.hidden:
             continue
-        declared = tuple(info.param_decls or ())
+        first = (info.default,) if isinstance(info.default, str) else ()  # inside Annotated this is a name
+        declared: tuple[str, ...] = (*first, *(info.param_decls or ()))
         if isinstance(info, ArgumentInfo):
-            names = (info.metavar or name.upper(),)
+            names: tuple[str, ...] = (info.metavar or name.upper(),)
             value = ""
         else:
             names = declared or (f"--{name.replace('_', '-')}",)

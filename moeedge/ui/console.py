@@ -9,6 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moeedge.ui.figures import Figure
 
 if sys.platform != "win32":
     import termios
@@ -54,6 +59,28 @@ def stderr_console() -> Console:
 def stdout_console() -> Console:
     """The same on standard output."""
     return Console(markup=False, highlight=False, emoji=False)
+
+
+def say(console: Console, text: str, *, style: str = "dim") -> None:
+    """A line of the program's own, wrapped between words on a terminal and left whole in a file.
+
+    A terminal that is gone, as after SIGHUP, is no reason to fail.
+    """
+    with suppress(OSError):
+        console.print(text, style=style, soft_wrap=not console.is_terminal)
+
+
+def show_figures(console: Console, figures: list[Figure], *, style: str = "", indent: int = 0) -> None:
+    """Labels and values in two columns."""
+    if not figures:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for item in figures:
+        table.add_row(Text(item.label), Text(item.value, style="" if style else "bold"))
+    with suppress(OSError):
+        console.print(Padding(table, (0, 0, 0, indent)), style=style)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, el
         Figure("accepted", acceptance(stats) if info.gamma else "no draft"),
         Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else _NONE),
         Figure("experts/step", experts(info, stats)),
-        Figure("device", device(info)),
+        Figure("", "no device") if info.device == "none" else Figure("device", info.device),
     ]
     if info.hit_rate is not None:
         figures.append(Figure("cache hits", percent(info.hit_rate)))
@@ -89,17 +89,23 @@ def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
     return "stopped" if reason == "interrupted" else ""
 
 
+def _prompt_tokens(stats: GenerationStats) -> str:
+    """How long the prompt was, and how much of it was still in the KV cache."""
+    kept = stats.prompt_tokens - stats.prefill_tokens
+    return f"{stats.prefill_tokens} tokens" + (f", {kept} kept" if kept > 0 else "")
+
+
 def turn_parts(info: EngineInfo, stats: GenerationStats, reason: StopReason | None) -> list[str]:
     """The parts of the stats line after a turn, in order of interest."""
     parts = [
         f"{stats.generated_tokens} tokens",
         f"decode {speed(stats.tg_ts)}",
-        f"prefill {speed(stats.pp_ts)} ({stats.prefill_tokens} of {stats.prompt_tokens} tokens)",
+        f"prefill {speed(stats.pp_ts)} ({_prompt_tokens(stats)})",
         f"TTFT {seconds(stats.ttft_s)}",
     ]
     if stats.drafted:
         parts.append(f"accepted {acceptance(stats)}")
-    if stats.steps:
+    if stats.drafted:
         parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
     if stats.experts_per_verification is not None:
         parts.append(f"{experts(info, stats)} experts/step")

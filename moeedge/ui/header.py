@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from rich.console import Console
+
 from moeedge.engine.types import EngineInfo
 from moeedge.ui import figures
+from moeedge.ui.console import say, show_figures
 
 TOY_HINT = "This is a toy model trained on synthetic text; use -m FILE.gguf for a real one."
 KEYS_HINT = 'Type a message; """ for several lines, /help for commands, Ctrl-C stops an answer, Ctrl-D exits.'
@@ -40,11 +43,12 @@ def hints(info: EngineInfo, *, toy: bool) -> list[str]:
     return [*info.notes, TOY_HINT] if toy else list(info.notes)
 
 
-def header_lines(info: EngineInfo, *, version: str, toy: bool) -> list[str]:
+def print_header(console: Console, info: EngineInfo, *, version: str, toy: bool) -> None:
     """The header of an interactive chat."""
-    lines = [f"moeedge {version}"]
-    lines += [f"  {row.label:<8} {row.value}" for row in rows(info)]
-    return [*lines, *hints(info, toy=toy), KEYS_HINT]
+    say(console, f"moeedge {version}")
+    show_figures(console, rows(info), style="dim", indent=2)
+    for line in [*hints(info, toy=toy), KEYS_HINT]:
+        say(console, line)
 
 
 def header_line(info: EngineInfo) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moeedge.engine.session import Session
 from moeedge.engine.turn import Answer
-from moeedge.ui.console import typing_hidden
+from moeedge.ui.console import say, typing_hidden
 from moeedge.ui.figures import join_parts, turn_parts
 from moeedge.ui.interrupt import Interrupt
 from moeedge.ui.report import answer_report
@@ -45,7 +45,7 @@ def answer_once(
                 for piece in answer:
                     view.write(piece)
             parts = turn_parts(session.info, answer.stats, answer.stop_reason)
-            err.print(join_parts(parts, columns=err.width if err.is_terminal else None), style="dim", soft_wrap=True)
+            say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
         for note in answer.notes:
-            err.print(note, style="dim", soft_wrap=True)
+            say(err, note)
         return interrupt.exit_code

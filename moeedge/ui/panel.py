@@ -22,7 +22,9 @@ def render_panel(figures: list[Figure], *, columns: int, hint: str = "Ctrl-C sto
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for start in range(0, len(figures), across):
         row = figures[start : start + across]
-        table.add_row(*(Text.assemble((f"{item.label} ", "dim"), (item.value, "bold")) for item in row))
+        table.add_row(
+            *(Text.assemble((f"{item.label} " if item.label else "", "dim"), (item.value, "bold")) for item in row)
+        )
     return Panel(
         table, box=ROUNDED, width=columns, border_style="dim", title_align="left", subtitle=hint, subtitle_align="right"
     )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from moeedge.engine.conversation import Conversation
 from moeedge.engine.session import Session
@@ -17,7 +14,7 @@ from moeedge.engine.turn import Answer, prompt_tokens
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.ui.commands import Next, Turn, run_command
-from moeedge.ui.console import typing_hidden
+from moeedge.ui.console import say, show_figures, typing_hidden
 from moeedge.ui.figures import join_parts, turn_parts
 from moeedge.ui.interrupt import Ended, Interrupt
 from moeedge.ui.prompt import unquote
@@ -108,7 +105,7 @@ class Repl:
         try:
             if line.startswith("/"):
                 result = run_command(self, line)
-                self._show_table([(row.label, row.value) for row in result.table])
+                show_figures(self._err, result.table)
                 for text in result.lines:
                     self._say(text)
                 return self._answer() if result.next is Next.ANSWER else result.next
@@ -183,19 +180,8 @@ class Repl:
         self._say(f"Ended by a signal; the conversation is saved: /load {path}")
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # the terminal may be gone
-            self._err.print(text, style="dim", soft_wrap=True)
+        say(self._err, text)
 
     def _say_error(self, error: Exception) -> None:
         text = f"{error.message} {error.mend}".strip() if isinstance(error, MoeedgeError) else f"{error}."
-        self._err.print(text, style="yellow", soft_wrap=True)
-
-    def _show_table(self, rows: list[tuple[str, str]]) -> None:
-        if not rows:
-            return
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, value in rows:
-            table.add_row(Text(label, style="bold"), Text(value))
-        self._err.print(table)
+        say(self._err, text, style="yellow")
