@@ -9,7 +9,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32
 class FrameStruct(ctypes.Structure):
     """struct moeedge_frame."""
 
-    _fields_ = [  # noqa: RUF012 (ctypes wants a plain list)
+    _fields_ = [
         ("serial", c_int64),
         ("phase", c_int32),
         ("n_tokens", c_int32),
@@ -22,7 +22,7 @@ class FrameStruct(ctypes.Structure):
 class StatsStruct(ctypes.Structure):
     """struct moeedge_stats."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("graphs", c_int64),
         ("blocks", c_int64),
         ("sense_ns", c_int64),
@@ -33,7 +33,7 @@ class StatsStruct(ctypes.Structure):
 class BackendRegistration(ctypes.Structure):
     """The beginning of struct ggml_backend_reg, as far as we look."""
 
-    _fields_ = [("api_version", c_int)]  # noqa: RUF012
+    _fields_ = [("api_version", c_int)]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {

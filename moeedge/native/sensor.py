@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from moeedge.errors import BackendError
 from moeedge.native.abi import FrameStruct, StatsStruct
+from moeedge.native.claims import Claims
+from moeedge.native.library import load
 
 # as many as the native ring holds (sensor.h)
 MAX_FRAMES = 8
-
-
-class Claims(IntEnum):
-    """What our backend asks llama.cpp's scheduler for; the values are those of include/moeedge.h."""
-
-    NONE = 0  # nothing: the context runs as stock llama.cpp does
-    BLOCK = 1  # the MoE blocks whose weights lie in host memory, for use beside a GPU
-    WHOLE = 2  # every operation of the CPU: one split per graph, so that sensing costs no seams
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,7 @@ class Frame:
     phase: a `moeedge.engine.types.Phase`, never AUTO.
     layer_tokens: int32 [n_layers], tokens that the layer saw; 0 for a layer without experts. The last layer sees only
         the tokens whose logits were asked for.
-    ids: int32 [n_layers, n_tokens, n_used], the experts of each token, best first; rows past layer_tokens are undefined.
+    ids: int32 [n_layers, n_tokens, n_used], the experts of each token, best first; rows past layer_tokens hold nothing.
     weights: float32 [n_layers, n_tokens, n_used], the router's weights as the model applies them.
     """
 
@@ -71,8 +64,6 @@ class Sensor:
 
         n_ubatch: the most tokens that one graph computes. Raises BackendError where our backend has no such context.
         """
-        from moeedge.native import load
-
         library = load()
         instance = library.moeedge_newest_instance()
         if instance == 0:

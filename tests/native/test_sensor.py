@@ -224,7 +224,7 @@ def test_stats(tiny_moe: Path) -> None:
         after = sensor.stats()
     assert after.graphs - before.graphs == 2, "the whole graph in one piece"
     assert after.blocks - before.blocks == 2 * 3
-    assert 0 < after.prepare_s + after.sense_s < after.compute_s
+    assert 0 < after.sense_s < after.compute_s
 
 
 def test_sensor_needs_a_context_of_this_thread() -> None:

@@ -1,8 +1,8 @@
 """Fetch ggml's headers from the source distribution of exactly the llama-cpp-python that moeedge is compiled against.
 
 A ggml backend needs two headers that the installed wheel does not carry. They are taken from the source distribution,
-fetched by pip by name and version and checked by hash; nothing of it is kept in this repository. A copy that already lies
-on disk is used where MOEEDGE_LLAMA_SDIST names it (checked by the same hash).
+fetched by pip by name and version and checked by hash; nothing of it is kept in this repository. A copy that already
+lies on disk is used where MOEEDGE_LLAMA_SDIST names it (checked by the same hash).
 
 Usage: python fetch_headers.py VERSION SHA256 FOLDER     (writes FOLDER/*.h and FOLDER/ggml-version.txt)
 """

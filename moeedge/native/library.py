@@ -1,0 +1,175 @@
+"""Load the native library beside llama.cpp's, check that the versions match, register our backend.
+
+The library is loaded by ctypes beside the libraries that `llama_cpp` has loaded; both sides must be of the versions
+that it was compiled against (see `attach`). The C interface is documented in include/moeedge.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moeedge.errors import BackendError, VersionMismatchError
+from moeedge.native.abi import BackendRegistration, declare
+from moeedge.native.claims import Claims
+
+_KINDS = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL"}  # enum ggml_backend_dev_type
+_OUR_DEVICE = "MOEEDGE"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of the installed llama.cpp."""
+
+    name: str  # as -dev takes it
+    kind: str  # CPU, GPU, IGPU (shares the host's memory) or ACCEL
+    description: str
+    free_bytes: int
+    total_bytes: int  # 0: it reports no memory
+
+
+def library_path() -> Path:
+    """Where the compiled library lies; $MOEEDGE_LIBRARY names another build of it (a sanitizer's, for instance).
+
+    Raises BackendError where there is none.
+    """
+    named = os.environ.get("MOEEDGE_LIBRARY")
+    if named:
+        candidates = [Path(named)]
+    else:
+        # an editable install keeps the compiled file in site-packages, apart from the sources
+        roots = [Path(__file__).parent, *(Path(entry) / "moeedge" / "native" for entry in _package_folders())]
+        candidates = [root / name for root in roots for name in ("libmoeedge.so", "libmoeedge.dylib")]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate.resolve()
+    raise BackendError(
+        f"moeedge's native library is not at {candidates[0]}.", "Install moeedge with pip install . to compile it."
+    )
+
+
+def _package_folders() -> list[Path]:
+    try:
+        files = importlib.metadata.files("moeedge") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())).parents[2] for file in files if file.name.startswith("libmoeedge")]
+
+
+def _check_versions(compiled_for: str, installed: str) -> None:
+    if compiled_for != installed:
+        raise VersionMismatchError(
+            f"moeedge was compiled for llama-cpp-python {compiled_for}, but {installed} is installed.",
+            f"Run pip install llama-cpp-python=={compiled_for}, or install moeedge again.",
+        )
+
+
+@cache
+def _llama_cpp() -> Any:
+    """The imported llama_cpp package."""
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BackendError(f"llama-cpp-python cannot be loaded: {error}.", "Install moeedge again.") from error
+    return llama_cpp
+
+
+@cache
+def _ggml() -> ctypes.CDLL:
+    """The ggml library that llama_cpp has loaded, for its device list."""
+    _llama_cpp()
+    for name in ("libggml.so.0", "libggml.so", "libggml.dylib"):
+        try:
+            # by soname first: that names the copy in this process, not another one on disk
+            return ctypes.CDLL(name if name.endswith(".0") else str(_llama_lib_dir() / name))
+        except OSError:
+            continue
+    raise BackendError("llama-cpp-python's ggml library was not found.", "Install llama-cpp-python again.")
+
+
+def _llama_lib_dir() -> Path:
+    return Path(_llama_cpp().__file__).parent / "lib"
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load the native library and check it against the installed llama.cpp, without registering it.
+
+    Raises VersionMismatchError where llama-cpp-python or ggml's backend API is not the one it was compiled against, and
+    BackendError where either cannot be loaded.
+    """
+    _llama_cpp()
+    ggml = _ggml()
+    try:
+        library = ctypes.CDLL(str(library_path()))
+    except OSError as error:
+        raise BackendError(f"moeedge's native library cannot be loaded: {error}.", "Install moeedge again.") from error
+    declare(library)
+    _check_versions(library.moeedge_llama_cpp_version().decode(), importlib.metadata.version("llama-cpp-python"))
+    _check_backend_api(library.moeedge_backend_api_version(), _installed_api_version(ggml))
+    return library
+
+
+def _check_backend_api(compiled_for: int, installed: int) -> None:
+    if compiled_for != installed:
+        raise VersionMismatchError(
+            f"moeedge was compiled for ggml's backend API {compiled_for}, but llama.cpp here has {installed}.",
+            "Install moeedge again with the llama-cpp-python that it names.",
+        )
+
+
+def _installed_api_version(ggml: ctypes.CDLL) -> int:
+    """The backend API version that the first registered backend of this ggml states."""
+    ggml.ggml_backend_reg_get.restype = ctypes.POINTER(BackendRegistration)
+    ggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
+    registration = ggml.ggml_backend_reg_get(0)
+    return int(registration.contents.api_version)
+
+
+@cache
+def attach() -> None:
+    """Register our backend with the llama.cpp of this process; later calls do nothing.
+
+    Must come before the first context is made. Contexts start with `Claims.NONE`, as stock, so that llama.cpp's
+    automatic choices (flash attention, fused operations) are made as without us; the engine raises the claims after.
+    """
+    library = load()
+    _llama_cpp().llama_backend_init()
+    if library.moeedge_register() != 0:
+        raise VersionMismatchError(
+            f"moeedge was compiled for ggml {library.moeedge_ggml_version().decode()}, and this process has another.",
+            "Install moeedge again with the llama-cpp-python that it names.",
+        )
+    library.moeedge_set_default_claims(int(Claims.NONE))
+
+
+def devices() -> list[Device]:
+    """The devices that the installed llama.cpp offers, ours left out, in its order."""
+    ggml = _ggml()
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    for name, restype in (("name", ctypes.c_char_p), ("description", ctypes.c_char_p), ("type", ctypes.c_int)):
+        function = getattr(ggml, f"ggml_backend_dev_{name}")
+        function.restype, function.argtypes = restype, [ctypes.c_void_p]
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    ggml.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
+    ggml.ggml_backend_dev_memory.restype = None
+
+    found = []
+    for index in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(index)
+        name = ggml.ggml_backend_dev_name(device).decode()
+        if name == _OUR_DEVICE:
+            continue
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        kind = _KINDS.get(ggml.ggml_backend_dev_type(device), "other")
+        description = ggml.ggml_backend_dev_description(device).decode()
+        found.append(Device(name, kind, description, free.value, total.value))
+    return found
