@@ -21,7 +21,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
-N_DRAWS = 3000
+N_DRAWS = 2000
 SMALLEST_CELL = 5.0  # expected draws; rarer continuations are pooled
 P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
 OPENING = np.random.default_rng(6).integers(0, 256, 6).tolist()

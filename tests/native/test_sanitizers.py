@@ -1,0 +1,67 @@
+"""The native library under AddressSanitizer and UndefinedBehaviorSanitizer, attached to stock llama.cpp."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyFactory
+
+ROOT = Path(__file__).parents[2]
+CASES = ("qwen3moe", "llama", "deepseek2", "gpt-oss", "llama4")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's runtime as Linux does"),
+    pytest.mark.skipif(not all(map(shutil.which, ("cmake", "c++"))), reason="needs cmake and a C++ compiler"),
+]
+
+
+def runtime(sanitizer: str) -> str:
+    """The compiler's runtime library, which has to be in the process before anything else; skips without one."""
+    name = {"address": "libasan.so", "undefined": "libubsan.so"}[sanitizer]
+    path = subprocess.run(
+        ["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(path).is_absolute():
+        pytest.skip(f"the compiler has no {name}")
+    return path
+
+
+def build(sanitizer: str, folder: Path) -> Path:
+    """Configures and compiles the library as a release does, warnings as errors, with the sanitizer."""
+    configure = ["cmake", "-S", str(ROOT / "moeedge" / "native"), "-B", str(folder), f"-DMOEEDGE_SANITIZE={sanitizer}"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug"]
+    for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2"]):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder / "libmoeedge.so"
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "undefined"])
+def test_no_reports(sanitizer: str, tiny: TinyFactory, tmp_path: Path) -> None:
+    preload = runtime(sanitizer)
+    environment = os.environ | {
+        "MOEEDGE_LIBRARY": str(build(sanitizer, tmp_path)),
+        "LD_PRELOAD": preload,
+        # Python itself leaks at exit; everything else ends the process
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99",
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.support.sanitizer_driver", *(str(tiny(arch)) for arch in CASES)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "Sanitizer" not in result.stderr, result.stderr
+    assert "runtime error" not in result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "done\n"

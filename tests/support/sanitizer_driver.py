@@ -1,0 +1,88 @@
+"""Everything that the native library does, once: run by the sanitizer tests with an instrumented build of it.
+
+MOEEDGE_LIBRARY=libmoeedge.so LD_PRELOAD=libasan.so python -m tests.support.sanitizer_driver MODEL...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from pathlib import Path
+
+import llama_cpp
+
+from moeedge import native
+from moeedge.errors import BackendError
+from moeedge.native import Claims
+from tests.support.sensed import sensed_context
+from tests.support.stock import StockContext, transcript
+
+
+def exercise(path: Path, claims: Claims, *, n_threads: int = 1) -> None:
+    """A context's life: transcripts with the sensor read after each, threads and claims changed on the way."""
+    context, sensor = sensed_context(path, claims, n_ubatch=32, n_threads=n_threads)
+    with context:
+        for phase, change in enumerate((Claims.WHOLE, Claims.NONE, Claims.BLOCK), start=1):
+            sensor.set_phase(phase)
+            transcript(context, seed=phase)
+            for frame in sensor.frames():
+                # every row that is defined, so that a view past its memory is touched
+                for layer, n_tokens in enumerate(frame.layer_tokens):
+                    assert (frame.ids[layer, :n_tokens] >= 0).all()
+                    assert frame.weights[layer, :n_tokens].sum() == frame.weights[layer, :n_tokens].sum()
+            sensor.read_counts()
+            sensor.stats()
+            context.trim(0)
+            sensor.set_claims(change)
+            llama_cpp.llama_set_n_threads(context.context, phase % 2 + 1, n_threads)
+        for refused in (lambda: sensor.set_phase(-1), lambda: sensor.set_claims(7)):  # type: ignore[arg-type]
+            try:
+                refused()
+            except BackendError:
+                continue
+            raise AssertionError("a bad argument was taken")
+    try:
+        sensor.read_counts()
+    except BackendError:
+        return
+    raise AssertionError("a closed context was read")
+
+
+def misuse() -> None:
+    """Calls of the C interface with no context or with shapes that no model has."""
+    library = native.load()
+    assert library.moeedge_instance_configure(0, 1, 1, 1, 1) < 0
+    assert library.moeedge_instance_threads(-5) < 0
+    assert library.moeedge_set_default_claims(9) < 0
+    library.ggml_backend_init.restype = ctypes.c_void_p
+    assert library.ggml_backend_init()
+
+
+def main(arguments: list[str]) -> None:
+    """Exercises each model in turn, then all at once in threads."""
+    paths = [Path(path) for path in arguments]
+    for path in paths:
+        for claims in Claims:
+            exercise(path, claims)
+    threads = [threading.Thread(target=exercise, args=(path, Claims.WHOLE)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with StockContext(paths[0]) as unsensed:  # an instance without a sensor
+        transcript(unsensed)
+        library = native.load()
+        instance = library.moeedge_newest_instance()
+        assert library.moeedge_instance_configure(instance, 3, 16, 17, 1) < 0, "more experts used than there are"
+        # a sensor that is smaller than the model: what does not fit is left out
+        assert library.moeedge_instance_configure(instance, 2, 4, 2, 8) == 0
+        assert library.moeedge_instance_set_claims(instance, int(Claims.WHOLE)) == 0
+        transcript(unsensed, seed=5)
+    misuse()
+    assert native.load().moeedge_live_instances() == 0
+    print("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
