@@ -1,9 +1,7 @@
 """Does every mode say what stock-ar says? Greedy tokens compared, differences weighed by the reference's own logits.
 
-Verification computes several tokens in one batch and plain decoding one at a time; the kernels of the two round
-differently (relative differences of the logits around 1e-4, at worst a few 1e-3, stock against stock). Where the two
-best tokens are closer than that, either is a right answer: a near-tie. It is listed, and it is no failure. Anything
-else is one.
+Where the two tokens' logits are as close as rounding makes them (moeedge.engine.agreement has the bound and its
+reason), either is a right answer: a near-tie. It is listed, and it is no failure. Anything else is one.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.samples import Sample
-
-# in units of logits: 3e-3 of a logit of about 17; the two tokens' probabilities differ by less than a factor 1.06
-NEAR_TIE_GAP = 0.05
+from moeedge.engine.agreement import compare
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class Difference:
     position: int  # in the answer, from 0
     reference_token: int | None  # None: the reference stopped here
     token: int | None  # None: this mode stopped here
-    gap: float  # logits, by which a stock context prefers the better of the two
+    gap: float  # logits, by which stock-ar's context prefers the better of the two
     near_tie: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,14 +57,6 @@ class OutputCheck:
 LogitsAt = Callable[[Sample, int], NDArray[np.float32]]
 
 
-def first_difference(reference: Sequence[int], answer: Sequence[int]) -> int | None:
-    """The first position at which two answers differ; the end of the shorter one counts. None: equal."""
-    for position, (ours, theirs) in enumerate(zip(answer, reference, strict=False)):
-        if ours != theirs:
-            return position
-    return None if len(reference) == len(answer) else min(len(reference), len(answer))
-
-
 def check_output(
     samples: Sequence[Sample],
     reference: Sequence[Sample],
@@ -84,30 +72,43 @@ def check_output(
     for sample in reference:
         expected.setdefault((sample.prompt, sample.turn), sample)
     prompts: dict[str, bool] = {}
-    found: dict[tuple[str, int, int, int | None], Difference] = {}
+    found: dict[tuple[str, int, tuple[int, ...]], Difference] = {}
     for sample in samples:
         wanted = expected.get((sample.prompt, sample.turn))
         if wanted is None:
             continue
-        position = first_difference(wanted.tokens, sample.tokens)
-        prompts[sample.prompt] = prompts.get(sample.prompt, True) and position is None
-        if position is None:
-            continue
-        token = _token(sample.tokens, position)
-        key = (sample.prompt, sample.turn, position, token)
-        if key in found:  # another repetition with the same difference
-            continue
-        wanted_token = _token(wanted.tokens, position)
-        logits = logits_at(wanted, position)
-        gap = abs(_logit(logits, wanted_token, end_tokens) - _logit(logits, token, end_tokens))
-        found[key] = Difference(
-            sample.prompt, sample.turn, sample.repetition, position, wanted_token, token, gap, gap <= NEAR_TIE_GAP
-        )
+        prompts[sample.prompt] = prompts.get(sample.prompt, True) and sample.tokens == wanted.tokens
+        key = (sample.prompt, sample.turn, tuple(sample.tokens))
+        if sample.tokens != wanted.tokens and key not in found:  # each once, however often it was repeated
+            found[key] = _weigh(sample, wanted, logits_at, end_tokens)
     return OutputCheck(
         equal=sum(prompts.values()),
         compared=len(prompts),
         near_ties=tuple(d for d in found.values() if d.near_tie),
         different=tuple(d for d in found.values() if not d.near_tie),
+    )
+
+
+def _weigh(sample: Sample, wanted: Sample, logits_at: LogitsAt, end_tokens: Sequence[int]) -> Difference:
+    """The first difference of two answers, and how much the reference preferred its own token to the other's."""
+
+    def gap_of(position: int) -> float:
+        logits = logits_at(wanted, position)
+        ours, theirs = _token(sample.tokens, position), _token(wanted.tokens, position)
+        return abs(_logit(logits, theirs, end_tokens) - _logit(logits, ours, end_tokens))
+
+    agreement = compare(wanted.tokens, sample.tokens, gap_of)
+    position, gap = agreement.first_difference, agreement.gap
+    assert position is not None and gap is not None  # they were found to differ
+    return Difference(
+        prompt=sample.prompt,
+        turn=sample.turn,
+        repetition=sample.repetition,
+        position=position,
+        reference_token=_token(wanted.tokens, position),
+        token=_token(sample.tokens, position),
+        gap=gap,
+        near_tie=agreement.near_tie,
     )
 
 

@@ -150,8 +150,9 @@ class Bench:
 
         def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
             session.reset()
-            tokens = [*sample.prompt_ids, *sample.tokens[:position]]
-            logits = session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
+            logits = session.target.decode(sample.prompt_ids, phase=Phase.PREFILL, logits="last")
+            for token in sample.tokens[:position]:  # one by one, as they were said
+                logits = session.target.decode([token], phase=Phase.DECODE, logits="last")
             return np.array(logits[0])  # a copy: the view ends with the next decode
 
         if self._end_tokens is None:

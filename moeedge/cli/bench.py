@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from moeedge.cli import bench_options, options
 from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error
 from moeedge.cli.device import check_device
+from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
 from moeedge.engine.types import EngineConfig
 
@@ -18,139 +18,35 @@ if TYPE_CHECKING:
     from moeedge.bench.record import BenchRow
     from moeedge.data import Dataset
 
-_MODEL = "Model"
-_WORK = "What is measured"
-_HARDWARE = "Hardware"
 # llama-bench's
 _SYNTHETIC_PROMPT = 512
 _SYNTHETIC_ANSWER = 128
 
 
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    MD = "md"
-    CSV = "csv"
-    JSON = "json"
-    JSONL = "jsonl"
-
-
 def bench(
-    model: Annotated[
-        Path | None,
-        typer.Option("-m", "--model", help="Model file (GGUF); the bundled one without it.", rich_help_panel=_MODEL),
-    ] = None,
-    model_draft: Annotated[
-        str | None,
-        typer.Option(
-            "-md",
-            "--model-draft",
-            metavar="FILE|ngram|none",
-            help="Where drafts come from. Without it the bundled model gets the bundled draft and any other model "
-            "none; without a draft, stock-sd is left out and moeedge decodes one token at a time.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    draft_max: Annotated[
-        int, typer.Option("--draft-max", help="Tokens per draft (gamma); 0: none.", rich_help_panel=_MODEL)
-    ] = 4,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset",
-            metavar="NAME|FILE.jsonl",
-            help="Prompts to answer: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample, or a file whose "
-            'lines are objects with "prompt", "turns" or "messages". Looked for in $MOEEDGE_DATA, then in the cache, '
-            "then on the hub. Without it: llama-bench's synthetic tests.",
-            rich_help_panel=_WORK,
-        ),
-    ] = None,
-    offline_sample: Annotated[
-        bool,
-        typer.Option(
-            "--offline-sample",
-            help="Do not ask the hub; where the dataset is not on this machine, take moeedge's own few prompts of the "
-            "same kind. Their rows are named sample.",
-            rich_help_panel=_WORK,
-        ),
-    ] = False,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", help="Only so many prompts, spread evenly over the dataset.", rich_help_panel=_WORK),
-    ] = None,
-    n_prompt: Annotated[
-        int | None,
-        typer.Option(
-            "-p",
-            "--n-prompt",
-            help="Synthetic prefill of so many random tokens (row ppN); 0: none. Default: 512 without --dataset, "
-            "else none.",
-            rich_help_panel=_WORK,
-        ),
-    ] = None,
-    n_predict: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--n-predict",
-            help="With --dataset: tokens of an answer at most. Without: synthetic decoding of so many random tokens "
-            "(row tgN); 0: none. Default: 128.",
-            rich_help_panel=_WORK,
-        ),
-    ] = None,
-    repetitions: Annotated[
-        int, typer.Option("-r", "--repetitions", help="How often everything is measured.", rich_help_panel=_WORK)
-    ] = 3,
-    modes: Annotated[
-        str,
-        typer.Option(
-            "--modes",
-            help="What is compared, separated by commas: stock-ar (llama.cpp, one token at a time; the others are "
-            "checked against it), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft).",
-            rich_help_panel=_WORK,
-        ),
-    ] = "stock-ar,stock-sd,moeedge",
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers go on to -n tokens.", rich_help_panel=_WORK)
-    ] = False,
-    output: Annotated[
-        Output, typer.Option("-o", "--output", help="Format of the rows on standard output.")
-    ] = Output.MD,
-    ctx_size: Annotated[
-        int,
-        typer.Option(
-            "-c",
-            "--ctx-size",
-            help="Context in tokens; 0: what the longest prompt and its answers need, at most what the model was "
-            "trained with. Prompts that do not fit are left out.",
-            rich_help_panel=_HARDWARE,
-        ),
-    ] = 0,
-    threads: Annotated[
-        int, typer.Option("-t", "--threads", help="CPU threads; 0: one per physical core.", rich_help_panel=_HARDWARE)
-    ] = 0,
-    n_gpu_layers: Annotated[
-        int,
-        typer.Option(
-            "-ngl", "--n-gpu-layers", help="Layers that llama.cpp keeps on the GPU.", rich_help_panel=_HARDWARE
-        ),
-    ] = 0,
-    device: Annotated[
-        str,
-        typer.Option(
-            "-dev",
-            "--device",
-            metavar="auto|none|NAME",
-            help="Device to use; moeedge devices lists the names.",
-            rich_help_panel=_HARDWARE,
-        ),
-    ] = "auto",
+    model: options.Model = None,
+    model_draft: options.ModelDraft = None,
+    draft_max: options.DraftMax = 4,
+    dataset: bench_options.Dataset = None,
+    offline_sample: bench_options.OfflineSample = False,
+    limit: bench_options.Limit = None,
+    n_prompt: bench_options.NPrompt = None,
+    n_predict: bench_options.NPredict = None,
+    repetitions: bench_options.Repetitions = 3,
+    modes: bench_options.Modes = bench_options.DEFAULT_MODES,
+    ignore_eos: bench_options.IgnoreEos = False,
+    output: bench_options.OutputFormat = bench_options.Output.MD,
+    ctx_size: bench_options.CtxSize = 0,
+    threads: options.Threads = 0,
+    n_gpu_layers: options.NGpuLayers = 0,
+    device: options.Device = "auto",
+    verbose: bench_options.Verbose = False,
 ) -> None:
     """Measure speed, acceptance and equality of the output: one row per test and mode.
 
     Answers are greedy. The modes take turns at every prompt, so that a drift of the machine falls on all alike; ratios
-    are medians over pairs of neighbours. Exit code 1 when a mode's answers differ from stock-ar's by more than a
-    near-tie.
+    to stock-ar are medians over pairs of neighbours. Exit code 1 when a mode's answers differ from stock-ar's by more
+    than a near-tie.
     """
     with cli_errors():
         from moeedge.data import load_dataset, load_sample
@@ -181,7 +77,9 @@ def bench(
             repetitions=repetitions,
             ignore_eos=ignore_eos,
         )
-        code = _measure(plan, notes, output.value)
+        if verbose:
+            show_log()
+        code = _measure(plan, notes, output.value, bar=not verbose)
         if code:
             raise typer.Exit(code)
 
@@ -223,14 +121,14 @@ def make_plan(
     return plan, notes
 
 
-def _measure(plan: BenchPlan, notes: list[str], form: str) -> int:
+def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool) -> int:
     """Runs the plan, prints the rows, returns the exit code."""
     from moeedge.bench.runner import Bench
     from moeedge.ui.bench_progress import BenchProgress
     from moeedge.ui.bench_table import difference_lines, render
     from moeedge.ui.interrupt import Interrupt
 
-    progress = BenchProgress()
+    progress = BenchProgress(bar=bar)
     for note in notes:
         progress.note(note)
     with Bench(plan, progress) as run, Interrupt() as interrupt:

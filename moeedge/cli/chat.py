@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.device import check_device
+from moeedge.cli.log import show_log
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.engine.conversation import Conversation
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -94,7 +94,7 @@ def chat(
             context_shift=context_shift,
         )
         if verbose:
-            _show_log()
+            show_log()
         conversation = Conversation(system=system_prompt)
         if text is not None:
             conversation.ask(text)
@@ -165,13 +165,3 @@ class _Talk:
             single_turn=single_turn,
         )
         return repl.run()
-
-
-def _show_log() -> None:
-    """Send the logs of moeedge and of llama.cpp, which does not propagate, to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))  # moeedge.llama: ...
-    for name in ("moeedge", "moeedge.llama"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)

@@ -14,9 +14,9 @@ from moeedge.ui.console import is_terminal, stderr_console, supports_panel
 class BenchProgress:
     """Fulfils the runner's Progress; a context manager, because a bar must leave the terminal as it was."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bar: bool = True) -> None:
         self._console = stderr_console()
-        bar = is_terminal(sys.stderr) and supports_panel(sys.stderr, columns=self._console.width)
+        bar = bar and is_terminal(sys.stderr) and supports_panel(sys.stderr, columns=self._console.width)
         self._bar = (
             Progress(
                 TextColumn("{task.description}"),

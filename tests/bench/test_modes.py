@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -48,5 +48,5 @@ def test_every_mode_runs_equally_often_in_every_place_and_after_every_other(n: i
     orders = [rotated(modes, turn) for turn in range(2 * n)]
     for place in range(n):
         assert set(Counter(order[place] for order in orders).values()) == {2}
-    after = Counter(pair for order in orders for pair in zip(order, order[1:], strict=False))
+    after = Counter(pair for order in orders for pair in pairwise(order))
     assert all(after[a, b] == after[b, a] > 0 for a, b in permutations(modes, 2) if after[a, b] or after[b, a])

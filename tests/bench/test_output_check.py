@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.bench.output_check import NEAR_TIE_GAP, check_output, first_difference
+from moeedge.bench.output_check import check_output
 from moeedge.bench.samples import Sample
+from moeedge.engine.agreement import NEAR_TIE_GAP
 
 _END = 9
 
@@ -21,14 +22,6 @@ def _logits(**values: float) -> NDArray[np.float32]:
     for name, value in values.items():
         row[int(name[1:])] = value
     return row
-
-
-@pytest.mark.parametrize(
-    ("reference", "answer", "expected"),
-    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1], [2], 0)],
-)
-def test_first_difference(reference: list[int], answer: list[int], expected: int | None) -> None:
-    assert first_difference(reference, answer) == expected
 
 
 def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
