@@ -15,7 +15,7 @@ from moeedge.engine.conversation import Conversation, read_text
 from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
 from moeedge.errors import InputError
 from moeedge.ui import settings as setting_table
-from moeedge.ui.figures import Figure, turn_parts
+from moeedge.ui.figures import Figure, total_parts, turn_parts
 from moeedge.ui.settings import Settings
 
 
@@ -128,20 +128,9 @@ def _stats(chat: Chat, _argument: str) -> Result:
     last = chat.turns[-1]
     table = [Figure("last answer", ", ".join(turn_parts(chat.info, last.stats, last.stop_reason)))]
     if len(chat.turns) > 1:
-        total = _total([turn.stats for turn in chat.turns])
-        table.append(Figure(f"all {len(chat.turns)} answers", ", ".join(turn_parts(chat.info, total, None))))
+        parts = total_parts(chat.info, [turn.stats for turn in chat.turns])
+        table.append(Figure(f"all {len(chat.turns)} answers", ", ".join(parts)))
     return Result(table=table)
-
-
-def _total(all_stats: list[GenerationStats]) -> GenerationStats:
-    """Sums over answers; the time to the first token is their mean, and one token per answer belongs to prefill."""
-    total = GenerationStats()
-    for stats in all_stats:
-        for name in vars(total):
-            if name != "seed":
-                setattr(total, name, getattr(total, name) + getattr(stats, name))
-    total.ttft_s /= len(all_stats)
-    return total
 
 
 def _read(chat: Chat, argument: str) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -92,13 +93,17 @@ def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
 def _prompt_tokens(stats: GenerationStats) -> str:
     """How long the prompt was, and how much of it was still in the KV cache."""
     kept = stats.prompt_tokens - stats.prefill_tokens
-    return f"{stats.prefill_tokens} tokens" + (f", {kept} kept" if kept > 0 else "")
+    return _count(stats.prefill_tokens) + (f", {kept} kept" if kept > 0 else "")
+
+
+def _count(n_tokens: int) -> str:
+    return f"{n_tokens} token" if n_tokens == 1 else f"{n_tokens} tokens"
 
 
 def turn_parts(info: EngineInfo, stats: GenerationStats, reason: StopReason | None) -> list[str]:
     """The parts of the stats line after a turn, in order of interest."""
     parts = [
-        f"{stats.generated_tokens} tokens",
+        _count(stats.generated_tokens),
         f"decode {speed(stats.tg_ts)}",
         f"prefill {speed(stats.pp_ts)} ({_prompt_tokens(stats)})",
         f"TTFT {seconds(stats.ttft_s)}",
@@ -114,6 +119,26 @@ def turn_parts(info: EngineInfo, stats: GenerationStats, reason: StopReason | No
     parts.append(device(info))
     note = stop_note(reason, info)
     return [*parts, note] if note else parts
+
+
+def total_parts(info: EngineInfo, answers: Sequence[GenerationStats]) -> list[str]:
+    """The same over several answers: sums, rates of the sums, and the mean time to the first token."""
+    decoded = sum(max(stats.generated_tokens - 1, 0) for stats in answers)
+    decode_s = sum(stats.decode_s for stats in answers)
+    prefilled = sum(stats.prefill_tokens for stats in answers)
+    prefill_s = sum(stats.prefill_s for stats in answers)
+    drafted = sum(stats.drafted for stats in answers)
+    accepted = sum(stats.accepted for stats in answers)
+    parts = [
+        _count(sum(stats.generated_tokens for stats in answers)),
+        f"decode {speed(decoded / decode_s if decode_s else 0)}",
+        f"prefill {speed(prefilled / prefill_s if prefill_s else 0)} ({_count(prefilled)})",
+        f"TTFT {seconds(sum(stats.ttft_s for stats in answers) / len(answers))}",
+    ]
+    if drafted:
+        parts.append(f"accepted {percent(accepted / drafted)} ({accepted}/{drafted})")
+        parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens/step")
+    return [*parts, device(info)]
 
 
 def join_parts(parts: list[str], *, columns: int | None = None, separator: str = " | ") -> str:

@@ -11,6 +11,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
 from moeedge.errors import MoeedgeError
@@ -32,6 +33,17 @@ def unquote(text: str) -> str:
     if stripped.startswith(QUOTES) and not block_is_open(text):
         return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
     return stripped
+
+
+def _bindings() -> KeyBindings:
+    """Ctrl-C drops what was typed; where nothing was, the reader raises KeyboardInterrupt."""
+    bindings = KeyBindings()
+
+    @bindings.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
+    def _drop(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
+
+    return bindings
 
 
 class _CommandCompleter(Completer):
@@ -69,6 +81,7 @@ def make_reader(commands: Sequence[str], history: History) -> Callable[[], str]:
         history=history,
         completer=_CommandCompleter(commands),
         complete_while_typing=False,
+        key_bindings=_bindings(),
         output=create_output(always_prefer_tty=True),  # answers may go into a file while we prompt on stderr
     )
     return session.prompt

@@ -29,10 +29,7 @@ def wrap_rows(line: str, columns: int) -> list[str]:
 
 def complete_end(line: str) -> int:
     """Where the last word of `line` that cannot grow any more ends."""
-    last = None
-    for last in _WORD.finditer(line):
-        pass
-    if last is None:
-        return 0
-    grows = not line[-1].isspace() and not re.fullmatch(f"[{_WIDE}]", line[-1])
-    return last.start() if grows else last.end()
+    words = _WORD.findall(line)
+    if not words or words[-1][-1].isspace() or re.fullmatch(f"[{_WIDE}]", words[-1]):
+        return len(line)
+    return len(line) - len(words[-1])
