@@ -1,0 +1,132 @@
+"""What the draft sources propose, and that the draft model's KV cache follows the accepted text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeedge.engine.drafts import ModelDraft, NgramDraft, NoDraft
+from moeedge.engine.llama import Context, Model
+from moeedge.engine.sampling import Sampler
+from moeedge.engine.types import SamplingConfig
+
+GREEDY = Sampler(SamplingConfig(temperature=0), 304)
+
+
+def ngram(history: list[int], gamma: int = 3) -> list[int]:
+    source = NgramDraft()
+    source.begin(history)
+    return source.propose(history, gamma, GREEDY).tokens
+
+
+def test_no_draft_proposes_nothing() -> None:
+    assert NoDraft().propose([1, 2, 1, 2], 4, GREEDY).tokens == []
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2, 3], [4, 9, 1]),  # three tokens match
+        ([7, 5, 8, 5], [8, 5, 8]),  # one matches; the copy goes on in itself
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # the latest occurrence
+        ([5, 1, 2, 3, 4, 6, 2, 3, 4, 7, 1, 2, 3, 4], [6, 2, 3]),  # four tokens beat a later match of three
+        ([1, 2, 3], []),
+        ([1], []),
+        ([4, 4], [4, 4, 4]),
+    ],
+)
+def test_ngram_lookup(history: list[int], expected: list[int]) -> None:
+    assert ngram(history) == expected
+
+
+def slow_lookup(history: list[int], gamma: int) -> list[int]:
+    """The same by trying every place, latest first."""
+    for n in range(min(4, len(history)), 0, -1):
+        for end in range(len(history) - 1, n - 1, -1):
+            if history[end - n : end] == history[-n:]:
+                tokens = list(history)
+                for i in range(gamma):
+                    tokens.append(tokens[end + i])
+                return tokens[len(history) :]
+    return []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 5))
+def test_growing_index_equals_a_search(history: list[int], gamma: int, step: int) -> None:
+    source = NgramDraft()
+    source.begin(history)
+    for n in range(1, len(history) + 1, step):
+        assert source.propose(history[:n], gamma, GREEDY).tokens == slow_lookup(history[:n], gamma)
+
+
+def test_ngram_forgets_another_prompt() -> None:
+    source = NgramDraft()
+    source.propose([1, 2, 3, 1], 2, GREEDY)
+    source.begin([9, 1])
+    assert source.propose([9, 1], 2, GREEDY).tokens == []
+
+
+@pytest.fixture
+def model_draft(tiny_draft: Path) -> Iterator[ModelDraft]:
+    with Model.load(tiny_draft) as model, Context(model, n_ctx=256, n_threads=1) as context:
+        yield ModelDraft(context, n_vocab=model.info.n_vocab, is_eog=model.is_eog)
+
+
+def test_model_draft_is_greedy_decoding_of_the_draft(model_draft: ModelDraft) -> None:
+    history = [65, 66, 67, 68]
+    model_draft.begin(history)
+    assert model_draft.context.tokens == history[:-1]
+    proposal = model_draft.propose(history, 5, GREEDY)
+    assert model_draft.context.tokens == [*history, *proposal.tokens[:-1]]  # nothing follows from the last one yet
+    assert all(c.probability_of(t) == 1 for c, t in zip(proposal.candidates, proposal.tokens, strict=True))
+
+    again = [*history, *proposal.tokens]
+    model_draft.context.clear()
+    for i in range(len(history), len(again)):
+        assert model_draft.propose(again[:i], 1, GREEDY).tokens == [again[i]]
+
+
+@pytest.mark.parametrize("n_accepted", [0, 1, 3, 4])
+def test_model_draft_after_a_verification(model_draft: ModelDraft, n_accepted: int) -> None:
+    history = [65, 66, 67, 68]
+    model_draft.begin(history)
+    proposal = model_draft.propose(history, 4, GREEDY)
+    model_draft.rollback(len(history) + n_accepted)
+    accepted = [*history, *proposal.tokens[:n_accepted]]
+    assert model_draft.context.tokens == accepted[: len(history) + min(n_accepted, 3)]
+
+    # the target's own token follows, whatever it is: the proposals then equal those of a fresh draft
+    following = [*accepted, 99]
+    proposed = model_draft.propose(following, 4, GREEDY).tokens
+    model_draft.context.clear()
+    assert proposed == model_draft.propose(following, 4, GREEDY).tokens
+
+
+def test_model_draft_samples_from_the_filtered_distribution(model_draft: ModelDraft) -> None:
+    sampler = Sampler(SamplingConfig(temperature=1.0, top_k=5, seed=3), 304)
+    proposal = model_draft.propose([65, 66, 67], 6, sampler)
+    assert len(proposal.tokens) == len(proposal.candidates) == 6
+    for token, candidates in zip(proposal.tokens, proposal.candidates, strict=True):
+        assert len(candidates.ids) <= 5
+        assert candidates.probability_of(token) > 0
+        assert candidates.probabilities.sum() == pytest.approx(1)
+
+
+def test_draft_ids_stay_within_the_common_vocabulary(tiny_draft: Path) -> None:
+    with Model.load(tiny_draft) as model, Context(model, n_ctx=256, n_threads=1) as context:
+        narrow = ModelDraft(context, n_vocab=50, is_eog=model.is_eog)
+        tokens = narrow.propose([65, 66], 20, Sampler(SamplingConfig(temperature=2.0, seed=0), 304)).tokens
+        assert np.max(tokens) < 50
+
+
+def test_drafting_ends_at_a_stop_token(tiny_draft: Path) -> None:
+    with Model.load(tiny_draft) as model, Context(model, n_ctx=256, n_threads=1) as context:
+        free = ModelDraft(context, n_vocab=304, is_eog=model.is_eog).propose([65, 66], 6, GREEDY).tokens
+        context.clear()
+        stopping = ModelDraft(context, n_vocab=304, is_eog=lambda token: token == free[2])
+        assert stopping.propose([65, 66], 6, GREEDY).tokens == free[: free.index(free[2]) + 1]

@@ -1,0 +1,118 @@
+"""Vocabulary, chat templates and the shape that a model states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeedge.engine.chat_format import ChatFormat
+from moeedge.engine.llama import Model
+from moeedge.engine.memory import default_n_ctx, kv_bytes_per_token
+from moeedge.engine.vocabulary import check_compatible
+from moeedge.errors import EngineError, VocabularyMismatchError
+from tests.conftest import TinyFactory
+from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
+
+TURN = [{"role": "user", "content": "Hi"}]
+
+
+def test_info(tiny_moe: Path) -> None:
+    with Model.load(tiny_moe) as model:
+        info = model.info
+        assert (info.architecture, info.n_layers, info.n_expert_layers) == ("qwen3moe", 3, 3)
+        assert (info.n_experts, info.n_experts_used, info.n_vocab) == (16, 4, N_VOCAB)
+        assert (info.n_ctx_train, info.n_embd, info.n_swa) == (4096, 64, 0)
+        assert info.size_bytes == tiny_moe.stat().st_size
+        assert model.can_roll_back
+
+
+def test_dense_models_have_no_experts(tiny_draft: Path) -> None:
+    with Model.load(tiny_draft) as model:
+        assert (model.info.n_experts, model.info.expert_layers) == (0, ())
+
+
+@pytest.mark.parametrize("text", ["", "Hello there", "naïve 🦙 日本", "a\nb\tc", "x" * 5000])
+def test_tokens_spell_the_text(tiny_moe: Path, text: str) -> None:
+    with Model.load(tiny_moe) as model:
+        assert b"".join(map(model.piece, model.tokenize(text))).decode() == text
+
+
+def test_special_tokens(tiny_moe: Path) -> None:
+    with Model.load(tiny_moe) as model:
+        assert model.tokenize("<|im_start|>") == [IM_START]
+        assert len(model.tokenize("<|im_start|>", parse_special=False)) > 1
+        assert model.piece(IM_END) == b"" and model.piece(IM_END, special=True) == b"<|im_end|>"
+        assert [model.is_eog(token) for token in (IM_END, ENDOFTEXT, 65)] == [True, True, False]
+
+
+def test_closing_twice_is_harmless(tiny_moe: Path) -> None:
+    model = Model.load(tiny_moe)
+    model.close()
+    model.close()
+
+
+def test_render_chat(tiny_moe: Path) -> None:
+    with Model.load(tiny_moe) as model:
+        text = model.render_chat([{"role": "system", "content": "Be brief."}, *TURN])
+        assert text == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert not model.render_chat(TURN, add_assistant=False).endswith("assistant\n")
+
+
+def test_a_model_without_template_gets_chatml() -> None:
+    assert ChatFormat(None).render(TURN) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_without_system_role_gets_it_in_the_first_message() -> None:
+    strict = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    )
+    rendered = ChatFormat(strict, bos="<s>").render([{"role": "system", "content": "Be brief."}, *TURN])
+    assert rendered == "<s>[Be brief.\n\nHi]"
+    with pytest.raises(EngineError, match="refuses this conversation: no system role"):
+        ChatFormat(strict).render([{"role": "system", "content": "Be brief."}])
+
+
+def test_template_extensions() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    assert ChatFormat(template).render(TURN * 2) == '{"role": "user", "content": "Hi"}4'
+
+
+def test_templates_are_sandboxed_and_checked() -> None:
+    with pytest.raises(EngineError, match="cannot be read"):
+        ChatFormat("{% for %}")
+    with pytest.raises(EngineError, match="refuses"):
+        ChatFormat("{{ messages.__class__.__mro__ }}").render(TURN)
+
+
+def test_same_vocabulary(tiny_moe: Path, tiny_draft: Path) -> None:
+    with Model.load(tiny_moe) as target, Model.load(tiny_draft) as draft:
+        assert check_compatible(target, draft) == N_VOCAB
+
+
+def test_another_vocabulary_names_the_tokens(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    data = tiny_draft.read_bytes()
+    assert data.count(b"<|im_start|>") >= 1
+    other.write_bytes(data.replace(b"<|im_start|>", b"<|imstart_|>"))
+    with Model.load(tiny_moe) as target, Model.load(other) as draft:
+        expected = rf"token {IM_START} is '<\|imstart_\|>' there and '<\|im_start\|>' here"
+        with pytest.raises(VocabularyMismatchError, match=expected) as caught:
+            check_compatible(target, draft)
+        assert caught.value.exit_code == 2
+
+
+def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
+    with Model.load(tiny("qwen3moe")) as model:
+        per_token = kv_bytes_per_token(model)
+        assert per_token == 3 * 2 * (16 + 16) * 2  # layers x kv heads x (key + value) x float16
+        assert default_n_ctx([model], free_bytes=2**40) == (4096, None)
+        size, note = default_n_ctx([model, model], free_bytes=per_token * 4 * 1000)
+        assert size == 768 and note is not None and "instead of the 4,096" in note
+        assert default_n_ctx([model], free_bytes=0)[0] == 256

@@ -1,0 +1,188 @@
+"""Filters against llama.cpp's own samplers, rejection sampling against the distribution it must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.types import SamplingConfig
+from moeedge.errors import EngineError
+
+P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
+ALL = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def llama_chain(logits: np.ndarray, config: SamplingConfig, history: Sequence[int]) -> np.ndarray:
+    """The distribution of llama.cpp's sampler chain, float64 [n_vocab]."""
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    lib.llama_sampler_chain_add(
+        chain, lib.llama_sampler_init_penalties(len(logits), config.repeat_last_n, config.repeat_penalty, 0.0, 0.0)
+    )
+    for sampler in (
+        lib.llama_sampler_init_top_k(config.top_k),
+        lib.llama_sampler_init_top_p(config.top_p, 0),
+        lib.llama_sampler_init_min_p(config.min_p, 0),
+        lib.llama_sampler_init_temp(config.temperature),
+        lib.llama_sampler_init_dist(1),
+    ):
+        lib.llama_sampler_chain_add(chain, sampler)
+    for token in history:
+        lib.llama_sampler_accept(chain, token)
+    data = (lib.llama_token_data * len(logits))()
+    for token, logit in enumerate(logits):
+        data[token].id, data[token].logit = token, float(logit)
+    array = lib.llama_token_data_array(data=data, size=len(logits), selected=-1, sorted=False)
+    lib.llama_sampler_apply(chain, array)
+    row = np.zeros(len(logits))
+    for i in range(array.size):
+        row[array.data[i].id] = array.data[i].p
+    lib.llama_sampler_free(chain)
+    return row
+
+
+configs = st.builds(
+    SamplingConfig,
+    temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 1000]),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.1, 0.5]),
+    repeat_penalty=st.sampled_from([1.0, 1.1, 1.8, 0.7]),
+    repeat_last_n=st.sampled_from([0, 1, 3, 64]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([3, 50, 1500]), configs)
+def test_filters_agree_with_llama_cpp(seed: int, n_vocab: int, config: SamplingConfig) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, n_vocab).astype(np.float32)
+    history = rng.integers(0, n_vocab, rng.integers(0, 12)).tolist()
+    ours = Sampler(config, n_vocab).distribution(logits, history)
+    theirs = llama_chain(logits, config, history)
+    if not np.array_equal(ours > 0, theirs > 0):
+        # llama.cpp sums in float32: a token at the very edge of top-p may fall on either side
+        edge = min(ours[ours > 0].min(initial=1), theirs[theirs > 0].min(initial=1))
+        assert abs(np.count_nonzero(ours) - np.count_nonzero(theirs)) == 1
+        assert edge < 0.5
+    else:
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    assert ours.sum() == pytest.approx(1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 40, 300]), st.sampled_from([30, 5000, 20000]))
+def test_top_k_finds_the_largest(seed: int, k: int, n_vocab: int) -> None:
+    # few distinct values: ties at the edge go to the lower id
+    logits = np.random.default_rng(seed).integers(0, 500, n_vocab).astype(np.float32)
+    config = SamplingConfig(temperature=1.0, top_k=k, top_p=1.0, min_p=0.0)
+    expected = sorted(range(n_vocab), key=lambda token: (-logits[token], token))[:k]
+    assert Sampler(config, n_vocab).candidates(logits, []).ids.tolist() == expected
+
+
+def test_greedy_takes_the_first_of_equals_and_the_penalty_moves_it() -> None:
+    logits = np.array([1.0, 3.0, 3.0, -1.0], dtype=np.float32)
+    assert Sampler(SamplingConfig(temperature=0), 4).argmax(logits, [1]) == 1
+    penalized = Sampler(SamplingConfig(temperature=0, repeat_penalty=2.0), 4)
+    assert penalized.argmax(logits, [1]) == 2
+    assert penalized.argmax(np.array([-1.0, -1.5, -3, -4], dtype=np.float32), [0]) == 1  # -1 becomes -2, not -0.5
+    assert penalized.distribution(logits, [1]).tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(temperature: float) -> None:
+    sampler = Sampler(SamplingConfig(temperature=temperature), 3)
+    with pytest.raises(EngineError, match="not finite"):
+        sampler.candidates(np.array([0.0, np.nan, 1.0], dtype=np.float32), [])
+
+
+def test_the_same_seed_draws_the_same_tokens() -> None:
+    p = np.random.default_rng(0).dirichlet(np.ones(50))
+    config = SamplingConfig(temperature=1.0, seed=7)
+    first, second = Sampler(config, 50), Sampler(config, 50)
+    assert [first.draw(p) for _ in range(100)] == [second.draw(p) for _ in range(100)]
+    fresh = Sampler(SamplingConfig(temperature=1.0), 50)
+    assert [Sampler(SamplingConfig(temperature=1.0, seed=fresh.seed), 50).draw(p)] == [fresh.draw(p)]
+
+
+def test_draw_follows_the_distribution_and_never_takes_the_impossible() -> None:
+    p = np.array([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    sampler = Sampler(SamplingConfig(temperature=1.0, seed=1), len(p))
+    drawn = np.bincount([sampler.draw(p) for _ in range(5000)], minlength=len(p))
+    assert drawn[p == 0].sum() == 0
+    assert chisquare(drawn[p > 0], 5000 * p[p > 0]).pvalue > P_VALUE
+
+
+@pytest.mark.parametrize("case", ["close", "far", "disjoint", "one-hot", "equal"])
+def test_rejection_sampling_keeps_the_target_distribution(case: str) -> None:
+    """Two drafts and the bonus token: the first two tokens that come out are distributed as the target's."""
+    n_vocab, n_draws = 6, 20_000
+    rng = np.random.default_rng(3)
+    p = rng.dirichlet(np.ones(n_vocab), size=3)
+    q = {
+        "close": 0.8 * p[:2] + 0.2 * rng.dirichlet(np.ones(n_vocab), size=2),
+        "far": rng.dirichlet(np.full(n_vocab, 0.3), size=2),
+        "disjoint": np.eye(n_vocab)[[0, 1]],
+        "one-hot": np.eye(n_vocab)[[2, 3]],
+        "equal": p[:2],
+    }[case]
+    if case == "disjoint":
+        p[0, 0] = p[1, 1] = 0
+        p /= p.sum(axis=1, keepdims=True)
+    sampler = Sampler(SamplingConfig(temperature=1.0, seed=5), n_vocab)
+    first, second, accepted = np.zeros(n_vocab), np.zeros(n_vocab), 0
+    for _ in range(n_draws):
+        drafts = [sampler.draw(row) for row in q]
+        n_accepted, token = sampler.verify(p, q, drafts)
+        tokens = [*drafts[:n_accepted], token]
+        first[tokens[0]] += 1
+        if len(tokens) > 1:  # the rows do not depend on the tokens before, so neither may the second token
+            second[tokens[1]] += 1
+        accepted += n_accepted >= 1
+    for observed, row in ((first, p[0]), (second, p[1])):
+        if observed.sum():
+            assert observed[row == 0].sum() == 0
+            assert chisquare(observed[row > 0], observed.sum() * row[row > 0]).pvalue > P_VALUE
+    # the acceptance rate is 1 minus the total variation distance
+    assert accepted / n_draws == pytest.approx(np.minimum(p[0], q[0]).sum(), abs=0.02)
+    if case == "equal":
+        assert accepted == n_draws
+
+
+def test_accept_equals_verify_on_the_filtered_distributions() -> None:
+    rng = np.random.default_rng(2)
+    config = SamplingConfig(temperature=0.9, top_k=8, repeat_penalty=1.3, repeat_last_n=3, seed=11)
+    for _ in range(50):
+        logits = rng.normal(0, 2, (4, 40)).astype(np.float32)
+        drafts = rng.integers(0, 40, 3).tolist()
+        history = rng.integers(0, 40, 5).tolist()
+        proposals = [Candidates.certain(token) for token in drafts]
+        # every position is filtered with the drafts before it in its history
+        p = np.stack([Sampler(config, 40).distribution(logits[i], history + drafts[:i]) for i in range(4)])
+        q = np.stack([proposal.dense(40) for proposal in proposals])
+        n_accepted, token = Sampler(config, 40).accept(logits, drafts, proposals, history)
+        assert Sampler(config, 40).verify(p, q, drafts)[0] == n_accepted
+        assert p[n_accepted, token] > 0
+
+
+def test_greedy_acceptance_stops_at_the_first_difference() -> None:
+    logits = np.zeros((4, 5), dtype=np.float32)
+    logits[range(4), [1, 2, 3, 4]] = 1
+    sampler = Sampler(SamplingConfig(temperature=0), 5)
+    proposals = [Candidates.certain(0)] * 3
+    assert sampler.accept(logits, [1, 2, 3], proposals, [0]) == (3, 4)
+    assert sampler.accept(logits, [1, 0, 3], proposals, [0]) == (1, 2)
+    assert sampler.accept(logits[:1], [], [], [0]) == (0, 1)
+
+
+def test_the_whole_history_counts_with_a_window_of_minus_one() -> None:
+    logits = np.array([5.0, 4.0, 1.0], dtype=np.float32)
+    history = [0] + [2] * 100
+    assert Sampler(SamplingConfig(temperature=0, repeat_penalty=2, repeat_last_n=-1), 3).argmax(logits, history) == 1
+    assert Sampler(SamplingConfig(temperature=0, repeat_penalty=2), 3).argmax(logits, history) == 0
