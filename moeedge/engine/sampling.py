@@ -9,6 +9,7 @@ algorithm 1. The tokens that come out are distributed as if the target alone had
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,20 +21,21 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
 
 _BLOCK = 256  # vocabulary entries per block of the top-k search
+_TOP_P_HEAD = 1024  # candidates that top-p looks at before it sorts the whole vocabulary
 FloatRow = NDArray[np.float32]  # [n_vocab]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """A distribution over few tokens, most probable first."""
+    """A distribution over the tokens that a filter chain left."""
 
-    ids: NDArray[np.int64]  # [n]
+    ids: NDArray[np.intp]  # [n]
     probabilities: NDArray[np.float64]  # [n], sums to 1
 
     @classmethod
     def certain(cls, token: int) -> Candidates:
         """All probability on one token: what a greedy or deterministic proposal is."""
-        return cls(np.array([token], dtype=np.int64), np.ones(1))
+        return cls(np.array([token], dtype=np.intp), np.ones(1))
 
     def probability_of(self, token: int) -> float:
         return float(self.probabilities[self.ids == token].sum())
@@ -66,18 +68,39 @@ class Sampler:
             return Candidates.certain(self.argmax(logits, history))
         config = self.config
         values = self._penalized(logits, history)
-        ids = _largest(values, config.top_k)
-        kept = values[ids].astype(np.float64)  # descending
-        if not np.isfinite(kept[0]) or np.isnan(kept[-1]):  # NaN sorts last
+        best = float(values.max())
+        if not math.isfinite(best):
             raise EngineError("The model computed logits that are not finite.", "Its file may be damaged.")
+        ids, total = self._head(values, best)
+        kept = values[ids].astype(np.float64) - best
         if config.top_p < 1:
-            cumulated = np.cumsum(_softmax(kept))
-            n = int(np.searchsorted(cumulated, config.top_p)) + 1
+            n = int(np.searchsorted(np.cumsum(np.exp(kept)), config.top_p * total)) + 1
             ids, kept = ids[:n], kept[:n]
         if config.min_p > 0:
-            n = int(np.count_nonzero(kept >= kept[0] + np.log(config.min_p)))
+            n = int(np.count_nonzero(kept >= math.log(config.min_p)))
             ids, kept = ids[:n], kept[:n]
-        return Candidates(ids, _softmax(kept / config.temperature))
+        weights = np.exp(kept / config.temperature)
+        return Candidates(ids, weights / weights.sum())
+
+    def _head(self, values: FloatRow, best: float) -> tuple[NDArray[np.intp], float]:
+        """The ids that top-k leaves, descending, and the sum of their exp(value - best).
+
+        Without top-k over a large vocabulary, ids that top-p or min-p will drop anyway may already be missing (their
+        weight is in the sum); without any filter the order is that of the vocabulary.
+        """
+        config = self.config
+        if 0 < config.top_k < len(values):
+            ids = _largest(values, config.top_k)
+            return ids, float(np.exp(values[ids].astype(np.float64) - best).sum())
+        total = float(np.exp(values.astype(np.float64) - best).sum())
+        if config.min_p > 0:
+            return _descending(values, np.flatnonzero(values >= best + math.log(config.min_p))), total
+        if config.top_p == 1:
+            return np.arange(len(values)), total
+        ids = _largest(values, _TOP_P_HEAD)
+        if np.exp(values[ids].astype(np.float64) - best).sum() < config.top_p * total:
+            ids = _largest(values, 0)
+        return ids, total
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
@@ -179,10 +202,10 @@ class Sampler:
         return values
 
 
-def _largest(values: FloatRow, k: int) -> NDArray[np.int64]:
+def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
     """Indices of the `k` largest values (0: all), descending, the lower index first among equals."""
     if not 0 < k < len(values):
-        return np.argsort(-values, kind="stable")
+        return _descending(values, np.arange(len(values)))
     blocks = len(values) // _BLOCK
     if blocks > k:
         # each of the k largest block maxima is a value, so the k-th of them bounds the k-th value from below
@@ -190,14 +213,12 @@ def _largest(values: FloatRow, k: int) -> NDArray[np.int64]:
         ids = np.flatnonzero(values >= np.partition(maxima, -k)[-k])
     else:
         ids = np.flatnonzero(values >= np.partition(values, -k)[-k])
+    return _descending(values, ids)[:k]
+
+
+def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:
     order: NDArray[np.intp] = np.argsort(-values[ids], kind="stable")
-    return ids[order[:k]]
-
-
-def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Over values in descending order."""
-    weights = np.exp(values - values[0])
-    return np.asarray(weights / weights.sum())
+    return ids[order]
 
 
 def _sparse(row: NDArray[np.float64]) -> Candidates:
