@@ -21,6 +21,14 @@ class TinyFactory(Protocol):
     def __call__(self, arch: str, *, seed: int = 0, **overrides: Any) -> Path: ...
 
 
+def pytest_configure() -> None:
+    """Makes idle OpenMP threads yield soon: on a shared machine a spinning team waits for cores that others hold.
+
+    Read when llama_cpp is loaded, which nothing does before the first test module is imported.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def pytest_report_header() -> str:
     """The versions that a failure has to be read with."""
     found = []

@@ -56,6 +56,26 @@ def test_frames_equal_the_evaluation_callback(case: str, claims: Claims, tiny: T
 
 
 @by_claims
+def test_bundled_target(claims: Claims, bundled_pair: tuple[Path, Path]) -> None:
+    """48 layers, a prompt of several graphs and a verification: ids, weights and counts."""
+    stock, tap = tap_context(bundled_pair[0], n_ubatch=128)
+    ours, sensor = sensed_context(bundled_pair[0], claims, n_ubatch=128)
+    with stock, ours:
+        n_vocab = stock.n_vocab
+        for n_tokens in (200, 9, 1):
+            tokens = np.random.default_rng(n_tokens).integers(0, n_vocab, n_tokens).tolist()
+            stock.decode(tokens)
+            ours.decode(tokens)
+            frames = sensor.frames()
+            assert [frame.n_tokens for frame in frames] == ([128, 72] if n_tokens == 200 else [n_tokens])
+            assert len(tap.ids) == sensor.n_layers
+            for layer, ids in tap.ids.items():  # the callback keeps the last graph
+                assert np.array_equal(frames[-1].ids[layer], ids)
+                assert np.array_equal(frames[-1].weights[layer], tap.weights[layer])
+            assert np.array_equal(sensor.read_counts(), count_ids(frames, sensor.n_experts))
+
+
+@by_claims
 @pytest.mark.parametrize("case", MOE_CASES)
 def test_counts_equal_the_ids(case: str, claims: Claims, tiny: TinyFactory) -> None:
     arch, dimensions = MOE_CASES[case]
