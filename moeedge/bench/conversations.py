@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from moeedge.bench.lanes import Lane
@@ -50,6 +51,7 @@ def run_conversation(
         tokens = _prompt_tokens(lanes[0], messages)
         answer: list[int] = []
         for place, mode in enumerate(order):
+            cpu_before_s = time.process_time()
             generation = by_name[mode.name].session.generate(
                 tokens, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
             )
@@ -66,6 +68,7 @@ def run_conversation(
                 turn=turn,
                 repetition=repetition,
                 order=place,
+                cpu_s=time.process_time() - cpu_before_s,
                 stop_reason=generation.stop_reason,
                 tokens=list(generation.tokens),
                 prompt_ids=tokens,

@@ -31,6 +31,9 @@ class Sample:
     draft_s: float = 0.0
     verify_s: float = 0.0
     observe_s: float = 0.0
+    cpu_s: float = (
+        0.0  # processor seconds of this process, all threads: far below wall time x threads, others were busy
+    )
     stop_reason: StopReason | None = None
     # kept for the output check, no part of the record
     tokens: list[int] = field(default_factory=list)  # the answer, without the stop token
@@ -58,8 +61,8 @@ class Sample:
         return fields
 
 
-def from_stats(stats: GenerationStats, *, stop_reason: StopReason | None, **identity: Any) -> Sample:
-    """A sample from what the engine counted; `identity` is the fields that say what was done."""
+def from_stats(stats: GenerationStats, *, stop_reason: StopReason | None, **others: Any) -> Sample:
+    """A sample from what the engine counted; `others` are the fields that it does not know."""
     return Sample(
         stop_reason=stop_reason,
         prompt_tokens=stats.prompt_tokens,
@@ -77,5 +80,5 @@ def from_stats(stats: GenerationStats, *, stop_reason: StopReason | None, **iden
         draft_s=stats.draft_s,
         verify_s=stats.verify_s,
         observe_s=stats.observe_s,
-        **identity,
+        **others,
     )

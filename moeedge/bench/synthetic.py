@@ -45,13 +45,13 @@ def run_prefill(lanes: Sequence[Lane], n_tokens: int, repetitions: int, cancel: 
         if cancel():
             return
         lane.session.reset()
-        start_s = time.perf_counter()
+        cpu_before_s, start_s = time.process_time(), time.perf_counter()
         lane.session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
-        elapsed_s = time.perf_counter() - start_s
+        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
         if repetition >= 0:
             yield Sample(
                 lane.mode.name, "", 0, repetition, place,
-                prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s,
+                prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s, cpu_s=cpu_s,
             )  # fmt: skip
 
 
@@ -61,16 +61,16 @@ def run_decode(lanes: Sequence[Lane], n_tokens: int, repetitions: int, cancel: C
     for repetition, place, lane in _rounds(lanes, repetitions):
         lane.session.reset()
         target = lane.session.target
-        start_s = time.perf_counter()
+        cpu_before_s, start_s = time.process_time(), time.perf_counter()
         for token in tokens if repetition >= 0 else tokens[:_WARM_UP_TOKENS]:
             if cancel():
                 return
             target.decode([token], phase=Phase.DECODE, logits="last")
-        elapsed_s = time.perf_counter() - start_s
+        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
         if repetition >= 0:
             yield Sample(
                 lane.mode.name, "", 0, repetition, place,
-                generated_tokens=n_tokens, decode_tokens=n_tokens, decode_s=elapsed_s, steps=n_tokens,
+                generated_tokens=n_tokens, decode_tokens=n_tokens, decode_s=elapsed_s, steps=n_tokens, cpu_s=cpu_s,
             )  # fmt: skip
 
 

@@ -152,5 +152,6 @@ def _judge(rows: list[BenchRow]) -> int:
         return 0
     names = ", ".join(dict.fromkeys(row.mode for row in wrong))
     n = sum(len(row.output.different) for row in wrong if row.output is not None)
-    print_error(f"The output of {names} differs from stock-ar's in {n} places that are no near-ties.")
+    places = "1 place that is no near-tie" if n == 1 else f"{n} places that are no near-ties"
+    print_error(f"The output of {names} differs from stock-ar's in {places}.")
     return EXIT_FAILURE

@@ -1,0 +1,213 @@
+"""`moeedge bench` from the outside: what stands on standard output, what it exits with, what bad input is told."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moeedge.bench.environment import Environment
+from moeedge.bench.output_check import Difference, OutputCheck
+from moeedge.bench.record import SCHEMA, BenchRow
+from moeedge.bench.statistics import spread
+from moeedge.cli.app import app
+from moeedge.cli.bench import _judge, make_plan
+from moeedge.data import load_sample
+from moeedge.engine.types import EngineConfig
+from moeedge.ui.bench_table import difference_lines, render
+
+_QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    """Two prompts of a user's, the second of two turns."""
+    path = tmp_path / "talk.jsonl"
+    path.write_text('{"prompt": "Tell me of the sea."}\n{"turns": ["Who are you?", "And I?"]}\n')
+    return path
+
+
+def _bench(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: Path) -> None:
+    result = _bench("-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["mode"], row["test"]) for row in rows] == [(m, "talk") for m in ("stock-ar", "stock-sd", "moeedge")]
+    for row in rows:
+        assert (row["schema"], row["threads"], row["n_predict"], row["gamma"]) == (
+            SCHEMA, 1, 6, 0 if row["mode"] == "stock-ar" else 3,
+        )  # fmt: skip
+        assert row["output_compared"] == 2
+        assert not any(isinstance(value, dict) for value in row.values())
+    assert "repetition 1" in result.stderr
+
+
+def test_json_lines_csv_and_markdown(tiny_moe: Path, talk: Path) -> None:
+    common = ["-m", tiny_moe, "--dataset", talk, *_QUICK]
+    lines = _bench(*common, "-o", "jsonl").stdout.splitlines()
+    assert [json.loads(line)["mode"] for line in lines] == ["stock-ar", "moeedge"]
+    table = list(csv.DictReader(io.StringIO(_bench(*common, "-o", "csv").stdout)))
+    assert [row["output_check"] for row in table] == ["2/2", "2/2"]
+    assert float(table[1]["tg_ts"]) > 0
+    assert table[0]["acceptance_rate"] == ""
+    text = _bench(*common).stdout
+    heads, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert "tg t/s" in heads
+    assert set(rule) <= set("|-:")
+    assert len(rows) == 2
+    assert all(len(line) == len(heads) for line in rows)
+    assert "no draft" in text
+
+
+def test_without_a_dataset_llama_benchs_tests_run(tiny_moe: Path, tiny_draft: Path) -> None:
+    result = _bench("-m", tiny_moe, "-md", tiny_draft, "-p", "16", "-n", "4", "-r", "2", "-t", "1", "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["test"], row["mode"]) for row in rows] == [
+        ("pp16", "stock-ar"), ("pp16", "moeedge"), ("tg4", "stock-ar"), ("tg4", "moeedge"),
+    ]  # fmt: skip
+    assert len(rows[0]["pp_ts_samples"]) == 2
+    assert "stock-sd would be stock-ar again" in result.stderr
+
+
+def test_our_sample_is_named_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_moe: Path) -> None:
+    monkeypatch.delenv("MOEEDGE_DATA", raising=False)
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody may be asked
+    arguments = ["-m", tiny_moe, "--dataset", "mtbench", "--offline-sample", "--limit", "1", *_QUICK, "-o", "json"]
+    rows = json.loads(_bench(*arguments).stdout)
+    assert {row["test"] for row in rows} == {row["dataset"] for row in rows} == {"sample"}
+    assert "mtbench" not in {row["test"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"prompt": "Hi"}\n{"prompt": oops}\n', "talk.jsonl, line 2: not valid JSON"),
+        ('{"prompt": "Hi"}\n{"text": "Hi"}\n', 'talk.jsonl, line 2: none of "prompt", "turns", "messages"'),
+        ("", "talk.jsonl holds no prompts"),
+    ],
+)
+def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, content: str, said: str) -> None:
+    talk.write_text(content)
+    result = _bench("-m", tiny_moe, "--dataset", talk)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dataset", "mtbanch"], 'Unknown dataset "mtbanch". Choose one of mtbench, humaneval'),
+        (["--modes", "stock"], 'There is no mode "stock"'),
+        (["--dataset", "sample", "--limit", "0"], "--limit must be at least 1"),
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["--dataset", "sample", "-n", "0"], "(-n) must be at least 1"),
+        (["-r", "0"], "(-r) must be at least 1"),
+        (["--draft-max", "99"], "gamma (--draft-max) must be in 0..64"),
+        (["--dataset", "sample", "-c", "16"], "No prompt fits"),
+        (["-dev", "TPU7"], 'There is no device "TPU7"'),
+    ],
+)
+def test_bad_input_exits_with_2_and_a_sentence(tiny_moe: Path, arguments: list[str], said: str) -> None:
+    result = _bench("-m", tiny_moe, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_model_exits_with_2(tmp_path: Path) -> None:
+    result = _bench("-m", tmp_path / "absent.gguf", "-p", "8")
+    assert result.exit_code == 2
+    assert "absent.gguf" in result.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_prints_what_was_measured(tiny_moe: Path, talk: Path, signum: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "moeedge", "bench", "-m", str(tiny_moe), "--dataset", str(talk)]
+    with subprocess.Popen(
+        [*command, "-n", "4", "-r", "100000", "-t", "1", "-o", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "repetition 2" in line:
+                break
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    rows = json.loads(out)
+    assert [row["mode"] for row in rows] == ["stock-ar", "moeedge"]
+    assert len(rows[0]["samples"]) == len(rows[1]["samples"]) >= 3
+    assert "Interrupted" in err
+    assert "Traceback" not in err
+
+
+def test_what_the_options_mean_together(tiny_moe: Path) -> None:
+    base = EngineConfig(model=tiny_moe, draft="ngram")
+    plain, _ = make_plan(
+        base, "stock-ar", None, limit=None, n_prompt=None, n_predict=None, repetitions=3, ignore_eos=False
+    )
+    assert (plain.n_prompt, plain.n_gen, plain.dataset) == (512, 128, None)
+    with_data, _ = make_plan(
+        base, "stock-ar", load_sample(), limit=3, n_prompt=64, n_predict=32, repetitions=1, ignore_eos=True
+    )
+    assert (with_data.n_prompt, with_data.n_gen, with_data.n_predict) == (64, 0, 32)
+    assert with_data.dataset is not None
+    assert len(with_data.dataset.prompts) == 3
+
+
+def _row(output: OutputCheck) -> BenchRow:
+    environment = Environment("0.1.0", "f" * 40, True, "0.3.36", "A CPU", "Linux", "3.11", "2026-01-01T00:00:00+00:00")
+    setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}
+    return BenchRow(
+        mode="moeedge", test="qa", pp=spread([100.0, 200.0]), tg=spread([10.0]), ttft_s=0.25, acceptance_rate=0.5,
+        tokens_per_step=2.5, experts_per_verification=31.25, hit_rate=None, output=output, ratio=1.234, ratio_pp=None,
+        setup={**setup, "repetitions": 2}, samples=(),
+    )  # fmt: skip
+
+
+def test_a_difference_that_is_no_near_tie_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    tie = Difference("7", 1, 0, 4, 11, 12, 0.01, True)
+    wrong = Difference("8", 0, 0, 2, 11, None, 3.5, False)
+    tied = _row(OutputCheck(equal=7, compared=8, near_ties=(tie,)))
+    assert _judge([tied]) == 0
+    assert difference_lines([tied]) == [
+        "near-tie: moeedge, qa prompt 7, turn 2, token 5: token 12 instead of token 11, 0.0100 logits apart"
+    ]
+    failed = _row(OutputCheck(equal=6, compared=8, near_ties=(tie,), different=(wrong,)))
+    assert _judge([failed]) == 1
+    assert "output of moeedge differs from stock-ar's in 1 place that is no near-tie" in capsys.readouterr().err
+    assert difference_lines([failed])[1].startswith("DIFFERENT: moeedge, qa prompt 8, turn 1, token 3: the end instead")
+
+
+def test_the_table() -> None:
+    text = render([_row(OutputCheck(equal=8, compared=8))], "md")
+    heads, _, row = text.splitlines()[:3]
+    cells = dict(zip(heads.replace(" ", "").split("|"), row.replace(" ", "").split("|"), strict=True))
+    assert cells["ppt/s"] == "150.00±70.71"
+    assert cells["TTFTms"] == "250.0"
+    assert cells["experts/step"] == "31.2"
+    assert (cells["output"], cells["tgratio"], cells["ppratio"], cells["hitrate"]) == ("8/8", "1.234", "-", "-")
+    assert "commit ffffffffff (changed)" in text
+    assert "draft d.gguf, gamma 4" in text
+    assert render([], "md") == ""
+    assert json.loads(render([], "json")) == []
