@@ -49,12 +49,12 @@ def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> N
 
 def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> None:
     image = upper.imshow(
-        profile.counts.T,
+        profile.counts.T if profile.steps else np.zeros((profile.n_experts, 1)),
         aspect="auto",
         origin="lower",
         interpolation="nearest",
         cmap="magma",
-        extent=(0.5, profile.steps + 0.5, -0.5, profile.n_experts - 0.5),
+        extent=(0.5, max(profile.steps, 1) + 0.5, -0.5, profile.n_experts - 0.5),
     )
     figure.colorbar(image, ax=upper, label="activations")
     upper.set_ylabel("expert")
@@ -76,7 +76,8 @@ def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> N
     lower.set_xlim(0.5, max(profile.steps, 1) + 0.5)
     lower.set_xlabel("verification step" if profile.speculative else "step")
     lower.set_ylabel("hot-or-cold accuracy")
-    lower.legend(loc="lower right", fontsize="small")
+    if np.isfinite(curve).any() or profile.step_cold_share is not None:
+        lower.legend(loc="lower right", fontsize="small")
 
 
 def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerProfile]) -> None:
@@ -103,7 +104,8 @@ def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerPr
     lower.set_xticks(shown, [names[i] for i in shown])
     lower.set_xlabel("layer")
     lower.set_ylabel("share")
-    lower.legend(loc="best", fontsize="small")
+    if lower.lines:
+        lower.legend(loc="best", fontsize="small")
 
 
 def smoothed(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:

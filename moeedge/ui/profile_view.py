@@ -16,14 +16,13 @@ _STRIP_STEPS = 36  # steps in the strip behind each of the hottest experts
 PREDICTOR_NAMES = {
     "alg1-printed": "Alg. 1, printed",
     "alg1-float": "Alg. 1, float",
-    "alg1-fixed": "Alg. 1, fixed 3/1",
+    "alg1-fixed": "Alg. 1, fixed",
     "count-ema": "decayed counts",
     "last-step": "used last step",
 }
-_SENSORS = {"sd": "sd steps", "ar": "ar tokens"}
 _LEGEND = (
-    "sd: fed with verification steps, ar: with one accepted token at a time. cold: what always saying cold reaches. "
-    "balanced: mean of the hot and the cold experts recognised. kept: the state carried from text to text."
+    "sd: fed with verification steps; ar: with one accepted token at a time. cold: what always saying cold reaches. "
+    "balanced: mean share of the hot and of the cold experts recognised. kept: the state carried from text to text."
 )
 
 
@@ -32,20 +31,30 @@ def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
     if len(profiles) == 1:
         _print_layer(profiles[0], console)
     else:
-        console.print(_layers_table(profiles))
-        console.print(
-            "sd, ar: share of experts rightly called hot or cold before the next step, by Alg. 1 fed with verification "
-            "steps (sd) or one token at a time (ar); cold: what always saying cold would reach."
-        )
+        _print_layers(profiles, console)
+
+
+def _print_layers(profiles: Sequence[LayerProfile], console: Console) -> None:
+    first = profiles[0]
+    console.print(_size_line(first), style="bold")
+    console.print(_layers_table(profiles))
+    console.print(
+        "sd, ar: share of experts rightly called hot or cold before the next step by Alg. 1 as printed, fed with "
+        "verification steps or with one token at a time; cold: what always saying cold reaches. overlap: of adjacent "
+        "tokens; chance: with this popularity and no order "
+        f"(k/N is {_number(first.overlap_uniform, 3)}). B=4: distinct "
+        f"experts of 4 tokens (uniform {_number(first.unique_uniform[4], 1)}); step: of a step.",
+        style="dim",
+    )
+
+
+def _size_line(profile: LayerProfile) -> str:
+    kind = "verification steps" if profile.speculative else "steps"
+    return f"{profile.n_experts} experts, top-{profile.n_used}; {profile.steps} {kind}, {profile.tokens} tokens of text"
 
 
 def _print_layer(profile: LayerProfile, console: Console) -> None:
-    kind = "verification steps" if profile.speculative else "steps"
-    console.print(
-        f"layer {profile.layer}: {profile.n_experts} experts, top-{profile.n_used}; "
-        f"{profile.steps} {kind}, {profile.tokens} tokens of text",
-        style="bold",
-    )
+    console.print(f"layer {profile.layer}: {_size_line(profile)}", style="bold")
     console.print(_activations_line(profile))
     console.print()
     console.print(_accuracy_table(profile))
@@ -72,13 +81,13 @@ def _activations_line(profile: LayerProfile) -> str:
 
 
 def _accuracy_table(profile: LayerProfile) -> Table:
-    table = _table("hot or cold, said before the step (tau = 1)", "score", "fed with", "about next")
+    table = _table("hot or cold, said before the step (tau = 1)", "score", "sensor", "asked")
     for column in ("accuracy", "cold", "balanced", "kept"):
         table.add_column(column, justify="right")
     for score in profile.scores:
         cold = profile.step_cold_share if score.predicts == "step" else profile.token_cold_share
         shares = (score.accuracy, cold, score.balanced_accuracy, score.accuracy_carried)
-        table.add_row(PREDICTOR_NAMES[score.predictor], _SENSORS[score.sensor], score.predicts, *map(_percent, shares))
+        table.add_row(PREDICTOR_NAMES[score.predictor], score.sensor, f"next {score.predicts}", *map(_percent, shares))
     return table
 
 
@@ -111,22 +120,20 @@ def _hottest_table(profile: LayerProfile) -> Table:
 
 def _layers_table(profiles: Sequence[LayerProfile]) -> Table:
     table = _table("", "layer")
-    for column in ("steps", "sd", "ar", "cold", "overlap", "k/N", "B=4", "uniform", "per step", "hottest"):
+    for column in ("sd", "ar", "cold", "overlap", "chance", "B=4", "step", "hottest"):
         table.add_column(column, justify="right")
     for profile in profiles:
         hot = profile.hottest[0] if profile.hottest else None
         table.add_row(
             str(profile.layer),
-            str(profile.steps),
             _percent(profile.sd_accuracy),
             _percent(profile.ar_accuracy),
             _percent(profile.step_cold_share),
             _number(profile.overlap, 3),
-            _number(profile.overlap_uniform, 3),
+            _number(profile.overlap_independence, 3),
             _number(profile.unique_empirical[4], 1),
-            _number(profile.unique_uniform[4], 1),
             _number(profile.unique_per_step, 1),
-            f"{hot.expert} ({_percent(hot.share)})" if hot else _NONE,
+            f"{hot.expert} ({hot.share:.0%})" if hot else _NONE,
         )
     return table
 
@@ -134,7 +141,7 @@ def _layers_table(profiles: Sequence[LayerProfile]) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     return table
 
 

@@ -1,0 +1,141 @@
+"""Layer profiles: consistent with the trace, with hand-made routing, and with published replays of real routing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.profiling.analysis import LayerProfile, profile_layers, profile_steps
+from moeedge.profiling.report import layer_report
+from moeedge.profiling.run import Recording
+from moeedge.profiling.steps import Tail, simulated_steps
+from moeedge.trace import PREFILL, Trace
+from moeedge.trace_import import read_trace
+from tests.profiling.traces import make_trace, plain_text, two_texts
+
+
+def test_profile_of_a_speculative_trace() -> None:
+    profile = profile_layers(two_texts(weights=True), [1])[0]
+    assert (profile.layer, profile.steps, profile.tokens, profile.speculative) == (1, 6, 10, True)
+    assert profile.counts.shape == (6, 8)
+    assert profile.counts.sum() == profile.step_tokens.sum() * 2
+    assert {(score.sensor, score.predicts) for score in profile.scores} == {
+        ("sd", "step"),
+        ("ar", "step"),
+        ("ar", "token"),
+    }
+    assert profile.sd_accuracy is not None and profile.ar_accuracy is not None
+    assert profile.unique_empirical[1] == 2.0 and profile.unique_empirical[16] is None
+    assert sum(hot.activations for hot in profile.hottest) == 20
+    assert [hot.share for hot in profile.hottest] == sorted((hot.share for hot in profile.hottest), reverse=True)
+    assert all(hot.mean_weight is not None for hot in profile.hottest)
+
+
+def test_curve_averages_to_the_accuracy() -> None:
+    profile = profile_layers(two_texts(), [0])[0]
+    assert np.isnan(profile.accuracy_curve[profile.fresh]).all()
+    assert np.nanmean(profile.accuracy_curve) == pytest.approx(profile.sd_accuracy)
+
+
+def test_without_speculation_there_is_no_sd() -> None:
+    profile = profile_layers(plain_text(40), [0])[0]
+    assert not profile.speculative
+    assert profile.sd_accuracy is None
+    assert profile.ar_accuracy == profile.score("alg1-printed", "ar", "token").accuracy  # type: ignore[union-attr]
+    assert {score.sensor for score in profile.scores} == {"ar"}
+    # k of N are hot: the last token's experts are wrong wherever it differs from the next one's
+    assert profile.overlap is not None
+    assert profile.ar_accuracy == pytest.approx(1 - 2 * 2 * (1 - profile.overlap) / 8)
+
+
+def test_constant_routing_is_foreseen() -> None:
+    trace = two_texts()
+    trace.ids[:] = np.array([3, 5], dtype=np.uint8)
+    profile = profile_layers(trace, [0])[0]
+    assert profile.overlap == 1.0 and profile.unique_empirical[4] == 2.0
+    assert profile.score("last-step", "sd", "step").accuracy == 1.0  # type: ignore[union-attr]
+    assert profile.ar_accuracy == 1.0
+    assert [hot.expert for hot in profile.hottest] == [3, 5]
+
+
+def test_profiles_do_not_depend_on_their_neighbours() -> None:
+    """Layers are replayed in groups; each comes out as it does alone."""
+    trace = two_texts(n_layers=20)
+    together = profile_layers(trace, list(range(20)))
+    for layer in (0, 15, 16, 19):
+        alone = profile_layers(trace, [layer])[0]
+        assert alone.scores == together[layer].scores and alone.hottest == together[layer].hottest
+        np.testing.assert_array_equal(alone.counts, together[layer].counts)
+
+
+@pytest.mark.parametrize("rows", [[], [(PREFILL, 0, 0, True)] * 3])
+def test_nothing_decoded(rows: list[tuple[int, int, int, bool]]) -> None:
+    profile = profile_layers(make_trace(rows), [0])[0]
+    assert profile.steps == 0 and profile.overlap is None and profile.sd_accuracy is None and profile.hottest == []
+
+
+def test_layer_without_experts() -> None:
+    trace = two_texts()
+    trace.ids[:, 0] = trace.sentinel
+    profile = profile_layers(trace, [0])[0]
+    assert profile.tokens == 0 and profile.overlap is None and profile.hottest == []
+
+
+def test_report_is_json_with_the_documented_keys() -> None:
+    trace = two_texts(weights=True, parameters={"dataset": "sample", "seed": 1})
+    profile = profile_layers(trace, [1])[0]
+    report = layer_report(profile, Recording(trace, answers=2, steps=6, drafted=10, accepted=4, skipped=[]))
+    decoded = json.loads(json.dumps(report, allow_nan=False))
+    assert decoded["layer"] == 1 and decoded["steps"] == 6 and decoded["dataset"] == "sample"
+    assert decoded["acceptance_rate"] == 0.4
+    assert set(decoded["unique_experts"]) == {"empirical", "uniform", "independence"}
+    for by_batch in decoded["unique_experts"].values():
+        assert list(by_batch) == ["1", "2", "4", "8", "16"]
+    assert {"sd", "ar", "always_cold", "ar_next_token", "always_cold_next_token"} < set(decoded["hot_cold_accuracy"])
+    assert np.array(decoded["activation_counts"]["per_step"]).shape == (6, 8)
+    assert decoded["activation_counts"]["total"] == np.array(decoded["activation_counts"]["per_step"]).sum(0).tolist()
+
+
+def _first_texts(trace: Trace, n_texts: int) -> Trace:
+    n_rows = int((trace.sequence < n_texts).sum())
+    names = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
+    return dataclasses.replace(trace, **{name: getattr(trace, name)[:n_rows] for name in names})
+
+
+def _mean(profiles: list[LayerProfile], name: str) -> float:
+    scores = [profile.score(name, "sd", "step") for profile in profiles]
+    return float(np.mean([score.accuracy for score in scores if score is not None and score.accuracy is not None]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tail", "published"),
+    [
+        (
+            "continuation",
+            {"alg1-printed": 0.76, "alg1-float": 0.69, "alg1-fixed": 0.61, "last-step": 0.88, "count-ema": 0.84},
+        ),
+        (
+            "unrelated",
+            {"alg1-printed": 0.72, "alg1-float": 0.69, "alg1-fixed": 0.61, "last-step": 0.77, "count-ema": 0.80},
+        ),
+    ],
+)
+def test_replay_of_gpt_oss_20b(data_folder: Path, tail: Tail, published: dict[str, float]) -> None:
+    """gamma 8, acceptance 0.8, tau 1: the figures that the data set's description gives for 60 sequences; here 25."""
+    file = data_folder / "traces" / "gptoss20b_decode.npz"
+    if not file.is_file():
+        pytest.skip(f"{file} is absent")
+    trace = _first_texts(read_trace(file), 25)
+    steps = simulated_steps(trace, gamma=8, acceptance=0.8, tail=tail, rng=np.random.default_rng(0))
+    profiles = profile_steps(trace, steps, list(range(24)), gamma=8)
+    for name, accuracy in published.items():
+        assert _mean(profiles, name) == pytest.approx(accuracy, abs=0.04), name
+    # the speculative sensor foresees the next step better than the one that sees single tokens, and better than "cold"
+    ar = np.mean([profile.ar_accuracy for profile in profiles if profile.ar_accuracy is not None])
+    cold = np.mean([profile.step_cold_share for profile in profiles if profile.step_cold_share is not None])
+    assert _mean(profiles, "alg1-printed") > ar + 0.04 and ar > cold

@@ -1,0 +1,166 @@
+"""What the collector writes down is what the model did: sensor counts, the text, plain decoding of the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
+from moeedge.errors import ContextTooSmallError, LayerRangeError
+from moeedge.profiling.run import Question, Recording, check_layers, record_routing
+from moeedge.profiling.steps import activation_counts, recorded_steps, text_steps
+from moeedge.trace import DECODE, PREFILL, VERIFY, Trace
+from tests.conftest import TinyFactory
+
+GREEDY = SamplingConfig(temperature=0.0)
+QUESTIONS = [Question.single("one two three"), Question.single("a longer question than the first one")]
+
+
+class Witness:
+    """Keeps what the engine says about each step, to compare the trace with."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.counts: list[np.ndarray[tuple[int, ...], np.dtype[np.uint32]]] = []
+
+    def __call__(self, record: StepRecord, session: Session) -> None:
+        self.records.append(record)
+        assert session.counts is not None
+        self.counts.append(session.counts.copy())
+
+
+@pytest.fixture
+def session(tiny_moe: Path, tiny_draft: Path) -> Iterator[Session]:
+    config = EngineConfig(model=tiny_moe, draft=tiny_draft, n_ctx=512, gamma=3, n_threads=1)
+    with Session.open(config) as opened:
+        yield opened
+
+
+def _record(session: Session, questions: list[Question] = QUESTIONS, n_predict: int = 24) -> Recording:
+    return record_routing(session, questions, n_predict=n_predict, sampling=GREEDY, raw=True, source={"dataset": "t"})
+
+
+def test_trace_says_what_the_engine_did(session: Session) -> None:
+    witness = Witness()
+    session.observers.append(witness)
+    recording = _record(session)
+    trace = recording.trace
+    assert (recording.answers, recording.skipped) == (2, [])
+    assert trace.meta.parameters["dataset"] == "t" and trace.meta.gamma == 3
+    assert len(session.observers) == 1  # the collector took itself off
+
+    steps = recorded_steps(trace)
+    verified = [i for i, record in enumerate(witness.records) if record.n_verified]
+    assert steps.n_tokens.tolist() == [witness.records[i].n_verified for i in verified]
+    assert steps.n_text.tolist() == [witness.records[i].n_accepted + 1 for i in verified]
+    # counts recomputed from the ids equal the sensor's own counts
+    layers = list(range(trace.meta.n_layers))
+    expected = np.stack([witness.counts[i] for i in verified])
+    np.testing.assert_array_equal(activation_counts(trace, steps, layers), expected)
+
+
+def test_tokens_and_positions_are_the_text(session: Session) -> None:
+    trace = _record(session, QUESTIONS[:1]).trace
+    prompt = session.model.tokenize("one two three")
+    prefill = trace.phase == PREFILL
+    assert trace.token[prefill].tolist() == prompt
+    assert trace.position[prefill].tolist() == list(range(len(prompt)))
+    text = trace.accepted
+    assert trace.position[text].tolist() == list(range(int(text.sum())))
+    answer = session.generate(prompt, n_predict=24, sampling=GREEDY)
+    list(answer)
+    n_answer = min(int(text.sum()) - len(prompt), len(answer.tokens))
+    assert n_answer > 10
+    assert trace.token[text][len(prompt) :][:n_answer].tolist() == answer.tokens[:n_answer]
+    refused = ~trace.accepted
+    assert refused.any() and (trace.token[refused] >= 0).all() and (trace.phase[refused] == VERIFY).all()
+
+
+def test_weights_are_recorded(session: Session) -> None:
+    trace = _record(session, QUESTIONS[:1]).trace
+    assert trace.weights is not None
+    rows = trace.text_rows()
+    weights = trace.weights[rows].astype(np.float64)
+    assert np.isfinite(weights).all() and (weights > 0).all()
+    np.testing.assert_allclose(weights.sum(axis=2), 1.0, atol=2e-3)  # qwen3moe renormalises its top-k
+    assert (np.diff(weights, axis=2) <= 1e-3).all()  # the router's first choice first
+
+
+def test_accepted_tokens_are_what_plain_decoding_sees(session: Session, tiny_moe: Path) -> None:
+    """The one-token sensor is fed with the accepted tokens of the speculative run: compare with a run without draft."""
+    speculative = _record(session).trace
+    with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1)) as alone:
+        plain = _record(alone).trace
+    assert set(plain.phase.tolist()) == {PREFILL, DECODE}
+    for text in (0, 1):
+        ours, theirs = (_text_ids(trace, text) for trace in (speculative, plain))
+        n_common = min(len(ours), len(theirs))
+        assert n_common > 10
+        # batches of different sizes round differently: near-ties of the router may fall the other way
+        assert (ours[:n_common] == theirs[:n_common]).mean() > 0.99
+
+
+def _text_ids(trace: Trace, text: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    steps = text_steps(trace)
+    rows = steps.rows[steps.sequence == text, 0]
+    return np.stack([np.sort(trace.layer_ids(layer)[rows], axis=1) for layer in range(trace.meta.n_layers)], axis=1)
+
+
+def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) -> None:
+    """llama.cpp computes the last layer only for tokens whose logits are wanted."""
+    trace = _record(session, QUESTIONS[:1]).trace
+    prefill = np.flatnonzero(trace.phase == PREFILL)
+    assert (trace.layer_ids(0)[prefill] >= 0).all()
+    last = trace.layer_ids(trace.meta.n_layers - 1)[prefill]
+    assert (last[:-1] == -1).all() and (last[-1] >= 0).all()
+
+
+def test_conversations_record_every_turn(session: Session) -> None:
+    turns = tuple([{"role": "user", "content": text}] for text in ("hello there", " and then"))
+    recording = _record(session, [Question("two", turns)], n_predict=6)
+    trace = recording.trace
+    assert recording.answers == 2 and set(trace.sequence.tolist()) == {0, 1}
+    second = (trace.sequence == 1) & (trace.phase == PREFILL)
+    # what the KV cache still held of the first turn is not computed again
+    assert trace.position[second][0] > 0
+
+
+def test_long_questions_are_skipped_and_named(session: Session) -> None:
+    long = Question("long", ([{"role": "user", "content": "word " * 2000}],))
+    assert _record(session, [long, *QUESTIONS], n_predict=4).skipped == ["long"]
+    with pytest.raises(ContextTooSmallError):
+        _record(session, [long], n_predict=4)
+
+
+def test_cancelling_keeps_what_there_is(session: Session) -> None:
+    heard = 0
+
+    def hear(question: int, tokens: int) -> None:
+        nonlocal heard
+        assert question == 0
+        heard += tokens
+
+    recording = record_routing(
+        session, QUESTIONS, n_predict=50, sampling=GREEDY, raw=True, cancel=lambda: heard >= 5, on_step=hear
+    )
+    assert recording.answers == 1 and heard >= 5
+    assert 0 < len(recorded_steps(recording.trace)) < 20
+
+
+def test_layers_are_checked_before_anything_runs(session: Session, tiny_draft: Path, tiny: TinyFactory) -> None:
+    assert check_layers(session, [2, 0]) == [2, 0]
+    with pytest.raises(LayerRangeError, match="0 to 2"):
+        check_layers(session, [3])
+    dense = EngineConfig(model=tiny_draft, n_ctx=128)
+    with Session.open(dense) as opened, pytest.raises(LayerRangeError, match="no experts"):
+        check_layers(opened, [0])
+    with Session.open(EngineConfig(model=tiny("deepseek2"), n_ctx=128)) as mixed:
+        n_dense = min(mixed.model.info.expert_layers)
+        assert n_dense > 0  # its first layers are dense
+        with pytest.raises(LayerRangeError, match="Layer 0 has no experts; the layers with experts are"):
+            check_layers(mixed, [0])
+        assert check_layers(mixed, [0, n_dense]) == [n_dense]

@@ -1,0 +1,221 @@
+"""The trace format: what is written is what is read, and nothing malformed gets through."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeedge.engine.types import Phase
+from moeedge.errors import InputError
+from moeedge.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
+from tests.profiling.traces import make_trace, plain_text, two_texts
+
+ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
+
+
+def test_phases_are_the_engines() -> None:
+    assert (PREFILL, DECODE, DRAFT, VERIFY) == (Phase.PREFILL, Phase.DECODE, Phase.DRAFT, Phase.VERIFY)
+
+
+@pytest.mark.parametrize("n_experts", [8, 255, 256, 512])
+@pytest.mark.parametrize("weights", [False, True])
+def test_round_trip(tmp_path: Path, n_experts: int, weights: bool) -> None:
+    trace = two_texts(n_experts=n_experts, weights=weights, draft="small", parameters={"seed": 7, "dataset": "é"})
+    trace.save(tmp_path / "trace")
+    loaded = Trace.load(tmp_path / "trace")
+    assert loaded.meta == trace.meta
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(trace, name))
+    assert (loaded.weights is None) == (not weights)
+    if weights:
+        np.testing.assert_array_equal(loaded.weights, trace.weights)
+    assert loaded.ids.dtype == (np.uint8 if n_experts <= 255 else np.uint16)
+
+
+def test_other_tools_read_it_with_numpy_alone(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "trace.npz")
+    with np.load(tmp_path / "trace.npz", allow_pickle=False) as arrays:
+        assert set(arrays.files) == {*ARRAYS, "meta"}
+        meta = json.loads(str(arrays["meta"]))
+    assert (meta["format"], meta["schema"], meta["n_experts"]) == ("moeedge.trace", 1, 8)
+
+
+def test_size_of_a_large_trace_is_about_its_ids(tmp_path: Path) -> None:
+    """Random ids hardly compress; the other arrays must not matter."""
+    trace = plain_text(2000, n_layers=16, n_experts=128, n_used=8)
+    trace.save(tmp_path / "trace.npz")
+    assert (tmp_path / "trace.npz").stat().st_size < 1.1 * trace.ids.nbytes
+
+
+def test_layer_ids_mark_what_was_not_recorded() -> None:
+    trace = plain_text(3)
+    trace.ids[1, 0] = trace.sentinel
+    trace.ids[:, 1] = trace.sentinel
+    assert trace.layer_ids(0)[1].tolist() == [-1, -1]
+    assert trace.layer_ids(0).dtype == np.int32
+    assert trace.expert_layers() == [0]
+
+
+def test_text_rows_are_the_accepted_ones() -> None:
+    trace = two_texts()
+    rows = trace.text_rows()
+    assert rows.size == (1 + 3 + 2) + (1 + 2) + 1
+    assert (trace.accepted[rows]).all() and (trace.phase[rows] != PREFILL).all()
+
+
+def test_empty_trace(tmp_path: Path) -> None:
+    make_trace([]).save(tmp_path / "empty.npz")
+    loaded = Trace.load(tmp_path / "empty.npz")
+    assert loaded.n_tokens == 0 and loaded.expert_layers() == [] and loaded.text_rows().size == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"phase": np.zeros(18, dtype=np.uint8)}, "phase"),
+        ({"phase": np.full(18, 5, dtype=np.uint8)}, "phase"),
+        ({"step": np.arange(18, dtype=np.int32)[::-1].copy()}, "step"),
+        ({"step": np.zeros(17, dtype=np.int32)}, "step must be int32"),
+        ({"sequence": np.arange(18, dtype=np.int32)[::-1].copy()}, "sequence"),
+        ({"accepted": np.zeros(18, dtype=np.uint8)}, "accepted must be bool"),
+        ({"ids": np.full((18, 2, 2), 8, dtype=np.uint8)}, "below n_experts"),
+        ({"ids": np.zeros((18, 2, 2), dtype=np.uint16)}, "ids must be uint8"),
+        ({"ids": np.zeros((18, 3, 2), dtype=np.uint8)}, "ids must be uint8"),
+        ({"weights": np.zeros((18, 2, 2), dtype=np.float32)}, "weights"),
+    ],
+)
+def test_inconsistent_arrays_are_refused(change: dict[str, Any], message: str) -> None:
+    trace = make_trace([(DECODE, 0, step, True) for step in range(18)])
+    with pytest.raises(ValueError, match=message):
+        replace(trace, **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_layers": 0},
+        {"n_experts": 0},
+        {"n_experts": 70000},
+        {"n_experts_used": 9},
+        {"n_experts_used": True},
+        {"gamma": -1},
+        {"gamma": 1.5},
+        {"model": None},
+        {"parameters": []},
+    ],
+)
+def test_impossible_metadata_is_refused(change: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"model": "m", "n_layers": 1, "n_experts": 8, "n_experts_used": 2}
+    with pytest.raises(ValueError):
+        TraceMeta(**(good | change))
+
+
+def _meta(**change: Any) -> str:
+    good = {
+        "format": "moeedge.trace",
+        "schema": 1,
+        "model": "m",
+        "n_layers": 2,
+        "n_experts": 8,
+        "n_experts_used": 2,
+        "gamma": 2,
+    }
+    return json.dumps(good | change)
+
+
+def _save(path: Path, **change: Any) -> Path:
+    trace = two_texts()
+    arrays: dict[str, Any] = {name: getattr(trace, name) for name in ARRAYS} | {"meta": np.array(_meta())}
+    arrays |= change
+    with path.open("wb") as file:
+        np.savez(file, **{name: value for name, value in arrays.items() if value is not None})
+    return path
+
+
+def test_the_helper_writes_a_good_file(tmp_path: Path) -> None:
+    assert Trace.load(_save(tmp_path / "good.npz")).n_tokens == two_texts().n_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"meta": None}, "no metadata"),
+        ({"meta": np.array("{")}, "not JSON"),
+        ({"meta": np.array("[" * 100000)}, "not JSON"),
+        ({"meta": np.array("[]")}, "another format"),
+        ({"meta": np.array(_meta(format="other"))}, "another format"),
+        ({"meta": np.array(_meta(schema=2))}, "schema is 2"),
+        ({"meta": np.array(_meta(n_experts="many"))}, "n_experts"),
+        ({"meta": np.array(_meta(n_layers=3))}, "ids must be"),
+        ({"meta": np.array('{"format": "moeedge.trace", "schema": 1}')}, "incomplete"),
+        ({"meta": np.arange(3)}, "not JSON|another format"),
+        ({"ids": None}, "'ids' is missing"),
+        ({"token": None}, "'token' is missing"),
+        ({"step": np.array([{}], dtype=object)}, "not an .npz archive"),
+        ({"position": np.zeros(3)}, "position must be"),
+    ],
+)
+def test_malformed_files_give_one_sentence(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = _save(tmp_path / "bad.npz", **change)
+    with pytest.raises(InputError, match=message) as caught:
+        Trace.load(path)
+    assert "bad.npz" in caught.value.message and caught.value.mend
+
+
+def test_unknown_keys_of_later_writers_are_ignored(tmp_path: Path) -> None:
+    assert Trace.load(_save(tmp_path / "later.npz", meta=np.array(_meta(colour="blue")))).meta.n_experts == 8
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"GGUF", b"\x93NUMPY", b"hello\n" * 100])
+def test_other_files_give_one_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other.npz").write_bytes(content)
+    with pytest.raises(InputError, match="not a usable routing trace"):
+        Trace.load(tmp_path / "other.npz")
+
+
+def test_missing_and_unwritable_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        Trace.load(tmp_path / "none.npz")
+    with pytest.raises(InputError, match="directory"):
+        Trace.load(tmp_path)
+    with pytest.raises(InputError, match="Cannot write"):
+        two_texts().save(tmp_path / "no" / "folder.npz")
+
+
+def test_a_header_that_promises_terabytes_is_refused(tmp_path: Path) -> None:
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (999999999999, 2, 2), }".ljust(117) + b"\n"
+    path = tmp_path / "huge.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ids.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"data")
+    with pytest.raises(InputError, match=r"not an \.npz archive"):
+        Trace.load(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_files_never_show_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    """Bytes of a good file overwritten, cut off or doubled: it loads, or says that it cannot."""
+    good = tmp_path / "good.npz"
+    if not good.exists():
+        two_texts(weights=True).save(good)
+    content = bytearray(good.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        where = data.draw(st.integers(0, len(content) - 1))
+        content[where] = data.draw(st.integers(0, 255))
+    end = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
+    bad = tmp_path / "bad.npz"
+    bad.write_bytes(bytes(content[:end]))
+    try:
+        trace = Trace.load(bad)
+    except InputError as error:
+        assert "bad.npz" in error.message
+    else:
+        assert trace.ids.dtype == ids_dtype(trace.meta.n_experts)

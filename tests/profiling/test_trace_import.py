@@ -1,0 +1,179 @@
+"""Traces of other tools: the real ones, small hand-written ones, and damaged ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeedge.errors import InputError
+from moeedge.trace import DECODE, PREFILL, Trace
+from moeedge.trace_import import read_trace
+from tests.profiling.traces import two_texts
+
+ROUTE = """# route_trace v1
+# model=/phone/models/tiny.gguf arch=gemma4 n_layer=3 n_expert=16 n_expert_used=2
+# layer=0 expert_bytes=4336640 dense_bytes=44191236
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+0,0,0,0,0,5,0.75,0,1
+0,0,0,0,1,3,0.25,0,1
+0,0,1,0,0,15,0.5,1,0
+0,0,1,0,1,0,0.5,1,0
+0,0,0,2,0,7,1,0,1
+0,1,2,0,0,5,0.5,0,1
+0,1,2,0,1,6,0.5,0,1
+0,1,2,2,0,1,0.5,0,1
+"""
+POSITIONS = "pos,layer,id0,id1\n0,0,1,2\n0,1,3,4\n1,0,1,5\n1,1,3,6\n0,0,2,1\n0,1,0,7\n"
+
+
+def test_our_own_format_is_recognised(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "own.npz")
+    assert read_trace(tmp_path / "own.npz").meta == Trace.load(tmp_path / "own.npz").meta
+
+
+def test_route_csv_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "route.csv").write_text(ROUTE)
+    trace = read_trace(tmp_path / "route.csv")
+    assert (trace.meta.model, trace.meta.architecture) == ("tiny.gguf", "gemma4")
+    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_experts_used) == (3, 16, 2)
+    assert trace.phase.tolist() == [PREFILL, PREFILL, DECODE]
+    assert trace.step.tolist() == [0, 0, 1]
+    assert trace.layer_ids(0).tolist() == [[5, 3], [15, 0], [5, 6]]
+    assert trace.layer_ids(1).tolist() == [[-1, -1]] * 3
+    assert trace.layer_ids(2).tolist() == [[7, -1], [-1, -1], [1, -1]]
+    assert trace.weights is not None
+    assert trace.weights[0, 0].tolist() == [0.75, 0.25] and np.isnan(trace.weights[0, 1]).all()
+
+
+def test_position_csv_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "positions.csv").write_text(POSITIONS)
+    trace = read_trace(tmp_path / "positions.csv")
+    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_experts_used) == (2, 8, 2)
+    assert trace.sequence.tolist() == [0, 0, 1]
+    assert trace.position.tolist() == [0, 1, 0]
+    assert trace.layer_ids(1).tolist() == [[3, 4], [3, 6], [0, 7]]
+    assert read_trace(tmp_path / "positions.csv", n_experts=64).meta.n_experts == 64
+
+
+def test_foreign_npz_by_hand(tmp_path: Path) -> None:
+    ids = np.arange(24).reshape(6, 2, 2) % 8
+    np.savez(tmp_path / "lengths.npz", ids=ids.astype(np.uint8), lengths=np.array([2, 0, 4]))
+    trace = read_trace(tmp_path / "lengths.npz")
+    assert trace.sequence.tolist() == [0, 0, 2, 2, 2, 2]
+    assert trace.step.tolist() == [1, 2, 1, 2, 3, 4]
+    assert trace.position.tolist() == [0, 1, 0, 1, 2, 3]
+    ids[5, 1] = -1
+    np.savez(tmp_path / "phase.npz", ids=ids.astype(np.int16), phase=np.array([0, 0, 1, 1, 1, 1], dtype=np.int8))
+    trace = read_trace(tmp_path / "phase.npz")
+    assert trace.step.tolist() == [0, 0, 1, 2, 3, 4]
+    assert trace.layer_ids(1)[5].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "columns"),
+        ("b.csv", "layer,expert\n0,1\n", "columns"),
+        ("c.csv", POSITIONS.replace("0,1,3,4", "0,1,3"), "row 3"),
+        ("d.csv", POSITIONS.replace("0,1,3,4", "0,1,3,x"), "row 3"),
+        ("e.csv", POSITIONS.replace("0,1,3,4", "0,-1,3,4"), "negative"),
+        ("f.csv", POSITIONS.replace("0,1,3,4", "0,1,3,4.5"), "whole number"),
+        ("g.csv", POSITIONS.replace("0,1,3,4", "0,999999999,3,4"), "layers"),
+        ("h.csv", "pos,layer,id0\n", "no rows"),
+        ("i.csv", ROUTE.replace("0,0,0,0,0,5", "0,7,0,0,0,5"), "phase"),
+        ("j.csv", ROUTE.replace("5,0.75", "99,0.75"), "expert 99"),
+        ("k.csv", POSITIONS.replace("0,1,3,4", "0,1,3,nan"), "finite"),
+        ("l.csv", POSITIONS.replace("0,1,3,4", "0,1,3,70000"), "expert 70000"),
+    ],
+)
+def test_malformed_csv(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_trace(tmp_path / name)
+    assert name in caught.value.message
+
+
+def test_files_that_are_no_traces(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        read_trace(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00pos")
+    with pytest.raises(InputError, match="not a csv file"):
+        read_trace(tmp_path / "binary.csv")
+    np.savez(tmp_path / "other.npz", ids=np.zeros((2, 2)))
+    with pytest.raises(InputError, match="integer array ids"):
+        read_trace(tmp_path / "other.npz")
+    np.savez(tmp_path / "bare.npz", ids=np.zeros((2, 2, 2), dtype=np.uint8))
+    with pytest.raises(InputError, match="neither"):
+        read_trace(tmp_path / "bare.npz")
+    np.savez(tmp_path / "sum.npz", ids=np.zeros((2, 2, 2), dtype=np.uint8), lengths=np.array([1, 2]))
+    with pytest.raises(InputError, match="add up to 3"):
+        read_trace(tmp_path / "sum.npz")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_csv_never_shows_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([ROUTE, POSITIONS]))
+    characters = list(text)
+    for _ in range(data.draw(st.integers(1, 5))):
+        where = data.draw(st.integers(0, len(characters) - 1))
+        characters[where] = data.draw(st.sampled_from(list('0123456789,-.e"\n#x=\x00é')))
+    bad = tmp_path / "bad.csv"
+    bad.write_text("".join(characters))
+    try:
+        read_trace(bad)
+    except InputError as error:
+        assert "bad.csv" in error.message
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 3), min_size=0, max_size=4),
+    lengths=st.lists(st.integers(-2, 4), max_size=4),
+    low=st.integers(-2, 0),
+    dtype=st.sampled_from(["u1", "i2", "i8", "f4", "U3"]),
+)
+def test_odd_arrays_never_show_a_traceback(
+    tmp_path: Path, shape: list[int], lengths: list[int], low: int, dtype: str
+) -> None:
+    ids = np.random.default_rng(0).integers(0 if dtype == "u1" else low, 9, tuple(shape)).astype(dtype)
+    np.savez(tmp_path / "odd.npz", ids=ids, lengths=np.array(lengths, dtype=np.int64))
+    try:
+        read_trace(tmp_path / "odd.npz")
+    except InputError as error:
+        assert "odd.npz" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "n_sequences", "n_prefill"),
+    [
+        ("gptoss20b_decode.npz", (94366, 24, 4, 32), 307, 0),
+        ("bigmoeonedge_gemma.npz", (157, 30, 6, 128), 1, 29),
+        ("bigmoeonedge_gptoss.npz", (149, 36, 2, 128), 1, 85),
+        ("gemma.route.csv", (157, 30, 6, 128), 1, 29),
+    ],
+)
+def test_real_traces(
+    data_folder: Path, name: str, shape: tuple[int, int, int, int], n_sequences: int, n_prefill: int
+) -> None:
+    file = data_folder / "traces" / name
+    if not file.is_file():
+        pytest.skip(f"{file} is absent")
+    trace = read_trace(file)
+    meta = trace.meta
+    assert (trace.n_tokens, meta.n_layers, meta.n_experts_used, meta.n_experts) == shape
+    assert int(trace.sequence[-1]) + 1 == n_sequences
+    assert int((trace.phase == PREFILL).sum()) == n_prefill
+
+
+def test_the_real_csv_and_npz_agree(data_folder: Path) -> None:
+    folder = data_folder / "traces"
+    if not (folder / "gemma.route.csv").is_file():
+        pytest.skip(f"{folder} lacks the gemma trace")
+    csv, npz = read_trace(folder / "gemma.route.csv"), read_trace(folder / "bigmoeonedge_gemma.npz")
+    for name in ("ids", "phase", "step", "position"):
+        np.testing.assert_array_equal(getattr(csv, name), getattr(npz, name))

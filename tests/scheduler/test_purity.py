@@ -1,0 +1,29 @@
+"""The scheduler and the performance models are functions of arrays: no clock, no files, no threads."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import moeedge
+
+ALLOWED = {"__future__", "collections", "dataclasses", "enum", "math", "numpy", "scipy", "typing"}
+PURE = ("moeedge.scheduler", "moeedge.perfmodel", "moeedge.policies")
+ROOT = Path(moeedge.__file__).parent
+FILES = sorted(file for name in ("scheduler", "perfmodel", "policies") for file in (ROOT / name).glob("**/*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_are_pure(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            assert name.split(".")[0] in ALLOWED or name.startswith((*PURE, "moeedge.errors")), f"{file} imports {name}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("open", "print", "input"), f"{file} calls {node.func.id}"

@@ -1,0 +1,202 @@
+"""Algorithm 1 against a literal transcription in exact arithmetic, a worked example and its published properties."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeedge.scheduler import utility
+from moeedge.scheduler.utility import Boundaries, UtilityConfig
+
+
+@dataclass
+class LiteralExpert:
+    """Algorithm 1 for one expert, line by line, in fractions."""
+
+    gamma: int
+    cap: int
+    forgetting: Fraction
+    boundaries: Boundaries
+    s: int = 0
+    f: int = 0
+    up: Fraction = field(init=False)
+    down: Fraction = field(init=False)
+
+    def __post_init__(self) -> None:
+        start = Fraction(self.gamma // 2)
+        self.up, self.down = (Fraction(3), Fraction(1)) if self.boundaries == "fixed" else (start, start)
+
+    def step(self, f: int) -> None:
+        d = f - self.f
+        self.f = f
+        if d >= self.up:
+            self.s = min(self.cap, self.s + 1)
+        elif -d >= self.down:
+            self.s = max(0, self.s - 1)
+        if self.boundaries == "fixed":
+            return
+        if d > 0:
+            self.up = self._move(self.up, d)
+        elif d < 0:
+            self.down = self._move(self.down, -d)
+
+    def _move(self, boundary: Fraction, size: int) -> Fraction:
+        moved = (1 - self.forgetting) * boundary + self.forgetting * size
+        return Fraction(math.floor(moved)) if self.boundaries == "floor" else moved
+
+
+@given(
+    frames=st.lists(st.lists(st.integers(0, 9), min_size=6, max_size=6), min_size=1, max_size=25),
+    boundaries=st.sampled_from(["floor", "float", "fixed"]),
+    gamma=st.integers(0, 16),
+    cap=st.integers(1, 8),
+    tenths=st.integers(0, 10),
+)
+def test_arrays_equal_the_literal_loop(
+    frames: list[list[int]], boundaries: Boundaries, gamma: int, cap: int, tenths: int
+) -> None:
+    config = UtilityConfig(gamma=gamma, cap=cap, forgetting=tenths / 10, boundaries=boundaries)
+    literal = [LiteralExpert(gamma, cap, Fraction(tenths, 10), boundaries) for _ in range(6)]
+    state = utility.initial_state((2, 3), config)
+    for frame in frames:
+        # in "float", a boundary that is a whole number but for rounding may decide either way: no such case is compared
+        if boundaries == "float" and any(_near_tie(one, f) for one, f in zip(literal, frame, strict=True)):
+            return
+        state = utility.observe(state, np.array(frame).reshape(2, 3), config)
+        for one, f in zip(literal, frame, strict=True):
+            one.step(f)
+        assert state.utility.ravel().tolist() == [one.s for one in literal]
+        np.testing.assert_allclose(state.up.ravel(), [float(one.up) for one in literal], atol=1e-9)
+        np.testing.assert_allclose(state.down.ravel(), [float(one.down) for one in literal], atol=1e-9)
+
+
+def _near_tie(expert: LiteralExpert, f: int) -> bool:
+    d = f - expert.f
+    return d in (expert.up, -expert.down) and expert.up.denominator * expert.down.denominator > 1
+
+
+def test_worked_example() -> None:
+    """gamma 8, K 4, lambda 0.1; counts 0 5 5 1 3 0 0 6 by hand."""
+    config = UtilityConfig()
+    state = utility.initial_state((1, 1), config)
+    seen = []
+    for f in (0, 5, 5, 1, 3, 0, 0, 6):
+        state = utility.observe(state, np.array([[f]]), config)
+        seen.append((int(state.utility[0, 0]), float(state.up[0, 0]), float(state.down[0, 0])))
+    assert seen == [
+        (0, 4, 4),  # d = 0
+        (1, 4, 4),  # d = 5 >= 4: up; 0.9 * 4 + 0.5 = 4.1 -> 4
+        (1, 4, 4),  # d = 0
+        (0, 4, 4),  # d = -4: down; 0.9 * 4 + 0.4 = 4.0 -> 4
+        (0, 3, 4),  # d = 2 < 4: stays; 0.9 * 4 + 0.2 = 3.8 -> 3
+        (0, 3, 3),  # d = -3 > -4: stays; 0.9 * 4 + 0.3 = 3.9 -> 3
+        (0, 3, 3),  # d = 0
+        (1, 3, 3),  # d = 6: up; 0.9 * 3 + 0.6 = 3.3 -> 3
+    ]
+
+
+def test_printed_boundaries_only_fall() -> None:
+    """With lambda = 0.1 a boundary b rises only at d >= 10 + b, but gamma = 8 allows 9 at most."""
+    config = UtilityConfig()
+    boundary, change = np.meshgrid(np.arange(1, 10), np.arange(1, 10), indexing="ij")
+    state = utility.UtilityState(
+        utility=np.zeros(boundary.shape, dtype=np.int16),
+        up=boundary.astype(float),
+        down=boundary.astype(float),
+        counts=np.zeros(boundary.shape, dtype=np.int32),
+    )
+    after = utility.observe(state, change, config)
+    assert (after.up <= boundary).all()
+    assert (after.up[change >= boundary] == boundary[change >= boundary]).all()
+    assert (after.up[change < boundary] == boundary[change < boundary] - 1).all()
+    assert (after.up >= 1).all()
+
+
+def test_printed_boundaries_settle_at_one() -> None:
+    config = UtilityConfig()
+    state = utility.initial_state((1, 1), config)
+    for f in (1, 0) * 4:
+        state = utility.observe(state, np.array([[f]]), config)
+    assert (state.up, state.down) == (np.array([[1.0]]), np.array([[1.0]]))
+    rng = np.random.default_rng(0)
+    for f in rng.integers(0, 10, 200):
+        state = utility.observe(state, np.array([[f]]), config)
+    assert (state.up, state.down) == (np.array([[1.0]]), np.array([[1.0]]))
+
+
+def test_float_boundaries_rise_again() -> None:
+    config = UtilityConfig(boundaries="float")
+    state = utility.initial_state((1, 1), config)
+    for f in (1, 0) * 30:
+        state = utility.observe(state, np.array([[f]]), config)
+    low = float(state.up[0, 0])
+    assert low == pytest.approx(1.0, abs=0.2)
+    for f in (9, 0) * 30:
+        state = utility.observe(state, np.array([[f]]), config)
+    assert float(state.up[0, 0]) == pytest.approx(9.0, abs=0.5)
+
+
+def test_fixed_boundaries_are_table_4s() -> None:
+    config = UtilityConfig(boundaries="fixed")
+    state = utility.initial_state((1, 4), config)
+    state = utility.observe(state, np.array([[2, 3, 4, 9]]), config)
+    assert state.utility.tolist() == [[0, 1, 1, 1]]
+    state = utility.observe(state, np.array([[5, 2, 4, 9]]), config)
+    assert state.utility.tolist() == [[1, 0, 1, 1]]
+    assert (state.up == 3).all() and (state.down == 1).all()
+
+
+def test_utility_stays_within_its_range() -> None:
+    for boundaries in ("floor", "float", "fixed"):
+        config = UtilityConfig(cap=3, boundaries=boundaries)  # type: ignore[arg-type]
+        state = utility.initial_state((4, 8), config)
+        rng = np.random.default_rng(1)
+        for _ in range(100):
+            state = utility.observe(state, rng.integers(0, 10, (4, 8)), config)
+            assert state.utility.min() >= 0 and state.utility.max() <= 3
+
+
+def test_observe_leaves_its_arguments_alone() -> None:
+    config = UtilityConfig()
+    state = utility.initial_state((2, 2), config)
+    counts = np.array([[9, 0], [4, 1]], dtype=np.uint32)
+    later = utility.observe(state, counts, config)
+    assert (state.utility == 0).all() and (state.counts == 0).all() and (state.up == 4).all()
+    counts[:] = 0
+    assert later.counts.tolist() == [[9, 0], [4, 1]]
+
+
+def test_decayed_counts() -> None:
+    average = np.zeros((1, 3))
+    for counts in ([[8, 0, 1]], [[8, 0, 0]]):
+        average = utility.decayed_counts(average, np.array(counts), beta=0.5)
+    np.testing.assert_allclose(average, [[6.0, 0.0, 0.25]])
+    assert utility.hot(average, 0.25).tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gamma": -1}, "gamma"),
+        ({"cap": 0}, "K must be"),
+        ({"forgetting": 1.5}, "forgetting"),
+        ({"boundaries": "round"}, "boundaries"),
+    ],
+)
+def test_bad_hyper_parameters(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UtilityConfig(**arguments)  # type: ignore[arg-type]
+
+
+def test_bad_arguments() -> None:
+    state = utility.initial_state((2, 3), UtilityConfig())
+    with pytest.raises(ValueError, match="shape"):
+        utility.observe(state, np.zeros((3, 2), dtype=int), UtilityConfig())
+    with pytest.raises(ValueError, match="beta"):
+        utility.decayed_counts(np.zeros(2), np.zeros(2, dtype=int), beta=1.0)
