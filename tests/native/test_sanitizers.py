@@ -33,21 +33,33 @@ def runtime(sanitizer: str) -> str:
     return path
 
 
+@pytest.fixture(scope="module")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for both builds: llama.cpp's headers are fetched once."""
+    return tmp_path_factory.mktemp("native")
+
+
 def build(sanitizer: str, folder: Path) -> Path:
-    """Configures and compiles the library as a release does, warnings as errors, with the sanitizer."""
+    """Configures and compiles the library with the sanitizer, warnings as errors; skips without llama.cpp's headers."""
     configure = ["cmake", "-S", str(ROOT / "moeedge" / "native"), "-B", str(folder), f"-DMOEEDGE_SANITIZE={sanitizer}"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug"]
     for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2"]):
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stdout + result.stderr
-    return folder / "libmoeedge.so"
+        output = result.stdout + result.stderr
+        if "pip could not fetch" in output:
+            pytest.skip("llama.cpp's headers cannot be fetched here")
+        assert result.returncode == 0, output
+    library = folder / "libmoeedge.so"
+    mark = {"address": b"__asan_", "undefined": b"__ubsan_"}[sanitizer]
+    assert mark in library.read_bytes(), "the library is not instrumented"
+    return library
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "undefined"])
-def test_no_reports(sanitizer: str, tiny: TinyFactory, tmp_path: Path) -> None:
+def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> None:
     preload = runtime(sanitizer)
     environment = os.environ | {
-        "MOEEDGE_LIBRARY": str(build(sanitizer, tmp_path)),
+        "MOEEDGE_LIBRARY": str(build(sanitizer, build_folder)),
         "LD_PRELOAD": preload,
         # Python itself leaks at exit; everything else ends the process
         "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",
