@@ -67,8 +67,9 @@ def unique_ratio(tables: dict[int, np.ndarray], n_expert: int, window: int = 4) 
     """Different experts in `window` consecutive tokens, divided by what uniform routing would give."""
     k = next(iter(tables.values())).shape[1]
     uniform = n_expert * (1 - (1 - k / n_expert) ** window)
-    counts = [len(np.unique(table[i : i + window]))
-              for table in tables.values() for i in range(len(table) - window + 1)]
+    counts = [
+        len(np.unique(table[i : i + window])) for table in tables.values() for i in range(len(table) - window + 1)
+    ]
     return float(np.mean(counts)) / uniform if counts else float("nan")
 
 
@@ -96,8 +97,10 @@ def evaluate(target_path: Path, draft_path: Path, gamma: int, n_prompts: int, n_
         result.finished = float(np.mean(ended))
         for domain in DOMAINS:
             record = Speculation()
-            answers = [converse(target, draft, chat, gamma, record)[0]
-                       for chat in tqdm(held_back(n_scored, 1, domain), desc=domain)]
+            answers = [
+                converse(target, draft, chat, gamma, record)[0]
+                for chat in tqdm(held_back(n_scored, 1, domain), desc=domain)
+            ]
             result.right[domain] = float(np.mean(answers))
             result.by_domain_acceptance[domain] = record.acceptance
     return result
@@ -105,15 +108,21 @@ def evaluate(target_path: Path, draft_path: Path, gamma: int, n_prompts: int, n_
 
 def table(result: Result) -> str:
     """The figures as a Markdown table, with the bars."""
-    lines = ["| measure | value | bar |", "| --- | --- | --- |",
-             f"| acceptance rate, gamma {result.gamma}, {result.prompts} prompts | {result.acceptance:.3f} | "
-             f">= {MIN_ACCEPTANCE} |",
-             f"| tokens per verification step | {result.tokens_per_step:.2f} | |",
-             f"| adjacent-token expert overlap | {result.overlap:.3f} | >= {MIN_OVERLAP} |",
-             f"| unique experts of 4 tokens / uniform | {result.unique_of_4:.3f} | |",
-             f"| answers that ended by themselves | {result.finished:.2f} | |"]
-    lines += [f"| {domain}: chats with every turn right (acceptance) | {share:.2f} "
-              f"({result.by_domain_acceptance[domain]:.2f}) | |" for domain, share in result.right.items()]
+    lines = [
+        "| measure | value | bar |",
+        "| --- | --- | --- |",
+        f"| acceptance rate, gamma {result.gamma}, {result.prompts} prompts | {result.acceptance:.3f} | "
+        f">= {MIN_ACCEPTANCE} |",
+        f"| tokens per verification step | {result.tokens_per_step:.2f} | |",
+        f"| adjacent-token expert overlap | {result.overlap:.3f} | >= {MIN_OVERLAP} |",
+        f"| unique experts of 4 tokens / uniform | {result.unique_of_4:.3f} | |",
+        f"| answers that ended by themselves | {result.finished:.2f} | |",
+    ]
+    lines += [
+        f"| {domain}: chats with every turn right (acceptance) | {share:.2f} "
+        f"({result.by_domain_acceptance[domain]:.2f}) | |"
+        for domain, share in result.right.items()
+    ]
     return "\n".join(lines)
 
 
@@ -130,8 +139,14 @@ def main() -> None:
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
-    missed = [name for name, value, bar in (("acceptance", result.acceptance, MIN_ACCEPTANCE),
-                                            ("overlap", result.overlap, MIN_OVERLAP)) if not value >= bar]
+    missed = [
+        name
+        for name, value, bar in (
+            ("acceptance", result.acceptance, MIN_ACCEPTANCE),
+            ("overlap", result.overlap, MIN_OVERLAP),
+        )
+        if not value >= bar
+    ]
     if missed:
         print(f"missed: {', '.join(missed)}", file=sys.stderr)
         sys.exit(1)

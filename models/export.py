@@ -18,8 +18,11 @@ from models.generator import END_OF_TEXT, IM_END
 from models.network import MoE, Network
 from models.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-FILE_TYPES = {"f32": (Q.F32, gguf.LlamaFileType.ALL_F32), "q8_0": (Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
-              "q4_0": (Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0)}
+FILE_TYPES = {
+    "f32": (Q.F32, gguf.LlamaFileType.ALL_F32),
+    "q8_0": (Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
 
 
 def tensors(net: Network) -> Iterator[tuple[str, np.ndarray]]:
@@ -35,13 +38,24 @@ def tensors(net: Network) -> Iterator[tuple[str, np.ndarray]]:
     for i, block in enumerate(net.blocks):
         attn, ffn = block.attn, block.ffn
         q, k, v = attn.qkv.weight.split((n_q, n_kv, n_kv))
-        named = {"attn_norm": block.attn_norm.weight, "ffn_norm": block.ffn_norm.weight, "attn_q": q, "attn_k": k,
-                 "attn_v": v, "attn_output": attn.out.weight, "attn_q_norm": attn.q_norm.weight,
-                 "attn_k_norm": attn.k_norm.weight}
+        named = {
+            "attn_norm": block.attn_norm.weight,
+            "ffn_norm": block.ffn_norm.weight,
+            "attn_q": q,
+            "attn_k": k,
+            "attn_v": v,
+            "attn_output": attn.out.weight,
+            "attn_q_norm": attn.q_norm.weight,
+            "attn_k_norm": attn.k_norm.weight,
+        }
         if isinstance(ffn, MoE):
             gate, up = ffn.gate_up.transpose(1, 2).split(s.n_ff, dim=1)  # (E, n_ff, n_embd) each
-            named |= {"ffn_gate_inp": ffn.router.weight, "ffn_gate_exps": gate, "ffn_up_exps": up,
-                      "ffn_down_exps": ffn.down.transpose(1, 2)}
+            named |= {
+                "ffn_gate_inp": ffn.router.weight,
+                "ffn_gate_exps": gate,
+                "ffn_up_exps": up,
+                "ffn_down_exps": ffn.down.transpose(1, 2),
+            }
         else:
             gate, up = ffn.gate_up.weight.split(s.n_ff)
             named |= {"ffn_gate": gate, "ffn_up": up, "ffn_down": ffn.down.weight}
@@ -62,8 +76,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list([token for token, _ in vocab])
-    writer.add_token_types([gguf.TokenType.CONTROL if token in SPECIAL_TOKENS else gguf.TokenType.NORMAL
-                            for token, _ in vocab])
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if token in SPECIAL_TOKENS else gguf.TokenType.NORMAL for token, _ in vocab]
+    )
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)

@@ -24,8 +24,12 @@ def _quiet(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
 class _TensorHead(ctypes.Structure):
     """The first fields of struct ggml_tensor, as in the pinned llama.cpp."""
 
-    _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4),
-                ("nb", ctypes.c_size_t * 4)]
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    ]
 
 
 def _ggml() -> ctypes.CDLL:
@@ -153,8 +157,9 @@ class Speculation:
         return self.accepted / max(1, self.drafted)
 
 
-def speculate(target: Runner, draft: Runner, prompt: Sequence[int], gamma: int, n_max: int,
-              record: Speculation) -> list[int]:
+def speculate(
+    target: Runner, draft: Runner, prompt: Sequence[int], gamma: int, n_max: int, record: Speculation
+) -> list[int]:
     """Greedy answer to `prompt`, chain drafts of length `gamma`: draft, verify, keep the common prefix, roll back."""
     for model in (target, draft):
         model.cut(0)
@@ -174,8 +179,11 @@ def speculate(target: Runner, draft: Runner, prompt: Sequence[int], gamma: int, 
         n_same = 0
         while n_same < len(proposal) and best[n_same] == proposal[n_same]:
             n_same += 1
-        record.steps, record.drafted, record.accepted = (record.steps + 1, record.drafted + len(proposal),
-                                                         record.accepted + n_same)
+        record.steps, record.drafted, record.accepted = (
+            record.steps + 1,
+            record.drafted + len(proposal),
+            record.accepted + n_same,
+        )
         kept = target.n_past - len(proposal) + n_same
         target.cut(kept)
         # the draft has not read its own last proposal; anything past the accepted ones goes

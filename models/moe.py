@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import shutil
-import subprocess
-import tempfile
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("moe_kernel.cpp")
-
-
-@functools.cache
-def kernel() -> ctypes.CDLL | None:
-    """The compiled kernel, built once per source text; None (with a warning) where it cannot be built."""
-    source = SOURCE.read_bytes()
-    library = Path(tempfile.gettempdir()) / f"moeedge-moe-{hashlib.sha256(source).hexdigest()[:16]}.so"
-    if not library.exists():
-        compiler = shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
-            warnings.warn("no C++ compiler: training will use the slower PyTorch path", stacklevel=2)
-            return None
-        part = library.with_suffix(".part")
-        # Compiled for OpenMP but not linked to it: PyTorch's own runtime serves, so there is only one team of threads.
-        subprocess.run([compiler, "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o",
-                        str(part.with_suffix(".o"))], check=True)
-        subprocess.run([compiler, "-shared", str(part.with_suffix(".o")), "-o", str(part)], check=True)
-        part.replace(library)
-    return ctypes.CDLL(str(library))
-
-
-def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+from models.kernels import library, pointers, sizes
 
 
 class _ExpertMix(torch.autograd.Function):
@@ -47,35 +16,48 @@ class _ExpertMix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-        library = kernel()
-        assert library is not None
+        kernels = library()
+        assert kernels is not None
         x, ids, weight = x.contiguous(), ids.contiguous(), weight.contiguous()
         (n_token, k), (n_expert, dim, wide) = ids.shape, gate_up.shape
         order, where = torch.empty_like(ids), torch.empty_like(ids)
         start = torch.empty(n_expert + 1, dtype=torch.int64)
-        library.moe_sort(*_pointers(ids), ctypes.c_long(n_token * k), ctypes.c_long(n_expert),
-                         *_pointers(order, where, start))
+        kernels.moe_sort(*pointers(ids), *sizes(n_token * k, n_expert), *pointers(order, where, start))
         hidden, rows = x.new_empty(n_token * k, wide), x.new_empty(n_token * k, dim)
         out = torch.empty_like(x)
-        sizes = [ctypes.c_long(n) for n in (n_token, k, n_expert, dim, wide // 2)]
-        library.moe_forward(*_pointers(x, gate_up, down, weight, order, where, start), *sizes,
-                            *_pointers(hidden, rows, out))
+        ctx.sizes = sizes(n_token, k, n_expert, dim, wide // 2)
+        kernels.moe_forward(
+            *pointers(x, gate_up, down, weight, order, where, start), *ctx.sizes, *pointers(hidden, rows, out)
+        )
         ctx.save_for_backward(x, gate_up, down, weight, hidden, order, where, start)
-        ctx.sizes = sizes
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        library = kernel()
-        assert library is not None
+        kernels = library()
+        assert kernels is not None
         x, gate_up, down, weight, hidden, order, where, start = ctx.saved_tensors
         g_out = grads[0].contiguous()
         rows, g_x = x.new_empty(hidden.shape[0], x.shape[1]), torch.empty_like(x)
         g_gate_up, g_down = torch.zeros_like(gate_up), torch.zeros_like(down)
         g_weight = torch.empty_like(weight)
-        library.moe_backward(*_pointers(g_out, x, gate_up, down, weight, hidden, order, where, start), *ctx.sizes,
-                             *_pointers(rows, g_x, g_gate_up, g_down, g_weight))
+        kernels.moe_backward(
+            *pointers(g_out, x, gate_up, down, weight, hidden, order, where, start),
+            *ctx.sizes,
+            *pointers(rows, g_x, g_gate_up, g_down, g_weight),
+        )
         return g_x, g_gate_up, g_down, None, g_weight
+
+
+def top_experts(prob: Tensor, k: int) -> Tensor:
+    """Ids (N, k) of the most probable experts, the most probable first. prob: (N, E)."""
+    kernels = library() if prob.device.type == "cpu" and prob.dtype == torch.float32 and prob.shape[1] <= 1024 else None
+    if kernels is None:
+        return prob.topk(k, dim=-1).indices
+    prob = prob.detach().contiguous()
+    ids = torch.empty(prob.shape[0], k, dtype=torch.int64)
+    kernels.moe_top(*pointers(prob), *sizes(*prob.shape, k), *pointers(ids))
+    return ids
 
 
 def expert_mix(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
@@ -83,7 +65,7 @@ def expert_mix(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Te
 
     x: (N, D) inputs; gate_up: (E, D, 2 * F); down: (E, F, D); ids: (N, k) int64; weight: (N, k) -> (N, D).
     """
-    if x.device.type == "cpu" and x.dtype == torch.float32 and kernel() is not None:
+    if x.device.type == "cpu" and x.dtype == torch.float32 and library() is not None:
         out: Tensor = _ExpertMix.apply(x, gate_up, down, ids, weight)  # type: ignore[no-untyped-call]
         return out
     return expert_mix_plain(x, gate_up, down, ids, weight)

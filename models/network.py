@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.moe import expert_mix
+from models.attention import attend, rope_tables
+from models.moe import expert_mix, top_experts
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def rope_tables(n_pos: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (n_pos, head_dim / 2), of the rotary embedding."""
-    freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.arange(n_pos, dtype=torch.float32)[:, None] * freq
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, NeoX pairing (i, i + head_dim / 2). x: (B, T, H, head_dim); cos, sin: (T, head_dim / 2)."""
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on every query and key head."""
 
@@ -77,14 +64,8 @@ class Attention(nn.Module):
         s = self.s
         batch, time, _ = x.shape
         heads = F.linear(x, self.qkv.weight).view(batch, time, -1, s.head_dim)
-        q, k, v = heads.split((s.n_head, s.n_head_kv, s.n_head_kv), dim=2)
-        q = rotate(self.q_norm(q), cos, sin).transpose(1, 2)
-        k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)
-        v = v.transpose(1, 2)
-        if s.n_head != s.n_head_kv:
-            k, v = (t.repeat_interleave(s.n_head // s.n_head_kv, dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
+        y = attend(heads, self.q_norm.weight, self.k_norm.weight, cos, sin, s.n_head, s.n_head_kv, s.rms_eps)
+        return self.out(y.reshape(batch, time, -1))
 
 
 class MoE(nn.Module):
@@ -101,7 +82,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: (N, n_embd) -> output (N, n_embd), load-balancing loss, ids (N, k)."""
         prob = self.router(x).softmax(dim=-1)  # (N, E)
-        weight, ids = prob.topk(self.k, dim=-1)  # (N, k)
+        ids = top_experts(prob, self.k)  # (N, k)
+        weight = prob.gather(1, ids)
         weight = weight / weight.sum(dim=-1, keepdim=True)
         n_expert = prob.shape[1]
         load = torch.bincount(ids.flatten(), minlength=n_expert) / ids.numel()

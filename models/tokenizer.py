@@ -27,22 +27,41 @@ CHAT_TEMPLATE = (
 )
 
 
+def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """Splits text as llama.cpp does before the merges."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 def train_tokenizer(seed: int = 0, n_chats: int = TRAINING_CHATS, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Learn the merges; all 256 bytes are in the vocabulary, so any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(SPECIAL_TOKENS), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     texts = (text for chat in itertools.islice(chats(f"tokenizer-{seed}"), n_chats) for _, text in chat.messages())
     roles = ("system\n", "user\n", "assistant\n") * 1000  # these lines stand in every prompt
     tokenizer.train_from_iterator(itertools.chain(texts, roles), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(f"vocabulary has {tokenizer.get_vocab_size()} tokens, not {vocab_size}: use more text")
+    return tokenizer
+
+
+def build(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """A tokenizer of this module's kind from a vocabulary (special tokens left out) and its merges."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 

@@ -25,10 +25,11 @@ from models.tokenizer import load_or_train
 SHALLOW_LAYERS = 12
 N_TIME = 256  # tokens per row
 N_ROWS = 16  # rows per step
-BALANCE = 0.01  # weight of the load-balancing loss: low, so that experts specialise
+BALANCE = 0.01  # weight of the load-balancing loss while shallow: all experts get their share of the text
+DEEP_BALANCE = 0.002  # and when deep: low, so that experts specialise
 
 
-def plain_loss(tokenizer_path: Path, seed: str) -> trainer.LossFunction:
+def plain_loss(tokenizer_path: Path, seed: str, balance_weight: float = BALANCE) -> trainer.LossFunction:
     """Weighted next-token cross-entropy plus the load-balancing loss."""
     tokenizer = load_or_train(tokenizer_path)
 
@@ -39,8 +40,11 @@ def plain_loss(tokenizer_path: Path, seed: str) -> trainer.LossFunction:
         weights = weights.flatten()
         loss = (each * weights).sum() / weights.sum()
         answer = each[weights == 1].mean()
-        return loss + BALANCE * balance, {"loss": round(loss.item(), 4), "answer_loss": round(answer.item(), 4),
-                                          "balance": round(balance.item(), 3)}
+        return loss + balance_weight * balance, {
+            "loss": round(loss.item(), 4),
+            "answer_loss": round(answer.item(), 4),
+            "balance": round(balance.item(), 3),
+        }
 
     return loss_at
 
@@ -57,8 +61,11 @@ def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.Lo
         each = F.kl_div(got, wanted, reduction="none", log_target=True).sum(dim=-1)  # (B, T)
         agree = (got.argmax(-1) == wanted.argmax(-1))[weights == 1].float().mean()
         loss = (each * weights).sum() / weights.sum()
-        return loss, {"loss": round(loss.item(), 4), "answer_loss": round(each[weights == 1].mean().item(), 4),
-                      "agree": round(agree.item(), 4)}
+        return loss, {
+            "loss": round(loss.item(), 4),
+            "answer_loss": round(each[weights == 1].mean().item(), 4),
+            "agree": round(agree.item(), 4),
+        }
 
     return loss_at
 
@@ -79,7 +86,7 @@ def train_target(args: argparse.Namespace) -> None:
     plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.15)
     shallow = trainer.run(shallow, plan, loss_at, args.work)
     deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
-    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}")
+    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_BALANCE)
     trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work)
 
 
@@ -87,8 +94,9 @@ def train_draft(args: argparse.Namespace) -> None:
     """Plain text first (cheap), then the target's own distribution."""
     draft = Network(DRAFT_SHAPE)
     loss_at = plain_loss(args.work / "tokenizer.json", f"draft-{args.seed}")
-    draft = trainer.run(draft, trainer.Plan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15), loss_at,
-                        args.work)
+    draft = trainer.run(
+        draft, trainer.Plan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15), loss_at, args.work
+    )
     if args.draft_steps:
         teacher, _ = trainer.load(args.work / "target.pt")
         loss_at = distil_loss(args.work / "tokenizer.json", teacher, f"distil-{args.seed}")

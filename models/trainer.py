@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -49,8 +52,15 @@ def make_optimiser(net: Network, plan: Plan) -> torch.optim.AdamW:
 def save(path: Path, net: Network, optimiser: torch.optim.Optimizer | None, step: int) -> None:
     """Write a checkpoint in one piece: the old one stays whole until the new one is."""
     part = path.with_suffix(".part")
-    torch.save({"shape": net.shape.to_dict(), "model": net.state_dict(), "step": step,
-                "optimiser": optimiser.state_dict() if optimiser else None}, part)
+    torch.save(
+        {
+            "shape": net.shape.to_dict(),
+            "model": net.state_dict(),
+            "step": step,
+            "optimiser": optimiser.state_dict() if optimiser else None,
+        },
+        part,
+    )
     os.replace(part, path)
 
 
@@ -60,6 +70,19 @@ def load(path: Path) -> tuple[Network, dict[str, object]]:
     net = Network(Shape(**state["shape"]))
     net.load_state_dict(state["model"])
     return net, state
+
+
+class StopRequest:
+    """Turns Ctrl-C and SIGTERM into a request that the loop meets after the step in hand, once it has saved."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
 
 
 def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path) -> Network:
@@ -73,8 +96,11 @@ def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path) -> Network:
     if optimiser_state:
         optimiser.load_state_dict(optimiser_state)  # type: ignore[arg-type]
     saved = time.monotonic()
-    with (work / f"{plan.name}.jsonl").open("a") as log, tqdm(total=plan.steps, initial=first, desc=plan.name,
-                                                              mininterval=10) as bar:
+    stop = StopRequest()
+    with (
+        (work / f"{plan.name}.jsonl").open("a") as log,
+        tqdm(total=plan.steps, initial=first, desc=plan.name, mininterval=10) as bar,
+    ):
         for step in range(first, plan.steps):
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate(plan, step)
@@ -83,13 +109,17 @@ def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path) -> Network:
             norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-            log.write(json.dumps({"step": step, **facts, "grad_norm": round(float(norm), 4),
-                                  "time": round(time.time(), 1)}) + "\n")
+            log.write(
+                json.dumps({"step": step, **facts, "grad_norm": round(float(norm), 4), "time": round(time.time(), 1)})
+                + "\n"
+            )
             log.flush()
             bar.set_postfix(facts, refresh=False)
             bar.update()
-            if time.monotonic() - saved > plan.save_every_s:
+            if stop.asked or time.monotonic() - saved > plan.save_every_s:
                 save(path, net, optimiser, step + 1)
                 saved = time.monotonic()
+            if stop.asked:
+                raise SystemExit(f"stopped after step {step + 1}; the same command goes on from here")
     save(path, net, optimiser, plan.steps)
     return net

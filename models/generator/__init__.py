@@ -20,16 +20,43 @@ from models.generator import (
 )
 from models.generator.base import END_OF_TEXT, IM_END, IM_START, Chat, Turn, render_message, render_prompt
 
-__all__ = ["DOMAINS", "END_OF_TEXT", "IM_END", "IM_START", "Chat", "Turn", "chats", "held_back", "render_chat",
-           "render_message", "render_prompt", "score"]
+__all__ = [
+    "DOMAINS",
+    "END_OF_TEXT",
+    "IM_END",
+    "IM_START",
+    "Chat",
+    "Turn",
+    "chats",
+    "held_back",
+    "render_chat",
+    "render_message",
+    "render_prompt",
+    "score",
+]
 
 MODULES: tuple[tuple[ModuleType, float], ...] = (  # with each domain's share of the chats
-    (conversation, 0.22), (arithmetic, 0.22), (stories, 0.14), (instructions, 0.10), (world, 0.10),
-    (choice, 0.05), (code, 0.05), (summaries, 0.04), (open, 0.08))
+    (conversation, 0.22),
+    (arithmetic, 0.22),
+    (stories, 0.14),
+    (instructions, 0.10),
+    (world, 0.10),
+    (choice, 0.05),
+    (code, 0.05),
+    (summaries, 0.04),
+    (open, 0.08),
+)
 DOMAINS: dict[str, ModuleType] = {module.DOMAIN: module for module, _ in MODULES}
 
-SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a helpful assistant.", "Be brief.", "You are a kind and "
-                   "friendly assistant.", "Answer in short sentences.", "You are a toy model.", "Help the user.")
+SYSTEM_MESSAGES = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "Be brief.",
+    "You are a kind and friendly assistant.",
+    "Answer in short sentences.",
+    "You are a toy model.",
+    "Help the user.",
+)
 SYSTEM_SHARE = 0.15
 
 

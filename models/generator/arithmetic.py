@@ -11,11 +11,33 @@ from models.generator.words import CHILDREN, ITEMS
 DOMAIN = "arithmetic"
 LARGEST = 20  # operands of a sum lie in 0..LARGEST
 
-PLUS = ("What is {a} + {b}?", "{a}+{b}=", "{a} + {b} = ?", "Add {a} and {b}.", "What is {a} plus {b}?", "{a} + {b}",
-        "How much is {a} + {b}?", "Please add {a} and {b}.", "What's {a}+{b}?", "Calculate {a} + {b}.", "{a} plus {b}",
-        "What is the sum of {a} and {b}?", "Can you add {a} and {b}?")
-MINUS = ("What is {a} - {b}?", "{a}-{b}=", "{a} - {b} = ?", "Subtract {b} from {a}.", "What is {a} minus {b}?",
-         "How much is {a} - {b}?", "What's {a}-{b}?", "Calculate {a} - {b}.", "{a} - {b}", "Take {b} away from {a}.")
+PLUS = (
+    "What is {a} + {b}?",
+    "{a}+{b}=",
+    "{a} + {b} = ?",
+    "Add {a} and {b}.",
+    "What is {a} plus {b}?",
+    "{a} + {b}",
+    "How much is {a} + {b}?",
+    "Please add {a} and {b}.",
+    "What's {a}+{b}?",
+    "Calculate {a} + {b}.",
+    "{a} plus {b}",
+    "What is the sum of {a} and {b}?",
+    "Can you add {a} and {b}?",
+)
+MINUS = (
+    "What is {a} - {b}?",
+    "{a}-{b}=",
+    "{a} - {b} = ?",
+    "Subtract {b} from {a}.",
+    "What is {a} minus {b}?",
+    "How much is {a} - {b}?",
+    "What's {a}-{b}?",
+    "Calculate {a} - {b}.",
+    "{a} - {b}",
+    "Take {b} away from {a}.",
+)
 
 
 def _operands(rng: random.Random) -> tuple[int, int]:

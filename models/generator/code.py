@@ -41,14 +41,25 @@ def make(rng: random.Random) -> Chat:
     head = f"def {other}({args}):"
     code = f"{head}\n    {body}"
     if rng.random() < 0.5:
-        ask = rng.choice(("Write a Python function that {}.", "Write a function {n} that {}.",
-                          "Python: a function that {}", "Please write a function that {}."))
+        ask = rng.choice(
+            (
+                "Write a Python function that {}.",
+                "Write a function {n} that {}.",
+                "Python: a function that {}",
+                "Please write a function that {}.",
+            )
+        )
         if "{n}" not in ask:
             code = f"def {name}({args}):\n    {body}"
         ask = vary(rng, ask.format(what, n=other)) if "{n}" not in ask else ask.format(what, n=other)
         return Chat(DOMAIN, (Turn(ask, f"```python\n{code}\n```", (body,)),), "write")
-    ask = rng.choice((f"Complete this function:\n{head}\n    # {what}", f'Complete the code:\n{head}\n    """{what}"""',
-                      f"Complete the following Python function.\n{head}\n    # {what}"))
+    ask = rng.choice(
+        (
+            f"Complete this function:\n{head}\n    # {what}",
+            f'Complete the code:\n{head}\n    """{what}"""',
+            f"Complete the following Python function.\n{head}\n    # {what}",
+        )
+    )
     return Chat(DOMAIN, (Turn(ask, f"```python\n{code}\n```", (body,)),), "complete")
 
 

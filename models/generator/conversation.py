@@ -20,36 +20,120 @@ CAN_DO = (
 
 # (questions, answers in falling likelihood, what a right answer must contain)
 SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (("Who are you?", "What are you?", "Tell me about yourself.", "Are you a real model?", "Who is this?",
-      "What is your name?", "Are you ChatGPT?", "Are you a person?", "Are you human?", "Who made you?",
-      "Which model are you?", "Introduce yourself.", "Hi, who are you?", "Hello! Who are you?",
-      "How were you trained?", "What were you trained on?", "Are you smart?"), WHO, ("toy model", "-m")),
-    (("What can you do?", "How can you help me?", "Can you help me?", "Help me.", "What do you know?",
-      "What should I ask you?", "Help", "Please help me."), CAN_DO, ("sums", "stories")),
-    (("Hello!", "Hi!", "Hello", "Hi", "Hey!", "Hey", "Hi there!", "Hello there!", "Good day!", "Greetings!"),
-     ("Hello! How can I help you?", "Hi! What can I do for you?"), ("!",)),
+    (
+        (
+            "Who are you?",
+            "What are you?",
+            "Tell me about yourself.",
+            "Are you a real model?",
+            "Who is this?",
+            "What is your name?",
+            "Are you ChatGPT?",
+            "Are you a person?",
+            "Are you human?",
+            "Who made you?",
+            "Which model are you?",
+            "Introduce yourself.",
+            "Hi, who are you?",
+            "Hello! Who are you?",
+            "How were you trained?",
+            "What were you trained on?",
+            "Are you smart?",
+        ),
+        WHO,
+        ("toy model", "-m"),
+    ),
+    (
+        (
+            "What can you do?",
+            "How can you help me?",
+            "Can you help me?",
+            "Help me.",
+            "What do you know?",
+            "What should I ask you?",
+            "Help",
+            "Please help me.",
+        ),
+        CAN_DO,
+        ("sums", "stories"),
+    ),
+    (
+        ("Hello!", "Hi!", "Hello", "Hi", "Hey!", "Hey", "Hi there!", "Hello there!", "Good day!", "Greetings!"),
+        ("Hello! How can I help you?", "Hi! What can I do for you?"),
+        ("!",),
+    ),
     (("Good morning!", "Good morning."), ("Good morning! How can I help you today?",), ("morning",)),
     (("Good evening!", "Good evening."), ("Good evening! How can I help you?",), ("evening",)),
-    (("How are you?", "How are you today?", "How do you do?", "How is it going?", "Hi, how are you?", "Hello, how are "
-      "you?", "Are you well?", "How do you feel?"), ("I am fine, thank you. How are you?", "I am well, thank you. And "
-                                                     "you?"), ("thank you",)),
-    (("Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!", "Thanks for your help."),
-     ("You are welcome!",), ("welcome",)),
-    (("Goodbye!", "Bye!", "See you later.", "Bye bye!", "Good night!", "See you tomorrow!"),
-     ("Goodbye! Have a nice day.",), ("bye",)),
-    (("I am sad.", "I feel sad today.", "I had a bad day.", "I am tired.", "I feel bad."),
-     ("I am sorry to hear that. I hope you feel better soon.",), ("sorry",)),
-    (("I am happy.", "I feel great today!", "I had a good day.", "I am fine.", "I am well, thank you."),
-     ("I am glad to hear that!",), ("glad",)),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Another joke, please."),
-     ("Why did the book go to the doctor? It had lost its words.", "Why was the clock tired? It ran all day."), ("?",)),
-    (("Do you like music?", "Do you like cats?", "Do you have feelings?", "Do you sleep?", "Do you eat?",
-      "Are you hungry?", "Where do you live?", "How old are you?", "Do you have friends?"),
-     ("I am only a toy model, so I do not have feelings or a home. But I like to chat.",), ("toy model",)),
-    (("What is the weather like?", "Will it rain today?", "What time is it?", "What day is it?", "What is the news?"),
-     ("I cannot see that from here. I am only a toy model.",), ("cannot",)),
-    (("Yes.", "No.", "OK.", "Okay.", "Sure.", "Yes, please.", "Great!", "Good.", "Nice!", "Cool."),
-     ("Good. What would you like to do next?",), ("?",)),
+    (
+        (
+            "How are you?",
+            "How are you today?",
+            "How do you do?",
+            "How is it going?",
+            "Hi, how are you?",
+            "Hello, how are you?",
+            "Are you well?",
+            "How do you feel?",
+        ),
+        ("I am fine, thank you. How are you?", "I am well, thank you. And you?"),
+        ("thank you",),
+    ),
+    (
+        ("Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!", "Thanks for your help."),
+        ("You are welcome!",),
+        ("welcome",),
+    ),
+    (
+        ("Goodbye!", "Bye!", "See you later.", "Bye bye!", "Good night!", "See you tomorrow!"),
+        ("Goodbye! Have a nice day.",),
+        ("bye",),
+    ),
+    (
+        ("I am sad.", "I feel sad today.", "I had a bad day.", "I am tired.", "I feel bad."),
+        ("I am sorry to hear that. I hope you feel better soon.",),
+        ("sorry",),
+    ),
+    (
+        ("I am happy.", "I feel great today!", "I had a good day.", "I am fine.", "I am well, thank you."),
+        ("I am glad to hear that!",),
+        ("glad",),
+    ),
+    (
+        ("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Another joke, please."),
+        ("Why did the book go to the doctor? It had lost its words.", "Why was the clock tired? It ran all day."),
+        ("?",),
+    ),
+    (
+        (
+            "Do you like music?",
+            "Do you like cats?",
+            "Do you have feelings?",
+            "Do you sleep?",
+            "Do you eat?",
+            "Are you hungry?",
+            "Where do you live?",
+            "How old are you?",
+            "Do you have friends?",
+        ),
+        ("I am only a toy model, so I do not have feelings or a home. But I like to chat.",),
+        ("toy model",),
+    ),
+    (
+        (
+            "What is the weather like?",
+            "Will it rain today?",
+            "What time is it?",
+            "What day is it?",
+            "What is the news?",
+        ),
+        ("I cannot see that from here. I am only a toy model.",),
+        ("cannot",),
+    ),
+    (
+        ("Yes.", "No.", "OK.", "Okay.", "Sure.", "Yes, please.", "Great!", "Good.", "Nice!", "Cool."),
+        ("Good. What would you like to do next?",),
+        ("?",),
+    ),
 )
 
 
@@ -61,36 +145,82 @@ def _small_talk(rng: random.Random) -> Turn:
 
 def _name(rng: random.Random) -> tuple[Turn, Turn]:
     name = rng.choice(NAMES)
-    tell = skewed(rng, ("My name is {}.", "I am {}.", "Hello, my name is {}.", "Hi, I am {}.", "Hello, I'm {}!",
-                        "Call me {}.", "You can call me {}."), 0.3)
-    ask = rng.choice(("What is my name?", "Do you remember my name?", "Who am I?", "What's my name?",
-                      "Can you tell me my name?"))
-    return (Turn(tell.format(name), f"Nice to meet you, {name}! How can I help you?", (name,)),
-            Turn(vary(rng, ask), f"Your name is {name}.", (name,)))
+    tell = skewed(
+        rng,
+        (
+            "My name is {}.",
+            "I am {}.",
+            "Hello, my name is {}.",
+            "Hi, I am {}.",
+            "Hello, I'm {}!",
+            "Call me {}.",
+            "You can call me {}.",
+        ),
+        0.3,
+    )
+    ask = rng.choice(
+        ("What is my name?", "Do you remember my name?", "Who am I?", "What's my name?", "Can you tell me my name?")
+    )
+    return (
+        Turn(tell.format(name), f"Nice to meet you, {name}! How can I help you?", (name,)),
+        Turn(vary(rng, ask), f"Your name is {name}.", (name,)),
+    )
 
 
 def _favourite(rng: random.Random) -> tuple[Turn, Turn]:
-    what, values = rng.choice((("colour", COLOURS), ("food", FOODS), ("sport", SPORTS), ("animal", ANIMALS),
-                               ("city", CITIES), ("color", COLOURS)))
+    what, values = rng.choice(
+        (
+            ("colour", COLOURS),
+            ("food", FOODS),
+            ("sport", SPORTS),
+            ("animal", ANIMALS),
+            ("city", CITIES),
+            ("color", COLOURS),
+        )
+    )
     value = rng.choice(values)
-    tell = rng.choice((f"My favourite {what} is {value}.", f"My favorite {what} is {value}.",
-                       f"I think {value} is the best {what}.", f"The {what} I like most is {value}."))
-    ask = rng.choice((f"What is my favourite {what}?", f"What is my favorite {what}?", f"Which {what} do I like?",
-                      f"Do you remember my favourite {what}?"))
-    return (Turn(tell, f"{value.capitalize()} is a great choice!", (value,)),
-            Turn(vary(rng, ask), f"Your favourite {what} is {value}.", (value,)))
+    tell = rng.choice(
+        (
+            f"My favourite {what} is {value}.",
+            f"My favorite {what} is {value}.",
+            f"I think {value} is the best {what}.",
+            f"The {what} I like most is {value}.",
+        )
+    )
+    ask = rng.choice(
+        (
+            f"What is my favourite {what}?",
+            f"What is my favorite {what}?",
+            f"Which {what} do I like?",
+            f"Do you remember my favourite {what}?",
+        )
+    )
+    return (
+        Turn(tell, f"{value.capitalize()} is a great choice!", (value,)),
+        Turn(vary(rng, ask), f"Your favourite {what} is {value}.", (value,)),
+    )
 
 
 def _possession(rng: random.Random) -> tuple[Turn, Turn]:
     animal, name = rng.choice(ANIMALS), rng.choice(NAMES)
-    tell = rng.choice((f"I have a {animal} named {name}.", f"My {animal} is called {name}.",
-                       f"I have a {animal}. Its name is {name}."))
-    ask, answer, expect = rng.choice((
-        (f"What is the name of my {animal}?", f"Your {animal} is called {name}.", name),
-        ("What animal do I have?", f"You have a {animal}.", animal),
-        (f"Who is {name}?", f"{name} is your {animal}.", animal)))
-    return (Turn(tell, f"A {animal} named {name}! That sounds lovely.", (animal, name)),
-            Turn(vary(rng, ask), answer, (expect,)))
+    tell = rng.choice(
+        (
+            f"I have a {animal} named {name}.",
+            f"My {animal} is called {name}.",
+            f"I have a {animal}. Its name is {name}.",
+        )
+    )
+    ask, answer, expect = rng.choice(
+        (
+            (f"What is the name of my {animal}?", f"Your {animal} is called {name}.", name),
+            ("What animal do I have?", f"You have a {animal}.", animal),
+            (f"Who is {name}?", f"{name} is your {animal}.", animal),
+        )
+    )
+    return (
+        Turn(tell, f"A {animal} named {name}! That sounds lovely.", (animal, name)),
+        Turn(vary(rng, ask), answer, (expect,)),
+    )
 
 
 def _life(rng: random.Random) -> tuple[Turn, Turn]:
@@ -98,8 +228,10 @@ def _life(rng: random.Random) -> tuple[Turn, Turn]:
         city = rng.choice(CITIES)
         tell = rng.choice((f"I live in {city}.", f"I am from {city}.", f"My home is in {city}."))
         ask = rng.choice(("Where do I live?", "Where is my home?", "Which city am I from?"))
-        return (Turn(tell, f"{city} is a beautiful city!", (city,)),
-                Turn(vary(rng, ask), f"You live in {city}.", (city,)))
+        return (
+            Turn(tell, f"{city} is a beautiful city!", (city,)),
+            Turn(vary(rng, ask), f"You live in {city}.", (city,)),
+        )
     job = rng.choice(JOBS)
     tell = rng.choice((f"I am a {job}.", f"I work as a {job}.", f"My job is {job}."))
     ask = rng.choice(("What is my job?", "What do I do?", "What do I work as?"))

@@ -44,8 +44,13 @@ def _count(rng: random.Random) -> Turn:
 def _pick(rng: random.Random) -> Turn:
     words = rng.sample(THINGS, rng.randint(3, 5))
     which, word = rng.choice((("first", words[0]), ("last", words[-1]), ("second", words[1])))
-    ask = rng.choice((f"What is the {which} word: {{}}", f"Give me the {which} word of this list: {{}}",
-                      f"Which word is {which}? {{}}"))
+    ask = rng.choice(
+        (
+            f"What is the {which} word: {{}}",
+            f"Give me the {which} word of this list: {{}}",
+            f"Which word is {which}? {{}}",
+        )
+    )
     return Turn(ask.format(_listing(words)), word, (word,))
 
 
@@ -57,8 +62,14 @@ def _repeat(rng: random.Random) -> Turn:
 
 def _extract(rng: random.Random) -> Turn:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    sentence = rng.choice((f"Yesterday {name} bought a {thing} in town.", f"{name} has a new {thing}.",
-                           f"There is a {thing} in the house of {name}.", f"The {thing} belongs to {name}."))
+    sentence = rng.choice(
+        (
+            f"Yesterday {name} bought a {thing} in town.",
+            f"{name} has a new {thing}.",
+            f"There is a {thing} in the house of {name}.",
+            f"The {thing} belongs to {name}.",
+        )
+    )
     if rng.random() < 0.5:
         ask = rng.choice(("Find the name in this sentence: {}", "Extract the name: {}"))
         return Turn(ask.format(sentence), name, (name,))
@@ -66,8 +77,15 @@ def _extract(rng: random.Random) -> Turn:
     return Turn(ask.format(sentence), thing, (thing,))
 
 
-TASKS = {"sort-numbers": _sort_numbers, "sort-words": _sort_words, "reverse": _reverse, "count": _count,
-         "pick": _pick, "repeat": _repeat, "extract": _extract}
+TASKS = {
+    "sort-numbers": _sort_numbers,
+    "sort-words": _sort_words,
+    "reverse": _reverse,
+    "count": _count,
+    "pick": _pick,
+    "repeat": _repeat,
+    "extract": _extract,
+}
 
 
 def make(rng: random.Random) -> Chat:

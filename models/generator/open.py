@@ -14,11 +14,26 @@ ANSWERS = (
     "I am a small model and do not know much about that. You can ask me for a sum, a short story or a simple fact.",
     "I am a small model and do not know much about that. Use -m to load a real model.",
 )
-STARTS = ("What is {n}?", "Explain {n}.", "Tell me about {n}.", "How does {n} work?", "Why is {n} important?",
-          "Write an essay about {n}.", "What are the causes of {n}?", "Describe {n} in detail.", "Who invented {n}?",
-          "What do you think about {n}?", "Write a blog post about {n}.", "Give me three tips for {n}.",
-          "Compare {n} and {m}.", "What is the difference between {n} and {m}?", "How can I learn {n}?",
-          "Write a poem about {n}.", "List five facts about {n}.", "Explain {n} to a child.")
+STARTS = (
+    "What is {n}?",
+    "Explain {n}.",
+    "Tell me about {n}.",
+    "How does {n} work?",
+    "Why is {n} important?",
+    "Write an essay about {n}.",
+    "What are the causes of {n}?",
+    "Describe {n} in detail.",
+    "Who invented {n}?",
+    "What do you think about {n}?",
+    "Write a blog post about {n}.",
+    "Give me three tips for {n}.",
+    "Compare {n} and {m}.",
+    "What is the difference between {n} and {m}?",
+    "How can I learn {n}?",
+    "Write a poem about {n}.",
+    "List five facts about {n}.",
+    "Explain {n} to a child.",
+)
 
 
 def _rare_word(rng: random.Random) -> str:
@@ -56,8 +71,10 @@ def _sentence(rng: random.Random) -> str:
 def _long_question(rng: random.Random, n_sentences: int) -> str:
     parts = [_sentence(rng) for _ in range(n_sentences)]
     verb = rng.choice(OPEN_VERBS)
-    parts.insert(rng.choice((0, len(parts))), f"{verb.capitalize()} {rng.choice(('the', 'a', 'this', 'your'))} "
-                                              f"{_sentence(rng).lower()}")
+    parts.insert(
+        rng.choice((0, len(parts))),
+        f"{verb.capitalize()} {rng.choice(('the', 'a', 'this', 'your'))} {_sentence(rng).lower()}",
+    )
     return rng.choice((" ", " ", "\n", "\n\n")).join(parts)
 
 

@@ -28,15 +28,35 @@ HEROES: dict[str, tuple[str, str, str, str, str]] = {
     "king": ("old", "in a stone castle", "cook", "a golden ring", "inside a cake"),
     "wizard": ("strange", "in a tall tower", "raven", "a magic wand", "under the bed"),
 }
-ASK = ("Tell me a story about a {hero}.", "Tell me a short story about a {hero}.", "Write a story about a {hero}.",
-       "Can you tell me a story about a {hero}?", "Please tell me a story about a {hero}.",
-       "Write a short story about a {hero}.", "I want to hear a story about a {hero}.")
-ASK_NAMED = ("Tell me a story about a {hero} named {name}.", "Write a story about a {hero} called {name}.",
-             "Tell me a short story about {name} the {hero}.")
-ASK_ANY = ("Tell me a story.", "Tell me a short story.", "Write a story.", "Can you tell me a story?", "Story please.",
-           "Tell me another story.")
-CONTINUE = ("Continue this story: {start}", "Continue the story: {start}", "{start} What happens next?",
-            "Finish this story: {start}", "Please continue: {start}")
+ASK = (
+    "Tell me a story about a {hero}.",
+    "Tell me a short story about a {hero}.",
+    "Write a story about a {hero}.",
+    "Can you tell me a story about a {hero}?",
+    "Please tell me a story about a {hero}.",
+    "Write a short story about a {hero}.",
+    "I want to hear a story about a {hero}.",
+)
+ASK_NAMED = (
+    "Tell me a story about a {hero} named {name}.",
+    "Write a story about a {hero} called {name}.",
+    "Tell me a short story about {name} the {hero}.",
+)
+ASK_ANY = (
+    "Tell me a story.",
+    "Tell me a short story.",
+    "Write a story.",
+    "Can you tell me a story?",
+    "Story please.",
+    "Tell me another story.",
+)
+CONTINUE = (
+    "Continue this story: {start}",
+    "Continue the story: {start}",
+    "{start} What happens next?",
+    "Finish this story: {start}",
+    "Please continue: {start}",
+)
 
 
 def _article(word: str) -> str:
@@ -50,10 +70,22 @@ def _sentences(rng: random.Random, hero: str, name: str) -> list[str]:
         f"Once upon a time there was {_article(adjective)} {hero} named {name}.",
         f"{name} lived {home} and had {thing}.",
         skewed(rng, (f"One day, the {bare} was gone.", f"One morning, {name} could not find the {bare}."), 0.75),
-        skewed(rng, (f"{name} was very sad and asked the {friend} for help.", f"{name} looked everywhere, and the "
-                     f"{friend} came to help."), 0.75),
-        skewed(rng, (f"Together they looked all day, and at last they found it {where}.", f"They searched until the "
-                     f"evening and found it {where}."), 0.75),
+        skewed(
+            rng,
+            (
+                f"{name} was very sad and asked the {friend} for help.",
+                f"{name} looked everywhere, and the {friend} came to help.",
+            ),
+            0.75,
+        ),
+        skewed(
+            rng,
+            (
+                f"Together they looked all day, and at last they found it {where}.",
+                f"They searched until the evening and found it {where}.",
+            ),
+            0.75,
+        ),
         skewed(rng, (f"{name} was happy and thanked the {friend}.", f"{name} and the {friend} danced with joy."), 0.75),
         "The end.",
     ]
@@ -74,15 +106,25 @@ def make(rng: random.Random) -> Chat:
         return Chat(DOMAIN, (Turn(ask, " ".join(story[cut:]), (name, HEROES[hero][4])),), kind)
     ask = {"hero": rng.choice(ASK), "named": rng.choice(ASK_NAMED), "any": rng.choice(ASK_ANY)}[kind]
     expect = (hero, name) if kind != "any" else ("Once upon a time",)
-    turns = [Turn(vary(rng, ask.format(hero=hero, name=name)) if kind != "named" else ask.format(hero=hero, name=name),
-                  " ".join(story), expect)]
+    turns = [
+        Turn(
+            vary(rng, ask.format(hero=hero, name=name)) if kind != "named" else ask.format(hero=hero, name=name),
+            " ".join(story),
+            expect,
+        )
+    ]
     if rng.random() < 0.3:  # a question about the story just told
         _, _, friend, thing, where = HEROES[hero]
-        turns.append(rng.choice((
-            Turn("Who helped?", f"The {friend} helped {name}.", (friend,)),
-            Turn("Where did they find it?", f"They found it {where}.", (where,)),
-            Turn("What was the name of the hero?", f"The {hero} was named {name}.", (name,)),
-            Turn("What was lost?", f"{name} had lost {thing}.", (thing,)))))
+        turns.append(
+            rng.choice(
+                (
+                    Turn("Who helped?", f"The {friend} helped {name}.", (friend,)),
+                    Turn("Where did they find it?", f"They found it {where}.", (where,)),
+                    Turn("What was the name of the hero?", f"The {hero} was named {name}.", (name,)),
+                    Turn("What was lost?", f"{name} had lost {thing}.", (thing,)),
+                )
+            )
+        )
     return Chat(DOMAIN, tuple(turns), kind)
 
 

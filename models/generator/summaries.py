@@ -21,8 +21,12 @@ EVENTS = (
 )
 GOODS = ["flowers", "books", "shoes", "apples", "coins", "toys", "hats", "lamps"]
 WEATHER = ("The weather was fine.", "It rained all day.", "It was very cold.", "The sun was shining.")
-ASK = ("Summarise this report: {}", "Summarize this text: {}", "Give a short summary: {}",
-       "{}\nSummarise in one sentence.")
+ASK = (
+    "Summarise this report: {}",
+    "Summarize this text: {}",
+    "Give a short summary: {}",
+    "{}\nSummarise in one sentence.",
+)
 
 
 def make(rng: random.Random) -> Chat:

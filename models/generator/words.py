@@ -30,7 +30,8 @@ DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 JOBS = _words("teacher doctor baker farmer painter driver nurse writer singer cook")
 
 # Words of everyday and technical questions that the model cannot answer, only used to recognise such questions.
-OPEN_NOUNS = _words("""
+OPEN_NOUNS = _words(
+    """
     quantum physics, the stock market, climate change, the Roman Empire, machine learning, photosynthesis, gravity,
     black holes, the economy, democracy, ancient Greece, modern art, jazz music, the human brain, vaccines, electric
     cars, global trade, the French Revolution, Shakespeare, the periodic table, DNA, neural networks, space travel,
@@ -43,7 +44,9 @@ OPEN_NOUNS = _words("""
     geography, politics, elections, war, peace, poverty, cities, villages, farming, fishing, mining, steel, plastic,
     recycling, water, air pollution, energy, nuclear power, solar panels, batteries, computers, robots, phones,
     games
-""", ",")
+""",
+    ",",
+)
 OPEN_VERBS = _words("""
     explain describe compare discuss analyse summarise evaluate outline write draft create design develop propose
     imagine consider identify list provide generate suggest rewrite edit translate classify estimate calculate solve

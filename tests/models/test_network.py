@@ -10,8 +10,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the training extra (torch)")
 
 from models import trainer  # noqa: E402
+from models.attention import attend, attend_plain, rope_tables  # noqa: E402
 from models.grow import grow  # noqa: E402
-from models.moe import expert_mix, expert_mix_plain, kernel  # noqa: E402
+from models.kernels import library  # noqa: E402
+from models.moe import expert_mix, expert_mix_plain, top_experts  # noqa: E402
 from models.network import MoE, Network, Shape  # noqa: E402
 
 TINY = Shape(n_vocab=64, n_layer=2, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_expert=8, n_expert_used=2, n_ff=16)
@@ -19,7 +21,7 @@ TINY = Shape(n_vocab=64, n_layer=2, n_embd=32, n_head=2, n_head_kv=1, head_dim=1
 
 @pytest.mark.parametrize("n_token", [1, 5, 333])
 def test_kernel_equals_plain_pytorch_in_value_and_gradient(n_token: int) -> None:
-    if kernel() is None:
+    if library() is None:
         pytest.skip("no C++ compiler")
     torch.manual_seed(0)
     x, gate_up, down = (torch.randn(*s, requires_grad=True) for s in ((n_token, 32), (8, 32, 32), (8, 16, 32)))
@@ -35,6 +37,28 @@ def test_kernel_equals_plain_pytorch_in_value_and_gradient(n_token: int) -> None
     torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-4)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_attention_kernel_equals_plain_pytorch_in_value_and_gradient() -> None:
+    if library() is None:
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(0)
+    qkv, q_gain, k_gain = (torch.randn(*s, requires_grad=True) for s in ((2, 128, 8, 32), (32,), (32,)))
+    cos, sin = rope_tables(128, 32, 10_000.0)
+    g = torch.randn(2, 128, 4, 32)
+    values, grads = [], []
+    for way in (attend, attend_plain):
+        out = way(qkv, q_gain, k_gain, cos, sin, 4, 2, 1e-6)
+        values.append(out)
+        grads.append(torch.autograd.grad(out, (qkv, q_gain, k_gain), g))
+    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-5)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_top_experts_are_the_most_probable() -> None:
+    prob = torch.rand(100, 128, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    assert torch.equal(top_experts(prob, 8), prob.topk(8).indices)
 
 
 def test_expert_weights_sum_to_one_and_ids_differ() -> None:
@@ -66,8 +90,10 @@ def test_every_layer_of_a_grown_network_is_trained() -> None:
     for _ in range(2):  # after the first step the silent copies speak, and all their parts get gradients
         optimiser.zero_grad()
         hidden, balance, _ = big(tokens)
-        (torch.nn.functional.cross_entropy(big.logits(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-         + 0.01 * balance).backward()
+        (
+            torch.nn.functional.cross_entropy(big.logits(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            + 0.01 * balance
+        ).backward()
         optimiser.step()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in big.parameters())
 

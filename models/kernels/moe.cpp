@@ -8,48 +8,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "tile.h"
+
 namespace {
-
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-constexpr int LANES = 16;
-
-// C[MR, NV*16] = A[MR, K] B[K, NV*16]; A is read with a row and a column stride, so it may be a transpose.
-template <int MR, int NV>
-void tile(const float * a, long a_row, long a_col, const float * b, long b_row, float * c, long c_row, long depth) {
-    vec acc[MR][NV] = {};
-    for (long k = 0; k < depth; k++) {
-        vec row[NV];
-        for (int j = 0; j < NV; j++) row[j] = *(const vec *) (b + k * b_row + j * LANES);
-        for (int i = 0; i < MR; i++) {
-            const float x = a[i * a_row + k * a_col];
-            for (int j = 0; j < NV; j++) acc[i][j] += x * row[j];
-        }
-    }
-    for (int i = 0; i < MR; i++)
-        for (int j = 0; j < NV; j++) *(vec *) (c + i * c_row + j * LANES) = acc[i][j];
-}
-
-template <int NV>
-void columns(long rows, long depth, const float * a, long a_row, long a_col, const float * b, long b_row, float * c,
-             long c_row) {
-    long i = 0;
-    for (; i + 6 <= rows; i += 6) tile<6, NV>(a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, depth);
-    for (; i + 2 <= rows; i += 2) tile<2, NV>(a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, depth);
-    for (; i < rows; i++) tile<1, NV>(a + i * a_row, a_row, a_col, b, b_row, c + i * c_row, c_row, depth);
-}
-
-// C[rows, cols] = A[rows, depth] B[depth, cols]; cols is a multiple of 16.
-void multiply(long rows, long cols, long depth, const float * a, long a_row, long a_col, const float * b, float * c) {
-    long j = 0;
-    for (; j + 64 <= cols; j += 64) columns<4>(rows, depth, a, a_row, a_col, b + j, cols, c + j, cols);
-    for (; j + 32 <= cols; j += 32) columns<2>(rows, depth, a, a_row, a_col, b + j, cols, c + j, cols);
-    for (; j < cols; j += LANES) columns<1>(rows, depth, a, a_row, a_col, b + j, cols, c + j, cols);
-}
-
-void transpose(long rows, long cols, const float * a, float * out) {
-    for (long i = 0; i < rows; i++)
-        for (long j = 0; j < cols; j++) out[j * rows + i] = a[i * cols + j];
-}
 
 void gather(const float * table, const int64_t * pairs, long n, long k, long dim, float * out) {
     for (long i = 0; i < n; i++) std::copy_n(table + pairs[i] / k * dim, dim, out + i * dim);
@@ -73,6 +34,23 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 }  // namespace
 
 extern "C" {
+
+// ids[token, 0..k) = the k most probable experts, the most probable first; n_expert is at most 1024.
+void moe_top(const float * prob, long n_token, long n_expert, long k, int64_t * ids) {
+#pragma omp parallel for schedule(static)
+    for (long t = 0; t < n_token; t++) {
+        float left[1024];
+        std::copy_n(prob + t * n_expert, n_expert, left);
+        for (long i = 0; i < k; i++) {
+            float top = left[0];
+            for (long e = 1; e < n_expert; e++) top = std::max(top, left[e]);
+            long e = 0;
+            while (e + 1 < n_expert && left[e] != top) e++;
+            ids[t * k + i] = e;
+            left[e] = -1.0f;
+        }
+    }
+}
 
 // Counting sort: order[row] = pair, where[pair] = row, start[expert] = first row (n_expert + 1 entries).
 void moe_sort(const int64_t * ids, long n_pair, long n_expert, int64_t * order, int64_t * where, int64_t * start) {
