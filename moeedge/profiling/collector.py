@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from moeedge.native import Frame
 
 
+_NOTHING = "No routing was recorded: moeedge's backend saw no MoE layer of this model at work."
+
+
 class TraceCollector:
     """Register an instance in `session.observers`, call `begin` before every answer, `trace` at the end.
 
@@ -101,9 +104,12 @@ class TraceCollector:
     def trace(self) -> Trace:
         """Everything so far. Raises EngineError where nothing was recorded."""
         if not self._columns["ids"]:
-            raise EngineError("No routing was recorded: moeedge's backend saw no MoE layer of this model.")
+            raise EngineError(_NOTHING)
         columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        return Trace(meta=self.meta, **columns)
+        trace = Trace(meta=self.meta, **columns)
+        if not trace.expert_layers():
+            raise EngineError(_NOTHING)
+        return trace
 
 
 def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float16]]:
