@@ -34,6 +34,9 @@ class BenchRow:
     output: OutputCheck | None
     ratio: float | None  # decoding speed over stock-ar's, median of pairs
     ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
+    ratio_cpu: (
+        float | None
+    )  # stock-ar's processor time over this mode's, median of pairs; busy neighbours hardly touch it
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
 
@@ -57,6 +60,7 @@ class BenchRow:
             "different": [] if output is None else [difference.as_dict() for difference in output.different],
             "ratio": self.ratio,
             "ratio_pp": self.ratio_pp,
+            "ratio_cpu": self.ratio_cpu,
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
         }
@@ -89,6 +93,7 @@ def summarize(
         output=output,
         ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
         ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
+        ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
         setup=setup,
         samples=tuple(samples),
     )

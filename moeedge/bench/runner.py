@@ -19,7 +19,7 @@ from moeedge.bench.plan import BenchPlan
 from moeedge.bench.record import BenchRow, describe_setup, summarize
 from moeedge.bench.samples import Sample
 from moeedge.bench.statistics import common_samples
-from moeedge.bench.synthetic import run_decode, run_prefill, synthetic_lanes
+from moeedge.bench.synthetic import n_slices, run_decode, run_prefill, synthetic_lanes
 from moeedge.data import Prompt
 from moeedge.engine.types import Phase
 
@@ -80,7 +80,7 @@ class Bench:
         """Measures all tests; `cancel` is asked often, True ends the run. Returns whether everything was measured."""
         plan = self.plan
         synthetic, notes = synthetic_lanes(self._lanes)
-        n_synthetic = len(synthetic) * plan.repetitions * (bool(plan.n_prompt) + bool(plan.n_gen))
+        n_synthetic = len(synthetic) * plan.repetitions * (bool(plan.n_prompt) + n_slices(plan.n_gen))
         n_turns = sum(len(prompt.turns) for prompt in self._prompts)
         self._progress.begin(n_turns * len(self._lanes) * plan.repetitions + n_synthetic)
         if n_synthetic:
@@ -122,7 +122,7 @@ class Bench:
         for test, samples in self._samples.items():
             names = list(dict.fromkeys(sample.mode for sample in samples))
             is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
-            expected = sum(len(prompt.turns) for prompt in self._prompts) if is_dataset else 1
+            expected = self._expected_samples(test)
             common = common_samples(samples, names, expected)
             reference = [sample for sample in common if sample.mode == REFERENCE]
             for lane in self._lanes:
@@ -130,6 +130,12 @@ class Bench:
                 if own:
                     rows.append(self._row(lane, test, own, reference, is_dataset=is_dataset))
         return rows
+
+    def _expected_samples(self, test: str) -> int:
+        """Samples per mode of a finished repetition."""
+        if self.plan.dataset is not None and test == self.plan.dataset.name:
+            return sum(len(prompt.turns) for prompt in self._prompts)
+        return n_slices(self.plan.n_gen) if test.startswith("tg") else 1
 
     def _row(
         self, lane: Lane, test: str, own: Sequence[Sample], reference: Sequence[Sample], *, is_dataset: bool

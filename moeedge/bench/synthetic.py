@@ -17,7 +17,7 @@ from moeedge.bench.samples import Sample
 from moeedge.engine.types import Phase
 
 _SEED = 1
-_WARM_UP_TOKENS = 4
+_SLICE_TOKENS = 16
 
 
 def random_tokens(n: int, n_vocab: int) -> list[int]:
@@ -56,22 +56,51 @@ def run_prefill(lanes: Sequence[Lane], n_tokens: int, repetitions: int, cancel: 
 
 
 def run_decode(lanes: Sequence[Lane], n_tokens: int, repetitions: int, cancel: Callable[[], bool]) -> Iterator[Sample]:
-    """tgN: one sample per mode and repetition, from an empty KV cache. A few tokens before them warm up."""
+    """tgN: N tokens per mode and repetition, from an empty KV cache; some tokens before them warm up.
+
+    The modes take turns every _SLICE_TOKENS tokens, each going on in its own KV cache, and each slice is a sample:
+    pairs of neighbours stay close in time however large N is.
+    """
     tokens = random_tokens(n_tokens, lanes[0].session.model.info.n_vocab)
-    for repetition, place, lane in _rounds(lanes, repetitions):
-        lane.session.reset()
-        target = lane.session.target
-        cpu_before_s, start_s = time.process_time(), time.perf_counter()
-        for token in tokens if repetition >= 0 else tokens[:_WARM_UP_TOKENS]:
-            if cancel():
-                return
-            target.decode([token], phase=Phase.DECODE, logits="last")
-        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-        if repetition >= 0:
-            yield Sample(
-                lane.mode.name, "", 0, repetition, place,
-                generated_tokens=n_tokens, decode_tokens=n_tokens, decode_s=elapsed_s, steps=n_tokens, cpu_s=cpu_s,
-            )  # fmt: skip
+    by_name = {lane.mode.name: lane for lane in lanes}
+    rotation = 0
+    for repetition in range(-1, repetitions):
+        for lane in lanes:
+            lane.session.reset()
+        for index, first in enumerate(range(0, n_tokens, _SLICE_TOKENS)):
+            part = tokens[first : first + _SLICE_TOKENS]
+            for place, mode in enumerate(rotated([lane.mode for lane in lanes], rotation)):
+                sample = _decode_slice(by_name[mode.name], part, index, repetition, place, cancel)
+                if sample is None:
+                    return
+                if repetition >= 0:
+                    yield sample
+            rotation += 1
+            if repetition < 0:
+                break  # one slice is enough to warm up
+
+
+def _decode_slice(
+    lane: Lane, tokens: Sequence[int], index: int, repetition: int, place: int, cancel: Callable[[], bool]
+) -> Sample | None:
+    """Decodes `tokens` one by one; None when `cancel` says so."""
+    target = lane.session.target
+    cpu_before_s, start_s = time.process_time(), time.perf_counter()
+    for token in tokens:
+        if cancel():
+            return None
+        target.decode([token], phase=Phase.DECODE, logits="last")
+    elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+    n = len(tokens)
+    return Sample(
+        lane.mode.name, "", index, repetition, place,
+        generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s,
+    )  # fmt: skip
+
+
+def n_slices(n_tokens: int) -> int:
+    """Samples per mode and repetition of tgN."""
+    return -(-n_tokens // _SLICE_TOKENS)
 
 
 def _rounds(lanes: Sequence[Lane], repetitions: int) -> Iterator[tuple[int, int, Lane]]:

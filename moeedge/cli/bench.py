@@ -49,8 +49,10 @@ def bench(
     than a near-tie.
     """
     with cli_errors():
+        from moeedge.cli.prompt_input import accept_any_text
         from moeedge.data import load_dataset, load_sample
 
+        accept_any_text()
         check_device(device)
         pair = resolve_pair(model, model_draft)
         base = EngineConfig(

@@ -50,12 +50,12 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     if not rows:
         return ""
     columns = [
-        "model", "test", "mode", "pp t/s", "tg t/s", "TTFT ms", "accepted", "tokens/step", "experts/step", "hit rate",
-        "output", "pp ratio", "tg ratio",
+        "test", "mode", "pp t/s", "tg t/s", "TTFT ms", "accepted", "tokens/step", "experts/step", "hit rate", "output",
+        "pp ratio", "tg ratio",
     ]  # fmt: skip
     cells = [[_cell(column, row) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    n_text = 3  # the columns before are text and stand left
+    n_text = 2  # the first columns are text and stand left
     lines = [
         _line(columns, widths, n_text),
         "|" + "|".join("-" * (w + 2) if i < n_text else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|",
@@ -64,11 +64,12 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
     drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
-    draft = f"draft {drafted['draft']}, gamma {drafted['gamma']}" if drafted else "no draft"
+    draft = f"draft {drafted['draft']} (gamma {drafted['gamma']})" if drafted else "no draft"
     lines += [
         "",
-        f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}; {setup['cpu']}, "
-        f"{setup['threads']} threads; {draft}; context {setup['n_ctx']}; {setup['repetitions']} repetitions",
+        f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
+        f"repetitions: {setup['repetitions']}",
+        f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -79,8 +80,6 @@ def _line(cells: Sequence[str], widths: Sequence[int], n_text: int) -> str:
 
 
 def _cell(column: str, row: BenchRow) -> str:
-    if column == "model":
-        return str(row.setup["model"])
     if column == "test":
         return row.test
     if column == "mode":

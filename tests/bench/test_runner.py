@@ -95,19 +95,21 @@ def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> No
 
 def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     recorder = Recorder()
-    with Bench(make_plan(tiny_moe, tiny_draft, n_prompt=24, n_gen=6), recorder) as bench:
+    with Bench(make_plan(tiny_moe, tiny_draft, n_prompt=24, n_gen=36), recorder) as bench:
         assert bench.run()
         rows = {(row.test, row.mode): row for row in bench.rows()}
-    assert list(rows) == [("pp24", "stock-ar"), ("pp24", "moeedge"), ("tg6", "stock-ar"), ("tg6", "moeedge")]
+    assert list(rows) == [("pp24", "stock-ar"), ("pp24", "moeedge"), ("tg36", "stock-ar"), ("tg36", "moeedge")]
     assert any("stock-sd" in note for note in recorder.notes)
-    prefill, decoding = rows["pp24", "moeedge"], rows["tg6", "moeedge"]
+    prefill, decoding = rows["pp24", "moeedge"], rows["tg36", "moeedge"]
     assert prefill.pp is not None
     assert (prefill.tg, prefill.output, prefill.setup["draft"]) == (None, None, "none")
     assert len(prefill.pp.values) == 2
     assert decoding.tg is not None
     assert decoding.pp is None
     assert decoding.ratio is not None
-    assert all(sample.decode_tokens == 6 for sample in decoding.samples)
+    assert [sample.decode_tokens for sample in decoding.samples] == [16, 16, 4] * 2  # in slices
+    assert len(decoding.tg.values) == 2
+    assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
 
 
 def _after(n: int, recorder: Recorder) -> Callable[[], bool]:

@@ -180,8 +180,8 @@ def _row(output: OutputCheck) -> BenchRow:
     setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}
     return BenchRow(
         mode="moeedge", test="qa", pp=spread([100.0, 200.0]), tg=spread([10.0]), ttft_s=0.25, acceptance_rate=0.5,
-        tokens_per_step=2.5, experts_per_verification=31.25, hit_rate=None, output=output, ratio=1.234, ratio_pp=None,
-        setup={**setup, "repetitions": 2}, samples=(),
+        tokens_per_step=2.5, experts_per_verification=31.25, hit_rate=None, output=output, ratio=1.234,
+        ratio_pp=None, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
     )  # fmt: skip
 
 
@@ -208,6 +208,6 @@ def test_the_table() -> None:
     assert cells["experts/step"] == "31.2"
     assert (cells["output"], cells["tgratio"], cells["ppratio"], cells["hitrate"]) == ("8/8", "1.234", "-", "-")
     assert "commit ffffffffff (changed)" in text
-    assert "draft d.gguf, gamma 4" in text
+    assert "m.gguf, draft d.gguf (gamma 4); A CPU, threads: 2, context: 256, repetitions: 2" in text
     assert render([], "md") == ""
     assert json.loads(render([], "json")) == []

@@ -1,0 +1,46 @@
+"""What a record says of the machine and the installation."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import moeedge
+from moeedge.bench.environment import _git_state, read_environment
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.org")
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_versions_and_processor() -> None:
+    environment = read_environment()
+    assert environment.version == moeedge.__version__
+    assert environment.llama_cpp_version == version("llama-cpp-python")
+    assert environment.cpu
+    assert environment.time.endswith("+00:00")
+
+
+def test_commit_and_dirty_flag_of_a_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "moeedge"
+    package.mkdir()
+    assert _git_state(package) == (None, None)  # an installed wheel
+    try:
+        _git(tmp_path, "init", "-q")
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    (package / "a.py").write_text("a = 1\n")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-qm", "First", "--no-verify")
+    commit = _git(tmp_path, "rev-parse", "HEAD")
+    assert _git_state(package) == (commit, False)
+    (package / "new.txt").write_text("untracked files do not count\n")
+    assert _git_state(package) == (commit, False)
+    (package / "a.py").write_text("a = 2\n")
+    assert _git_state(package) == (commit, True)
