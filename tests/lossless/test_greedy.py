@@ -11,7 +11,7 @@ import pytest
 
 from moeedge.engine import library
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig, Phase, SamplingConfig
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.greedy import judge
@@ -105,6 +105,26 @@ def test_draft_equal_to_the_target_is_always_accepted(tiny: TinyFactory) -> None
             pass
         assert generation.stats.accepted == generation.stats.drafted == 32
         assert generation.stats.steps == 8
+
+
+def test_moe_draft_has_a_sensor_of_its_own(
+    tiny: TinyFactory, tiny_moe: Path, stock: Callable[[Path], StockContext]
+) -> None:
+    """Target and draft both route: phases and shapes show that neither sensor sees the other's graphs."""
+    with Session.open(config(tiny_moe, ("model", 4), tiny("llama"))) as session:
+        assert session.draft_context is not None
+        sensors = session.target.sensor, session.draft_context.sensor
+        assert sensors[0] is not None and sensors[1] is not None
+        seen: list[set[Phase]] = [set(), set()]
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
+        for _ in generation:
+            for sensor, phases, n_used in zip(sensors, seen, (4, 2), strict=True):
+                frames = sensor.frames()
+                phases.update(Phase(frame.phase) for frame in frames)
+                assert all(frame.ids.shape[2] == n_used for frame in frames)
+    assert seen == [{Phase.PREFILL, Phase.VERIFY, Phase.DECODE} & seen[0], {Phase.PREFILL, Phase.DRAFT}]
+    assert Phase.VERIFY in seen[0]
+    assert not judge(stock(tiny_moe), PROMPT, generation.tokens).faults
 
 
 @pytest.mark.parametrize("speculation", [None, ("model", 4), ("ngram", 4)])

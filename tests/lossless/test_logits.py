@@ -6,15 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from moeedge.engine.context import Context
+from moeedge.engine.model import Model
+from moeedge.engine.types import Phase
 from moeedge.native import Claims
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.sensed import sensed_context
-from tests.support.stock import StockContext, transcript
+from tests.support.stock import TRANSCRIPT, StockContext, transcript, transcript_tokens
 
 Reference = Callable[[Path, int], np.ndarray]
 
@@ -84,3 +88,17 @@ def test_bundled_target(bundled_pair: tuple[Path, Path]) -> None:
             rows.append(transcript(context))
     assert np.array_equal(rows[1], rows[0])
     assert np.array_equal(rows[2], rows[0])
+
+
+@pytest.mark.parametrize("mode", ["moeedge", "stock"])
+def test_engine_context(mode: Literal["moeedge", "stock"], tiny_moe: Path, reference: Reference) -> None:
+    """The engine's own context, as sessions use it: pieces, rollback and views of the logits."""
+    tokens = transcript_tokens()
+    rows = []
+    with Model.load(tiny_moe) as model, Context(model, n_ctx=256, n_threads=1, n_ubatch=32, mode=mode) as context:
+        for appended, dropped in TRANSCRIPT:
+            phase = Phase.PREFILL if appended > 32 else Phase.VERIFY
+            rows.append(context.decode(tokens[:appended], phase=phase, logits="all").copy())
+            del tokens[:appended]
+            context.trim(context.n_past - dropped)
+    assert np.array_equal(np.concatenate(rows), reference(tiny_moe, 1))

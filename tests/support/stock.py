@@ -187,9 +187,15 @@ def tap_context(path: Path, **options: Any) -> tuple[StockContext, RouterTap]:
 TRANSCRIPT = ((40, 0), (1, 0), (1, 0), (9, 4), (1, 0), (9, 0), (17, 9), (1, 0))
 
 
+def transcript_tokens(seed: int = 1) -> list[int]:
+    """The tokens of a transcript."""
+    n_tokens = sum(appended for appended, _ in TRANSCRIPT)
+    return np.random.default_rng(seed).integers(0, 256, n_tokens).tolist()
+
+
 def transcript(context: StockContext, *, seed: int = 1) -> np.ndarray:
     """Prefill over two graphs, single tokens, verifications with rollbacks: all their logits, [n_rows, n_vocab]."""
-    tokens = np.random.default_rng(seed).integers(0, 256, sum(appended for appended, _ in TRANSCRIPT)).tolist()
+    tokens = transcript_tokens(seed)
     rows = []
     for appended, dropped in TRANSCRIPT:
         rows.append(context.decode(tokens[:appended]))

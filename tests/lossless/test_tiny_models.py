@@ -1,0 +1,75 @@
+"""The tiny models are worth testing on: routing and logits vary, every expert type reaches the kernels meant for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from moeedge.engine import library
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.stock import StockContext, tap_context
+from tests.support.tiny import main
+from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
+
+TOKENS = np.random.default_rng(8).integers(0, 256, 128).tolist()
+
+
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_routing_and_logits_vary(case: str, tiny: TinyFactory) -> None:
+    arch, dimensions = MOE_CASES[case]
+    library.start()
+    context, tap = tap_context(tiny(arch, **dimensions))
+    with context:
+        logits = context.decode(TOKENS)
+    for layer, ids in tap.ids.items():
+        n_used = ids.shape[1]
+        choices = {tuple(sorted(row)) for row in ids.tolist()}
+        assert len(choices) > (32 if n_used > 2 else 8), f"layer {layer} routes alike"
+        assert len(np.unique(ids)) >= 8, f"layer {layer} leaves most experts unused"
+    assert 3 < logits.std() < 5
+    assert len(set(logits.argmax(axis=1).tolist())) > 40
+    best = np.sort(logits, axis=1)[:, -2:]
+    assert np.median(best[:, 1] - best[:, 0]) > 0.3, "near-ties must be rare"
+
+
+def test_architectures_are_as_named(tiny: TinyFactory) -> None:
+    for arch, dimensions in MOE_CASES.values():
+        reader = gguf.GGUFReader(tiny(arch, **dimensions))
+        assert reader.get_field("general.architecture").contents() == arch
+        names = {tensor.name for tensor in reader.tensors}
+        assert any("ffn_gate_up_exps" in name for name in names) == bool(dimensions.get("merged"))
+
+
+def test_vocabulary(tiny_moe: Path) -> None:
+    library.start()
+    with StockContext(tiny_moe) as context:
+        assert context.n_vocab == N_VOCAB == 304
+        assert context.tokenize("<|im_start|>") == [IM_START]
+        assert context.tokenize("<|im_end|><|endoftext|>") == [IM_END, ENDOFTEXT]
+        text = "the ärea is 日本 \U0001f600\n"
+        assert 0 < len(context.tokenize(text)) < len(text.encode()), "some letters merge"
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The way to large files; heads follow the width, many experts mean eight per token."""
+    out = tmp_path / "wide.gguf"
+    main(["--out", str(out), "--layers", "1", "--embd", "256", "--expert-ff", "96", "--experts", "64"])
+    assert "GB" in capsys.readouterr().err
+    reader = gguf.GGUFReader(out)
+    numbers = {
+        key: reader.get_field(f"qwen3moe.{key}").contents()
+        for key in ("embedding_length", "expert_count", "expert_used_count", "attention.head_count")
+    }
+    assert numbers == {
+        "embedding_length": 256,
+        "expert_count": 64,
+        "expert_used_count": 8,
+        "attention.head_count": 16,
+    }
+    library.start()
+    with StockContext(out) as context:
+        assert np.isfinite(context.decode(TOKENS[:9])).all()
