@@ -1,0 +1,38 @@
+"""The examples of docs/traces.md run, and its tables name what the code has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from moeedge.profiling.analysis import profile_layers
+from moeedge.profiling.report import layer_report
+from moeedge.profiling.run import Recording
+from moeedge.trace import Trace, TraceMeta
+from tests.profiling.traces import two_texts
+
+TEXT = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
+
+
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    two_texts().save(Path("story.npz"))
+    examples = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "docs/traces.md", "exec"), {})
+    assert "hottest expert:" in capsys.readouterr().out
+
+
+def test_tables_name_every_array_and_key() -> None:
+    for array in fields(Trace):
+        assert f"| `{array.name}` |" in TEXT, array.name
+    for key in fields(TraceMeta):
+        assert f"`{key.name}`" in TEXT, key.name
+    trace = two_texts()
+    report = layer_report(profile_layers(trace, [0])[0], Recording(trace, 1, 1, 1, 1, []))
+    for key_name in (*report, *report["hot_cold_accuracy"], *report["unique_experts"], *report["activation_counts"]):
+        assert f"`{key_name}`" in TEXT, key_name
