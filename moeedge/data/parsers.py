@@ -44,9 +44,9 @@ def parse_humaneval(row: Row) -> Prompt:
 
 
 def parse_gsm8k(row: Row) -> Prompt:
-    """GSM8K: "question"; or, as in collections of benchmarks, "turns"."""
-    if "turns" in row.fields:
-        return parse_turns(row)
+    """GSM8K: "question"; or written out as collections of benchmarks have it."""
+    if _is_written_out(row):
+        return _written_out(row, "math")
     return Prompt(row.identity("id"), "math", user_turns(row.text("question")))
 
 
@@ -73,17 +73,29 @@ def parse_instructions(row: Row) -> Prompt:
 
 
 def parse_articles(row: Row) -> Prompt:
-    """CNN/DailyMail: "turns" with the request written out, or the bare "article"."""
-    if "turns" in row.fields:
-        return parse_turns(row)
+    """CNN/DailyMail: written out with the request, or the bare "article"."""
+    if _is_written_out(row):
+        return _written_out(row, "summarization")
     return Prompt(row.identity("id"), "summarization", user_turns(f"Summarize: {row.text('article')}"))
 
 
 def parse_questions(row: Row) -> Prompt:
-    """Open questions: "turns" or "question"."""
+    """Open questions: written out, or "question"."""
+    if _is_written_out(row):
+        return _written_out(row, "qa")
+    return Prompt(row.identity("id"), "qa", user_turns(row.text("question")))
+
+
+def _is_written_out(row: Row) -> bool:
+    return "turns" in row.fields or "prompt" in row.fields
+
+
+def _written_out(row: Row, category: str) -> Prompt:
+    """A record of a collection of benchmarks: "turns", or "prompt" as a string or a list of turns."""
     if "turns" in row.fields:
         return parse_turns(row)
-    return Prompt(row.identity("id"), "qa", user_turns(row.text("question")))
+    texts = row.strings("prompt") if isinstance(row.fields["prompt"], list) else [row.text("prompt")]
+    return Prompt(row.identity("question_id", "id"), str(row.fields.get("category") or category), user_turns(*texts))
 
 
 def _messages(row: Row) -> tuple[Message, ...]:

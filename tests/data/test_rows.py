@@ -86,5 +86,5 @@ def test_the_shapes_of_published_records() -> None:
     given = parse_instructions(Row({"instruction": "Shorten.", "instances": [{"input": "A text."}]}, 1, "x, line 1"))
     assert given.turns[0][0].content == "Shorten.\n\nA text."
     assert parse_instructions(Row({"instruction": "Go.", "input": ""}, 1, "")).turns[0][0].content == "Go."
-    for fields in ({"question": "2 + 2?"}, {"turns": ["2 + 2?"]}):
+    for fields in ({"question": "2 + 2?"}, {"turns": ["2 + 2?"]}, {"prompt": "2 + 2?"}, {"prompt": ["2 + 2?"]}):
         assert parse_gsm8k(Row(dict(fields), 1, "x, line 1")).turns[0][0].content == "2 + 2?"
