@@ -42,11 +42,9 @@ def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
             lines = csv.reader(_without_comments(file, header))
             columns = next(lines, [])
             if columns[:2] == ["pos", "layer"] and len(columns) > 2:
-                table = [_numbers(path, row, len(columns), number) for number, row in enumerate(lines, 2) if row]
-                return _from_positions(path, np.array(table, dtype=np.float64), n_experts)
+                return _from_positions(path, _table(path, lines, len(columns)), n_experts)
             if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
-                table = [_numbers(path, row, len(columns), number) for number, row in enumerate(lines, 2) if row]
-                return _from_slots(path, np.array(table, dtype=np.float64), header, n_experts)
+                return _from_slots(path, _table(path, lines, len(columns)), header, n_experts)
     except FileNotFoundError:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
@@ -65,14 +63,23 @@ def _without_comments(file: Any, header: dict[str, str]) -> Iterator[str]:
             yield line
 
 
-def _numbers(path: Path, row: list[str], n_columns: int, line: int) -> list[float]:
-    try:
-        values = [float(cell) for cell in row]
-    except ValueError:
-        raise not_a_trace(path, f"row {line} (comments not counted) holds something that is no number") from None
-    if len(values) != n_columns or not np.isfinite(values).all():
-        raise not_a_trace(path, f"row {line} (comments not counted) does not have {n_columns} finite numbers")
-    return values
+def _table(path: Path, lines: Iterator[list[str]], n_columns: int) -> NDArray[np.float64]:
+    """The rows below the column names, float64 [rows, columns]; there is at least one."""
+    rows: list[list[float]] = []
+    for number, cells in enumerate(lines, 2):
+        if not cells:
+            continue
+        where = f"row {number} (comments not counted)"
+        try:
+            values = [float(cell) for cell in cells]
+        except ValueError:
+            raise not_a_trace(path, f"{where} holds something that is no number") from None
+        if len(values) != n_columns or not np.isfinite(values).all():
+            raise not_a_trace(path, f"{where} does not have {n_columns} finite numbers")
+        rows.append(values)
+    if not rows:
+        raise not_a_trace(path, "it has no rows")
+    return np.array(rows, dtype=np.float64)
 
 
 def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | None) -> Trace:
@@ -125,13 +132,12 @@ def _from_slots(path: Path, table: NDArray[np.float64], header: dict[str, str], 
     turn, phase, step, layer, slot, expert = (column[order] for column in (turn, phase, step, layer, slot, expert))
     new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
     token = np.cumsum(new_token) - 1
-    n_layers = int(header.get("n_layer", "0")) if header.get("n_layer", "0").isdigit() else 0
+    n_layers = _count(header.get("n_layer", "")) or 0
     ids = _grid(path, (int(token[-1]) + 1, max(n_layers, int(layer.max()) + 1), int(slot.max()) + 1))
     weights = np.full(ids.shape, np.nan, dtype=np.float16)
     ids[token, layer, slot] = expert
     weights[token, layer, slot] = np.clip(table[order, 6], -60000, 60000)
-    if n_experts is None and header.get("n_expert", "").isdigit():
-        n_experts = int(header["n_expert"])
+    n_experts = n_experts or _count(header.get("n_expert", ""))
     if not np.isin(phase, (0, 1)).all():
         raise not_a_trace(path, "a phase is neither 0 nor 1")
     phases = np.where(phase[new_token] == 0, PREFILL, DECODE).astype(np.uint8)
@@ -139,9 +145,12 @@ def _from_slots(path: Path, table: NDArray[np.float64], header: dict[str, str], 
     return _assemble(path, ids, phases, sequence, n_experts, weights, header)
 
 
+def _count(text: str) -> int | None:
+    """A count in a header; None where it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
 def _whole(path: Path, table: NDArray[np.float64]) -> NDArray[np.int64]:
-    if table.size == 0:
-        raise not_a_trace(path, "it has no rows")
     if (np.abs(table) > 2**31).any() or (table != np.floor(table)).any():
         raise not_a_trace(path, "a position, layer or expert is not a whole number")
     return table.astype(np.int64)

@@ -84,6 +84,7 @@ def test_foreign_npz_by_hand(tmp_path: Path) -> None:
         ("f.csv", POSITIONS.replace("0,1,3,4", "0,1,3,4.5"), "whole number"),
         ("g.csv", POSITIONS.replace("0,1,3,4", "0,999999999,3,4"), "layers"),
         ("h.csv", "pos,layer,id0\n", "no rows"),
+        ("m.csv", "turn,phase,step,layer,slot,expert,weight\n", "no rows"),
         ("i.csv", ROUTE.replace("0,0,0,0,0,5", "0,7,0,0,0,5"), "phase"),
         ("j.csv", ROUTE.replace("5,0.75", "99,0.75"), "expert 99"),
         ("k.csv", POSITIONS.replace("0,1,3,4", "0,1,3,nan"), "finite"),
@@ -95,6 +96,12 @@ def test_malformed_csv(tmp_path: Path, name: str, text: str, message: str) -> No
     with pytest.raises(InputError, match=message) as caught:
         read_trace(tmp_path / name)
     assert name in caught.value.message
+
+
+def test_odd_headers_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "odd.csv").write_text(ROUTE.replace("n_layer=3", "n_layer=²").replace("n_expert=16", "n_expert=many"))
+    meta = read_trace(tmp_path / "odd.csv").meta
+    assert (meta.n_layers, meta.n_experts) == (3, 16)
 
 
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
