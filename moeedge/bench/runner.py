@@ -144,9 +144,9 @@ class Bench:
         setup = describe_setup(
             self.plan, self._environment, lane.session.model.info, info, drafts=is_dataset and lane.mode.drafts
         )
-        if is_dataset:
-            setup["prompts"] = len({sample.prompt for sample in own})
-            setup["prompts_left_out"] = len(self.plan.dataset.prompts) - len(self._prompts) if self.plan.dataset else 0
+        asked = self.plan.dataset.prompts if self.plan.dataset is not None else ()
+        setup["prompts"] = len({sample.prompt for sample in own}) if is_dataset else None
+        setup["prompts_left_out"] = len(asked) - len(self._prompts) if is_dataset else None
         output = self._check(own, reference) if is_dataset and reference else None
         return summarize(lane.mode, test, own, reference, output=output, info=info, setup=setup)
 

@@ -112,6 +112,18 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert recorder.total == len(recorder.samples) == 2 * 2 * (1 + 3)
 
 
+def test_a_dataset_and_a_synthetic_prompt_in_one_run(tmp_path: Path, tiny_moe: Path) -> None:
+    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_prompt=8, n_predict=2, repetitions=1)
+    with Bench(plan, Recorder()) as bench:
+        bench.run()
+        records = [row.as_dict() for row in bench.rows()]
+    assert [(r["test"], r["mode"]) for r in records] == [
+        ("talk", "stock-ar"), ("talk", "moeedge"), ("pp8", "stock-ar"), ("pp8", "moeedge"),
+    ]  # fmt: skip
+    assert all(list(record) == list(records[0]) for record in records)
+    assert [record["prompts"] for record in records] == [1, 1, None, None]
+
+
 def _after(n: int, recorder: Recorder) -> Callable[[], bool]:
     """A `cancel` that says yes once `n` samples are there."""
     return lambda: len(recorder.samples) >= n
