@@ -11,7 +11,7 @@ import numpy as np
 
 from models.evaluate import BUNDLED, Result, table
 from models.network import DRAFT_SHAPE, TARGET_SHAPE
-from models.train import BALANCE, DEEP_BALANCE, N_ROWS, N_TIME, SHALLOW_LAYERS
+from models.train import DEEP_ROUTING, N_ROWS, N_TIME, SHALLOW_LAYERS, SHALLOW_ROUTING
 
 STAGES = {
     "target-shallow": f"target, {SHALLOW_LAYERS} layers",
@@ -110,8 +110,9 @@ def main() -> None:
             seed=args.seed,
             shallow=SHALLOW_LAYERS,
             deep=t.n_layer,
-            balance=BALANCE,
-            deep_balance=DEEP_BALANCE,
+            balance=SHALLOW_ROUTING[0],
+            deep_balance=DEEP_ROUTING[0],
+            change=DEEP_ROUTING[1],
             stages="\n".join(stages),
             commands=commands,
             evaluation=table(result),

@@ -80,15 +80,19 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(s.n_expert, s.n_ff, s.n_embd))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (N, n_embd) -> output (N, n_embd), load-balancing loss, ids (N, k)."""
-        prob = self.router(x).softmax(dim=-1)  # (N, E)
-        ids = top_experts(prob, self.k)  # (N, k)
+        """x: (B, T, n_embd) -> output (B, T, n_embd), losses (2,): balance and change, ids (B * T, k)."""
+        root = (0.5 * self.router(x).log_softmax(dim=-1)).exp()  # (B, T, E), square roots of the probabilities
+        prob = root.square().flatten(0, 1)  # (B * T, E)
+        ids = top_experts(prob, self.k)  # (B * T, k)
         weight = prob.gather(1, ids)
         weight = weight / weight.sum(dim=-1, keepdim=True)
         n_expert = prob.shape[1]
         load = torch.bincount(ids.flatten(), minlength=n_expert) / ids.numel()
         balance = n_expert * (load * prob.mean(dim=0)).sum()  # 1 when evenly spread
-        return expert_mix(x, self.gate_up, self.down, ids, weight), balance, ids
+        # squared Hellinger distance of adjacent tokens' routing: 0 when equal, 1 when nothing is shared
+        change = 1 - (root[:, 1:] * root[:, :-1]).sum(dim=-1).mean() if x.shape[1] > 1 else balance.new_zeros(())
+        y = expert_mix(x.flatten(0, 1), self.gate_up, self.down, ids, weight)
+        return y.view_as(x), torch.stack((balance, change)), ids
 
 
 class Dense(nn.Module):
@@ -117,9 +121,9 @@ class Block(nn.Module):
         x = x + self.attn(self.attn_norm(x), cos, sin)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, Dense):
-            return x + self.ffn(h), x.new_zeros(()), None
-        y, balance, ids = self.ffn(h.flatten(0, 1))
-        return x + y.view_as(x), balance, ids
+            return x + self.ffn(h), x.new_zeros(2), None
+        y, losses, ids = self.ffn(h)
+        return x + y, losses, ids
 
 
 class Network(nn.Module):
@@ -146,17 +150,20 @@ class Network(nn.Module):
             nn.init.normal_(p, std=std)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, mean balance loss, ids (B*T, k) per layer."""
+        """tokens: (B, T) -> hidden (B, T, n_embd) after the last norm, routing losses (2,), ids (B * T, k) per layer.
+
+        The routing losses are means over layers: imbalance of the experts' load, change from token to token.
+        """
         s = self.shape
         cos, sin = rope_tables(tokens.shape[1], s.head_dim, s.rope_theta)
         x = self.embed(tokens)
-        balance, routing = x.new_zeros(()), []
+        losses, routing = x.new_zeros(2), []
         for block in self.blocks:
-            x, layer_balance, ids = block(x, cos, sin)
-            balance = balance + layer_balance / s.n_layer
+            x, layer_losses, ids = block(x, cos, sin)
+            losses = losses + layer_losses / s.n_layer
             if ids is not None:
                 routing.append(ids)
-        return self.norm(x), balance, routing
+        return self.norm(x), losses, routing
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (..., n_embd) -> (..., n_vocab)."""

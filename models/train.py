@@ -25,25 +25,30 @@ from models.tokenizer import load_or_train
 SHALLOW_LAYERS = 12
 N_TIME = 256  # tokens per row
 N_ROWS = 16  # rows per step
-BALANCE = 0.01  # weight of the load-balancing loss while shallow: all experts get their share of the text
-DEEP_BALANCE = 0.002  # and when deep: low, so that experts specialise
+
+# Weights of the two routing losses, means over layers: load imbalance, and change of routing from token to token. While
+# shallow, all experts get their share of the text; when deep, neighbours are drawn together, so that experts specialise
+# by context, as those of large models do.
+SHALLOW_ROUTING = (0.01, 0.0)
+DEEP_ROUTING = (0.01, 0.4)
 
 
-def plain_loss(tokenizer_path: Path, seed: str, balance_weight: float = BALANCE) -> trainer.LossFunction:
-    """Weighted next-token cross-entropy plus the load-balancing loss."""
+def plain_loss(tokenizer_path: Path, seed: str, routing: tuple[float, float] = SHALLOW_ROUTING) -> trainer.LossFunction:
+    """Weighted next-token cross-entropy plus the routing losses."""
     tokenizer = load_or_train(tokenizer_path)
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
         inputs, targets, weights = batch(tokenizer, seed, step, N_ROWS, N_TIME)
-        hidden, balance, _ = net(inputs)
+        hidden, (balance, change), _ = net(inputs)
         each = F.cross_entropy(net.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
         weights = weights.flatten()
         loss = (each * weights).sum() / weights.sum()
         answer = each[weights == 1].mean()
-        return loss + balance_weight * balance, {
+        return loss + routing[0] * balance + routing[1] * change, {
             "loss": round(loss.item(), 4),
             "answer_loss": round(answer.item(), 4),
             "balance": round(balance.item(), 3),
+            "change": round(change.item(), 3),
         }
 
     return loss_at
@@ -83,10 +88,10 @@ def train_target(args: argparse.Namespace) -> None:
     """Shallow stage, growth, full stage."""
     loss_at = plain_loss(args.work / "tokenizer.json", f"target-{args.seed}")
     shallow = Network(replace(TARGET_SHAPE, n_layer=SHALLOW_LAYERS))
-    plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.15)
+    plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.0)
     shallow = trainer.run(shallow, plan, loss_at, args.work)
     deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
-    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_BALANCE)
+    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING)
     trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work)
 
 
@@ -108,7 +113,7 @@ def main() -> None:
     parser.add_argument("what", choices=("target", "draft"))
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shallow-steps", type=int, default=4000)
+    parser.add_argument("--shallow-steps", type=int, default=1600)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--draft-plain-steps", type=int, default=1000)
     parser.add_argument("--draft-steps", type=int, default=600)

@@ -65,10 +65,12 @@ def test_expert_weights_sum_to_one_and_ids_differ() -> None:
     torch.manual_seed(0)
     moe = Network(TINY).blocks[0].ffn
     assert isinstance(moe, MoE)
-    _, balance, ids = moe(torch.randn(50, 32))
+    _, (balance, change), ids = moe(torch.randn(5, 10, 32))
     assert ids.shape == (50, 2)
     assert (ids[:, 0] != ids[:, 1]).all()
     assert balance.item() >= 0.9
+    assert 0 < change.item() < 1
+    assert moe(torch.randn(5, 1, 32).expand(5, 10, 32))[1][1].item() == pytest.approx(0, abs=1e-5)
 
 
 def test_growing_keeps_the_function_and_makes_different_routers() -> None:
@@ -89,10 +91,10 @@ def test_every_layer_of_a_grown_network_is_trained() -> None:
     optimiser = torch.optim.AdamW(big.parameters(), 1e-2)
     for _ in range(2):  # after the first step the silent copies speak, and all their parts get gradients
         optimiser.zero_grad()
-        hidden, balance, _ = big(tokens)
+        hidden, losses, _ = big(tokens)
         (
             torch.nn.functional.cross_entropy(big.logits(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            + 0.01 * balance
+            + 0.01 * losses.sum()
         ).backward()
         optimiser.step()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in big.parameters())
