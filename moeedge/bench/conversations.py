@@ -74,7 +74,8 @@ def run_conversation(
                 prompt_ids=tokens,
             )
         model = lanes[0].session.model
-        text = b"".join(model.piece(token) for token in answer).decode("utf-8", "replace")
+        # an answer may be cut within a character; a replacement for the rest could be longer than what was counted on
+        text = b"".join(model.piece(token) for token in answer).decode("utf-8", "ignore")
         messages.append({"role": "assistant", "content": text})
 
 
