@@ -77,7 +77,7 @@ def ids_dtype(n_experts: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if n_experts <= 255 else np.uint16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Trace:
     """A routing trace in memory: the arrays of the file, checked against each other."""
 

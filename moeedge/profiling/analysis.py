@@ -50,7 +50,7 @@ class HotExpert:
     mean_weight: float | None  # router weight when used; None where weights were not recorded
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class LayerProfile:
     """Everything reported about one layer. `B` below is a number of consecutive tokens."""
 
@@ -125,7 +125,7 @@ def _text_of(trace: Trace, steps: Steps) -> Steps:
     return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class _Test:
     """One score's predictions for some layers, and what really happened."""
 

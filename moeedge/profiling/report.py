@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeedge.profiling.analysis import LayerProfile
-from moeedge.profiling.run import Recording
+
+if TYPE_CHECKING:
+    from moeedge.profiling.run import Recording
 
 _DIGITS = 6
 

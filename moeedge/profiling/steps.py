@@ -20,7 +20,7 @@ from moeedge.trace import DECODE, VERIFY, Trace
 Tail = Literal["continuation", "unrelated"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Steps:
     """Rows of a trace, grouped by decode call, in order."""
 

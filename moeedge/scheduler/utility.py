@@ -57,7 +57,7 @@ class UtilityConfig:
             raise ValueError(f"boundaries must be floor, float or fixed, not {self.boundaries}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class UtilityState:
     """What Algorithm 1 remembers between steps, per layer and expert."""
 
