@@ -114,14 +114,15 @@ class TraceCollector:
 
 def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float16]]:
     """Copies of a frame's ids and weights as [n_tokens, n_layers, k], blank where a layer did not see a token."""
-    n_layers, n_tokens, _ = frame.ids.shape
-    # a layer that saw fewer tokens saw the last ones: llama.cpp keeps the rows whose logits were asked for
-    seen = np.arange(n_tokens)[None, :] >= n_tokens - frame.layer_tokens[:, None]
+    n_tokens = frame.n_tokens
     ids = np.full(frame.ids.shape, np.iinfo(dtype).max, dtype=dtype)
     weights = np.full(frame.weights.shape, np.nan, dtype=np.float16)
-    for layer in range(n_layers):
+    whole = frame.layer_tokens == n_tokens
+    ids[whole] = frame.ids[whole]
+    weights[whole] = frame.weights[whole]
+    for layer in np.flatnonzero(~whole & (frame.layer_tokens > 0)):
+        # a layer that saw fewer tokens saw the last ones: llama.cpp keeps the rows whose logits were asked for
         n_seen = int(frame.layer_tokens[layer])
-        if n_seen:
-            ids[layer, seen[layer]] = frame.ids[layer, :n_seen]
-            weights[layer, seen[layer]] = frame.weights[layer, :n_seen]
+        ids[layer, n_tokens - n_seen :] = frame.ids[layer, :n_seen]
+        weights[layer, n_tokens - n_seen :] = frame.weights[layer, :n_seen]
     return ids.transpose(1, 0, 2), weights.transpose(1, 0, 2)

@@ -87,12 +87,13 @@ def observe(state: UtilityState, counts: IntArray, config: UtilityConfig) -> Uti
     change = now - state.counts
     rises = change >= state.up
     falls = (-change >= state.down) & ~rises  # line 11 is an "else if"
-    utility = np.clip(state.utility + rises - falls.astype(np.int16), 0, config.cap).astype(np.int16)
+    utility = np.minimum(np.maximum(state.utility + rises - falls.astype(np.int16), 0), config.cap).astype(np.int16)
     if config.boundaries == "fixed":
         return UtilityState(utility, state.up, state.down, now)
-    up = np.where(change > 0, _calibrate(state.up, change, config), state.up)
-    down = np.where(change < 0, _calibrate(state.down, -change, config), state.down)
-    return UtilityState(utility, up, down, now)
+    grew, shrank = change > 0, change < 0
+    # an expert moves at most one of its boundaries: calibrate that one
+    moved = _calibrate(np.where(grew, state.up, state.down), np.abs(change), config)
+    return UtilityState(utility, np.where(grew, moved, state.up), np.where(shrank, moved, state.down), now)
 
 
 def decayed_counts(average: FloatArray, counts: IntArray, beta: float) -> FloatArray:
