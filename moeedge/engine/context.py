@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -19,6 +19,10 @@ from moeedge.engine.types import Mode, Phase
 from moeedge.errors import EngineError
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
+
+
+class Cancelled(Exception):
+    """The caller's `cancel` asked to stop."""
 
 
 class Context:
@@ -97,14 +101,14 @@ class Context:
         """Appends `tokens` and computes their logits.
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call. Prefill goes in pieces of n_ubatch, so that Ctrl-C acts within one piece.
+        next call.
         """
         if len(tokens) == 0:
             raise ValueError("nothing to decode")
         if self.sensor is not None:
             self.sensor.set_phase(phase)
         before = len(self.tokens)
-        size = self.n_ubatch if phase == Phase.PREFILL else self._batch.n_max
+        size = self._batch.n_max
         try:
             if len(tokens) <= size:
                 return self._decode_piece(tokens, logits)
@@ -118,6 +122,26 @@ class Context:
             del self.tokens[before:]
             self.resync()
             raise
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        *,
+        logits: Literal["last", "none"],
+        cancel: Callable[[], bool] | None = None,
+    ) -> Logits:
+        """`decode` for a prompt, in pieces of n_ubatch (llama.cpp computes no more at once) between which Ctrl-C acts.
+
+        Raises Cancelled as soon as `cancel` says so; the pieces that were done stay in the KV cache.
+        """
+        rows = np.empty((0, self.model.info.n_vocab), dtype=np.float32)
+        for start in range(0, len(tokens), self.n_ubatch):
+            if cancel is not None and cancel():
+                raise Cancelled
+            piece = tokens[start : start + self.n_ubatch]
+            last = start + len(piece) == len(tokens)
+            rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none")
+        return rows
 
     def _decode_piece(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Logits:
         n = len(tokens)

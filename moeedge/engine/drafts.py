@@ -22,7 +22,7 @@ class Proposal:
 class DraftSource(Protocol):
     """Proposes what may follow a history; what it keeps about the history it brings up to date itself."""
 
-    def begin(self, history: Sequence[int]) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         """Takes in the prompt (its last token is not decoded yet); long work for a model, so it is timed as prefill."""
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
@@ -41,7 +41,7 @@ class DraftSource(Protocol):
 class NoDraft:
     """Plain decoding."""
 
-    def begin(self, history: Sequence[int]) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         pass
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
@@ -69,11 +69,9 @@ class ModelDraft:
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
-    def begin(self, history: Sequence[int]) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         held = self.context.keep_prefix(history[:-1])
-        rest = history[held:-1]
-        if rest:
-            self.context.decode(rest, phase=Phase.PREFILL, logits="none")
+        self.context.prefill(history[held:-1], logits="none", cancel=cancel)
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
         proposal = Proposal()
@@ -115,7 +113,7 @@ class NgramDraft:
         self._indexed: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its latest occurrence
 
-    def begin(self, history: Sequence[int]) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         self._indexed = []
         self._after = {}
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
+from moeedge.engine.context import Cancelled
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.engine.types import GenerationStats, StepRecord, StopReason
 
@@ -64,7 +65,7 @@ class Generation:
                     self._interrupt()
                 elif self._make_room():
                     yield self._step()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Cancelled):
             self._interrupt()
 
     def _prefill(self) -> StepRecord:

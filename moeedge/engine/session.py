@@ -108,7 +108,8 @@ class Session:
     ) -> Generation:
         """Answers `prompt_tokens`; what the KV caches hold of them from the last call is not computed again.
 
-        n_predict: the most tokens, -1 until the model stops. cancel: asked between steps, True ends the answer.
+        n_predict: the most tokens, -1 until the model stops. cancel: asked between steps and between the pieces of a
+        long prompt; True ends the answer.
         ignore_eos: stop tokens are kept and do not stop (benchmarks).
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
@@ -129,6 +130,7 @@ class Session:
             prompt,
             placement=self.placement,
             observe=self._notify,
+            cancel=cancel,
         )
         self._loop = loop
         return Generation(
@@ -183,6 +185,7 @@ def _load_draft(
     draft = shared or stack.enter_context(Model.load(Path(config.draft), n_gpu_layers=config.n_gpu_layers))
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
+        draft.close()
         notes.append(
             f"The memory of the {draft.info.architecture} draft cannot take back refused drafts: speculation off."
         )

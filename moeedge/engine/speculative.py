@@ -54,6 +54,7 @@ class SpeculativeLoop:
         *,
         placement: Placement | None = None,
         observe: Callable[[StepRecord], None] | None = None,
+        cancel: Callable[[], bool] | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -63,6 +64,7 @@ class SpeculativeLoop:
         self.counts: Counts | None = None  # of the last verification or prefill
         self._placement = placement
         self._notify = observe
+        self._cancel = cancel
         self._expert_layers = list(target.model.info.expert_layers)
 
     def prefill(self) -> StepRecord:
@@ -70,7 +72,7 @@ class SpeculativeLoop:
         start_s = time.perf_counter()
         held = self.target.keep_prefix(self.history[:-1])
         self.prefilled = len(self.history) - held
-        logits = self.target.decode(self.history[held:], phase=Phase.PREFILL, logits="last")
+        logits = self.target.prefill(self.history[held:], logits="last", cancel=self._cancel)
         token = self.sampler.pick(self.sampler.candidates(logits[0], self.history))
         verify_s = time.perf_counter() - start_s
         self.history.append(token)
@@ -78,7 +80,7 @@ class SpeculativeLoop:
 
     def begin_draft(self) -> None:
         """Brings the draft up to date with the prompt."""
-        self.draft.begin(self.history)
+        self.draft.begin(self.history, cancel=self._cancel)
 
     def step(self, gamma: int) -> StepRecord:
         """One verification with at most `gamma` drafts; the caller sees to it that gamma + 1 tokens fit the context."""
@@ -112,7 +114,7 @@ class SpeculativeLoop:
     def _verify(self, proposal: Proposal) -> Verified:
         length = len(self.history)
         if self.target.n_past < length - 1:  # after an interruption, or where the memory could only be dropped whole
-            self.target.decode(self.history[self.target.n_past : -1], phase=Phase.PREFILL, logits="none")
+            self.target.prefill(self.history[self.target.n_past : -1], logits="none", cancel=self._cancel)
             self._read_counts()
         batch = [self.history[-1], *proposal.tokens]
         phase = Phase.VERIFY if proposal.tokens else Phase.DECODE

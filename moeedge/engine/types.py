@@ -76,9 +76,9 @@ class EngineConfig:
 class StepRecord:
     """One step of the loop: draft -> verify -> observe -> schedule -> prefetch.
 
-    `tokens` are those emitted in this step (accepted drafts and the one token that the target adds), already cut at a stop
-    token. `experts_unique` is the mean over the MoE layers of the number of distinct experts that verification touched
-    (0 for a dense model or in stock mode).
+    `tokens` are those emitted in this step (accepted drafts and the one token that the target adds), already cut at a
+    stop token. `experts_unique` is the mean over the MoE layers of the number of distinct experts that verification
+    touched (0 for a dense model or in stock mode).
     """
 
     tokens: list[int]

@@ -78,7 +78,7 @@ def test_a_smaller_context_than_llama_cpp_makes_is_kept_to(tiny_moe: Path) -> No
         assert context.n_ctx == 100
 
 
-@pytest.mark.parametrize("after_piece", [1, 2, 3])
+@pytest.mark.parametrize("after_piece", [1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_right_after_llama_decode(
     context: Context, monkeypatch: pytest.MonkeyPatch, after_piece: int, error: type[BaseException]

@@ -175,13 +175,34 @@ def test_cancel_between_steps(session: Session, reference: list[int]) -> None:
     def cancel() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 3
+        return asked > 5  # once for each prompt, target and draft
 
     generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=cancel)
     assert len(list(generation)) == 4
     assert generation.stop_reason == "interrupted"
     assert generation.tokens == reference[: len(generation.tokens)]
     check(session, PROMPT, reference, answer(session))
+
+
+@pytest.mark.parametrize("draft", ["model", "none"])
+def test_cancel_within_a_long_prompt(pair: tuple[Path, Path], draft: Draft) -> None:
+    """A prompt is computed in pieces of n_ubatch; what was done of it is not computed again."""
+    prompt = np.random.default_rng(5).integers(0, 256, 100).tolist()
+    with Session.open(options(pair, draft, n_batch=64, n_ubatch=32)) as session:
+        asked: list[int] = []
+
+        def cancel() -> bool:
+            asked.append(session.target.n_past)
+            return len(asked) == 3
+
+        generation = session.generate(prompt, n_predict=5, sampling=GREEDY, cancel=cancel)
+        assert list(generation) == [] and generation.stop_reason == "interrupted"
+        assert asked == [0, 32, 64] and session.target.tokens == prompt[:64]
+        generation = session.generate(prompt, n_predict=5, sampling=GREEDY)
+        list(generation)
+        assert generation.stats.prefill_tokens == 36
+        with Session.open(options(pair, "none")) as fresh:
+            check(fresh, prompt, answer(fresh, prompt, 5), generation.tokens)
 
 
 @pytest.mark.parametrize("at_call", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
