@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import EmptyPromptError, InputError
+from moeedge.errors import EmptyPromptError, EngineError, InputError
 
 if TYPE_CHECKING:
     from moeedge.profiling.run import Question, Recording
@@ -47,8 +48,7 @@ def profile(
 ) -> None:
     """Look inside a model: which experts its tokens use, and how well the next step's experts can be foreseen.
 
-    The profile goes to standard output, everything else to standard error. Ctrl-C stops the run and reports what was
-    generated until then.
+    The profile goes to standard output, everything else to standard error. After Ctrl-C it covers what there is.
     """
     from moeedge.ui.settings import seed_or_random
 
@@ -70,7 +70,10 @@ def profile(
             n_gpu_layers=0 if device == "none" else n_gpu_layers,
             device=device,
         )
-        sampling = SamplingConfig(temperature=temp, seed=seed_or_random(seed))
+        drawn = seed_or_random(seed)
+        if drawn is None and temp > 0:
+            drawn = secrets.randbits(32)  # once for all answers, so that the report and the trace can name it
+        sampling = SamplingConfig(temperature=temp, seed=drawn)
         if verbose:
             show_log()
         task = _Task(config, pair.bundled, questions, source, n_predict, sampling, raw, layer, layers)
@@ -155,16 +158,21 @@ class _Task:
                 say(err, line)
             with Interrupt() as interrupt, Progress(len(self.questions), err) as progress:
                 interrupt.arm()
-                recording = record_routing(
-                    session,
-                    self.questions,
-                    n_predict=self.n_predict,
-                    sampling=self.sampling,
-                    raw=self.raw,
-                    source=self.source,
-                    cancel=interrupt,
-                    on_step=progress.step,
-                )
+                try:
+                    recording = record_routing(
+                        session,
+                        self.questions,
+                        n_predict=self.n_predict,
+                        sampling=self.sampling,
+                        raw=self.raw,
+                        source=self.source,
+                        cancel=interrupt,
+                        on_step=progress.step,
+                    )
+                except EngineError:
+                    if interrupt.exit_code:  # stopped before anything was there to report
+                        raise typer.Exit(interrupt.exit_code) from None
+                    raise
         if recording.skipped:
             say(err, f"Longer than the context, left out: {', '.join(recording.skipped)}.", style="yellow")
         if interrupt.exit_code:

@@ -126,6 +126,8 @@ class _Run:
             text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
             prompt = model.tokenize(text)
             answer = Answer(self.session, prompt, n_predict=n_predict, sampling=sampling, cancel=self.cancel)
+            if self.session.target.sensor is not None:
+                self.session.target.sensor.frames()  # of an earlier answer: not ours
             self.collector.begin(prompt)
             told = 0
             for _ in answer:

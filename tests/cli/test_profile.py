@@ -100,6 +100,13 @@ def test_same_run_gives_the_same_report(pair: list[str]) -> None:
     assert first == second
 
 
+def test_a_drawn_seed_is_reported(pair: list[str]) -> None:
+    arguments = [*pair, "-p", "again", "--temp", "1.5", "-o", "json"]
+    first = json.loads(_run(*arguments).stdout)
+    assert isinstance(first["seed"], int)
+    assert json.loads(_run(*arguments, "-s", str(first["seed"])).stdout) == first
+
+
 def test_files(pair: list[str], tmp_path: Path) -> None:
     trace_file, picture = tmp_path / "trace.npz", tmp_path / "picture.png"
     result = _run(*pair, "-p", "one", "-o", "json", "--trace-out", trace_file, "--plot", picture)

@@ -119,6 +119,12 @@ def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) ->
     assert (last[:-1] == -1).all() and (last[-1] >= 0).all()
 
 
+def test_what_ran_before_is_not_recorded(session: Session) -> None:
+    list(session.generate(session.model.tokenize("something else entirely"), n_predict=5, sampling=GREEDY))
+    trace = _record(session, QUESTIONS[:1], n_predict=4).trace
+    assert trace.token[trace.phase == PREFILL].tolist() == session.model.tokenize("one two three")
+
+
 def test_conversations_record_every_turn(session: Session) -> None:
     turns = tuple([{"role": "user", "content": text}] for text in ("hello there", " and then"))
     recording = _record(session, [Question("two", turns)], n_predict=6)
