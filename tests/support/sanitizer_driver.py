@@ -49,6 +49,16 @@ def exercise(path: Path, claims: Claims, *, n_threads: int = 1) -> None:
     raise AssertionError("a closed context was read")
 
 
+def churn(path: Path, start: threading.Barrier) -> None:
+    """Contexts made and freed as fast as it goes, beside other threads that do the same: the list of instances."""
+    start.wait()
+    for _ in range(20):
+        context, sensor = sensed_context(path, Claims.WHOLE, n_ctx=64)
+        with context:
+            context.decode([1])
+            assert len(sensor.frames()) == 1
+
+
 def misuse() -> None:
     """Calls of the C interface with no context or with shapes that no model has."""
     library = native.load()
@@ -65,7 +75,9 @@ def main(arguments: list[str]) -> None:
     for path in paths:
         for claims in Claims:
             exercise(path, claims)
+    start = threading.Barrier(len(paths))
     threads = [threading.Thread(target=exercise, args=(path, Claims.WHOLE)) for path in paths]
+    threads += [threading.Thread(target=churn, args=(path, start)) for path in paths]
     for thread in threads:
         thread.start()
     for thread in threads:
