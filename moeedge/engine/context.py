@@ -55,7 +55,7 @@ class Context:
         library.forget_complaints()
         self._handle = lib.llama_init_from_model(model.handle, parameters)
         if not self._handle:
-            reason = library.last_complaint() or "it gave no reason"
+            reason = library.first_complaint() or "it gave no reason"
             raise EngineError(
                 f"llama.cpp cannot make a context of {n_ctx or model.info.n_ctx_train:,} tokens: {reason}.",
                 "Ask for a smaller one with -c N.",
@@ -65,13 +65,18 @@ class Context:
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
         self.tokens: list[int] = []
         self._shifting = False
-        self.sensor = self._attach_sensor()
-        self.mode: Mode = "stock"
-        self.set_mode(mode)
         self._memory = lib.llama_get_memory(self._handle)
         self._batch = TokenBatch(lib.llama_n_batch(self._handle))
         self._view: Logits | None = None
         self._view_key = (0, 0)
+        self.mode: Mode = "stock"
+        self.sensor: native.Sensor | None = None
+        try:
+            self.sensor = self._attach_sensor()
+            self.set_mode(mode)
+        except BaseException:
+            self.close()  # a model must not be freed before its contexts
+            raise
 
     def _attach_sensor(self) -> native.Sensor | None:
         info = self.model.info
@@ -151,7 +156,7 @@ class Context:
         if code == 1:
             raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Ask for a larger one with -c N.")
         if code != 0:
-            reason = library.last_complaint() or "it gave no reason"
+            reason = library.first_complaint() or "it gave no reason"
             raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {reason}.")
         self.tokens.extend(tokens)
         return self._logits(n_out)

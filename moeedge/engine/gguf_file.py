@@ -96,7 +96,7 @@ def _read_header(path: Path) -> tuple[list[str], int]:
     library.forget_complaints()
     header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
     if not header:
-        reason = library.last_complaint() or "its header cannot be parsed"
+        reason = library.first_complaint() or "its header cannot be parsed"
         raise ModelFileError(f"{path} is truncated or damaged: {reason}.", _AGAIN)
     try:
         count = n_tensors(header)

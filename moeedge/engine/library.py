@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from typing import Any
 
-import llama_cpp._ggml as _ggml
 import llama_cpp.llama_cpp as lib
 import psutil
 
@@ -64,11 +63,11 @@ def start() -> None:
 
 
 def forget_complaints() -> None:
-    """Empties the list that `last_complaint` looks at."""
+    """Empties the list that `first_complaint` looks at."""
     _complaints.clear()
 
 
-def last_complaint() -> str:
+def first_complaint() -> str:
     """llama.cpp's first warning or error since `forget_complaints`: later ones only repeat that loading failed."""
     return _complaints[0] if _complaints else ""
 
@@ -76,18 +75,13 @@ def last_complaint() -> str:
 def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
     """A function of libggml or libggml-base, which llama_cpp loads but does not wrap.
 
-    Looked up through libllama: wheels carry libggml.so and libggml.so.0 as two files, so that llama_cpp._ggml loads a
-    second copy with a device registry of its own.
+    Looked up through libllama and what it depends on: wheels carry libggml.so and libggml.so.0 as two files, so that
+    llama_cpp._ggml loads a second copy with a device registry of its own.
     """
-    for library in (lib._lib, _ggml.libggml):
-        try:
-            function = getattr(library, name)
-        except AttributeError:
-            continue
-        function.restype = result
-        function.argtypes = list(arguments)
-        return function
-    raise AttributeError(f"llama.cpp exports no {name}")
+    function = getattr(lib._lib, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+    return function
 
 
 def has_gpu() -> bool:

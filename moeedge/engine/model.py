@@ -63,7 +63,7 @@ class Model:
         library.forget_complaints()
         handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:
-            reason = library.last_complaint() or "it gave no reason"
+            reason = library.first_complaint() or "it gave no reason"
             raise ModelFileError(f"llama.cpp cannot load {path}: {reason}.", "--verbose shows its whole log.")
         return cls(path, handle, _read_info(handle, summary))
 

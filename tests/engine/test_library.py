@@ -1,0 +1,61 @@
+"""llama.cpp's log as Python log records, and what is kept of it for error messages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from moeedge.engine import library
+from moeedge.engine.library import _on_log
+
+INFO, WARNING, ERROR, CONTINUED = 2, 3, 4, 5  # enum ggml_log_level
+
+
+class Keeper(logging.Handler):
+    """Keeps the records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append((record.levelno, record.getMessage()))
+
+
+@pytest.fixture
+def kept() -> Iterator[list[tuple[int, str]]]:
+    keeper = Keeper()
+    level = library.logger.level
+    library.logger.addHandler(keeper)
+    library.logger.setLevel(logging.DEBUG)
+    yield keeper.records
+    library.logger.removeHandler(keeper)
+    library.logger.setLevel(level)
+
+
+def test_fragments_become_lines(kept: list[tuple[int, str]]) -> None:
+    for level, text in ((INFO, b"loading "), (CONTINUED, b"."), (CONTINUED, b".\n\n"), (ERROR, b"bad 100%\nworse\n")):
+        _on_log(level, text, None)
+    assert kept == [(logging.INFO, "loading .."), (logging.ERROR, "bad 100%"), (logging.ERROR, "worse")]
+
+
+def test_the_first_complaint_is_kept_for_error_messages() -> None:
+    library.forget_complaints()
+    assert library.first_complaint() == ""
+    _on_log(INFO, b"all is well\n", None)
+    _on_log(WARNING, b"tensor 'x' is missing\n", None)
+    _on_log(ERROR, b"failed to load model\n", None)
+    assert library.first_complaint() == "tensor 'x' is missing"
+    library.forget_complaints()
+
+
+def test_nothing_is_printed_by_default(capfd: pytest.CaptureFixture[str]) -> None:
+    _on_log(ERROR, b"failed\n", None)
+    library.forget_complaints()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_threads_default_to_cores_that_exist() -> None:
+    assert 1 <= library.physical_cores() <= 4096
