@@ -99,7 +99,7 @@ class GenerationStats:
     prompt_tokens: int = 0  # tokens of the whole prompt
     prefill_tokens: int = 0  # of these, decoded now (the rest was still in the KV cache)
     generated_tokens: int = 0
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  # of both models; the draft's part comes after the first token
     decode_s: float = 0.0
     ttft_s: float = 0.0  # from the call to the first token
     steps: int = 0
