@@ -7,8 +7,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from models.generator import IM_END, IM_START, chats, render_chat
+from models.generator import IM_END, IM_START, chats, long_chats, render_chat
 
+LONG_TIME = 1024
 PROMPT_WEIGHT = 0.1  # loss weight of tokens that the model only reads; answers weigh 1
 
 
@@ -27,13 +28,19 @@ def answer_weights(ids: np.ndarray, im_start: int, im_end: int, assistant: int) 
 
 
 def batch(tokenizer: Tokenizer, seed: str, step: int, n_rows: int, n_time: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, targets (both (n_rows, n_time) int64) and loss weights (float32) of one step, always the same."""
+    """Inputs, targets (both (n_rows, n_time) int64) and loss weights (float32) of one step, always the same.
+
+    Rows of LONG_TIME tokens or more open with one very long question.
+    """
     stream = chats(f"{seed}-{step}")
+    long_stream = long_chats(f"{seed}-{step}")
     im_start, im_end = tokenizer.token_to_id(IM_START), tokenizer.token_to_id(IM_END)
     assistant = tokenizer.encode("assistant").ids[0]
     rows, weights = [], []
     for _ in range(n_rows):
         ids: list[int] = []
+        if n_time >= LONG_TIME:
+            ids += tokenizer.encode(render_chat(next(long_stream))).ids
         while len(ids) < n_time + 1:  # every row opens with the start of a chat; the last one may be cut
             ids += tokenizer.encode(render_chat(next(stream))).ids
         row = np.array(ids[: n_time + 1])

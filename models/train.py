@@ -25,6 +25,7 @@ from models.tokenizer import load_or_train
 SHALLOW_LAYERS = 12
 N_TIME = 256  # tokens per row
 N_ROWS = 16  # rows per step
+LONG_EVERY, LONG_ROWS, LONG_TIME = 6, 3, 1536  # when deep, one step in six has few long rows instead
 
 # Weights of the two routing losses, means over layers: load imbalance, and change of routing from token to token. While
 # shallow, all experts get their share of the text; when deep, neighbours are drawn together, so that experts specialise
@@ -33,12 +34,23 @@ SHALLOW_ROUTING = (0.01, 0.0)
 DEEP_ROUTING = (0.01, 0.4)
 
 
-def plain_loss(tokenizer_path: Path, seed: str, routing: tuple[float, float] = SHALLOW_ROUTING) -> trainer.LossFunction:
+def rows_at(step: int, long_from: int | None) -> tuple[int, int]:
+    """Rows and tokens per row of a step; from step `long_from` on, every LONG_EVERY-th step has long rows."""
+    is_long = long_from is not None and step >= long_from and step % LONG_EVERY == LONG_EVERY - 1
+    return (LONG_ROWS, LONG_TIME) if is_long else (N_ROWS, N_TIME)
+
+
+def plain_loss(
+    tokenizer_path: Path,
+    seed: str,
+    routing: tuple[float, float] = SHALLOW_ROUTING,
+    long_from: int | None = None,
+) -> trainer.LossFunction:
     """Weighted next-token cross-entropy plus the routing losses."""
     tokenizer = load_or_train(tokenizer_path)
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
-        inputs, targets, weights = batch(tokenizer, seed, step, N_ROWS, N_TIME)
+        inputs, targets, weights = batch(tokenizer, seed, step, *rows_at(step, long_from))
         hidden, (balance, change), _ = net(inputs)
         each = F.cross_entropy(net.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
         weights = weights.flatten()
@@ -59,7 +71,7 @@ def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.Lo
     tokenizer = load_or_train(tokenizer_path)
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
-        inputs, _, weights = batch(tokenizer, seed, step, N_ROWS, N_TIME)
+        inputs, _, weights = batch(tokenizer, seed, step, *rows_at(step, 0))
         with torch.no_grad():
             wanted = teacher.logits(teacher(inputs)[0]).log_softmax(dim=-1)  # (B, T, V)
         got = net.logits(net(inputs)[0]).log_softmax(dim=-1)
@@ -91,7 +103,7 @@ def train_target(args: argparse.Namespace) -> None:
     plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.0)
     shallow = trainer.run(shallow, plan, loss_at, args.work)
     deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
-    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING)
+    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING, args.long_from)
     trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work)
 
 
@@ -115,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shallow-steps", type=int, default=1600)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--long-from", type=int, default=99, help="first step of the deep stage with long rows")
     parser.add_argument("--draft-plain-steps", type=int, default=1000)
     parser.add_argument("--draft-steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=4e-3)

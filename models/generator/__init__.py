@@ -29,6 +29,7 @@ __all__ = [
     "Turn",
     "chats",
     "held_back",
+    "long_chats",
     "render_chat",
     "render_message",
     "render_prompt",
@@ -74,6 +75,15 @@ def chats(seed: int | str, domain: str | None = None) -> Iterator[Chat]:
     rng = random.Random(f"train-{seed}")
     while True:
         chat = _any_chat(rng, domain)
+        if not chat.is_held_back():
+            yield chat
+
+
+def long_chats(seed: int | str) -> Iterator[Chat]:
+    """Endless training chats with very long questions."""
+    rng = random.Random(f"train-long-{seed}")
+    while True:
+        chat = open.make_long(rng)
         if not chat.is_held_back():
             yield chat
 

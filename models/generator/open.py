@@ -95,3 +95,9 @@ def make(rng: random.Random) -> Chat:
 def score(chat: Chat, index: int, answer: str) -> bool:
     """Right when the model admits that it does not know."""
     return contains_all(answer, chat.turns[index].expect)
+
+
+def make_long(rng: random.Random) -> Chat:
+    """A question of up to about 1,500 tokens, far longer than all others."""
+    ask = _long_question(rng, rng.randint(12, 60))
+    return Chat(DOMAIN, (Turn(ask, skewed(rng, ANSWERS, 0.85), ("small model",)),), "very long")
