@@ -96,8 +96,8 @@ def _read_header(path: Path) -> tuple[list[str], int]:
     library.forget_complaints()
     header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
     if not header:
-        reason = library.first_complaint() or "its header cannot be parsed"
-        raise ModelFileError(f"{path} is truncated or damaged: {reason}.", _AGAIN)
+        reason = library.first_complaint() or "its header makes no sense"
+        raise ModelFileError(f"{path} cannot be read: {reason}.", f"It may be truncated. {_AGAIN}")
     try:
         count = n_tensors(header)
         names = [name(header, i).decode("utf-8", "replace") for i in range(count)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import threading
 from collections import deque
 from typing import Any
@@ -23,6 +24,7 @@ logger.propagate = False  # silent unless the CLI adds a handler (--verbose)
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # enum ggml_log_level of ggml.h
 _CONTINUED = 5  # the text belongs to the line before
+_FUNCTION_NAME = re.compile(r"^[a-z0-9]+_\w+: +")  # says nothing to a user
 
 _lock = threading.Lock()
 _started = False
@@ -42,7 +44,7 @@ def _on_log(level: int, text: bytes, _user_data: object) -> None:
         if not line.strip():
             continue
         if _partial_level >= logging.WARNING:
-            _complaints.append(line.strip())
+            _complaints.append(_FUNCTION_NAME.sub("", line.strip()))
         logger.log(_partial_level, "%s", line)
 
 

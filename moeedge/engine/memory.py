@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import psutil
 
 from moeedge.engine.model import Model
+from moeedge.errors import InputError
 
 _BYTES_PER_VALUE = 2  # the KV cache is float16 unless told otherwise
 _SHARE = 0.5  # of the free memory, for all KV caches together
@@ -21,6 +22,22 @@ def kv_bytes_per_token(model: Model) -> int:
     key = int(model.metadata(f"{architecture}.attention.key_length") or head)
     value = int(model.metadata(f"{architecture}.attention.value_length") or head)
     return n_layers * max(model.n_heads_kv, 1) * (key + value) * _BYTES_PER_VALUE
+
+
+def check_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> None:
+    """Raises InputError where KV caches of `n_ctx` tokens exceed the free memory, which llama.cpp would fill.
+
+    Models that keep only a window or a state need less than is known here; they are let through.
+    """
+    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    plain = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
+    needed = n_ctx * sum(kv_bytes_per_token(model) for model in plain)
+    if needed > free:
+        raise InputError(
+            f"A context of {n_ctx:,} tokens needs {needed / 2**30:,.1f} GiB of KV cache, "
+            f"but {free / 2**30:,.1f} GiB of memory are free.",
+            f"Use -c {max(_GRAIN, n_ctx * free // needed // _GRAIN * _GRAIN)} or less.",
+        )
 
 
 def default_n_ctx(models: Sequence[Model], free_bytes: int | None = None) -> tuple[int, str | None]:

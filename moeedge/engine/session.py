@@ -10,7 +10,7 @@ from types import TracebackType
 from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
-from moeedge.engine.memory import default_n_ctx
+from moeedge.engine.memory import check_n_ctx, default_n_ctx
 from moeedge.engine.model import Model
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import Counts, Placement, SpeculativeLoop
@@ -69,10 +69,13 @@ class Session:
             if model.info.n_experts == 0:
                 notes.append(f"{config.model.name} is dense, no experts: placement off.")
             draft_model, n_common, use_ngram = _load_draft(config, model, draft_model, notes, stack)
+            models = [model] if draft_model is None else [model, draft_model]
             n_ctx = config.n_ctx
             if n_ctx == 0:
-                n_ctx, note = default_n_ctx([model] if draft_model is None else [model, draft_model])
+                n_ctx, note = default_n_ctx(models)
                 notes.extend([note] if note else [])
+            elif config.n_gpu_layers == 0:  # otherwise the KV cache lies on the GPU
+                check_n_ctx(models, n_ctx)
             target = stack.enter_context(_make_context(config, model, n_ctx))
             draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
             draft_context = None

@@ -45,7 +45,7 @@ def test_the_first_complaint_is_kept_for_error_messages() -> None:
     library.forget_complaints()
     assert library.first_complaint() == ""
     _on_log(INFO, b"all is well\n", None)
-    _on_log(WARNING, b"tensor 'x' is missing\n", None)
+    _on_log(WARNING, b"load_tensors: tensor 'x' is missing\n", None)
     _on_log(ERROR, b"failed to load model\n", None)
     assert library.first_complaint() == "tensor 'x' is missing"
     library.forget_complaints()

@@ -8,9 +8,9 @@ import pytest
 
 from moeedge.engine.chat_format import ChatFormat
 from moeedge.engine.llama import Model
-from moeedge.engine.memory import default_n_ctx, kv_bytes_per_token
+from moeedge.engine.memory import check_n_ctx, default_n_ctx, kv_bytes_per_token
 from moeedge.engine.vocabulary import check_compatible
-from moeedge.errors import EngineError, VocabularyMismatchError
+from moeedge.errors import EngineError, InputError, VocabularyMismatchError
 from tests.conftest import TinyFactory
 from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 
@@ -116,3 +116,6 @@ def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
         size, note = default_n_ctx([model, model], free_bytes=per_token * 4 * 1000)
         assert size == 768 and note is not None and "instead of the 4,096" in note
         assert default_n_ctx([model], free_bytes=0)[0] == 256
+        check_n_ctx([model, model], 1000, free_bytes=2 * 1000 * per_token)
+        with pytest.raises(InputError, match=r"1,001 tokens needs .* Use -c 768 or less"):
+            check_n_ctx([model, model], 1001, free_bytes=2 * 1000 * per_token)

@@ -16,7 +16,7 @@ from moeedge.engine.agreement import ReferenceGap, compare
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, Phase, SamplingConfig, StepRecord
-from moeedge.errors import ContextTooSmallError, EmptyPromptError, ModelFileError, VocabularyMismatchError
+from moeedge.errors import ContextTooSmallError, EmptyPromptError, InputError, ModelFileError, VocabularyMismatchError
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
@@ -274,6 +274,11 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
     with Session.open(options(pair, "none", n_ctx=64, context_shift=True)) as plain:
         plain.n_keep = 6
         assert answer(plain, n_predict=150)[:100] == generation.tokens[:100]
+
+
+def test_a_context_larger_than_the_memory(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(InputError, match="GiB of KV cache"):
+        Session.open(options(pair, n_ctx=2_000_000_000))
 
 
 def test_empty_prompt(session: Session) -> None:
