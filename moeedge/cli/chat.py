@@ -12,7 +12,7 @@ import moeedge
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import cli_errors
-from moeedge.cli.device import check_device
+from moeedge.cli.device import check_device, layer_notes
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.engine.conversation import Conversation
@@ -99,7 +99,8 @@ def chat(
         if text is not None:
             conversation.ask(text)
         with Session.open(config) as session:
-            talk = _Talk(session, conversation, settings, pair, raw, panel=not verbose)
+            notes = layer_notes(config.n_gpu_layers)
+            talk = _Talk(session, conversation, settings, pair, notes, raw=raw, panel=not verbose)
             code = (
                 talk.interactive(single_turn=single_turn)
                 if text is None
@@ -117,6 +118,7 @@ class _Talk:
     conversation: Conversation
     settings: Settings
     pair: Pair
+    notes: list[str]  # about the options, beside those of the engine
     raw: bool
     panel: bool
 
@@ -129,7 +131,7 @@ class _Talk:
 
         err = stderr_console()
         info = self.session.info
-        for line in [header_line(info), *hints(info, toy=self.pair.bundled)]:
+        for line in [header_line(info), *self.notes, *hints(info, toy=self.pair.bundled)]:
             say(err, line)
         return answer_once(
             self.session,
@@ -151,6 +153,8 @@ class _Talk:
 
         err = stderr_console()
         print_header(err, self.session.info, version=moeedge.__version__, toy=self.pair.bundled)
+        for line in self.notes:
+            say(err, line)
         history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
         repl = Repl(
             self.session,

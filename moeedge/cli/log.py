@@ -13,4 +13,4 @@ def show_log() -> None:
     for name in ("moeedge", "moeedge.llama"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)
+        logger.setLevel(logging.INFO)  # llama.cpp debugs with hundreds of lines per graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
+from prompt_toolkit.utils import is_dumb_terminal
 
 from moeedge.errors import MoeedgeError
 
@@ -72,8 +74,29 @@ def open_history(path: Callable[[], Path], complain: Callable[[str], None]) -> H
         return InMemoryHistory()
 
 
+def _read_plainly(history: History) -> str:
+    """A message from a terminal that cannot be painted: no editing but the terminal's own."""
+    text = _read_line(PROMPT)
+    while block_is_open(text):
+        text += "\n" + _read_line(CONTINUATION)
+    if text.strip():
+        history.append_string(text)
+    return text
+
+
+def _read_line(prompt: str) -> str:
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
 def make_reader(commands: Sequence[str], history: History) -> Callable[[], str]:
     """A function that asks for one message. It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
+    if is_dumb_terminal():
+        return lambda: _read_plainly(history)
     session: PromptSession[str] = PromptSession(
         message=PROMPT,
         multiline=Condition(lambda: block_is_open(get_app().current_buffer.text)),

@@ -1,0 +1,26 @@
+"""What the tests of the commands share: models, and an environment that keeps the user's own files out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyFactory
+
+
+@pytest.fixture
+def pair(tiny: TinyFactory) -> list[str]:
+    """Options that name a tiny target and its draft, one thread and a short context."""
+    return ["-m", str(tiny("qwen3moe")), "-md", str(tiny("qwen3")), "-t", "1", "-c", "512"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own, and no wish about colours or width."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MOEEDGE_CACHE", str(folder))
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return folder

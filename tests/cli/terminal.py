@@ -1,0 +1,97 @@
+"""A program in a pseudo-terminal: type, wait for what it shows, send signals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b[=>]|\r")
+TIMEOUT_S = 15.0
+
+
+class Terminal:
+    """`moeedge ARGUMENTS` with a terminal on all three standard streams; a context manager that leaves nothing behind."""
+
+    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], columns: int = 100, rows: int = 40) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.raw = ""  # everything shown, with the control sequences
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moeedge", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "COLUMNS": "", "LINES": "", **env},
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+        )
+        os.close(slave)
+
+    @property
+    def text(self) -> str:
+        """Everything shown, without control sequences."""
+        return _CONTROL.sub("", self.raw)
+
+    def type(self, text: str) -> None:
+        """Type `text`; end it with a carriage return to send it."""
+        os.write(self._master, text.encode())
+
+    def expect(self, text: str, *, after: int = 0) -> int:
+        """Wait until `text` is shown behind position `after` of `text`; returns the position behind it."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while (found := self.text.find(text, after)) < 0:
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"{text!r} never came behind {after} of:\n{self.text}"
+            assert self._read(left_s), f"the program ended without {text!r}:\n{self.text}"
+        return found + len(text)
+
+    def wait(self) -> int:
+        """Wait for the end. Returns the exit code."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self._read(max(deadline_s - time.monotonic(), 0)):
+            assert time.monotonic() < deadline_s, f"the program did not end:\n{self.text}"
+        return self.process.wait(TIMEOUT_S)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal to the program."""
+        self.process.send_signal(signum)
+
+    def _read(self, timeout_s: float) -> bool:
+        """Take in what is shown next; False when the program closed the terminal."""
+        ready, _, _ = select.select([self._master], [], [], timeout_s)
+        if not ready:
+            return True
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # Linux says EIO when the other side is closed
+            return False
+        self.raw += data.decode("utf-8", "replace")
+        os.write(self._master, b"\x1b[1;1R" * data.count(b"\x1b[6n"))  # asked where the cursor is
+        return bool(data)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+
+def _take_terminal() -> None:
+    """In the child: make standard input the controlling terminal, so that Ctrl-C typed there is a signal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

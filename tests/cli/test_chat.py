@@ -1,0 +1,283 @@
+"""Single answers of `moeedge chat`: text and JSON, where the prompt comes from, and bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moeedge import native
+from moeedge.cli.app import app
+from moeedge.cli.pair import Pair, resolve_pair
+from moeedge.cli.prompt_input import one_shot_prompt
+from moeedge.errors import EmptyPromptError
+from tests.conftest import TinyFactory
+from tests.support.greedy import judge
+from tests.support.stock import StockContext
+
+STATS_KEYS = {
+    "pp_ts",
+    "tg_ts",
+    "ttft_s",
+    "steps",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "tokens_per_step",
+    "experts_per_verification",
+    "hit_rate",
+    "device",
+    "gamma",
+    "draft",
+    "policy",
+    "seed",
+    "model",
+    "n_ctx",
+    "threads",
+}
+
+
+def run(*arguments: str, piped: str = "") -> Any:
+    """The result of `moeedge chat ARGUMENTS` with `piped` on standard input, which is no terminal."""
+    return CliRunner().invoke(app, ["chat", *arguments], input=piped)
+
+
+def run_json(*arguments: str, piped: str = "") -> dict[str, Any]:
+    """Its JSON object, which must be alone on standard output."""
+    result = run(*arguments, "-o", "json", piped=piped)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    assert isinstance(report, dict)
+    return report
+
+
+def test_json_has_the_documented_keys(pair: list[str]) -> None:
+    report = run_json(*pair, "-p", "tell me", "--temp", "0", "-n", "16", "--draft-max", "3")
+    assert list(report) == ["text", "tokens", "prompt_tokens", "stop_reason", "stats"]
+    assert set(report["stats"]) >= STATS_KEYS
+    assert len(report["tokens"]) == 16
+    assert report["stop_reason"] == "length"
+    stats = report["stats"]
+    assert (stats["gamma"], stats["device"], stats["policy"], stats["hit_rate"]) == (3, "none", "none", None)
+    assert (stats["n_ctx"], stats["threads"]) == (512, 1)
+    assert stats["drafted"] >= stats["accepted"] >= 0
+    assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
+    assert 4 <= stats["experts_per_verification"] <= 16  # top-4 of 16
+    assert min(stats["pp_ts"], stats["tg_ts"], stats["ttft_s"]) > 0
+
+
+def test_greedy_answers_repeat_and_are_stocks(pair: list[str], tiny_moe: Path) -> None:
+    arguments = [*pair, "--raw", "-p", "the one and the other", "--temp", "0", "-n", "48"]
+    first, second = run_json(*arguments), run_json(*arguments)
+    assert first["tokens"] == second["tokens"]
+    with StockContext(tiny_moe) as stock:
+        verdict = judge(stock, stock.tokenize("the one and the other"), first["tokens"])
+    assert verdict.faults == []
+
+
+def test_a_seed_repeats_and_is_reported(pair: list[str]) -> None:
+    arguments = [*pair, "-p", "tell me", "-s", "7", "-n", "24"]
+    first, second = run_json(*arguments), run_json(*arguments)
+    assert first["tokens"] == second["tokens"]
+    assert first["stats"]["seed"] == 7
+    assert run_json(*pair, "-p", "tell me", "-s", "8", "-n", "24")["tokens"] != first["tokens"]
+
+
+def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> None:
+    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "16"]
+    report = run_json(*arguments)
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
+    header, stats = result.stderr.splitlines()
+    assert "3 layers x 16 experts, top-4 | draft tiny-qwen3-0.gguf, gamma 4 | no device | 1 threads" in header
+    assert "16 tokens | decode" in stats
+    assert "experts/step" in stats
+
+
+def test_piped_text_is_the_prompt(pair: list[str]) -> None:
+    arguments = [*pair, "--temp", "0", "-n", "8"]
+    given = run_json(*arguments, "-p", "tell me")
+    assert run_json(*arguments, piped="tell me\n")["tokens"] == given["tokens"]
+
+
+def test_piped_text_follows_the_given_prompt(pair: list[str]) -> None:
+    arguments = [*pair, "--temp", "0", "-n", "8"]
+    both = run_json(*arguments, "-p", "sum it up:", piped="one\ntwo\n")
+    assert both["tokens"] == run_json(*arguments, "-p", "sum it up:\n\none\ntwo")["tokens"]
+
+
+def test_system_prompt_and_template_count(pair: list[str]) -> None:
+    arguments = [*pair, "-p", "tell me", "-n", "1"]
+    plain, system, raw = (run_json(*arguments, *more)["prompt_tokens"] for more in ([], ["-sys", "be kind"], ["--raw"]))
+    assert raw < plain < system
+
+
+def test_multi_letter_options_with_one_dash(tiny: TinyFactory) -> None:
+    target = str(tiny("qwen3moe"))
+    report = run_json(
+        "-m", target, "-md", "ngram", "-sys", "be kind", "-ngl", "0", "-dev", "none", "-st", "-n", "4", "-p", "hi hi hi"
+    )
+    assert report["stats"]["draft"] == "ngram"
+    assert len(report["tokens"]) == 4
+
+
+def test_a_model_without_draft_says_so(tiny: TinyFactory) -> None:
+    result = run("-m", str(tiny("qwen3moe")), "-t", "1", "-n", "4", "-p", "hi")
+    assert result.exit_code == 0
+    assert "speculation off: no draft" in result.stderr
+
+
+def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
+    result = run("-m", str(tiny("qwen3")), "-t", "1", "-n", "4", "-p", "hi")
+    assert result.exit_code == 0
+    assert "no experts: placement off" in result.stderr
+
+
+def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
+    command = [sys.executable, "-m", "moeedge", "chat", *pair, "-p", "hi", "-n", "2", "-o", "json", "--verbose"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert json.loads(done.stdout)["stop_reason"] == "length"
+    assert "llama_model_loader" in done.stderr
+
+
+def test_a_full_context_stops_the_answer_and_says_so(tiny: TinyFactory) -> None:
+    arguments = ["-m", str(tiny("qwen3moe")), "-t", "1", "-c", "64", "--temp", "0", "-p", "hi"]
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert "context full" in result.stderr
+    assert "-c N makes it larger" in result.stderr
+    shifted = run_json(*arguments, "--context-shift", "-n", "200")
+    assert (shifted["stop_reason"], len(shifted["tokens"])) == ("length", 200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "  "], "The prompt is empty: -p is blank."),
+        ([], "standard input is empty and is no terminal"),
+        (["-o", "json"], "standard input is empty"),
+        (["-p", "hi", "-m", "nowhere.gguf"], "nowhere.gguf"),
+        (["-p", "hi", "-dev", "CUDA7"], 'There is no device "CUDA7". Known: auto, none,'),
+        (["-p", "hi", "--temp", "-1"], "temperature must be >= 0"),
+        (["-p", "hi", "--top-p", "0"], "top_p must be in (0, 1]"),
+        (["-p", "hi", "-n", "-2"], "n_predict (-n) must be -1 or more"),
+        (["-p", "hi", "-s", "-2"], "seed must be -1"),
+        (["-p", "hi", "--draft-max", "99"], "gamma (--draft-max) must be in 0..64"),
+        (["-p", "hi", "-c", "8"], "context"),
+        (["-p", "hi", "--raw", "-sys", "be kind"], "needs a chat template"),
+        (["-p", "hi", "-o", "yaml"], "yaml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(pair: list[str], arguments: list[str], message: str) -> None:
+    result = run(*pair, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_no_model(pair: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "notes.gguf"
+    file.write_text("these are notes")
+    result = run(*pair, "-m", str(file), "-p", "hi")
+    assert result.exit_code == 2
+    assert "notes.gguf" in result.stderr
+
+
+def test_no_terminal(pair: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "moeedge", "chat", *pair],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "no terminal" in done.stderr
+    assert "-p TEXT" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_crash(pair: list[str]) -> None:
+    command = f'{sys.executable} -m moeedge chat "$@" -p hi -n 400 | head -c 1'
+    shell = ["sh", "-c", command, "sh", *pair]
+    done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert len(done.stdout) == 1
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
+
+
+def test_output_that_the_encoding_lacks_becomes_a_question_mark(pair: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "moeedge", "chat", *pair, "-p", "hi", "-n", "100", "--temp", "0"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
+
+
+def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
+    target, draft = bundled_pair
+    assert resolve_pair(None, None) == Pair(target, draft)
+    assert resolve_pair(target, None) == Pair(target, draft)
+    assert resolve_pair(None, "none") == Pair(target, None)
+    assert resolve_pair(None, "ngram") == Pair(target, "ngram")
+    assert resolve_pair(Path("other.gguf"), None) == Pair(Path("other.gguf"), None)
+    assert resolve_pair(Path("other.gguf"), "small.gguf") == Pair(Path("other.gguf"), Path("small.gguf"))
+
+
+def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> None:
+    result = run("-p", "What is 3 + 4?", "--temp", "0", "-n", "8", "-t", "1")
+    assert result.exit_code == 0
+    assert "toy model trained on synthetic text" in result.stderr
+
+
+def test_a_device_that_is_listed_is_accepted(pair: list[str]) -> None:
+    native.attach()
+    name = native.devices()[0].name
+    assert run(*pair, "-p", "hi", "-n", "1", "-dev", name).exit_code == 0
+
+
+def test_ngl_without_a_gpu_is_not_silent(pair: list[str]) -> None:
+    native.attach()
+    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
+        pytest.skip("there is a GPU")
+    assert "-ngl has no effect" in run(*pair, "-p", "hi", "-n", "1", "-ngl", "99").stderr
+
+
+class _Silent(io.StringIO):
+    """A pipe whose other end says nothing for a while."""
+
+    def read(self, size: int | None = -1, /) -> str:
+        import time
+
+        time.sleep(0.05)
+        return "late"
+
+
+def test_waiting_for_standard_input_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeedge.cli.prompt_input._PATIENCE_S", 0.01)
+    said: list[str] = []
+    assert one_shot_prompt("hi", _Silent(), complain=said.append) == "hi\n\nlate"
+    assert said == ["Waiting for standard input to end (Ctrl-D or closing it)."]
+
+
+def test_closed_standard_input_is_empty() -> None:
+    with pytest.raises(EmptyPromptError):
+        one_shot_prompt(None, None, complain=typer.echo)
+    assert one_shot_prompt("hi", None, complain=typer.echo) == "hi"

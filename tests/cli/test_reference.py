@@ -1,0 +1,39 @@
+"""docs/cli.md is what the commands declare, and the commands' --help says the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moeedge.cli.app import app
+from moeedge.cli.reference import Command, commands, markdown
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def words(text: str) -> str:
+    """Text without the frames and line breaks of --help."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def test_the_committed_reference_is_up_to_date() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == markdown(app), "run: python -m moeedge.cli.reference > docs/cli.md"
+
+
+@pytest.mark.parametrize("command", commands(app), ids=lambda command: command.name)
+def test_help_says_the_same(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    result = CliRunner().invoke(app, [command.name, "--help"])
+    assert result.exit_code == 0
+    shown = words(result.stdout)
+    for parameter in command.parameters:
+        for name in parameter.names:
+            assert name in shown
+        assert words(parameter.help) in shown
+
+
+def test_every_command_is_there() -> None:
+    assert [command.name for command in commands(app)] == ["chat", "bench", "profile", "devices"]
