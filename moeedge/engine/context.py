@@ -93,8 +93,9 @@ class Context:
             return
         claims = native.Claims.BLOCK if library.has_gpu() else native.Claims.WHOLE
         self.sensor.set_claims(native.Claims.NONE if mode == "stock" else claims)
-        # llama.cpp reuses its last graph with the old assignment; removing a sampler (there is none) makes it plan anew
-        lib.llama_set_sampler(self._handle, 0, None)
+        # llama.cpp reuses its last graph with the old assignment; clearing the control vector makes it plan anew,
+        # and unlike removing a sampler it does so where there is none
+        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
         self.mode = mode
 
     @property

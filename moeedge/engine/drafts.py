@@ -75,8 +75,8 @@ class ModelDraft:
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
         proposal = Proposal()
-        seen = list(history)
-        pending: Sequence[int] = seen[self.context.n_past :]
+        seen = sampler.recent(history)
+        pending = history[self.context.n_past :]
         while True:
             logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
             candidates = sampler.candidates(logits[0, : self._n_vocab], seen)

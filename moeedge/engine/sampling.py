@@ -137,7 +137,7 @@ class Sampler:
         `proposals[i]` is the distribution that `drafts[i]` was drawn from. Each position is filtered with the history
         it would have had, earlier drafts included.
         """
-        seen = list(history[-self._window(history) :]) if self._penalizes else []
+        seen = self.recent(history)
         if self.greedy:
             return self._accept_greedy(logits, drafts, seen)
         for i, token in enumerate(drafts):
@@ -147,6 +147,10 @@ class Sampler:
                 return i, replacement
             seen.append(token)
         return len(drafts), self.pick(self.candidates(logits[len(drafts)], seen))
+
+    def recent(self, history: Sequence[int]) -> list[int]:
+        """A copy of the part of `history` that the penalty looks at, to append to; a whole one may be long."""
+        return list(history[-self._window(history) :]) if self._penalizes else []
 
     def verify(
         self, p_target: NDArray[np.float64], p_draft: NDArray[np.float64], drafts: Sequence[int]
