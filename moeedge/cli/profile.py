@@ -11,7 +11,7 @@ import typer
 
 from moeedge.cli import options, profile_options
 from moeedge.cli.common import cli_errors
-from moeedge.cli.device import check_device
+from moeedge.cli.device import check_device, layer_notes
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -154,7 +154,8 @@ class _Task:
                 last = str(n_layers - 1)
                 wanted = parse_layers(last if self.layer is None else self.layer, n_layers, single=True)
             chosen = check_layers(session, wanted)
-            for line in [header_line(session.info), *hints(session.info, toy=self.toy)]:
+            notes = layer_notes(self.config.n_gpu_layers)
+            for line in [header_line(session.info), *notes, *hints(session.info, toy=self.toy)]:
                 say(err, line)
             with Interrupt() as interrupt, Progress(len(self.questions), err) as progress:
                 interrupt.arm()

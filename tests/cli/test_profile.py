@@ -107,6 +107,12 @@ def test_a_drawn_seed_is_reported(pair: list[str]) -> None:
     assert json.loads(_run(*arguments, "-s", str(first["seed"])).stdout) == first
 
 
+def test_layers_for_a_gpu_that_is_not_there(pair: list[str]) -> None:
+    result = _run(*pair, "-p", "one", "-ngl", "5", "-o", "json")
+    assert result.exit_code == 0 and "-ngl" in result.stderr
+    assert json.loads(result.stdout)["steps"] > 0
+
+
 def test_files(pair: list[str], tmp_path: Path) -> None:
     trace_file, picture = tmp_path / "trace.npz", tmp_path / "picture.png"
     result = _run(*pair, "-p", "one", "-o", "json", "--trace-out", trace_file, "--plot", picture)
