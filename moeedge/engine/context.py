@@ -73,7 +73,7 @@ class Context:
         self.sensor: native.Sensor | None = None
         try:
             self.sensor = self._attach_sensor()
-            self.set_mode(mode)
+            self._claim(mode)
         except BaseException:
             self.close()  # a model must not be freed before its contexts
             raise
@@ -89,14 +89,19 @@ class Context:
 
     def set_mode(self, mode: Mode) -> None:
         """What our backend claims from the next decode on: "stock" nothing. A dense model is always as in stock."""
-        if self.sensor is None or mode == self.mode:
-            return
-        claims = native.Claims.BLOCK if library.has_gpu() else native.Claims.WHOLE
-        self.sensor.set_claims(native.Claims.NONE if mode == "stock" else claims)
         # llama.cpp reuses its last graph with the old assignment; clearing the control vector makes it plan anew,
         # and unlike removing a sampler it does so where there is none
-        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+        if self._claim(mode):
+            lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+
+    def _claim(self, mode: Mode) -> bool:
+        """Tells the backend; whether that is a change."""
+        if self.sensor is None or mode == self.mode:
+            return False
+        claims = native.Claims.BLOCK if library.has_gpu() else native.Claims.WHOLE
+        self.sensor.set_claims(native.Claims.NONE if mode == "stock" else claims)
         self.mode = mode
+        return True
 
     @property
     def n_past(self) -> int:

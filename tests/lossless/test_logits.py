@@ -102,3 +102,18 @@ def test_engine_context(mode: Literal["moeedge", "stock"], tiny_moe: Path, refer
             del tokens[:appended]
             context.trim(context.n_past - dropped)
     assert np.array_equal(np.concatenate(rows), reference(tiny_moe, 1))
+
+
+def test_mode_switch_takes_effect_at_once(tiny_moe: Path) -> None:
+    """Single tokens all along, where llama.cpp would reuse its graph with the old assignment."""
+    with (
+        Model.load(tiny_moe) as model,
+        Context(model, n_ctx=256, n_threads=1, n_ubatch=32, mode="stock") as context,
+        StockContext(tiny_moe) as stock,
+    ):
+        assert context.sensor is not None
+        modes: list[Literal["moeedge", "stock"]] = ["stock", "stock", "moeedge", "moeedge", "stock", "moeedge"]
+        for token, mode in enumerate(modes):
+            context.set_mode(mode)
+            assert np.array_equal(context.decode([token], phase=Phase.DECODE), stock.decode([token]))
+            assert len(context.sensor.frames()) == (mode == "moeedge")
