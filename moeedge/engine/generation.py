@@ -85,6 +85,7 @@ class Generation:
             loop.begin_draft()
             stats.prefill_s += time.perf_counter() - start_s  # the first token was out before
         start_s = time.perf_counter()
+        sensed_s = loop.sense_s
         record = loop.step(self._draft_room())
         stats.decode_s += time.perf_counter() - start_s
         stats.steps += 1
@@ -92,6 +93,7 @@ class Generation:
         stats.accepted += record.n_accepted
         stats.experts_sum += record.experts_unique
         stats.observe_s += record.observe_s
+        stats.sense_s += loop.sense_s - sensed_s
         stats.draft_s += record.draft_s
         stats.verify_s += record.verify_s
         return self._emit(record)

@@ -148,6 +148,11 @@ class SpeculativeLoop:
     def _read_counts(self) -> Counts | None:
         return None if self.target.sensor is None else self.target.sensor.read_counts()
 
+    @property
+    def sense_s(self) -> float:
+        """What the target's native sensor has taken so far."""
+        return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
+
     def _experts_unique(self) -> float:
         """Mean over the layers with experts of the number of distinct experts in the last verification."""
         if self.counts is None or not self._expert_layers:

@@ -107,6 +107,7 @@ class GenerationStats:
     accepted: int = 0
     experts_sum: float = 0.0  # of StepRecord.experts_unique
     observe_s: float = 0.0
+    sense_s: float = 0.0  # part of verify_s: what the native sensor took
     draft_s: float = 0.0
     verify_s: float = 0.0
     seed: int | None = None
@@ -130,6 +131,11 @@ class GenerationStats:
     def tokens_per_step(self) -> float:
         """Tokens emitted per verification step."""
         return max(self.generated_tokens - 1, 0) / self.steps if self.steps else 0.0
+
+    @property
+    def overhead_share(self) -> float | None:
+        """Share of decoding that sensing and scheduling took."""
+        return (self.observe_s + self.sense_s) / self.decode_s if self.decode_s > 0 else None
 
     @property
     def experts_per_verification(self) -> float | None:

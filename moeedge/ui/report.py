@@ -52,6 +52,8 @@ def stats_report(stats: GenerationStats, info: EngineInfo) -> dict[str, Any]:
         "draft_s": stats.draft_s,
         "verify_s": stats.verify_s,
         "observe_s": stats.observe_s,
+        "sense_s": stats.sense_s,
+        "overhead_share": stats.overhead_share,
         "notes": list(info.notes),
     }
 
