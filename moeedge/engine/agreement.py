@@ -25,12 +25,12 @@ class Agreement:
 
     equal: bool
     first_difference: int | None  # index of the first token that differs; None when equal
-    gap: float | None  # reference's best minus second-best logit there; None when equal
+    gap: float | None  # by how much the reference's logits prefer its own token there; None when equal
     near_tie: bool  # they differ, but only where the reference itself was undecided
 
 
 def compare(reference: Sequence[int], tokens: Sequence[int], gap_of: Callable[[int], float]) -> Agreement:
-    """Compares `tokens` with `reference`; `gap_of(i)` is the reference's top-2 logit gap where it chose token i.
+    """Compares `tokens` with `reference`; `gap_of(i)` is by how much its logits prefer its token i.
 
     An answer that is shorter or longer differs behind the end of the shorter one.
     """
@@ -54,14 +54,20 @@ class ReferenceGap:
     Uses (and leaves behind) the context's KV cache; call it between answers.
     """
 
-    def __init__(self, context: Context, prompt: Sequence[int], reference: Sequence[int]) -> None:
+    def __init__(
+        self, context: Context, prompt: Sequence[int], reference: Sequence[int], answer: Sequence[int]
+    ) -> None:
         self._context = context
         self._prompt = list(prompt)
         self._reference = list(reference)
+        self._answer = list(answer)
 
     def __call__(self, position: int) -> float:
+        """The reference's best logit minus that of the answer's token; where the answer has ended, of the next best."""
         self._context.clear()
         logits = self._context.decode(self._prompt, phase=Phase.PREFILL, logits="last")
         for token in self._reference[:position]:
             logits = self._context.decode([token], phase=Phase.DECODE, logits="last")
-        return top2_gap(logits[0])
+        if position >= len(self._answer):
+            return top2_gap(logits[0])
+        return float(logits[0].max() - logits[0, self._answer[position]])

@@ -68,7 +68,7 @@ def answer(session: Session, prompt: list[int] = PROMPT, n_predict: int = N_PRED
 
 def check(session: Session, prompt: list[int], reference: list[int], tokens: list[int]) -> None:
     """Equal token by token; a difference would have to be a near-tie of the reference."""
-    result = compare(reference, tokens, ReferenceGap(session.target, prompt, reference))
+    result = compare(reference, tokens, ReferenceGap(session.target, prompt, reference, tokens))
     assert result.equal or result.near_tie, result
 
 
