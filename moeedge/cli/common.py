@@ -46,7 +46,7 @@ def cli_errors() -> Iterator[None]:
         print_error(error.message, error.mend)
         raise typer.Exit(error.exit_code) from None
     except ValueError as error:  # a frozen configuration refused a value
-        print_error(str(error), "See --help.")
+        print_error(f"{error}.", "See --help.")
         raise typer.Exit(InputError.exit_code) from None
     except MemoryError:
         print_error("Out of memory.", "Use a smaller context (-c N) or model.")
