@@ -64,7 +64,7 @@ class LayerProfile:
     fresh: BoolArray  # [steps], first steps of texts
     speculative: bool  # whether steps are verification steps of several tokens
     scores: list[Score]
-    step_cold_share: float | None  # of the experts in a step: what "always cold" would reach
+    step_cold_share: float | None  # of the experts in the steps that scores are judged by: what "always cold" reaches
     token_cold_share: float | None  # the same for single tokens
     accuracy_curve: NDArray[np.float64]  # [steps], of the first score, NaN where nothing was known yet
     overlap: float | None  # of adjacent accepted tokens
@@ -194,7 +194,7 @@ def _profile_layer(
         fresh=steps.fresh(),
         speculative=speculative,
         scores=[_score(test, column) for test in tests],
-        step_cold_share=float((counts == 0).mean()) if len(steps) else None,
+        step_cold_share=_cold_share(counts, steps.fresh()),
         token_cold_share=float(1.0 - p.mean()) if n_recorded else None,
         accuracy_curve=_curve(tests, column, len(steps)),
         overlap=experts.empirical_overlap(ids, n_experts, sequence),
@@ -206,6 +206,11 @@ def _profile_layer(
         unique_per_step=float((counts > 0).sum(axis=1).mean()) if len(steps) else None,
         hottest=_hottest(trace, layer, rows, p, n_recorded),
     )
+
+
+def _cold_share(counts: CountArray, fresh: BoolArray) -> float | None:
+    """Over the same steps as the scores: all but the first of each text."""
+    return float((counts[~fresh] == 0).mean()) if (~fresh).any() else None
 
 
 def _score(test: _Test, column: int) -> Score:

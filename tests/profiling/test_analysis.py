@@ -13,7 +13,7 @@ from moeedge.profiling.analysis import LayerProfile, profile_layers, profile_ste
 from moeedge.profiling.report import layer_report
 from moeedge.profiling.run import Recording
 from moeedge.profiling.steps import Tail, simulated_steps
-from moeedge.trace import PREFILL, Trace
+from moeedge.trace import PREFILL, VERIFY, Trace
 from moeedge.trace_import import read_trace
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
@@ -39,6 +39,14 @@ def test_curve_averages_to_the_accuracy() -> None:
     profile = profile_layers(two_texts(), [0])[0]
     assert np.isnan(profile.accuracy_curve[profile.fresh]).all()
     assert np.nanmean(profile.accuracy_curve) == pytest.approx(profile.sd_accuracy)
+
+
+def test_always_cold_is_judged_by_the_same_steps() -> None:
+    trace = two_texts()
+    profile = profile_layers(trace, [0])[0]
+    assert profile.step_cold_share == pytest.approx((profile.counts[[1, 2, 4, 5]] == 0).mean())
+    one_step = make_trace([(VERIFY, 0, 1, True)] * 3)
+    assert profile_layers(one_step, [0])[0].step_cold_share is None
 
 
 def test_without_speculation_there_is_no_sd() -> None:
