@@ -75,7 +75,7 @@ def attend(
     """
     fits = qkv.shape[1] % BLOCK == 0 and qkv.shape[3] % 32 == 0
     if fits and qkv.device.type == "cpu" and qkv.dtype == torch.float32 and library() is not None:
-        out: Tensor = _Attention.apply(qkv, q_gain, k_gain, cos, sin, n_head, n_head_kv, eps)  # type: ignore
+        out: Tensor = _Attention.apply(qkv, q_gain, k_gain, cos, sin, n_head, n_head_kv, eps)
         return out
     return attend_plain(qkv, q_gain, k_gain, cos, sin, n_head, n_head_kv, eps)
 

@@ -11,7 +11,17 @@ import numpy as np
 
 from models.evaluate import BUNDLED, Result, table
 from models.network import DRAFT_SHAPE, TARGET_SHAPE
-from models.train import DEEP_ROUTING, N_ROWS, N_TIME, SHALLOW_LAYERS, SHALLOW_ROUTING
+from models.train import (
+    DEEP_ROUTING,
+    LONG_EVERY,
+    LONG_FROM,
+    LONG_ROWS,
+    LONG_TIME,
+    N_ROWS,
+    N_TIME,
+    SHALLOW_LAYERS,
+    SHALLOW_ROUTING,
+)
 
 STAGES = {
     "target-shallow": f"target, {SHALLOW_LAYERS} layers",
@@ -111,7 +121,10 @@ def main() -> None:
             shallow=SHALLOW_LAYERS,
             deep=t.n_layer,
             balance=SHALLOW_ROUTING[0],
-            deep_balance=DEEP_ROUTING[0],
+            long_from=LONG_FROM,
+            long_every=LONG_EVERY,
+            long_rows=LONG_ROWS,
+            long_time=LONG_TIME,
             change=DEEP_ROUTING[1],
             stages="\n".join(stages),
             commands=commands,

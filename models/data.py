@@ -34,8 +34,7 @@ def batch(tokenizer: Tokenizer, seed: str, step: int, n_rows: int, n_time: int) 
     """
     stream = chats(f"{seed}-{step}")
     long_stream = long_chats(f"{seed}-{step}")
-    im_start, im_end = tokenizer.token_to_id(IM_START), tokenizer.token_to_id(IM_END)
-    assistant = tokenizer.encode("assistant").ids[0]
+    im_start, im_end, assistant = (tokenizer.encode(text).ids[0] for text in (IM_START, IM_END, "assistant"))
     rows, weights = [], []
     for _ in range(n_rows):
         ids: list[int] = []

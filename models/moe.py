@@ -66,7 +66,7 @@ def expert_mix(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Te
     x: (N, D) inputs; gate_up: (E, D, 2 * F); down: (E, F, D); ids: (N, k) int64; weight: (N, k) -> (N, D).
     """
     if x.device.type == "cpu" and x.dtype == torch.float32 and library() is not None:
-        out: Tensor = _ExpertMix.apply(x, gate_up, down, ids, weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _ExpertMix.apply(x, gate_up, down, ids, weight)
         return out
     return expert_mix_plain(x, gate_up, down, ids, weight)
 

@@ -25,7 +25,8 @@ from models.tokenizer import load_or_train
 SHALLOW_LAYERS = 12
 N_TIME = 256  # tokens per row
 N_ROWS = 16  # rows per step
-LONG_EVERY, LONG_ROWS, LONG_TIME = 6, 3, 1536  # when deep, one step in six has few long rows instead
+LONG_FROM = 99  # step of the deep stage from which
+LONG_EVERY, LONG_ROWS, LONG_TIME = 6, 3, 1536  # one step in six has few, long rows instead
 
 # Weights of the two routing losses, means over layers: load imbalance, and change of routing from token to token. While
 # shallow, all experts get their share of the text; when deep, neighbours are drawn together, so that experts specialise
@@ -103,7 +104,7 @@ def train_target(args: argparse.Namespace) -> None:
     plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.0)
     shallow = trainer.run(shallow, plan, loss_at, args.work)
     deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
-    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING, args.long_from)
+    loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING, LONG_FROM)
     trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work)
 
 
@@ -127,7 +128,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shallow-steps", type=int, default=1600)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--long-from", type=int, default=99, help="first step of the deep stage with long rows")
     parser.add_argument("--draft-plain-steps", type=int, default=1000)
     parser.add_argument("--draft-steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=4e-3)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def save(path: Path, net: Network, optimiser: torch.optim.Optimizer | None, step
     os.replace(part, path)
 
 
-def load(path: Path) -> tuple[Network, dict[str, object]]:
+def load(path: Path) -> tuple[Network, dict[str, Any]]:
     """The network of a checkpoint and the checkpoint's other contents."""
     state = torch.load(path, weights_only=True)
     net = Network(Shape(**state["shape"]))
@@ -73,13 +74,20 @@ def load(path: Path) -> tuple[Network, dict[str, object]]:
 
 
 class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a request that the loop meets after the step in hand, once it has saved."""
+    """While entered, Ctrl-C and SIGTERM only set `asked`: the loop stops after the step in hand, once it has saved."""
 
     def __init__(self) -> None:
         self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._ask)
+            self._before = {n: signal.signal(n, self._ask) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
@@ -91,13 +99,13 @@ def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path) -> Network:
     first, optimiser_state = 0, None
     if path.exists():
         net, state = load(path)
-        first, optimiser_state = int(state["step"]), state["optimiser"]  # type: ignore[call-overload]
+        first, optimiser_state = state["step"], state["optimiser"]
     optimiser = make_optimiser(net, plan)
     if optimiser_state:
-        optimiser.load_state_dict(optimiser_state)  # type: ignore[arg-type]
+        optimiser.load_state_dict(optimiser_state)
     saved = time.monotonic()
-    stop = StopRequest()
     with (
+        StopRequest() as stop,
         (work / f"{plan.name}.jsonl").open("a") as log,
         tqdm(total=plan.steps, initial=first, desc=plan.name, mininterval=10) as bar,
     ):
