@@ -19,6 +19,7 @@ if sys.platform != "win32":
     import termios
 
 MIN_PANEL_COLUMNS = 60
+MIN_PANEL_ROWS = 10
 
 # control characters (C0 without tab and newline, DEL, C1) as visible pictures: a model must not drive the terminal
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
@@ -38,8 +39,8 @@ def is_terminal(stream: IO[str] | None) -> bool:
         return False
 
 
-def supports_panel(stream: IO[str], *, columns: int) -> bool:
-    """Whether `stream` is a terminal that can be repainted and is wide enough.
+def supports_panel(stream: IO[str], *, columns: int, rows: int) -> bool:
+    """Whether `stream` is a terminal that can be repainted and is large enough.
 
     NO_COLOR asks for plain text; so do TERM=dumb, an unset TERM, and an encoding without box characters.
     """
@@ -48,7 +49,7 @@ def supports_panel(stream: IO[str], *, columns: int) -> bool:
     if os.name != "nt" and os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
     utf8 = (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    return utf8 and columns >= MIN_PANEL_COLUMNS
+    return utf8 and columns >= MIN_PANEL_COLUMNS and rows >= MIN_PANEL_ROWS
 
 
 def stderr_console() -> Console:

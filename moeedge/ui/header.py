@@ -58,7 +58,7 @@ def header_line(info: EngineInfo) -> str:
             f"{info.model}: {experts(info)}",
             f"draft {draft(info)}" if info.gamma and info.draft != "none" else draft(info),
             figures.device(info),
-            f"{info.n_threads} threads",
+            f"threads {info.n_threads}",
             f"context {info.n_ctx}",
         ]
     )

@@ -11,10 +11,7 @@ from types import TracebackType
 from typing import Protocol
 
 import psutil
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.segment import Segment, Segments
-from rich.text import Text
+from rich.console import Console, RenderableType
 
 from moeedge.engine.types import EngineInfo, GenerationStats
 from moeedge.ui.console import supports_panel, visible
@@ -23,9 +20,10 @@ from moeedge.ui.panel import render_panel
 from moeedge.ui.wrap import complete_end, wrap_rows
 
 REPAINT_S = 0.1  # between repaints of the text
-PANEL_S = 0.3  # between repaints of the figures, which cost five times as much
+PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
 RAM_S = 1.0  # between two looks at this process's memory
 _TAB = 4
+_HIDE_CURSOR, _SHOW_CURSOR, _ERASE_BELOW = "\x1b[?25l", "\x1b[?25h", "\x1b[J"
 
 
 class View(Protocol):
@@ -98,8 +96,9 @@ class PlainView:
 class LiveView:
     """Full rows scroll away above; the row that grows and the panel below it are repainted by a thread.
 
-    The decoding thread only appends to a list. The painter looks at it ten times a second at most and renders the
-    figures three times a second, about 0.5 % of one core; a terminal that blocks never holds up the decoding.
+    The decoding thread only appends to a queue. The painter looks at it ten times a second at most and renders the
+    figures three times a second; a terminal that blocks never holds up the decoding. The region is written by hand in
+    one piece: Rich's own live display takes several times as long, and the processor is the model's.
     """
 
     def __init__(self, console: Console, info: EngineInfo, stats: Callable[[], GenerationStats]) -> None:
@@ -108,7 +107,8 @@ class LiveView:
         self._stats = stats
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
         self._row = ""  # the row that grows
-        self._panel: list[Segment] = []
+        self._region_rows = 0  # that are on the screen now, the cursor being below them
+        self._panel = ""  # with its control sequences
         self._panel_at_s = 0.0
         self._ram_bytes = 0
         self._ram_at_s = 0.0
@@ -116,12 +116,8 @@ class LiveView:
         self._started_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._paint_until_stopped, name="moeedge-painter", daemon=True)
-        self._live = Live(
-            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
 
     def __enter__(self) -> LiveView:
-        self._live.start()
         self._thread.start()
         return self
 
@@ -131,11 +127,8 @@ class LiveView:
         self._stop.set()
         self._thread.join()
         with suppress(OSError):  # the terminal may be gone
-            self._live.update(Text(""))
-            self._live.stop()
-            self._take_pieces()
-            if self._row:
-                self._print([self._row])
+            rows = self._take_rows()
+            self._write([*rows, self._row.rstrip()] if self._row else rows, "", ending=_SHOW_CURSOR)
 
     def write(self, piece: str) -> None:
         """Show `piece` after what was shown."""
@@ -148,11 +141,17 @@ class LiveView:
                 self._paint()
 
     def _paint(self) -> None:
-        self._take_pieces()
-        self._live.update(self._region(time.monotonic()), refresh=True)
+        now_s = time.monotonic()
+        if not self._panel or now_s - self._panel_at_s >= PANEL_S:
+            self._panel_at_s = now_s
+            with self._console.capture() as capture:
+                self._console.print(self._render_panel(self._console.width, now_s))
+            self._panel = capture.get()
+        rows = self._take_rows()
+        self._write(rows, (f"{self._row.rstrip()}\n" if self._row else "") + self._panel)
 
-    def _take_pieces(self) -> None:
-        """Move what came in to the screen (rows that are full) and to the growing row."""
+    def _take_rows(self) -> list[str]:
+        """What came in since the last time: rows that are full now. The growing row keeps the rest."""
         text = self._row
         while self._pieces:
             text += visible(self._pieces.popleft())
@@ -160,20 +159,15 @@ class LiveView:
         *lines, last = text.expandtabs(_TAB).split("\n")
         rows = [row for line in lines for row in wrap_rows(line, columns)]
         *full, self._row = wrap_rows(last, columns)
-        self._print(rows + full)
+        return [row.rstrip() for row in rows + full]
 
-    def _print(self, rows: list[str]) -> None:
-        """Above the region."""
-        if rows:
-            self._console.print(Text("\n".join(row.rstrip() for row in rows)), soft_wrap=True)
-
-    def _region(self, now_s: float) -> RenderableType:
-        """The growing row and the panel."""
-        if not self._panel or now_s - self._panel_at_s >= PANEL_S:
-            self._panel_at_s = now_s
-            self._panel = list(self._console.render(self._render_panel(self._console.width, now_s)))
-        panel = Segments(self._panel)
-        return Group(Text(self._row.rstrip(), no_wrap=True, overflow="ignore"), panel) if self._row else panel
+    def _write(self, rows: list[str], region: str, *, ending: str = "") -> None:
+        """Replace the region on the screen by full rows, which stay, and a new region."""
+        above = f"\x1b[{self._region_rows}A" if self._region_rows else ""
+        stay = "".join(f"{row}\n" for row in rows)
+        self._console.file.write(f"{_HIDE_CURSOR}{above}\r{_ERASE_BELOW}{stay}{region}{ending}")
+        self._console.file.flush()
+        self._region_rows = region.count("\n")
 
     def _render_panel(self, columns: int, now_s: float) -> RenderableType:
         if now_s - self._ram_at_s >= RAM_S or not self._ram_bytes:
@@ -186,6 +180,6 @@ class LiveView:
 def open_view(console: Console, info: EngineInfo, stats: Callable[[], GenerationStats], *, panel: bool = True) -> View:
     """A live view where the console's terminal can show one and `panel` is wished, else a plain one."""
     stream = console.file
-    if panel and supports_panel(stream, columns=console.size.width):
+    if panel and supports_panel(stream, columns=console.width, rows=console.height):
         return LiveView(console, info, stats)
     return PlainView(console)

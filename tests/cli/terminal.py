@@ -21,7 +21,7 @@ TIMEOUT_S = 15.0
 
 
 class Terminal:
-    """`moeedge ARGUMENTS` with a terminal on all three standard streams; a context manager that leaves nothing behind."""
+    """`moeedge ARGUMENTS` with a terminal on all three standard streams; leaves nothing behind."""
 
     def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], columns: int = 100, rows: int = 40) -> None:
         self._master, slave = pty.openpty()

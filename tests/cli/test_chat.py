@@ -99,7 +99,10 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> N
     assert result.exit_code == 0
     assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
     header, stats = result.stderr.splitlines()
-    assert "3 layers x 16 experts, top-4 | draft tiny-qwen3-0.gguf, gamma 4 | no device | 1 threads" in header
+    assert (
+        "3 layers x 16 experts, top-4 | draft tiny-qwen3-0.gguf, gamma 4 | no device | threads 1 | context 512"
+        in header
+    )
     assert "16 tokens | decode" in stats
     assert "experts/step" in stats
 

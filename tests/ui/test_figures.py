@@ -1,0 +1,100 @@
+"""How figures are worded, and the panel that shows them."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from moeedge.engine.types import EngineInfo, GenerationStats
+from moeedge.ui import figures
+from moeedge.ui.panel import render_panel
+
+INFO = EngineInfo(
+    model="t.gguf",
+    architecture="qwen3moe",
+    n_layers=48,
+    n_expert_layers=48,
+    n_experts=128,
+    n_experts_used=8,
+    n_ctx=4096,
+    n_threads=2,
+    gamma=4,
+    draft="d.gguf",
+    device="none",
+    policy="none",
+)
+STATS = GenerationStats(
+    prompt_tokens=120,
+    prefill_tokens=100,
+    generated_tokens=51,
+    prefill_s=0.5,
+    decode_s=2.0,
+    ttft_s=0.25,
+    steps=20,
+    drafted=80,
+    accepted=60,
+    experts_sum=20 * 18.25,
+)
+
+
+def test_the_stats_line() -> None:
+    assert figures.join_parts(figures.turn_parts(INFO, STATS, "eos")) == (
+        "51 tokens | decode 25.0 t/s | prefill 200 t/s (100 tokens, 20 kept) | TTFT 250 ms | accepted 75 % (60/80) | "
+        "2.50 tokens/step | 18.2 of 128 experts/step | no device"
+    )
+
+
+def test_a_device_and_its_hits_are_said() -> None:
+    parts = figures.turn_parts(replace(INFO, device="CUDA0", hit_rate=0.81), STATS, "eos")
+    assert parts[-2:] == ["cache hits 81 %", "CUDA0"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "note"), [("length", "cut at -n tokens"), ("context", "context full"), ("interrupted", "stopped")]
+)
+def test_why_an_answer_ended(reason: str, note: str) -> None:
+    assert figures.turn_parts(INFO, STATS, reason)[-1] == note  # type: ignore[arg-type]
+
+
+def test_nothing_measured_is_a_dash_or_left_out() -> None:
+    line = figures.join_parts(figures.turn_parts(replace(INFO, n_experts=0), GenerationStats(prompt_tokens=3), None))
+    assert line == "0 tokens | decode - | prefill - (0 tokens, 3 kept) | TTFT - | no device"
+
+
+def test_totals_are_sums_and_rates_of_sums() -> None:
+    other = replace(STATS, generated_tokens=11, decode_s=0.5, steps=10, drafted=20, accepted=0, ttft_s=0.75)
+    assert figures.total_parts(INFO, [STATS, other]) == [
+        "62 tokens",
+        "decode 24.0 t/s",  # 60 tokens in 2.5 s: the first of each answer is prefill's
+        "prefill 200 t/s (200 tokens)",
+        "TTFT 500 ms",
+        "accepted 60 % (60/100)",
+        "2.00 tokens/step",
+        "no device",
+    ]
+
+
+def test_lines_break_only_between_parts() -> None:
+    text = figures.join_parts(["one two", "three", "four five"], columns=15)
+    assert text == "one two | three\nfour five"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_panel_shows_every_figure_whole(columns: int) -> None:
+    items = figures.live_figures(INFO, STATS, ram_bytes=3 << 30, elapsed_s=1.0)
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    console.print(render_panel(items, columns=columns))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for item in items:
+        assert f"{item.label} {item.value}".strip() in shown
+    assert all(len(line) == columns for line in shown.splitlines())
+
+
+def test_the_panel_counts_while_the_prompt_is_read() -> None:
+    items = figures.live_figures(INFO, GenerationStats(prompt_tokens=9), ram_bytes=1 << 20, elapsed_s=2.04)
+    values = {item.label: item.value for item in items}
+    assert values["prefill"] == "running, 2.0 s"
+    assert (values["decode"], values["TTFT"], values["RAM"]) == ("-", "-", "1 MiB")

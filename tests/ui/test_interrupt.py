@@ -1,0 +1,84 @@
+"""What signals do while an answer runs, and while none does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from moeedge.ui.interrupt import Ended, Interrupt
+
+if sys.platform == "win32":
+    pytest.skip("needs POSIX signals", allow_module_level=True)
+
+
+def receive(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "ending"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True), (signal.SIGHUP, 129, True)]
+)
+def test_the_first_signal_asks_to_stop(signum: signal.Signals, code: int, ending: bool) -> None:
+    with Interrupt() as interrupt:
+        interrupt.arm()
+        assert not interrupt()
+        assert interrupt.exit_code == 0
+        receive(signum)
+        assert interrupt()
+        assert (interrupt.exit_code, interrupt.ending) == (code, ending)
+
+
+def test_the_second_one_does_not_wait() -> None:
+    with Interrupt() as interrupt:
+        interrupt.arm()
+        receive(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            receive(signal.SIGINT)
+        with pytest.raises(Ended) as caught:
+            receive(signal.SIGTERM)
+        assert caught.value.exit_code == 143
+
+
+def test_ctrl_c_is_an_exception_between_answers() -> None:
+    with Interrupt() as interrupt:
+        interrupt.arm()
+        receive(signal.SIGINT)
+        interrupt.disarm()
+        with pytest.raises(KeyboardInterrupt):
+            receive(signal.SIGINT)
+        interrupt.arm()  # the next answer starts unstopped
+        assert not interrupt()
+
+
+def test_sigterm_is_not_forgotten_by_the_next_answer() -> None:
+    with Interrupt() as interrupt:
+        interrupt.arm()
+        receive(signal.SIGTERM)
+        interrupt.disarm()
+        interrupt.arm()
+        assert interrupt()
+
+
+def test_handlers_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_another_thread_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+
+    def work() -> None:
+        with Interrupt() as interrupt:
+            seen.append((signal.getsignal(signal.SIGINT), interrupt()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]

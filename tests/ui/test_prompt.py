@@ -1,0 +1,52 @@
+"""Input: triple quotes, completion, history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+from moeedge.ui.commands import names
+from moeedge.ui.prompt import _CommandCompleter, block_is_open, open_history, unquote
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "message"),
+    [
+        ("hello", False, "hello"),
+        (" hello ", False, "hello"),
+        ('"""', True, '"""'),
+        ('"""one', True, '"""one'),
+        ('"""one\ntwo"""', False, "one\ntwo"),
+        ('"""\n  one\n"""', False, "  one"),
+        ('""""""', False, ""),
+        ('say """this"""', False, 'say """this"""'),
+        ('""', False, '""'),
+    ],
+)
+def test_triple_quotes(text: str, is_open: bool, message: str) -> None:
+    assert block_is_open(text) is is_open
+    assert unquote(text) == message
+
+
+def test_commands_are_completed() -> None:
+    completer = _CommandCompleter(names())
+    found = completer.get_completions(Document("/s"), CompleteEvent())
+    assert [completion.text for completion in found] == ["/save", "/set", "/stats", "/system"]
+    assert completer.get_completions(Document("s"), CompleteEvent()) == []
+
+
+def test_history_is_a_private_file(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert isinstance(open_history(lambda: tmp_path / "history", said.append), FileHistory)
+    assert (tmp_path / "history").stat().st_mode & 0o077 == 0
+    assert said == []
+
+
+def test_history_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert isinstance(open_history(lambda: tmp_path / "none" / "history", said.append), InMemoryHistory)
+    assert said[0].startswith("Input history is not kept: ")

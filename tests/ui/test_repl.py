@@ -1,0 +1,214 @@
+"""The chat's loop on a real engine, with a scripted user."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moeedge.engine.conversation import Conversation, Message
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
+from moeedge.ui.repl import Repl
+from moeedge.ui.settings import Settings
+from tests.conftest import TinyFactory
+
+GREEDY = Settings(sampling=SamplingConfig(temperature=0), n_predict=12, gamma=4)
+Line = str | type[BaseException]
+
+
+@pytest.fixture(scope="module")
+def session(tiny: TinyFactory) -> Iterator[Session]:
+    config = EngineConfig(model=tiny("qwen3moe"), draft=tiny("qwen3"), n_ctx=512, n_threads=1)
+    with Session.open(config) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def fresh(session: Session) -> Iterator[None]:
+    session.gamma = 4
+    yield
+    session.observers.clear()
+    session.reset()
+
+
+class Talk:
+    """A chat that reads `lines` and ends; `err` is what it said beside its answers."""
+
+    def __init__(
+        self, session: Session, lines: list[Line], folder: Path, *, settings: Settings = GREEDY, raw: bool = False
+    ) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        self.autosave = folder / "autosave.json"
+        self.repl = Repl(
+            session,
+            Conversation(),
+            settings,
+            read=_reader(lines),
+            out=Console(file=out),
+            err=Console(file=err, width=200),
+            autosave=lambda: self.autosave,
+            raw=raw,
+        )
+        self.code = self.repl.run()
+        self.out, self.err = out.getvalue(), err.getvalue()
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.repl.conversation.messages
+
+
+def _reader(lines: list[Line]) -> Callable[[], str]:
+    left = iter(lines)
+
+    def read() -> str:
+        line = next(left, None)
+        if line is None:
+            raise EOFError
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read
+
+
+def on_step(session: Session, number: int, action: Callable[[], None]) -> None:
+    """Do something in the middle of an answer: behind its step `number`."""
+    seen: list[StepRecord] = []
+
+    def observe(record: StepRecord, _session: Session) -> None:
+        seen.append(record)
+        if len(seen) == number:
+            action()
+
+    session.observers.append(observe)
+
+
+def test_two_turns_are_one_conversation(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["tell me", "", "and then?", "/exit", "never read"], tmp_path)
+    assert talk.code == 0
+    assert [message.role for message in talk.messages] == ["user", "assistant"] * 2
+    assert talk.out == "".join(f"{message.content}\n" for message in talk.messages[1::2])
+    assert talk.err.count("12 tokens | decode") == 2
+    first, second = (turn.stats for turn in talk.repl.turns)
+    assert second.prefill_tokens < second.prompt_tokens - first.prompt_tokens + 16  # the KV cache kept the first turn
+
+
+def test_regen_answers_again(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["/regen", "tell me", "/regen"], tmp_path)
+    assert "There is no answer to generate again." in talk.err
+    first, again = (turn.stats for turn in talk.repl.turns)
+    assert len(talk.messages) == 2
+    assert first.generated_tokens == again.generated_tokens == 12
+    assert talk.out == f"{talk.messages[1].content}\n" * 2  # greedy: the same once more
+
+
+def test_regen_with_a_seed_says_something_else(session: Session, tmp_path: Path) -> None:
+    settings = Settings(
+        sampling=SamplingConfig(temperature=2, top_k=0, top_p=1, min_p=0, seed=5), n_predict=12, gamma=4
+    )
+    talk = Talk(session, ["tell me", "/regen"], tmp_path, settings=settings)
+    assert [turn.stats.seed for turn in talk.repl.turns] == [5, 6]
+    first, second = talk.out.split("\n", 1)
+    assert first != second
+
+
+def test_set_reaches_the_engine(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["/set gamma 0", "/set n=3", "tell me", "/set gamma 2", "and?"], tmp_path)
+    plain, speculative = (turn.stats for turn in talk.repl.turns)
+    assert plain.drafted == 0
+    assert 0 < speculative.drafted <= 2 * speculative.steps
+    assert plain.generated_tokens == speculative.generated_tokens == 3
+    assert "gamma = 2" in talk.err
+
+
+def test_gamma_without_a_draft_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
+    with Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=256, n_threads=1)) as session:
+        talk = Talk(session, ["/set gamma 8"], tmp_path, settings=Settings(gamma=session.gamma))
+    assert "There is no draft: speculation stays off." in talk.err
+    assert talk.repl.settings.gamma == 0
+
+
+def test_read_goes_before_the_next_message(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("first note")
+    talk = Talk(session, [f"/read {file}", "sum up", "/read", f"/read {tmp_path / 'none'}"], tmp_path)
+    assert talk.messages[0].content == "first note\nsum up"
+    assert "10 characters read" in talk.err
+    assert "/read takes the name of a file." in talk.err
+    assert "none cannot be read: No such file or directory." in talk.err
+
+
+def test_load_restores_a_conversation(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    saved = Conversation("Be kind.", [Message("user", "hi"), Message("assistant", "ho"), Message("user", "open")])
+    saved.save(file)
+    talk = Talk(session, [f"/load {file}", "/system", "tell me"], tmp_path)
+    assert "2 messages loaded" in talk.err
+    assert "no answer and was left out" in talk.err
+    assert "Be kind." in talk.err
+    assert [message.content for message in talk.messages[:3]] == ["hi", "ho", "tell me"]
+
+
+def test_a_prompt_that_does_not_fit_is_taken_back(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["word " * 600, "tell me"], tmp_path)
+    assert "but the context of 512 holds" in talk.err
+    assert [message.content for message in talk.messages[::2]] == ["tell me"]
+
+
+def test_raw_continues_the_text(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["tell me", "/system be kind", "more"], tmp_path, raw=True)
+    assert "There is no system prompt with --raw." in talk.err
+    assert talk.repl.turns[0].stats.prompt_tokens == len(session.model.tokenize("tell me"))
+
+
+def test_ctrl_c_at_the_prompt_hints(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, [KeyboardInterrupt, "/exit"], tmp_path)
+    assert (talk.code, talk.err) == (0, "Use /exit or Ctrl-D to leave.\n")
+
+
+def test_ctrl_c_in_mid_answer_keeps_what_was_said(session: Session, tmp_path: Path) -> None:
+    on_step(session, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    settings = Settings(sampling=GREEDY.sampling, n_predict=200, gamma=4)
+    talk = Talk(session, ["tell me", "/set n 5", "and?"], tmp_path, settings=settings)
+    assert talk.code == 0
+    stopped, whole = talk.repl.turns
+    assert (stopped.stop_reason, whole.stop_reason) == ("interrupted", "length")
+    assert 0 < stopped.stats.generated_tokens < 30
+    assert talk.messages[1].content != ""
+    assert "| stopped" in talk.err
+
+
+def test_ctrl_c_before_the_first_token_takes_the_question_back(session: Session, tmp_path: Path) -> None:
+    def stop_twice() -> None:
+        for _ in range(2):  # the second one does not wait for the step
+            os.kill(os.getpid(), signal.SIGINT)
+
+    on_step(session, 1, stop_twice)
+    talk = Talk(session, ["tell me", "and?"], tmp_path)
+    assert "your message is taken back" in talk.err
+    assert [message.content for message in talk.messages[::2]] == ["and?"]
+    assert talk.repl.turns[-1].stop_reason == "length"
+
+
+def test_sigterm_in_mid_answer_saves_and_leaves(session: Session, tmp_path: Path) -> None:
+    on_step(session, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    settings = Settings(sampling=GREEDY.sampling, n_predict=200, gamma=4)
+    talk = Talk(session, ["tell me", "never read"], tmp_path, settings=settings)
+    assert talk.code == 143
+    assert Conversation.load(talk.autosave).messages == talk.messages
+    assert len(talk.messages) == 2
+    assert f"/load {talk.autosave}" in talk.err
+    assert json.loads(talk.autosave.read_text())["model"] == session.info.model
+
+
+def test_signals_are_given_back(session: Session, tmp_path: Path) -> None:
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    Talk(session, ["tell me"], tmp_path)
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

@@ -1,0 +1,65 @@
+"""/set: names, values, limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeedge.engine.types import SamplingConfig
+from moeedge.errors import InputError
+from moeedge.ui.settings import Settings, change, listing, names, seed_or_random
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("temp", "0.5", "temp = 0.5"),
+        ("temperature", "0", "temp = 0"),
+        ("--top-k", "5", "top_k = 5"),
+        ("top_p", "1", "top_p = 1"),
+        ("min-p", "0.1", "min_p = 0.1"),
+        ("repeat_penalty", "1.1", "repeat_penalty = 1.1"),
+        ("repeat_last_n", "32", "repeat_last_n = 32"),
+        ("seed", "7", "seed = 7"),
+        ("seed", "-1", "seed = random"),
+        ("n", "100", "n_predict = 100"),
+        ("draft-max", "8", "gamma = 8"),
+    ],
+)
+def test_a_value_is_set_and_said(name: str, text: str, line: str) -> None:
+    changed, said = change(Settings(gamma=4), name, text)
+    assert said == line
+    shown = {item.label: item.value for item in listing(changed)}
+    assert shown[line.split(" = ")[0]] == line.split(" = ")[1]
+    assert list(shown) == names()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("heat", "1", 'no setting "heat"'),
+        ("temp", "hot", "temp must be a number"),
+        ("temp", "nan", "temp must be a number"),
+        ("temp", "-1", "temperature must be >= 0"),
+        ("top_k", "1.5", "top_k must be a whole number"),
+        ("top_p", "2", "top_p must be in"),
+        ("seed", "-2", "seed must be -1"),
+        ("gamma", "65", "gamma (--draft-max) must be in 0..64"),
+        ("n", "-2", "n_predict (-n) must be -1 or more"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(name: str, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        change(Settings(), name, text)
+    assert message in caught.value.message
+
+
+def test_other_settings_stay() -> None:
+    before = Settings(sampling=SamplingConfig(seed=3, top_k=9), n_predict=5, gamma=2)
+    after, _ = change(before, "temp", "0.1")
+    assert (after.sampling.seed, after.sampling.top_k, after.n_predict, after.gamma) == (3, 9, 5, 2)
+    assert before.sampling.temperature == SamplingConfig().temperature
+
+
+def test_seed_convention() -> None:
+    assert seed_or_random(-1) is None
+    assert seed_or_random(0) == 0

@@ -1,0 +1,100 @@
+"""Streaming text to pipes and terminals."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from moeedge.engine.types import GenerationStats
+from moeedge.ui.console import supports_panel, visible
+from moeedge.ui.stream import LiveView, PlainView, open_view
+from moeedge.ui.wrap import wrap_rows
+from tests.ui.test_figures import INFO, STATS
+
+
+def test_control_characters_become_visible() -> None:
+    assert visible("a\x1b[31mb\tc\nd\x07\x7f\x9b") == "a␛[31mb\tc\nd␇␡\ufffd"
+
+
+def test_a_pipe_gets_the_text_untouched() -> None:
+    file = io.StringIO()
+    with PlainView(Console(file=file, width=5)) as view:
+        for piece in ("one two ", "three\x1b", " four"):
+            view.write(piece)
+    assert file.getvalue() == "one two three\x1b four\n"
+
+
+def test_a_pipe_gets_each_piece_at_once() -> None:
+    file = io.StringIO()
+    with PlainView(Console(file=file)) as view:
+        view.write("incompl")
+        assert file.getvalue() == "incompl"
+
+
+@given(st.lists(st.text(alphabet="ab é你-\n", max_size=9), max_size=8), st.integers(2, 12))
+@settings(deadline=None)
+def test_a_plain_terminal_gets_wrapped_words(pieces: list[str], columns: int) -> None:
+    file = io.StringIO()
+    with PlainView(Console(file=file, force_terminal=True, width=columns)) as view:
+        for piece in pieces:
+            view.write(piece)
+    rows = [row.rstrip() for line in "".join(pieces).split("\n") for row in wrap_rows(line, columns)]
+    assert file.getvalue().rstrip("\n") == "\n".join(rows).rstrip("\n")
+
+
+def test_the_live_view_leaves_the_whole_text_behind() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, height=24, color_system=None)
+    words = [f"word{i} " for i in range(120)]
+    with LiveView(console, INFO, lambda: STATS) as view:
+        for word in words:
+            view.write(word)
+            time.sleep(0.002)
+    shown = re.split(r"\x1b\[[0-9;?]*[A-Za-z]|\r", file.getvalue())
+    rows = [row.rstrip() for row in wrap_rows("".join(words), 80)]
+    lines = [line.rstrip() for part in shown for line in part.split("\n")]
+    at = -1
+    for row in rows:  # every row is there, in order
+        at = lines.index(row, at + 1)
+    assert any("experts/step 18.2 of 128" in line for line in lines)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("env", "columns", "rows", "live"),
+    [
+        ({}, 80, 24, True),
+        ({}, 59, 24, False),
+        ({}, 80, 9, False),
+        ({"TERM": "dumb"}, 80, 24, False),
+        ({"NO_COLOR": "1"}, 80, 24, False),
+    ],
+)
+def test_which_terminals_get_a_panel(
+    env: dict[str, str], columns: int, rows: int, live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w", encoding="utf-8") as stream:
+        assert supports_panel(stream, columns=columns, rows=rows) is live
+        console = Console(file=stream, width=columns, height=rows)
+        stats = GenerationStats()
+        assert isinstance(open_view(console, INFO, lambda: stats), LiveView) is live
+        assert isinstance(open_view(console, INFO, lambda: stats, panel=False), PlainView)
+    os.close(master)
+
+
+def test_a_pipe_gets_no_panel() -> None:
+    assert not supports_panel(io.StringIO(), columns=100, rows=40)
