@@ -34,16 +34,22 @@ def answer_once(
     with Interrupt() as interrupt:
         interrupt.arm()
         answer = Answer(session, prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
+        try:
+            if as_json:
+                for _ in answer:
+                    pass
+            else:
+                view = open_view(out, session.info, lambda: answer.stats, stopping=interrupt, panel=panel)
+                with typing_hidden(), view:
+                    for piece in answer:
+                        view.write(piece)
+        except KeyboardInterrupt:  # a second signal, between two steps
+            answer.close()
         if as_json:
-            for _ in answer:
-                pass
             report = answer_report(answer, session.info, settings.sampling)
             out.file.write(json.dumps(report, ensure_ascii=False) + "\n")
             out.file.flush()
         else:
-            with typing_hidden(), open_view(out, session.info, lambda: answer.stats, panel=panel) as view:
-                for piece in answer:
-                    view.write(piece)
             parts = turn_parts(session.info, answer.stats, answer.stop_reason)
             say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
         for note in answer.notes:

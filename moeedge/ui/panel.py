@@ -12,7 +12,7 @@ _CELL_COLUMNS = 24  # label, blank and value of one figure
 _GAP = "  "
 
 
-def render_panel(figures: list[Figure], *, columns: int, hint: str = "Ctrl-C stops") -> Panel:
+def render_panel(figures: list[Figure], *, columns: int, hint: str) -> Panel:
     """The figures in as many columns as fit into a panel of `columns` characters, read row by row.
 
     Laid out by hand: a Rich table takes three times as long, and this is drawn while the model decodes.

@@ -138,7 +138,7 @@ class Repl:
             answer = self._current = Answer(
                 self.session, prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
             )
-            view = open_view(self._out, self.info, lambda: answer.stats, panel=self._panel)
+            view = open_view(self._out, self.info, lambda: answer.stats, stopping=self._interrupt, panel=self._panel)
             with typing_hidden(), view:
                 for piece in answer:
                     view.write(piece)

@@ -101,8 +101,15 @@ class LiveView:
     one piece: Rich's own live display takes several times as long, and the processor is the model's.
     """
 
-    def __init__(self, console: Console, info: EngineInfo, stats: Callable[[], GenerationStats]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        info: EngineInfo,
+        stats: Callable[[], GenerationStats],
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._console = console
+        self._stopping = stopping  # the answer was asked to stop, and the engine finishes its step
         self._info = info
         self._stats = stats
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
@@ -174,12 +181,19 @@ class LiveView:
             self._ram_at_s = now_s
             self._ram_bytes = self._process.memory_info().rss
         figures = live_figures(self._info, self._stats(), ram_bytes=self._ram_bytes, elapsed_s=now_s - self._started_s)
-        return render_panel(figures, columns=columns)
+        return render_panel(figures, columns=columns, hint="stopping" if self._stopping() else "Ctrl-C stops")
 
 
-def open_view(console: Console, info: EngineInfo, stats: Callable[[], GenerationStats], *, panel: bool = True) -> View:
+def open_view(
+    console: Console,
+    info: EngineInfo,
+    stats: Callable[[], GenerationStats],
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+    panel: bool = True,
+) -> View:
     """A live view where the console's terminal can show one and `panel` is wished, else a plain one."""
     stream = console.file
     if panel and supports_panel(stream, columns=console.width, rows=console.height):
-        return LiveView(console, info, stats)
+        return LiveView(console, info, stats, stopping)
     return PlainView(console)

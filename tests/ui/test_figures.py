@@ -86,7 +86,7 @@ def test_lines_break_only_between_parts() -> None:
 def test_the_panel_shows_every_figure_whole(columns: int) -> None:
     items = figures.live_figures(INFO, STATS, ram_bytes=3 << 30, elapsed_s=1.0)
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
-    console.print(render_panel(items, columns=columns))
+    console.print(render_panel(items, columns=columns, hint="Ctrl-C stops"))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for item in items:
         assert f"{item.label} {item.value}".strip() in shown
