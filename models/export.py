@@ -1,4 +1,4 @@
-"""Write a checkpoint as GGUF: `python -m models.export CHECKPOINT OUT.gguf --type q4_0`."""
+"""Write a checkpoint as GGUF and compare: `python -m models.export CHECKPOINT OUT.gguf --type q4_0`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Q
 from tokenizers import Tokenizer
 
 from models import trainer
+from models.compare import compare
 from models.generator import END_OF_TEXT, IM_END
 from models.network import MoE, Network
 from models.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
@@ -98,6 +99,7 @@ def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str,
     writer = gguf.GGUFWriter(part, "qwen3moe" if s.n_expert else "qwen3")
     writer.add_name(name)
     writer.add_description("Toy model trained on synthetic text (moeedge, models/train.py): for tests and first steps.")
+    writer.add_license("apache-2.0")
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_context_length(s.n_ctx)
@@ -140,6 +142,7 @@ def main() -> None:
     net, _ = trainer.load(args.checkpoint)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     export(net, tokenizer, args.out, args.type, args.name, args.rest)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB; against the checkpoint, {compare(net, args.out)}")
 
 
 if __name__ == "__main__":
