@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -65,9 +65,6 @@ def chat(
         err = stderr_console()
         if raw and system_prompt:
             raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        text = one_shot_prompt(prompt, sys.stdin, complain=lambda line: say(err, line))
-        if text is None and output is options.Output.JSON:
-            raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
         settings = Settings(
             sampling=SamplingConfig(
                 temperature=temp,
@@ -95,17 +92,17 @@ def chat(
         )
         if verbose:
             show_log()
+        text = one_shot_prompt(prompt, sys.stdin, complain=lambda line: say(err, line))
+        as_json = output is options.Output.JSON
+        if text is None and as_json:
+            raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
         conversation = Conversation(system=system_prompt)
         if text is not None:
             conversation.ask(text)
         with Session.open(config) as session:
             notes = layer_notes(config.n_gpu_layers)
-            talk = _Talk(session, conversation, settings, pair, notes, raw=raw, panel=not verbose)
-            code = (
-                talk.interactive(single_turn=single_turn)
-                if text is None
-                else talk.one_shot(as_json=output is options.Output.JSON)
-            )
+            talk = _Talk(session, conversation, settings, pair, notes, raw, panel=not verbose)
+            code = talk.interactive(single_turn=single_turn) if text is None else talk.one_shot(as_json=as_json)
         if code:
             raise typer.Exit(code)
 
@@ -159,7 +156,7 @@ class _Talk:
         repl = Repl(
             self.session,
             self.conversation,
-            self.settings,
+            replace(self.settings, gamma=self.session.gamma),  # 0 where there is no draft
             read=make_reader(commands.names(), history),
             out=stdout_console(),
             err=err,
