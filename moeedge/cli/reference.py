@@ -92,7 +92,10 @@ def _parameters(function: Callable[..., Any]) -> Iterator[Parameter]:
     """What the function's annotations declare, hidden options left out."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
-        kind, *extras = get_args(hints[name]) if get_origin(hints[name]) is not None else (hints[name],)
+        hint = hints[name]
+        if get_origin(hint) is Union:  # Python 3.10 puts Optional around the annotation of what defaults to None
+            hint = get_args(hint)[0]
+        kind, *extras = get_args(hint) if get_origin(hint) is not None else (hint,)
         info = next((extra for extra in extras if isinstance(extra, OptionInfo | ArgumentInfo)), None)
         if info is None or info.hidden:
             continue
