@@ -14,6 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from moeedge.ui.commands import help_rows
+
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 
 _INTRODUCTION = """\
@@ -71,6 +73,8 @@ def markdown(app: typer.Typer) -> str:
                 continue
             heading = f"**{panel}**\n\n" if panel else ""
             parts.append(heading + "\n".join(_table(rows)) + "\n")
+        if command.name == "chat":
+            parts.append("**While chatting**\n\n" + "\n".join(_slash_commands()) + "\n")
     return "\n".join(parts)
 
 
@@ -81,6 +85,14 @@ def _table(rows: list[Parameter]) -> Iterator[str]:
         names = ", ".join(row.names) + (f" {row.value}" if row.value else "")
         default = f"`{row.default}`" if row.default else ""
         yield f"| `{_cell(names)}` | {_cell(default)} | {_cell(row.help)} |"
+
+
+def _slash_commands() -> Iterator[str]:
+    """What /help lists."""
+    yield "| command | what it does |"
+    yield "| --- | --- |"
+    for row in help_rows():
+        yield f"| `{_cell(row.label)}` | {_cell(row.value)} |"
 
 
 def _cell(text: str) -> str:

@@ -74,13 +74,18 @@ class Command:
     aliases: tuple[str, ...] = ()
 
 
-def _help(_chat: Chat, _argument: str) -> Result:
+def help_rows() -> list[Figure]:
+    """Every command and key of the chat, with what it does."""
     table = [
         Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
     ]
     table.append(Figure('"""', 'Begins a message of several lines; another """ at the end of a line ends it.'))
-    table.append(Figure("Ctrl-C", "Stops an answer and keeps what was said."))
-    return Result(table=table)
+    table.append(Figure("Ctrl-C", "Stops an answer and keeps what was said; drops a line being typed."))
+    return table
+
+
+def _help(_chat: Chat, _argument: str) -> Result:
+    return Result(table=help_rows())
 
 
 def _also(command: Command) -> str:
