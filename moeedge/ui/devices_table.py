@@ -30,5 +30,5 @@ def print_devices(devices: list[Device]) -> None:
     if not any(device.kind in ("GPU", "IGPU") for device in devices):
         console.print(
             "No GPU: this llama-cpp-python was built without GPU support or finds no card. "
-            "Rebuild it with CMAKE_ARGS (README, \"Use your GPU\")."
+            'Rebuild it with CMAKE_ARGS (README, "Use your GPU").'
         )
