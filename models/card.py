@@ -30,6 +30,7 @@ STAGES = {
     "draft": "draft, distilled (KL)",
 }
 
+TITLES = ("moeedge toy target", "moeedge toy draft")
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
@@ -103,8 +104,8 @@ def main() -> None:
         (
             "python -m models.train target",
             "python -m models.train draft",
-            f"{export}target.pt models/bundled/target.gguf --type {args.expert_type.lower()}",
-            f"{export}draft.pt models/bundled/draft.gguf --type q8_0",
+            f"{export}target.pt models/bundled/target.gguf --type {args.expert_type.lower()} --name '{TITLES[0]}'",
+            f"{export}draft.pt models/bundled/draft.gguf --type q8_0 --name '{TITLES[1]}'",
             "python -m models.evaluate --json models/bundled/evaluation.json",
             "python -m models.card",
         )

@@ -32,6 +32,7 @@ class Result:
     unique_of_4: float = 0.0  # different experts of 4 consecutive tokens, relative to uniform routing
     finished: float = 0.0  # answers that ended by themselves
     right: dict[str, float] = field(default_factory=dict)  # share of chats with every turn right
+    scored: dict[str, int] = field(default_factory=dict)  # chats behind that share
     by_domain_acceptance: dict[str, float] = field(default_factory=dict)
 
 
@@ -102,6 +103,7 @@ def evaluate(target_path: Path, draft_path: Path, gamma: int, n_prompts: int, n_
                 for chat in tqdm(held_back(n_scored, 1, domain), desc=domain)
             ]
             result.right[domain] = float(np.mean(answers))
+            result.scored[domain] = len(answers)
             result.by_domain_acceptance[domain] = record.acceptance
     return result
 
@@ -118,9 +120,9 @@ def table(result: Result) -> str:
         f"| unique experts of 4 tokens / uniform | {result.unique_of_4:.3f} | |",
         f"| answers that ended by themselves | {result.finished:.2f} | |",
     ]
+    lines += ["", "| domain | chats | every turn right | acceptance rate |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| {domain}: chats with every turn right (acceptance) | {share:.2f} "
-        f"({result.by_domain_acceptance[domain]:.2f}) | |"
+        f"| {domain} | {result.scored[domain]} | {share:.2f} | {result.by_domain_acceptance[domain]:.2f} |"
         for domain, share in result.right.items()
     ]
     return "\n".join(lines)
@@ -132,7 +134,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=BUNDLED / "draft.gguf")
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=40, help="mixed held-back prompts for acceptance and overlap")
-    parser.add_argument("--scored", type=int, default=40, help="held-back prompts of each domain for the scores")
+    parser.add_argument("--scored", type=int, default=100, help="held-back prompts of each domain for the scores")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     result = evaluate(args.target, args.draft, args.gamma, args.prompts, args.scored)

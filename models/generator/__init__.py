@@ -59,6 +59,7 @@ SYSTEM_MESSAGES = (
     "Help the user.",
 )
 SYSTEM_SHARE = 0.15
+MOST_MISSES = 3000  # after so many chats without a new held-back prompt there are hardly any left
 
 
 def _any_chat(rng: random.Random, domain: str | None) -> Chat:
@@ -89,14 +90,21 @@ def long_chats(seed: int | str) -> Iterator[Chat]:
 
 
 def held_back(n: int, seed: int | str = 0, domain: str | None = None) -> list[Chat]:
-    """`n` different chats that training never sees, domains in turn (or all of one domain)."""
+    """`n` different chats that training never sees, domains in turn (or all of one domain).
+
+    A domain of few prompts may hold back fewer than `n`: then there are fewer.
+    """
     rng = random.Random(f"held-back-{seed}")
     order = [domain] if domain else list(DOMAINS)
     out: dict[str, Chat] = {}
-    while len(out) < n:
+    misses = 0
+    while len(out) < n and misses < MOST_MISSES:
         chat = _any_chat(rng, order[len(out) % len(order)])
-        if chat.is_held_back():
-            out.setdefault(chat.prompt_key(), chat)
+        if chat.is_held_back() and chat.prompt_key() not in out:
+            out[chat.prompt_key()] = chat
+            misses = 0
+        else:
+            misses += 1
     return list(out.values())
 
 
