@@ -14,7 +14,7 @@ MoeedgeError                    exit 1   something failed
     LayerRangeError             exit 2   no such layer
     DeviceError                 exit 2   no such device
 
-Only the CLI turns them into exit codes: it prints ``message`` as one sentence and ``mend`` as the next, never a traceback.
+Only the CLI turns them into exit codes: it prints `message` as one sentence and `mend` as the next, never a traceback.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def is_bundled(path: Path) -> bool:
 
 
 def cache_dir() -> Path:
-    """The user's cache folder: $MOEEDGE_CACHE, else $XDG_CACHE_HOME/moeedge, else ~/.cache/moeedge. Made on first use."""
+    """The user's cache folder: $MOEEDGE_CACHE, else $XDG_CACHE_HOME/moeedge, else ~/.cache/moeedge; made on use."""
     named = os.environ.get("MOEEDGE_CACHE")
     root = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeedge"
     root.mkdir(parents=True, exist_ok=True)
