@@ -8,6 +8,8 @@
 
 namespace moeedge {
 
+static constexpr int n_rows_ahead = 16; // enough to hide a miss to memory behind the copies of 16 rows
+
 // n values of 4 bytes that lie `stride` bytes apart
 template <typename T> static void copy_row(T * out, const char * in, size_t stride, int n) {
     static_assert(sizeof(T) == 4, "ids and weights have 4 bytes");
@@ -61,6 +63,10 @@ void sensor::observe(int layer, int phase, const ggml_tensor * ids, const ggml_t
         const size_t row     = ((size_t) layer * f.n_tokens + t) * dims.n_used;
         int32_t *    out_ids = f.ids.get() + row;
         float *      out_w   = f.weights.get() + row;
+        // rows of ids lie a whole row of experts apart, and all of them have long left the caches
+        if (t + n_rows_ahead < n_tokens) {
+            __builtin_prefetch((const char *) ids->data + (t + n_rows_ahead) * ids->nb[1]);
+        }
         copy_row(out_ids, (const char *) ids->data + t * ids->nb[1], ids->nb[0], n_ids);
         for (int i = 0; i < n_ids; i++) {
             if ((uint32_t) out_ids[i] < (uint32_t) dims.n_experts) {
