@@ -18,6 +18,7 @@ from tests.support.sensed import sensed_context
 from tests.support.stock import StockContext, tap_context
 
 PROMPT = np.random.default_rng(2).integers(0, 256, 24).tolist()
+LONG = np.random.default_rng(3).integers(0, 256, 80).tolist()  # sensed from inside the graph, not after it
 SENSING = [Claims.BLOCK, Claims.WHOLE]
 by_claims = pytest.mark.parametrize("claims", SENSING, ids=lambda claims: claims.name.lower())
 
@@ -39,7 +40,8 @@ def test_frames_equal_the_evaluation_callback(case: str, claims: Claims, tiny: T
     stock, tap = tap_context(path)
     ours, sensor = sensed_context(path, claims)
     with stock, ours:
-        for tokens, every in ((PROMPT, True), (PROMPT[:1], True), (PROMPT[:9], True), (PROMPT[9:20], False)):
+        short = ((PROMPT, True), (PROMPT[:1], True), (PROMPT[:9], True), (PROMPT[9:20], False))
+        for tokens, every in (*short, (LONG, True), (LONG, False)):
             tap.clear()
             stock.decode(tokens, every=every)
             ours.decode(tokens, every=every)

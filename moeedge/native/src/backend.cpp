@@ -1,11 +1,12 @@
 // The ggml backend: what it claims, what it forwards, what must stay identical.
 //
 // Claims    by mode (moeedge_claims): nothing, the MoE blocks, or every operation of the CPU.
-// Forwards  the graph as it is to an inner CPU backend instance: results are bit-identical to stock's. Expert ids and
-//           router weights are read from memory afterwards; until then the allocator keeps them (graph_optimize).
+// Forwards  the graph's nodes as they are to an inner CPU backend instance: results are bit-identical to stock's. Expert
+//           ids and router weights are read from memory, after the graph or (large batches) by nodes of our own in it.
 // Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts what the CPU accepts,
 //           repacked weights included.
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -30,14 +31,25 @@ static instance * instance_of(ggml_backend_t backend) {
 
 // sensing
 
-// values per (layer, token) that the allocator would otherwise hand to later nodes stay until the graph is done
+// Small batches are read after the graph is done: no thread waits. The allocator must then keep ids and weights of all
+// layers, which spreads the activations of a large batch over more memory than the caches hold (3.5 % of prefill): large
+// batches are read from inside the graph, by one node per block, whose barrier is nothing to them.
+static constexpr int64_t n_tokens_read_after = 32;
+
+static bool is_read_after(const std::vector<moe_block> & blocks) {
+    return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_read_after;
+}
+
 static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
     instance * self = instance_of(backend);
     if (!self->sense || graph->n_nodes == 0) {
         return;
     }
     find_blocks(graph, self->blocks);
-    self->blocks_uid   = 0;
+    self->blocks_uid = 0;
+    if (!is_read_after(self->blocks)) {
+        return;
+    }
     ggml_tensor * last = graph->nodes[graph->n_nodes - 1];
     for (const moe_block & block : self->blocks) {
         params->add_alloc_dep(params->user_data, block.ids, last);
@@ -47,18 +59,79 @@ static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, 
     }
 }
 
-// reads the routing of a computed graph; llama.cpp reuses graphs, so the blocks of the last one are kept
-static void sense_graph(instance * self, const ggml_cgraph * graph) {
-    const int64_t begin_ns = now_ns();
+static void sense_block(instance * self, const moe_block & block) {
+    self->sense->observe(block.layer, self->phase, block.ids, block.weights);
+    self->stats.blocks++;
+}
+
+// computed by the CPU backend's threads like any operation; one thread suffices for so few bytes
+static void sense_block_node(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (ith == 0) {
+        const int64_t           begin_ns = now_ns();
+        const instance::probe * probe    = (const instance::probe *) userdata;
+        sense_block(probe->self, *probe->block);
+        probe->self->stats.sense_ns += now_ns() - begin_ns;
+    }
+    GGML_UNUSED(dst);
+    GGML_UNUSED(nth);
+}
+
+// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
+// so that the CPU backend fuses what it fuses in stock
+static ggml_cgraph extend_graph(instance * self, const ggml_cgraph * graph) {
+    const size_t n_blocks = self->blocks.size();
+    self->arena.resize(std::max(self->arena.size(), (n_blocks + 1) * (ggml_tensor_overhead() + GGML_MEM_ALIGN)));
+    ggml_context * ctx = ggml_init({ self->arena.size(), self->arena.data(), /* .no_alloc = */ true });
+
+    self->probes.resize(n_blocks); // sized before pointers into it are taken
+    self->nodes.clear();
+    int i_from = 0;
+    for (size_t b = 0; b < n_blocks; b++) {
+        const moe_block & block = self->blocks[b];
+        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
+        i_from = block.i_first;
+
+        self->probes[b]      = { self, &block };
+        ggml_tensor * args[] = { block.ids };
+        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, 1, sense_block_node, /* n_tasks = */ 1,
+                                              &self->probes[b]);
+        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        self->nodes.push_back(node);
+    }
+    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
+    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
+
+    ggml_cgraph extended = *graph;
+    extended.nodes       = self->nodes.data();
+    extended.n_nodes     = (int) self->nodes.size();
+    extended.size        = extended.n_nodes;
+    extended.uid         = 0;
+    return extended;
+}
+
+static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) {
+    int64_t begin_ns = now_ns();
+    // llama.cpp reuses graphs, so the blocks of the last one are kept
     if (graph->uid == 0 || graph->uid != self->blocks_uid) {
         find_blocks(graph, self->blocks);
         self->blocks_uid = graph->uid;
     }
-    for (const moe_block & block : self->blocks) {
-        self->sense->observe(block.layer, self->phase, block.ids, block.weights);
+    if (!is_read_after(self->blocks)) {
+        ggml_cgraph extended = extend_graph(self, graph);
+        self->stats.sense_ns += now_ns() - begin_ns;
+        return ggml_backend_graph_compute(self->cpu, &extended);
     }
-    self->stats.blocks += (int64_t) self->blocks.size();
     self->stats.sense_ns += now_ns() - begin_ns;
+    const enum ggml_status status = ggml_backend_graph_compute(self->cpu, graph);
+    if (status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
+    begin_ns = now_ns();
+    for (const moe_block & block : self->blocks) {
+        sense_block(self, block);
+    }
+    self->stats.sense_ns += now_ns() - begin_ns;
+    return status;
 }
 
 // backend interface
@@ -81,10 +154,8 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgrap
     instance *    self     = instance_of(backend);
     const int64_t begin_ns = now_ns();
 
-    const enum ggml_status status = ggml_backend_graph_compute(self->cpu, graph);
-    if (self->sense && status == GGML_STATUS_SUCCESS) {
-        sense_graph(self, graph);
-    }
+    const enum ggml_status status =
+        self->sense ? compute_and_sense(self, graph) : ggml_backend_graph_compute(self->cpu, graph);
     self->stats.graphs++;
     self->stats.compute_ns += now_ns() - begin_ns;
     return status;

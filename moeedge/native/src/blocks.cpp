@@ -84,13 +84,23 @@ long long block_node_tokens(const ggml_tensor * node) {
     return matmul ? matmul->src[2]->ne[1] : node->ne[2] > 1 ? node->ne[2] : node->ne[1];
 }
 
+// whether `t` is computed by one of the nodes [i_begin, i_end)
+static bool is_computed_within(const ggml_cgraph * graph, const ggml_tensor * t, int i_begin, int i_end) {
+    for (int i = i_begin; i < i_end; i++) {
+        if (graph->nodes[i] == t || graph->nodes[i] == t->view_src) {
+            return true;
+        }
+    }
+    return false;
+}
+
 void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks) {
     blocks.clear();
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
         if (node->op == GGML_OP_MUL_MAT_ID) {
             if (blocks.empty() || blocks.back().ids != node->src[2]) {
-                blocks.push_back({ layer_of(node->src[0]), node->src[2], nullptr });
+                blocks.push_back({ layer_of(node->src[0]), i, node->src[2], nullptr });
                 // weights applied before the experts (llama4) sit right in front of the first matmul
                 const ggml_tensor * before = node->src[1];
                 if (before->op == GGML_OP_MUL && is_weights_of(before->src[1], node->src[2])) {
@@ -99,7 +109,8 @@ void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks) {
             }
         } else if (node->op == GGML_OP_MUL && !blocks.empty() && blocks.back().weights == nullptr) {
             moe_block & block = blocks.back();
-            if (is_weights_of(node->src[1], block.ids) && expert_matmul_of(node->src[0], chain_depth) != nullptr) {
+            if (is_weights_of(node->src[1], block.ids) && expert_matmul_of(node->src[0], chain_depth) != nullptr &&
+                !is_computed_within(graph, node->src[1], block.i_first, i)) {
                 block.weights = node->src[1];
             }
         }

@@ -12,11 +12,12 @@ namespace moeedge {
 
 struct moe_block {
     int           layer;   // from the weight's GGUF name "blk.N.", -1 if it has another
+    int           i_first; // index in the graph of the first MUL_MAT_ID
     ggml_tensor * ids;     // [n_used, n_tokens] int32
     ggml_tensor * weights; // [1, n_used, n_tokens] float32; nullptr where not found
 };
 
-// fills `blocks` (cleared first) in graph order
+// fills `blocks` (cleared first) in graph order; weights that are computed behind i_first are left out
 void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks);
 
 // whether a node belongs to a MoE block, seen from the node alone (the scheduler asks without the graph)

@@ -32,6 +32,15 @@ struct instance {
 
     std::vector<moe_block> blocks;         // of the graph computed last
     uint64_t               blocks_uid = 0; // ggml's id of that graph
+
+    // scratch for graphs that are sensed from inside, kept to avoid allocations
+    struct probe {
+        instance *        self;
+        const moe_block * block;
+    };
+    std::vector<probe>         probes; // user data of the sensor's nodes
+    std::vector<ggml_tensor *> nodes;
+    std::vector<uint8_t>       arena; // the sensor's nodes
 };
 
 // live instances, guarded by a mutex; the only global state
