@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from moeedge.bench.samples import Sample
-from moeedge.ui.console import is_terminal, stderr_console, supports_panel
+from moeedge.ui.console import stderr_console, supports_panel
 
 
 class BenchProgress:
@@ -16,7 +16,7 @@ class BenchProgress:
 
     def __init__(self, *, bar: bool = True) -> None:
         self._console = stderr_console()
-        bar = bar and is_terminal(sys.stderr) and supports_panel(sys.stderr, columns=self._console.width)
+        bar = bar and supports_panel(sys.stderr, columns=self._console.width, rows=self._console.height)
         self._bar = (
             Progress(
                 TextColumn("{task.description}"),

@@ -1,0 +1,30 @@
+"""Progress in a real terminal: a bar while it works, and nothing left of it beside the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.terminal import Terminal
+
+QUICK = ["-n", "8", "-t", "1"]
+
+
+@pytest.mark.parametrize("rows", [40, 5], ids=["tall", "flat"])
+def test_bench_draws_a_bar_where_it_fits(rows: int, tiny_moe: Path, tmp_path: Path) -> None:
+    arguments = ["bench", "-m", str(tiny_moe), "-md", "none", "-p", "16", "-r", "2", *QUICK]
+    env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "MOEEDGE_CACHE": str(tmp_path)}
+    with Terminal(arguments, env=env, rows=rows) as terminal:
+        assert terminal.wait() == 0, terminal.text
+        assert "| pp16" in terminal.text
+        assert ("━" in terminal.text) == (rows == 40)
+
+
+def test_profile_shows_its_progress(tiny_moe: Path, tmp_path: Path) -> None:
+    arguments = ["profile", "-m", str(tiny_moe), "-md", "none", "--layer", "1", "-p", "hello", *QUICK]
+    env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "MOEEDGE_CACHE": str(tmp_path)}
+    with Terminal(arguments, env=env) as terminal:
+        assert terminal.wait() == 0, terminal.text
+        assert "profiling" in terminal.text
+        assert "layer 1: 16 experts" in terminal.text
