@@ -52,6 +52,6 @@ def answer_once(
         else:
             parts = turn_parts(session.info, answer.stats, answer.stop_reason)
             say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
-        for note in answer.notes:
+        for note in dict.fromkeys(answer.notes):
             say(err, note)
         return interrupt.exit_code

@@ -117,6 +117,11 @@ class Repl:
         except (MoeedgeError, ValueError) as error:
             self._say_error(error)
             return Next.READ
+        except Ended:
+            raise
+        except KeyboardInterrupt:  # Ctrl-C beside the answer, in front of it or behind it, must not end the chat
+            self.conversation.take_back()
+            return Next.READ
 
     def _answer(self) -> Next:
         """Answer the open question; whatever happens, the conversation ends with an answer."""
@@ -154,7 +159,7 @@ class Repl:
             self.turns.append(turn)
             parts = turn_parts(self.info, turn.stats, turn.stop_reason)
             self._say(join_parts(parts, columns=self._err.width if self._err.is_terminal else None))
-            for note in self._current.notes:
+            for note in dict.fromkeys(self._current.notes):  # once, however often the context was shifted
                 self._say(note)
             self._say("")
 

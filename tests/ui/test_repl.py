@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.console import Console
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
+from moeedge.ui import repl
 from moeedge.ui.repl import Repl
 from moeedge.ui.settings import Settings
 from tests.conftest import TinyFactory
@@ -195,6 +197,27 @@ def test_ctrl_c_before_the_first_token_takes_the_question_back(session: Session,
     assert "your message is taken back" in talk.err
     assert [message.content for message in talk.messages[::2]] == ["and?"]
     assert talk.repl.turns[-1].stop_reason == "length"
+
+
+@pytest.mark.parametrize("place", ["prompt_tokens", "turn_parts"])
+def test_ctrl_c_beside_the_answer_does_not_end_the_chat(
+    place: str, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of the answer the question is taken back, behind it the answer stays; the chat goes on either way."""
+    real = getattr(repl, place)
+    calls: list[int] = []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(repl, place, interrupted)
+    talk = Talk(session, ["tell me", "and more"], tmp_path)
+    assert talk.code == 0
+    asked = [message.content for message in talk.messages if message.role == "user"]
+    assert asked == (["and more"] if place == "prompt_tokens" else ["tell me", "and more"])
 
 
 def test_sigterm_in_mid_answer_saves_and_leaves(session: Session, tmp_path: Path) -> None:
