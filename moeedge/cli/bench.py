@@ -55,13 +55,11 @@ def bench(
         accept_any_text()
         check_device(device)
         pair = resolve_pair(model, model_draft)
-        base = EngineConfig(
-            model=pair.target,
-            draft=pair.draft,
-            n_ctx=ctx_size,
-            n_threads=threads,
-            gamma=draft_max,
-            n_gpu_layers=0 if device == "none" else n_gpu_layers,
+        base = pair.engine_config(
+            ctx_size=ctx_size,
+            threads=threads,
+            draft_max=draft_max,
+            n_gpu_layers=n_gpu_layers,
             device=device,
         )
         prompts = None

@@ -16,7 +16,7 @@ from moeedge.cli.device import check_device, layer_notes
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.engine.conversation import Conversation
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -80,13 +80,11 @@ def chat(
         )
         check_device(device)
         pair = resolve_pair(model, model_draft)
-        config = EngineConfig(
-            model=pair.target,
-            draft=pair.draft,
-            n_ctx=ctx_size,
-            n_threads=threads,
-            gamma=draft_max,
-            n_gpu_layers=0 if device == "none" else n_gpu_layers,
+        config = pair.engine_config(
+            ctx_size=ctx_size,
+            threads=threads,
+            draft_max=draft_max,
+            n_gpu_layers=n_gpu_layers,
             device=device,
             context_shift=context_shift,
         )

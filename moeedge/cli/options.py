@@ -116,7 +116,7 @@ Device = Annotated[
         "-dev",
         "--device",
         metavar="auto|none|NAME",
-        help="Device to use; moeedge devices lists the names.",
+        help="The GPU that llama.cpp may use, none, or auto: all; moeedge devices lists the names.",
         rich_help_panel=_HARDWARE,
     ),
 ]

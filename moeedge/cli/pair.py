@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from moeedge import paths
+from moeedge.cli.device import NONE
+from moeedge.engine.types import EngineConfig
 
 Draft = Path | Literal["ngram"] | None
 
@@ -17,6 +19,28 @@ class Pair:
 
     target: Path
     draft: Draft
+
+    def engine_config(
+        self,
+        *,
+        ctx_size: int,
+        threads: int,
+        draft_max: int,
+        n_gpu_layers: int,
+        device: str,
+        context_shift: bool = False,
+    ) -> EngineConfig:
+        """What the options that all commands share ask of the engine."""
+        return EngineConfig(
+            model=self.target,
+            draft=self.draft,
+            n_ctx=ctx_size,
+            n_threads=threads,
+            gamma=draft_max,
+            n_gpu_layers=0 if device == NONE else n_gpu_layers,
+            device=device,
+            context_shift=context_shift,
+        )
 
     @property
     def bundled(self) -> bool:

@@ -61,13 +61,11 @@ def profile(
         check_device(device)
         questions, source = _questions(prompt, dataset, limit, offline_sample)
         pair = resolve_pair(model, model_draft)
-        config = EngineConfig(
-            model=pair.target,
-            draft=pair.draft,
-            n_ctx=ctx_size,
-            n_threads=threads,
-            gamma=draft_max,
-            n_gpu_layers=0 if device == "none" else n_gpu_layers,
+        config = pair.engine_config(
+            ctx_size=ctx_size,
+            threads=threads,
+            draft_max=draft_max,
+            n_gpu_layers=n_gpu_layers,
             device=device,
         )
         drawn = seed_or_random(seed)

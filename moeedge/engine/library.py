@@ -86,6 +86,17 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
     return function
 
 
+def device_list(name: str) -> ctypes.Array[ctypes.c_void_p] | None:
+    """What llama_model_params.devices takes for the value of -dev: pointers, NULL-terminated; None: all devices."""
+    if name == "auto":
+        return None
+    kinds = {device.name: device.kind for device in native.devices()}
+    if name == "none" or kinds.get(name) == "CPU":  # the CPU computes what no device of the list does
+        return (ctypes.c_void_p * 1)(None)
+    by_name = ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    return (ctypes.c_void_p * 2)(by_name(name.encode()), None)
+
+
 def has_gpu() -> bool:
     """Whether llama.cpp sees a GPU; it then uses it for large batches even when no layer is offloaded."""
     return any(device.kind in ("GPU", "IGPU") for device in native.devices())

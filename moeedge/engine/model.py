@@ -48,9 +48,11 @@ class Model:
         self._chat_format: ChatFormat | None = None
 
     @classmethod
-    def load(cls, path: Path, *, n_gpu_layers: int = 0, use_mmap: bool = True) -> Model:
+    def load(cls, path: Path, *, n_gpu_layers: int = 0, device: str = "auto", use_mmap: bool = True) -> Model:
         """Loads a GGUF file, or all parts of a split one when given the first.
 
+        device: "auto" leaves every GPU to llama.cpp, "none" or the CPU keeps them all out (of large batches too), a
+        GPU's name restricts llama.cpp to that one.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -58,6 +60,9 @@ class Model:
         summary = gguf_file.summarize(path)
         parameters = lib.llama_model_default_params()
         parameters.n_gpu_layers = n_gpu_layers
+        chosen = library.device_list(device)
+        if chosen is not None:
+            parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
         if not use_mmap:
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         library.forget_complaints()

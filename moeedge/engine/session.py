@@ -64,7 +64,7 @@ class Session:
         """
         with ExitStack() as stack:
             if model is None:
-                model = stack.enter_context(Model.load(config.model, n_gpu_layers=config.n_gpu_layers))
+                model = stack.enter_context(_load(config, config.model))
             notes: list[str] = []
             if model.info.n_experts == 0:
                 notes.append(f"{config.model.name} is dense, no experts: placement off.")
@@ -170,6 +170,10 @@ class Session:
         self.close()
 
 
+def _load(config: EngineConfig, path: Path) -> Model:
+    return Model.load(path, n_gpu_layers=config.n_gpu_layers, device=config.device)
+
+
 def _load_draft(
     config: EngineConfig, model: Model, shared: Model | None, notes: list[str], stack: ExitStack
 ) -> tuple[Model | None, int, bool]:
@@ -185,7 +189,7 @@ def _load_draft(
         return None, 0, False
     if config.draft == "ngram":
         return None, 0, True
-    draft = shared or stack.enter_context(Model.load(Path(config.draft), n_gpu_layers=config.n_gpu_layers))
+    draft = shared or stack.enter_context(_load(config, Path(config.draft)))
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()
