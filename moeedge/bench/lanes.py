@@ -30,10 +30,10 @@ class Lane:
 
 def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:
     """The target, and the draft model if one is named and a mode uses it; closed with `stack`."""
-    target = stack.enter_context(Model.load(base.model, n_gpu_layers=base.n_gpu_layers, device=base.device))
+    target = stack.enter_context(Model.load(base.model, n_gpu_layers=base.n_gpu_layers or 0, device=base.device))
     if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
         return target, None
-    return target, stack.enter_context(Model.load(base.draft, n_gpu_layers=base.n_gpu_layers, device=base.device))
+    return target, stack.enter_context(Model.load(base.draft, n_gpu_layers=base.n_gpu_layers or 0, device=base.device))
 
 
 def open_lanes(

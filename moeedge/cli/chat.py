@@ -98,7 +98,7 @@ def chat(
         if text is not None:
             conversation.ask(text)
         with Session.open(config) as session:
-            notes = layer_notes(config.n_gpu_layers)
+            notes = layer_notes(config.n_gpu_layers or 0)
             talk = _Talk(session, conversation, settings, pair, notes, raw, panel=not verbose)
             code = talk.interactive(single_turn=single_turn) if text is None else talk.one_shot(as_json=as_json)
         if code:

@@ -152,7 +152,7 @@ class _Task:
                 last = str(n_layers - 1)
                 wanted = parse_layers(last if self.layer is None else self.layer, n_layers, single=True)
             chosen = check_layers(session, wanted)
-            notes = layer_notes(self.config.n_gpu_layers)
+            notes = layer_notes(self.config.n_gpu_layers or 0)
             for line in [header_line(session.info), *notes, *hints(session.info, toy=self.toy)]:
                 say(err, line)
             with Interrupt() as interrupt, Progress(len(self.questions), err) as progress:

@@ -74,7 +74,7 @@ class Session:
             if n_ctx == 0:
                 n_ctx, note = default_n_ctx(models)
                 notes.extend([note] if note else [])
-            elif config.n_gpu_layers == 0:  # otherwise the KV cache lies on the GPU
+            elif not config.n_gpu_layers:  # otherwise the KV cache lies on the GPU
                 check_n_ctx(models, n_ctx)
             target = stack.enter_context(_make_context(config, model, n_ctx))
             draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
@@ -171,7 +171,7 @@ class Session:
 
 
 def _load(config: EngineConfig, path: Path) -> Model:
-    return Model.load(path, n_gpu_layers=config.n_gpu_layers, device=config.device)
+    return Model.load(path, n_gpu_layers=config.n_gpu_layers or 0, device=config.device)
 
 
 def _load_draft(

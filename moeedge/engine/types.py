@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 StopReason = Literal["eos", "length", "context", "interrupted"]
+# how prompts are computed: measured choice, as without a cache, resident experts on the device, all streamed through it
+PrefillPath = Literal["auto", "cpu", "resident", "stream"]
+ABLATIONS = frozenset({"no-spec-ue", "no-ada-bc", "no-het-wb", "no-prefetch", "no-evict", "no-sd"})  # MoE-SpAc, Table 4
 # moeedge: our backend attached; stock: the same process and loop, our backend claims nothing
 Mode = Literal["moeedge", "stock"]
 
@@ -48,6 +51,43 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Which experts a device may hold, and who decides; the defaults are those of MoE-SpAc section 4.1."""
+
+    vram_bytes: int | None = None  # for slots; None: measured
+    cache_ratio: float | None = None  # share of all expert bytes; None: what vram_bytes or the device allows
+    policy: str = "spac"
+    ablations: frozenset[str] = frozenset()
+    utility_cap: int = 4  # K
+    forgetting: float = 0.1  # lambda
+    prefill: PrefillPath = "auto"
+    calibrate: bool = True  # measure on first use; False: take what was measured before, or nothing
+
+    def __post_init__(self) -> None:
+        if self.vram_bytes is not None and self.vram_bytes < 0:
+            raise ValueError(f"vram_bytes (--vram) must be >= 0, not {self.vram_bytes}")
+        # written so that NaN is refused, too
+        if self.cache_ratio is not None and not 0 <= self.cache_ratio <= 1:
+            raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
+        if self.vram_bytes is not None and self.cache_ratio is not None:
+            raise ValueError("--vram and --cache-ratio exclude each other")
+        unknown = sorted(self.ablations - ABLATIONS)
+        if unknown:
+            raise ValueError(f'there is no ablation "{unknown[0]}"; known are {", ".join(sorted(ABLATIONS))}')
+        if not 1 <= self.utility_cap <= 64:
+            raise ValueError(f"the utility cap must be in 1..64, not {self.utility_cap}")
+        if not 0 <= self.forgetting <= 1:
+            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        if self.prefill not in ("auto", "cpu", "resident", "stream"):
+            raise ValueError(f"the prefill path must be auto, cpu, resident or stream, not {self.prefill}")
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user gave the cache a size, so that it stays on even where it does not pay."""
+        return self.vram_bytes is not None or self.cache_ratio is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that a session needs to load; paths are resolved by the caller."""
 
@@ -56,8 +96,9 @@ class EngineConfig:
     n_ctx: int = 0  # tokens; 0: what the model was trained with
     n_threads: int = 0  # 0: the physical cores
     gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
-    n_gpu_layers: int = 0
+    n_gpu_layers: int | None = None  # None: all of them where experts are placed on a GPU, otherwise 0
     device: str = "auto"
+    placement: PlacementConfig = PlacementConfig()
     mode: Mode = "moeedge"
     n_batch: int = 2048  # tokens per llama_decode call
     n_ubatch: int = 512  # tokens per graph
@@ -157,7 +198,110 @@ class EngineInfo:
     n_threads: int
     gamma: int  # 0 when speculation is off
     draft: str  # file name, "ngram" or "none"
-    device: str  # "none" until placement has a device
-    policy: str  # "none" until placement has one
+    device: str  # the label of the device that holds experts, or "none"
+    policy: str  # "none" without placement
     hit_rate: float | None = None
     notes: list[str] = field(default_factory=list)  # one sentence each: why something is off
+    cache_ratio: float = 0.0  # share of all experts that have a slot
+    cache_slots: int = 0
+    pool_bytes: int = 0  # of the slots on the device
+    vram_bytes: int | None = None  # used on the whole device after loading, as its driver says; None: unknown
+
+
+@dataclass(frozen=True)
+class PlacementStats:
+    """Counters of expert placement since the session began; `newer - older` gives those between.
+
+    Figures that are no counters (slots_used, tau, memory, medians, lost) are those of the newer one.
+    """
+
+    device: str  # label
+    policy: str
+    cache_ratio: float
+    slots_used: int
+    slots_total: int
+    pool_bytes: int
+    vram_used_bytes: int | None  # of the whole device, as its driver says; None: unknown
+    vram_total_bytes: int | None
+    steps: int = 0  # verifications and plain decodes
+    pairs: int = 0  # (token, expert) pairs computed, prefill included
+    pairs_hit: int = 0  # of these on the device
+    unique: int = 0  # distinct experts per block, of batches of at most 64 tokens
+    unique_hit: int = 0
+    uploads: int = 0
+    evictions: int = 0
+    cancelled: int = 0  # uploads that a newer plan dropped before they began
+    bytes_moved: int = 0
+    transfer_s: float = 0.0  # the mover's, beside everything else
+    cpu_s: float = 0.0  # of computing blocks
+    device_s: float = 0.0
+    wait_s: float = 0.0  # for the device, after the CPU's part was done
+    partition_s: float = 0.0  # splitting, gathering, scattering, submitting
+    schedule_s: float = 0.0  # policy and plan
+    draft_s: float = 0.0
+    decode_s: float = 0.0  # whole steps
+    blocks: int = 0
+    blocks_unknown: int = 0  # chains that were not understood: on the CPU
+    tau: tuple[float, ...] = ()  # per expert layer, the newest
+    lost: bool = False
+    partition_us_median_1: float | None = None  # per block of 1 token; None: no such block yet
+    partition_us_median_9: float | None = None  # per block of 9 tokens
+
+    @property
+    def hit_rate_pairs(self) -> float | None:
+        """Share of the pairs that the device computed; None before the first."""
+        return self.pairs_hit / self.pairs if self.pairs else None
+
+    @property
+    def hit_rate_unique(self) -> float | None:
+        """Share of the distinct experts per block that were resident; None before the first."""
+        return self.unique_hit / self.unique if self.unique else None
+
+    @property
+    def uploads_per_step(self) -> float | None:
+        """Experts uploaded per step; None before the first."""
+        return self.uploads / self.steps if self.steps else None
+
+    @property
+    def evictions_per_step(self) -> float | None:
+        """Experts evicted per step; None before the first."""
+        return self.evictions / self.steps if self.steps else None
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Bytes per second while something was being transferred; None before the first transfer."""
+        return self.bytes_moved / self.transfer_s if self.transfer_s > 0 else None
+
+    def __sub__(self, older: PlacementStats) -> PlacementStats:
+        counted = {name: getattr(self, name) - getattr(older, name) for name in _COUNTERS}
+        return replace(self, **counted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and rates, as a JSON record holds them."""
+        rates = ("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s")
+        record: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        record["tau"] = list(self.tau)
+        return record | {name: getattr(self, name) for name in rates}
+
+
+_COUNTERS = [
+    "steps",
+    "pairs",
+    "pairs_hit",
+    "unique",
+    "unique_hit",
+    "uploads",
+    "evictions",
+    "cancelled",
+    "bytes_moved",
+    "transfer_s",
+    "cpu_s",
+    "device_s",
+    "wait_s",
+    "partition_s",
+    "schedule_s",
+    "draft_s",
+    "decode_s",
+    "blocks",
+    "blocks_unknown",
+]
