@@ -284,7 +284,7 @@ class PlacementStats:
         return record | {name: getattr(self, name) for name in rates}
 
 
-_COUNTERS = [
+_COUNTERS = (
     "steps",
     "pairs",
     "pairs_hit",
@@ -304,4 +304,4 @@ _COUNTERS = [
     "decode_s",
     "blocks",
     "blocks_unknown",
-]
+)
