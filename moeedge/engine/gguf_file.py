@@ -1,4 +1,4 @@
-"""A look into a GGUF file before llama.cpp loads it: is it one, is it whole, which layers have experts.
+"""A look into a GGUF file before llama.cpp loads it: is it one, is it whole, what lies where in it.
 
 The header is parsed by ggml itself. llama.cpp would report a truncated file only as "failed to load model"; here the
 size that the header promises is compared with the size on disk.
@@ -30,6 +30,17 @@ class GgufSummary:
     expert_layers: tuple[int, ...]  # layers that have a router, ascending
 
 
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor as the header lists it."""
+
+    name: str
+    type: int  # enum ggml_type
+    shape: tuple[int, int, int, int]  # ggml's ne: the innermost dimension first, 1 where there is none
+    offset: int  # bytes from the start of the file
+    size_bytes: int
+
+
 class _InitParams(ctypes.Structure):
     """struct gguf_init_params of gguf.h."""
 
@@ -40,9 +51,9 @@ def summarize(path: Path) -> GgufSummary:
     """Checks every part of the model at `path`; raises ModelFileError with a sentence that a person can act on."""
     routers: set[int] = set()
     size_bytes = 0
-    for part in _parts(path):
-        _check_readable(part)
-        names, promised_bytes = _read_header(part)
+    for part in parts(path):
+        tensors = read_tensors(part)
+        promised_bytes = max((tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
         actual_bytes = part.stat().st_size
         if actual_bytes < promised_bytes:
             raise ModelFileError(
@@ -50,19 +61,19 @@ def summarize(path: Path) -> GgufSummary:
                 _AGAIN,
             )
         size_bytes += actual_bytes
-        routers.update(int(match[1]) for match in map(_ROUTER.match, names) if match)
+        routers.update(int(match[1]) for tensor in tensors if (match := _ROUTER.match(tensor.name)))
     return GgufSummary(size_bytes=size_bytes, expert_layers=tuple(sorted(routers)))
 
 
-def _parts(path: Path) -> list[Path]:
+def parts(path: Path) -> list[Path]:
     """All files of a split model (name-00001-of-00003.gguf), or the one file."""
     match = _SPLIT_NAME.match(path.name)
     if match is None:
         return [path]
-    parts = int(match["parts"])
+    n_parts = int(match["parts"])
     if int(match["part"]) != 1 and path.exists():
-        raise ModelFileError(f"{path} is part {int(match['part'])} of {parts}.", "Give the first part.")
-    return [path.with_name(f"{match['stem']}-{i:05d}-of-{parts:05d}.gguf") for i in range(1, parts + 1)]
+        raise ModelFileError(f"{path} is part {int(match['part'])} of {n_parts}.", "Give the first part.")
+    return [path.with_name(f"{match['stem']}-{i:05d}-of-{n_parts:05d}.gguf") for i in range(1, n_parts + 1)]
 
 
 def _check_readable(path: Path) -> None:
@@ -81,17 +92,20 @@ def _check_readable(path: Path) -> None:
         raise ModelFileError(f"{path} is not a GGUF file.", "Give a model in llama.cpp's GGUF format.")
 
 
-def _read_header(path: Path) -> tuple[list[str], int]:
-    """The tensor names, and the bytes that a whole file has."""
+def read_tensors(path: Path) -> list[GgufTensor]:
+    """All tensors of one file in its order; raises ModelFileError where it has no readable header."""
+    _check_readable(path)
     library.start()
-    c_gguf = ctypes.c_void_p
+    c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
     read: Callable[..., Any] = library.ggml_function("gguf_init_from_file", c_gguf, ctypes.c_char_p, _InitParams)
     free = library.ggml_function("gguf_free", None, c_gguf)
     n_tensors = library.ggml_function("gguf_get_n_tensors", ctypes.c_int64, c_gguf)
     data_offset = library.ggml_function("gguf_get_data_offset", ctypes.c_size_t, c_gguf)
-    name = library.ggml_function("gguf_get_tensor_name", ctypes.c_char_p, c_gguf, ctypes.c_int64)
-    offset = library.ggml_function("gguf_get_tensor_offset", ctypes.c_size_t, c_gguf, ctypes.c_int64)
-    size = library.ggml_function("gguf_get_tensor_size", ctypes.c_size_t, c_gguf, ctypes.c_int64)
+    name = library.ggml_function("gguf_get_tensor_name", ctypes.c_char_p, c_gguf, c_index)
+    kind = library.ggml_function("gguf_get_tensor_type", ctypes.c_int, c_gguf, c_index)
+    shape = library.ggml_function("gguf_get_tensor_ne", ctypes.POINTER(ctypes.c_int64), c_gguf, c_index)
+    offset = library.ggml_function("gguf_get_tensor_offset", ctypes.c_size_t, c_gguf, c_index)
+    size = library.ggml_function("gguf_get_tensor_size", ctypes.c_size_t, c_gguf, c_index)
 
     library.forget_complaints()
     header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
@@ -99,9 +113,16 @@ def _read_header(path: Path) -> tuple[list[str], int]:
         reason = library.first_complaint() or "its header makes no sense"
         raise ModelFileError(f"{path} cannot be read: {reason}.", f"It may be truncated. {_AGAIN}")
     try:
-        count = n_tensors(header)
-        names = [name(header, i).decode("utf-8", "replace") for i in range(count)]
-        end = max((offset(header, i) + size(header, i) for i in range(count)), default=0)
-        return names, data_offset(header) + end
+        start = data_offset(header)
+        return [
+            GgufTensor(
+                name=name(header, i).decode("utf-8", "replace"),
+                type=kind(header, i),
+                shape=tuple(shape(header, i)[:4]),
+                offset=start + offset(header, i),
+                size_bytes=size(header, i),
+            )
+            for i in range(n_tensors(header))
+        ]
     finally:
         free(header)
