@@ -98,7 +98,7 @@ class Context:
         """Tells the backend; whether that is a change."""
         if self.sensor is None or mode == self.mode:
             return False
-        claims = native.Claims.BLOCK if library.has_gpu() else native.Claims.WHOLE
+        claims = native.Claims.BLOCK if self.model.beside_gpu else native.Claims.WHOLE
         self.sensor.set_claims(native.Claims.NONE if mode == "stock" else claims)
         self.mode = mode
         return True

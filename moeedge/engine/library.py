@@ -86,20 +86,46 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
     return function
 
 
-def device_list(name: str) -> ctypes.Array[ctypes.c_void_p] | None:
-    """What llama_model_params.devices takes for the value of -dev: pointers, NULL-terminated; None: all devices."""
-    if name == "auto":
-        return None
+def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
+    """What llama_model_params.devices takes for the value of -dev: pointers, NULL-terminated.
+
+    A GPU's name is that GPU; "none" and the CPU's name are no device, for the CPU computes what no device of the list
+    does; anything else ("auto", an emulated device, a remote worker) is every GPU of this machine. A remote worker is
+    never in the list: llama.cpp would put whole layers there.
+    """
     kinds = {device.name: device.kind for device in native.devices()}
-    if name == "none" or kinds.get(name) == "CPU":  # the CPU computes what no device of the list does
-        return (ctypes.c_void_p * 1)(None)
-    by_name = ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
-    return (ctypes.c_void_p * 2)(by_name(name.encode()), None)
+    if name == "none" or kinds.get(name) == "CPU":
+        chosen = []
+    elif name in kinds and not _is_remote(name):
+        chosen = [name]
+    else:
+        chosen = local_gpus()
+    pointers = [_device(one) for one in chosen]
+    return (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
+
+
+def local_gpus() -> list[str]:
+    """The GPUs of this machine that llama.cpp uses by itself: all discrete ones, without one the integrated ones."""
+    kinds = {device.name: device.kind for device in native.devices() if not _is_remote(device.name)}
+    discrete = [name for name, kind in kinds.items() if kind == "GPU"]
+    return discrete or [name for name, kind in kinds.items() if kind == "IGPU"]
 
 
 def has_gpu() -> bool:
-    """Whether llama.cpp sees a GPU; it then uses it for large batches even when no layer is offloaded."""
-    return any(device.kind in ("GPU", "IGPU") for device in native.devices())
+    """Whether llama.cpp uses a GPU of this machine unless it is told otherwise."""
+    return bool(local_gpus())
+
+
+def _device(name: str) -> Any:
+    """ggml_backend_dev_t of that name."""
+    return ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)(name.encode())
+
+
+def _is_remote(name: str) -> bool:
+    """Whether llama.cpp's RPC backend offers the device; it calls itself a GPU whatever the worker computes on."""
+    registry = ggml_function("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)
+    name_of = ggml_function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    return bool(name_of(registry(_device(name))).startswith(b"RPC"))
 
 
 def physical_cores() -> int:
