@@ -96,7 +96,7 @@ def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
     kinds = {device.name: device.kind for device in native.devices()}
     if name == "none" or kinds.get(name) == "CPU":
         chosen = []
-    elif name in kinds and not _is_remote(name):
+    elif kinds.get(name) in ("GPU", "IGPU"):
         chosen = [name]
     else:
         chosen = local_gpus()
@@ -106,7 +106,7 @@ def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
 
 def local_gpus() -> list[str]:
     """The GPUs of this machine that llama.cpp uses by itself: all discrete ones, without one the integrated ones."""
-    kinds = {device.name: device.kind for device in native.devices() if not _is_remote(device.name)}
+    kinds = {device.name: device.kind for device in native.devices()}
     discrete = [name for name, kind in kinds.items() if kind == "GPU"]
     return discrete or [name for name, kind in kinds.items() if kind == "IGPU"]
 
@@ -119,13 +119,6 @@ def has_gpu() -> bool:
 def _device(name: str) -> Any:
     """ggml_backend_dev_t of that name."""
     return ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)(name.encode())
-
-
-def _is_remote(name: str) -> bool:
-    """Whether llama.cpp's RPC backend offers the device; it calls itself a GPU whatever the worker computes on."""
-    registry = ggml_function("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)
-    name_of = ggml_function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
-    return bool(name_of(registry(_device(name))).startswith(b"RPC"))
 
 
 def physical_cores() -> int:
