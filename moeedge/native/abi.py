@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+
+import numpy as np
 
 
 class FrameStruct(ctypes.Structure):
@@ -30,6 +32,113 @@ class StatsStruct(ctypes.Structure):
     ]
 
 
+class ExpertTensorStruct(ctypes.Structure):
+    """struct moeedge_expert_tensor."""
+
+    _fields_ = [
+        ("layer", c_int32),
+        ("type", c_int32),
+        ("ne0", c_int64),
+        ("ne1", c_int64),
+        ("n_experts", c_int32),
+        ("file", c_int32),
+        ("offset", c_int64),
+        ("stride", c_int64),
+        ("name", c_char * 64),
+    ]
+
+
+class CacheConfigStruct(ctypes.Structure):
+    """struct moeedge_cache_config."""
+
+    _fields_ = [
+        ("device", c_char_p),
+        ("emulated_threads", c_int32),
+        ("link_bytes_per_s", c_double),
+        ("n_layers", c_int32),
+        ("n_experts", c_int32),
+        ("files", POINTER(c_char_p)),
+        ("n_files", c_int32),
+        ("tensors", POINTER(ExpertTensorStruct)),
+        ("n_tensors", c_int32),
+        ("ratio", c_double),
+        ("n_stage", c_int32),
+    ]
+
+
+class CacheInfoStruct(ctypes.Structure):
+    """struct moeedge_cache_info."""
+
+    _fields_ = [
+        ("n_groups", c_int32),
+        ("n_layers", c_int32),
+        ("n_experts", c_int32),
+        ("n_stage", c_int32),
+        ("n_slots", c_int64),
+        ("slots_wanted", c_int64),
+        ("pool_bytes", c_int64),
+        ("staging_bytes", c_int64),
+        ("host_pinned", c_int32),
+        ("is_host", c_int32),
+        ("lost", c_int32),
+        ("device", c_char * 64),
+        ("description", c_char * 128),
+    ]
+
+
+class CacheStatsStruct(ctypes.Structure):
+    """struct moeedge_cache_stats."""
+
+    _fields_ = [
+        (name, c_int64)
+        for name in (
+            "uploads",
+            "evictions",
+            "cancelled",
+            "failed",
+            "bytes_moved",
+            "transfer_ns",
+            "plans",
+            "slots_used",
+            "in_flight",
+            "queued",
+            "blocks",
+            "blocks_unknown",
+            "blocks_whole",
+            "pairs",
+            "pairs_device",
+            "unique",
+            "unique_device",
+            "partition_ns",
+            "cpu_ns",
+            "device_ns",
+            "wait_ns",
+            "pinned",
+            "lost",
+        )
+    ]
+
+
+# struct moeedge_block_record, as a NumPy type
+BLOCK_RECORD = np.dtype(
+    [
+        ("serial", np.int64),
+        ("layer", np.int32),
+        ("phase", np.int32),
+        ("n_tokens", np.int32),
+        ("pairs_cpu", np.int32),
+        ("pairs_device", np.int32),
+        ("unique_cpu", np.int32),
+        ("unique_device", np.int32),
+        ("path", np.int32),
+        ("partition_ns", np.int64),
+        ("cpu_ns", np.int64),
+        ("device_ns", np.int64),
+        ("wait_ns", np.int64),
+    ]
+)
+
+
 class BackendRegistration(ctypes.Structure):
     """The beginning of struct ggml_backend_reg, as far as we look."""
 
@@ -53,10 +162,37 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_instance_threads": (c_int, [c_int64]),
 }
 
+# arrays go as addresses (c_void_p): these are called once or twice per step
+_CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "moeedge_last_error": (c_char_p, []),
+    "moeedge_cache_create": (c_int64, [POINTER(CacheConfigStruct)]),
+    "moeedge_cache_destroy": (c_int, [c_int64]),
+    "moeedge_cache_info": (c_int, [c_int64, POINTER(CacheInfoStruct)]),
+    "moeedge_cache_groups": (c_int, [c_int64, c_void_p, c_void_p, c_void_p]),
+    "moeedge_cache_plan": (c_int, [c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "moeedge_cache_residency": (c_int, [c_int64, c_void_p]),
+    "moeedge_cache_stats": (c_int, [c_int64, POINTER(CacheStatsStruct)]),
+    "moeedge_cache_blocks": (c_int, [c_int64, c_int64, c_void_p, c_int]),
+    "moeedge_cache_drain": (c_int, [c_int64, c_double]),
+    "moeedge_cache_clear": (c_int, [c_int64]),
+    "moeedge_cache_set_prefill": (c_int, [c_int64, c_int, c_int]),
+    "moeedge_cache_read": (c_int, [c_int64, c_int, c_int, c_char_p, c_void_p, c_int64]),
+    "moeedge_instance_set_cache": (c_int, [c_int64, c_int64]),
+}
+
 
 def declare(library: ctypes.CDLL) -> None:
     """Give the library's functions their signatures."""
-    for name, (restype, argtypes) in _SIGNATURES.items():
+    _declare(library, _SIGNATURES)
+
+
+def declare_cache(library: ctypes.CDLL) -> None:
+    """The same for the expert cache's."""
+    _declare(library, _CACHE_SIGNATURES)
+
+
+def _declare(library: ctypes.CDLL, signatures: dict[str, tuple[type | None, list[type]]]) -> None:
+    for name, (restype, argtypes) in signatures.items():
         function = getattr(library, name)
         function.restype = restype
         function.argtypes = argtypes

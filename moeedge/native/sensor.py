@@ -75,6 +75,11 @@ class Sensor:
         sensor.set_claims(claims)
         return sensor
 
+    @property
+    def instance(self) -> int:
+        """Id of the backend's instance, for the calls of the C interface that name one."""
+        return self._instance
+
     def _check(self, status: int) -> int:
         if status < 0:
             reasons = {-1: "its context is closed", -2: "bad argument", -3: "out of memory", -4: "not configured"}

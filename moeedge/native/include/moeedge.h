@@ -1,9 +1,11 @@
-// moeedge native library: a ggml backend that attaches to stock llama.cpp, and the plain C interface to its sensor.
+// moeedge native library: a ggml backend that attaches to stock llama.cpp, and the plain C interface to its sensor and to
+// the expert cache, which keeps single experts on a device.
 //
 // The backend is of device type ACCEL: every llama.cpp context of the process creates an instance of it. An instance is
 // named here by its id (1, 2, ...); all state belongs to an instance, only the list of instances is global.
 // Every function returns 0 on success and a negative moeedge_status otherwise, unless said differently.
 // Calls on one instance must not overlap with a llama_decode of its context; calls on different instances may.
+// Calls on a cache may come from any thread at any time, but for attaching and destroying it: no decode may use it then.
 
 #pragma once
 
@@ -27,6 +29,11 @@ enum moeedge_status {
     MOEEDGE_OUT_OF_MEMORY    = -3,
     MOEEDGE_NOT_CONFIGURED   = -4, // moeedge_instance_configure was not called
     MOEEDGE_VERSION_MISMATCH = -5, // another ggml than the one compiled against
+    MOEEDGE_NO_CACHE         = -6, // no live cache of that id
+    MOEEDGE_NO_DEVICE        = -7, // no device of that name, or it cannot be used
+    MOEEDGE_DEVICE_LOST      = -8, // the device failed while in use
+    MOEEDGE_FILE_ERROR       = -9, // a model file cannot be read or is too short
+    MOEEDGE_TIMEOUT          = -10,
 };
 
 // what an instance asks llama.cpp's scheduler for
@@ -88,6 +95,120 @@ MOEEDGE_API int moeedge_instance_frames(int64_t id, int64_t after, struct moeedg
 MOEEDGE_API int moeedge_instance_stats(int64_t id, struct moeedge_stats * out);
 // threads that the instance's context asked for last
 MOEEDGE_API int moeedge_instance_threads(int64_t id);
+
+// the expert cache: slots on a device, each of which holds one expert of the model, and a thread that moves experts
+
+// a GGUF tensor that holds one matrix, bias or scale per expert of a layer
+struct moeedge_expert_tensor {
+    int32_t layer;
+    int32_t type;      // ggml_type
+    int64_t ne0, ne1;  // of one expert; ne1 = 1 for biases and scales
+    int32_t n_experts;
+    int32_t file;      // index into the configuration's files
+    int64_t offset;    // of expert 0 in the file
+    int64_t stride;    // bytes from one expert to the next
+    char    name[64];  // "blk.3.ffn_up_exps.weight"; its role is the name without "blk.3."
+};
+
+struct moeedge_cache_config {
+    const char *         device;           // ggml's name of it, or "emulated": a second CPU instance with its own memory
+    int32_t              emulated_threads;
+    double               link_bytes_per_s; // the emulated device's transfers are slowed down to this rate; 0: they are not
+    int32_t              n_layers, n_experts;
+    const char * const * files;
+    int32_t              n_files;
+    const struct moeedge_expert_tensor * tensors;
+    int32_t              n_tensors;
+    double               ratio;            // share of all experts that get a slot, 0..1
+    int32_t              n_stage;          // extra slots per group, for streaming prefill
+};
+
+struct moeedge_cache_info {
+    int32_t n_groups;      // a group: layers whose experts have the same tensors
+    int32_t n_layers, n_experts;
+    int32_t n_stage;
+    int64_t n_slots;       // of all groups
+    int64_t slots_wanted;  // by the ratio; more than n_slots where the device had no memory for them
+    int64_t pool_bytes;    // on the device
+    int64_t staging_bytes; // on the host
+    int32_t host_pinned;   // staging memory is pinned
+    int32_t is_host;       // the device's memory is the host's
+    int32_t lost;
+    char    device[64];
+    char    description[128];
+};
+
+struct moeedge_cache_stats {
+    int64_t uploads;         // arrived; uploads - evictions = slots_used
+    int64_t evictions;
+    int64_t cancelled;       // asked for by a plan and no longer by the next
+    int64_t failed;
+    int64_t bytes_moved;
+    int64_t transfer_ns;     // time in which something was on its way
+    int64_t plans;
+    int64_t slots_used;
+    int64_t in_flight;
+    int64_t queued;
+    int64_t blocks;          // MoE blocks computed
+    int64_t blocks_unknown;  // not understood: on the CPU
+    int64_t blocks_whole;    // nothing resident: computed as they are
+    int64_t pairs;           // (token, expert)
+    int64_t pairs_device;
+    int64_t unique;          // experts per block, of batches of at most 64 tokens
+    int64_t unique_device;
+    int64_t partition_ns;    // our own work: split, graphs, gather, scatter, submit
+    int64_t cpu_ns;
+    int64_t device_ns;
+    int64_t wait_ns;         // the CPU's part was done, the device's not
+    int64_t pinned;          // slots in use by a computation
+    int64_t lost;
+};
+
+struct moeedge_block_record {
+    int64_t serial; // 1, 2, ... per cache
+    int32_t layer, phase, n_tokens;
+    int32_t pairs_cpu, pairs_device;
+    int32_t unique_cpu, unique_device;
+    int32_t path;   // moeedge_prefill_path
+    int64_t partition_ns, cpu_ns, device_ns, wait_ns;
+};
+
+// how batches of many tokens are computed
+enum moeedge_prefill_path {
+    MOEEDGE_PREFILL_CPU      = 0, // the graph as it is
+    MOEEDGE_PREFILL_RESIDENT = 1, // resident experts on the device, the others on the CPU
+    MOEEDGE_PREFILL_STREAM   = 2, // all experts on the device, brought there as needed
+};
+
+// the reason why the calling thread's last moeedge_cache_* call failed, as one sentence; never null
+MOEEDGE_API const char * moeedge_last_error(void);
+
+// id > 0, or a negative moeedge_status
+MOEEDGE_API int64_t moeedge_cache_create(const struct moeedge_cache_config * config);
+// detaches it from its instances and ends its thread; one whose device is lost is left behind where it waits
+MOEEDGE_API int moeedge_cache_destroy(int64_t cache);
+MOEEDGE_API int moeedge_cache_info(int64_t cache, struct moeedge_cache_info * out);
+// layer_group [n_layers], -1: no experts; capacity (slots) and expert_bytes [n_groups]
+MOEEDGE_API int moeedge_cache_groups(int64_t cache, int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes);
+// what to move from now on, in place of what is still queued: uploads [n_uploads, 2] (layer, expert) by level, highest
+// first, then by layer; victims [n_victims, 2], the lowest utility first, may be evicted for them
+MOEEDGE_API int moeedge_cache_plan(int64_t cache, const int32_t * uploads, const uint8_t * levels, int n_uploads,
+                                   const int32_t * victims, const float * victim_utility, int n_victims);
+// out [n_layers, n_experts]: 0 absent, 1 resident, 2 in flight
+MOEEDGE_API int moeedge_cache_residency(int64_t cache, uint8_t * out);
+MOEEDGE_API int moeedge_cache_stats(int64_t cache, struct moeedge_cache_stats * out);
+// records with serial > after among the newest 4096, oldest first, at most n_max; returns how many
+MOEEDGE_API int moeedge_cache_blocks(int64_t cache, int64_t after, struct moeedge_block_record * out, int n_max);
+// waits until nothing can be moved any more: the queue is empty or waits for a victim, and nothing is in flight
+MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
+// empties queue and slots; waits for what is in flight or in use
+MOEEDGE_API int moeedge_cache_clear(int64_t cache);
+// a path (moeedge_prefill_path) for batches of at least n_tokens_min tokens
+MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_min);
+// a resident expert's bytes as the device holds them, size bytes of one role; for tests
+MOEEDGE_API int moeedge_cache_read(int64_t cache, int layer, int expert, const char * role, void * out, int64_t size);
+// from the next graph on; cache 0 detaches
+MOEEDGE_API int moeedge_instance_set_cache(int64_t instance, int64_t cache);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,321 @@
+"""The expert cache of one session: which experts lie on a device, and what to move there next.
+
+The cache moves experts in a thread of its own, from the model's files to slots on the device; an instance of our
+backend that it is attached to computes with those that have arrived. Nothing here waits for a transfer, but for
+`drain`, `clear` and `close`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
+from moeedge.native.abi import (
+    BLOCK_RECORD,
+    CacheConfigStruct,
+    CacheInfoStruct,
+    CacheStatsStruct,
+    ExpertTensorStruct,
+    declare_cache,
+)
+from moeedge.native.library import load
+from moeedge.native.sensor import Sensor
+
+MAX_BLOCKS = 4096  # block records that the native ring holds
+
+_OUT_OF_MEMORY, _NO_DEVICE, _FILE_ERROR, _TIMEOUT = -3, -7, -9, -10  # enum moeedge_status
+
+
+class Residency(IntEnum):
+    """Where an expert is; the values of `ExpertCache.residency`."""
+
+    ABSENT = 0
+    RESIDENT = 1
+    IN_FLIGHT = 2
+
+
+class PrefillPath(IntEnum):
+    """How batches of many tokens are computed; the values are those of include/moeedge.h."""
+
+    CPU = 0  # the graph as it is
+    RESIDENT = 1  # resident experts on the device, the others on the CPU
+    STREAM = 2  # all experts on the device, brought there as needed
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """A GGUF tensor with one matrix, bias or scale per expert of a layer."""
+
+    name: str  # blk.3.ffn_up_exps.weight
+    layer: int
+    type: int  # ggml_type
+    ne0: int  # of one expert, as ggml counts: ne0 is the row's length
+    ne1: int  # 1 for biases and scales
+    n_experts: int
+    file: int  # index into CacheConfig.files
+    offset: int  # bytes, of expert 0 in the file
+    stride: int  # bytes from one expert to the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What to cache where."""
+
+    device: str  # ggml's name of it, or "emulated"
+    files: Sequence[Path]  # all parts of the model
+    tensors: Sequence[ExpertTensor]
+    n_layers: int
+    n_experts: int
+    ratio: float  # share of all experts that get a slot, 0..1
+    n_stage: int = 0  # extra slots per group, for streaming prefill
+    emulated_threads: int = 1
+    link_bytes_per_s: float = 0.0  # rate that the emulated device's transfers are slowed down to; 0: they are not
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """What the cache got."""
+
+    n_groups: int  # a group: layers whose experts have the same tensors
+    n_layers: int
+    n_experts: int
+    n_stage: int
+    n_slots: int  # of all groups
+    slots_wanted: int  # by the ratio; more than n_slots where the device had no memory for them
+    pool_bytes: int  # on the device
+    staging_bytes: int  # on the host
+    host_pinned: bool
+    is_host: bool  # the device's memory is the host's
+    lost: bool
+    device: str
+    description: str
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters since the cache was made; differences of two make an interval."""
+
+    uploads: int  # arrived; uploads - evictions = slots_used
+    evictions: int
+    cancelled: int  # asked for by a plan and no longer by the next
+    failed: int
+    bytes_moved: int
+    transfer_s: float  # time in which something was on its way
+    plans: int
+    slots_used: int
+    in_flight: int
+    queued: int
+    blocks: int  # MoE blocks computed
+    blocks_unknown: int  # not understood: on the CPU
+    blocks_whole: int  # nothing resident: computed as they are
+    pairs: int  # (token, expert)
+    pairs_device: int
+    unique: int  # experts per block, of batches of at most 64 tokens
+    unique_device: int
+    partition_s: float  # our own work: split, graphs, gather, scatter, submit
+    cpu_s: float
+    device_s: float
+    wait_s: float  # the CPU's part was done, the device's not
+    pinned: int  # slots in use by a computation
+    lost: bool
+
+
+class ExpertCache:
+    """One cache; `open` makes it, `close` (or leaving the context) ends it."""
+
+    def __init__(self, library: ctypes.CDLL, cache: int) -> None:
+        self._library = library
+        self._cache = cache
+        # a thread that still moves bytes while the interpreter ends would be cut off in the middle
+        self._finalizer = weakref.finalize(self, library.moeedge_cache_destroy, cache)
+        self._attached: list[Sensor] = []
+        self._last_block = 0
+        self.info = self._read_info()
+        self._residency = np.zeros((self.info.n_layers, self.info.n_experts), dtype=np.uint8)
+        self._stats = CacheStatsStruct()
+
+    @classmethod
+    def open(cls, config: CacheConfig) -> ExpertCache:
+        """Allocate the slots and start the mover.
+
+        Raises DeviceError (unknown or unusable device), ModelFileError (unreadable or too short), EngineError (not even
+        one slot per group fits), BackendError.
+        """
+        library = load()
+        declare_cache(library)
+        raw, _keep = _to_struct(config)
+        cache: int = library.moeedge_cache_create(ctypes.byref(raw))
+        if cache < 0:
+            _fail(library, cache)
+        return cls(library, cache)
+
+    def __enter__(self) -> ExpertCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Detach, end the mover, free the device's memory. No decode may run. Calling it again does nothing."""
+        self._finalizer()
+
+    def _check(self, status: int) -> int:
+        if status < 0:
+            _fail(self._library, status)
+        return status
+
+    def _read_info(self) -> CacheInfo:
+        raw = CacheInfoStruct()
+        self._check(self._library.moeedge_cache_info(self._cache, ctypes.byref(raw)))
+        values = {field.name: getattr(raw, field.name) for field in dataclasses.fields(CacheInfo)}
+        for name in ("host_pinned", "is_host", "lost"):
+            values[name] = bool(values[name])
+        return CacheInfo(**values | {name: values[name].decode() for name in ("device", "description")})
+
+    def groups(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Group of each layer int32 [n_layers] (-1: no experts); slots int32 and bytes per expert int64 [n_groups]."""
+        layer_group = np.zeros(self.info.n_layers, dtype=np.int32)
+        capacity = np.zeros(self.info.n_groups, dtype=np.int32)
+        expert_bytes = np.zeros(self.info.n_groups, dtype=np.int64)
+        addresses = (array.ctypes.data for array in (layer_group, capacity, expert_bytes))
+        self._check(self._library.moeedge_cache_groups(self._cache, *addresses))
+        return layer_group, capacity, expert_bytes
+
+    def plan(
+        self,
+        uploads: npt.NDArray[np.int32],
+        levels: npt.NDArray[np.uint8],
+        victims: npt.NDArray[np.int32],
+        victim_utility: npt.NDArray[np.float32],
+    ) -> None:
+        """Replace what is still queued; what is in flight goes on.
+
+        uploads: [n, 2] (layer, expert), moved by level, highest first, then by layer, then in this order; those that
+        are resident or in flight already are left out.
+        levels: [n].
+        victims: [m, 2] (layer, expert) that may be evicted for them, and victim_utility [m]: the lowest goes first.
+        """
+        uploads, victims = np.ascontiguousarray(uploads, np.int32), np.ascontiguousarray(victims, np.int32)
+        levels = np.ascontiguousarray(levels, np.uint8)
+        victim_utility = np.ascontiguousarray(victim_utility, np.float32)
+        if uploads.size != 2 * levels.size or victims.size != 2 * victim_utility.size:
+            raise ValueError("a plan needs one level per upload and one utility per victim")
+        self._check(
+            self._library.moeedge_cache_plan(
+                self._cache,
+                uploads.ctypes.data,
+                levels.ctypes.data,
+                levels.size,
+                victims.ctypes.data,
+                victim_utility.ctypes.data,
+                victim_utility.size,
+            )
+        )
+
+    def residency(self) -> npt.NDArray[np.uint8]:
+        """Where each expert is (`Residency`), uint8 [n_layers, n_experts]; the next call reuses the array."""
+        self._check(self._library.moeedge_cache_residency(self._cache, self._residency.ctypes.data))
+        return self._residency
+
+    def stats(self) -> CacheStats:
+        """The counters."""
+        raw = self._stats
+        self._check(self._library.moeedge_cache_stats(self._cache, ctypes.byref(raw)))
+        values: dict[str, int | float | bool] = {}
+        for field in dataclasses.fields(CacheStats):
+            if field.name.endswith("_s"):
+                values[field.name] = getattr(raw, field.name.removesuffix("_s") + "_ns") * 1e-9
+            else:
+                values[field.name] = getattr(raw, field.name)
+        values["lost"] = bool(raw.lost)
+        return CacheStats(**values)  # type: ignore[arg-type]
+
+    def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        """Records (BLOCK_RECORD) of the MoE blocks computed since the last call, oldest first, at most the newest 4096."""
+        records = np.zeros(MAX_BLOCKS, dtype=BLOCK_RECORD)
+        n_records = self._check(
+            self._library.moeedge_cache_blocks(self._cache, self._last_block, records.ctypes.data, MAX_BLOCKS)
+        )
+        if n_records:
+            self._last_block = int(records["serial"][n_records - 1])
+        return records[:n_records]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing can be moved any more; False if that took too long."""
+        status = self._library.moeedge_cache_drain(self._cache, timeout_s)
+        return status != _TIMEOUT and self._check(status) == 0
+
+    def clear(self) -> None:
+        """Empty the queue and all slots, after what is in flight or in use."""
+        self._check(self._library.moeedge_cache_clear(self._cache))
+
+    def set_prefill(self, path: PrefillPath | int, n_tokens_min: int) -> None:
+        """How batches of at least `n_tokens_min` tokens are computed."""
+        self._check(self._library.moeedge_cache_set_prefill(self._cache, int(path), n_tokens_min))
+
+    def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
+        """A resident expert's bytes of one role ("ffn_up_exps.weight") as the device holds them, for tests."""
+        out = ctypes.create_string_buffer(size_bytes)
+        self._check(
+            self._library.moeedge_cache_read(self._cache, layer, expert, role.encode(), ctypes.addressof(out), size_bytes)
+        )
+        return out.raw
+
+    def attach(self, sensor: Sensor) -> None:
+        """Let the sensor's context compute with this cache, from its next graph on."""
+        self._check(self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
+        self._attached.append(sensor)
+
+    def detach(self) -> None:
+        """Let every attached context that still lives compute without a cache again."""
+        while self._attached:
+            self._library.moeedge_instance_set_cache(self._attached.pop().instance, 0)
+
+
+def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, list[object]]:
+    """The C structure, and what it points to."""
+    files = (ctypes.c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
+    tensors = (ExpertTensorStruct * len(config.tensors))()
+    for raw, tensor in zip(tensors, config.tensors, strict=True):
+        for field in dataclasses.fields(tensor):
+            value = getattr(tensor, field.name)
+            setattr(raw, field.name, value.encode() if field.name == "name" else value)
+    struct = CacheConfigStruct(
+        device=config.device.encode(),
+        emulated_threads=config.emulated_threads,
+        link_bytes_per_s=config.link_bytes_per_s,
+        n_layers=config.n_layers,
+        n_experts=config.n_experts,
+        files=files,
+        n_files=len(files),
+        tensors=tensors,
+        n_tensors=len(tensors),
+        ratio=config.ratio,
+        n_stage=config.n_stage,
+    )
+    return struct, [files, tensors]
+
+
+def _fail(library: ctypes.CDLL, status: int) -> NoReturn:
+    """Raise what a negative moeedge_status means."""
+    message = library.moeedge_last_error().decode()
+    if status == _NO_DEVICE:
+        raise DeviceError(message, "List the devices with moeedge devices.")
+    if status == _FILE_ERROR:
+        raise ModelFileError(message)
+    if status == _OUT_OF_MEMORY:
+        raise EngineError(message, "Ask for less with --vram or --cache-ratio.")
+    raise BackendError(message)
