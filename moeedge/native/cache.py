@@ -29,6 +29,7 @@ from moeedge.native.abi import (
     ExpertTensorStruct,
     declare_cache,
 )
+from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
 
@@ -51,21 +52,6 @@ class PrefillPath(IntEnum):
     CPU = 0  # the graph as it is
     RESIDENT = 1  # resident experts on the device, the others on the CPU
     STREAM = 2  # all experts on the device, brought there as needed
-
-
-@dataclass(frozen=True)
-class ExpertTensor:
-    """A GGUF tensor with one matrix, bias or scale per expert of a layer."""
-
-    name: str  # blk.3.ffn_up_exps.weight
-    layer: int
-    type: int  # ggml_type
-    ne0: int  # of one expert, as ggml counts: ne0 is the row's length
-    ne1: int  # 1 for biases and scales
-    n_experts: int
-    file: int  # index into CacheConfig.files
-    offset: int  # bytes, of expert 0 in the file
-    stride: int  # bytes from one expert to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +256,9 @@ class ExpertCache:
         """A resident expert's bytes of one role ("ffn_up_exps.weight") as the device holds them, for tests."""
         out = ctypes.create_string_buffer(size_bytes)
         self._check(
-            self._library.moeedge_cache_read(self._cache, layer, expert, role.encode(), ctypes.addressof(out), size_bytes)
+            self._library.moeedge_cache_read(
+                self._cache, layer, expert, role.encode(), ctypes.addressof(out), size_bytes
+            )
         )
         return out.raw
 
