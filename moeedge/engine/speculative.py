@@ -1,4 +1,4 @@
-"""The speculative step: draft -> verify -> observe -> schedule -> prefetch.
+"""The speculative step: draft -> anticipate -> verify -> observe -> schedule -> prefetch.
 
 Chain drafts, verified in one batch of gamma + 1 tokens: the last emitted token, which is not in the KV cache yet, and
 the drafts behind it. Exactness is the sampler's work (sampling.py); here both KV caches are kept equal to the accepted
@@ -8,7 +8,7 @@ text.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,10 +24,13 @@ Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 
 
 class Placement(Protocol):
-    """Decides which experts live on the device. A step calls both; they may take no longer than 1 % of it."""
+    """Decides which experts live on the device. A step calls all; they may take no longer than 1 % of it."""
 
-    def schedule(self, counts: Counts) -> None:
-        """Updates utilities and the plan from the activations of the last verification."""
+    def anticipate(self, tokens: Sequence[int]) -> None:
+        """The whole batch that is verified next: what it will need, as far as foreseen, moves at once."""
+
+    def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
+        """Updates utilities and the plan from the activations of `batch`, verified or (n_verified 0) prefilled."""
 
     def prefetch(self) -> None:
         """Starts the transfers of the plan; they overlap with the next drafting phase."""
@@ -39,7 +42,7 @@ class Verified:
 
     emitted: list[int]  # accepted drafts and the target's own token
     n_accepted: int
-    n_verified: int
+    batch: list[int]  # tokens that were verified together: the one emitted last, and the drafts; empty after prefill
 
 
 class SpeculativeLoop:
@@ -75,8 +78,12 @@ class SpeculativeLoop:
         logits = self.target.prefill(self.history[held:], logits="last", cancel=self._cancel)
         token = self.sampler.pick(self.sampler.candidates(logits[0], self.history))
         verify_s = time.perf_counter() - start_s
+        prompt = self.history[held:]
         self.history.append(token)
-        return self._observe(Proposal(), Verified([token], 0, 0), draft_s=0.0, verify_s=verify_s)
+        record = self._observe(Proposal(), Verified([token], 0, []), draft_s=0.0, verify_s=verify_s)
+        self._schedule(prompt, record)
+        self._prefetch()
+        return record
 
     def begin_draft(self) -> None:
         """Brings the draft up to date with the prompt."""
@@ -87,12 +94,14 @@ class SpeculativeLoop:
         start_s = time.perf_counter()
         proposal = self._propose(gamma)
         drafted_s = time.perf_counter()
+        self._anticipate(proposal)
+        anticipated_s = time.perf_counter()
         verified = self._verify(proposal)
         verified_s = time.perf_counter()
-        record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
-        self._schedule()
+        record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - anticipated_s)
+        self._schedule(verified.batch, record)
         self._prefetch()
-        return replace(record, observe_s=time.perf_counter() - verified_s)
+        return replace(record, observe_s=time.perf_counter() - verified_s + anticipated_s - drafted_s)
 
     def shift(self, n_keep: int, n_discard: int) -> bool:
         """Forgets `n_discard` tokens behind the first `n_keep`; False where the model's memory does not allow it."""
@@ -124,7 +133,7 @@ class SpeculativeLoop:
         self.draft.rollback(length + n_accepted)
         emitted = [*proposal.tokens[:n_accepted], token]
         self.history.extend(emitted)
-        return Verified(emitted, n_accepted, len(batch))
+        return Verified(emitted, n_accepted, batch)
 
     def _observe(self, proposal: Proposal, verified: Verified, *, draft_s: float, verify_s: float) -> StepRecord:
         """Reads the sensor and tells the observers, while the frames of this step are fresh."""
@@ -134,8 +143,8 @@ class SpeculativeLoop:
             tokens=verified.emitted,
             n_drafted=len(proposal.tokens),
             n_accepted=verified.n_accepted,
-            n_verified=verified.n_verified,
-            experts_unique=self._experts_unique() if verified.n_verified else 0.0,
+            n_verified=len(verified.batch),
+            experts_unique=self._experts_unique() if verified.batch else 0.0,
             draft_s=draft_s,
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,
@@ -159,9 +168,13 @@ class SpeculativeLoop:
             return 0.0
         return float(np.count_nonzero(self.counts) / len(self._expert_layers))
 
-    def _schedule(self) -> None:
+    def _anticipate(self, proposal: Proposal) -> None:
+        if self._placement is not None:
+            self._placement.anticipate([self.history[-1], *proposal.tokens])
+
+    def _schedule(self, batch: Sequence[int], record: StepRecord) -> None:
         if self._placement is not None and self.counts is not None:
-            self._placement.schedule(self.counts)
+            self._placement.schedule(self.counts, batch, record)
 
     def _prefetch(self) -> None:
         if self._placement is not None:
