@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,6 @@ from typing import Any
 from moeedge.errors import BackendError, VersionMismatchError
 from moeedge.native.abi import BackendRegistration, declare
 from moeedge.native.claims import Claims
-
-_KINDS = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL"}  # enum ggml_backend_dev_type
-_OUR_DEVICE = "MOEEDGE"
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device of the installed llama.cpp."""
-
-    name: str  # as -dev takes it
-    kind: str  # CPU, GPU, IGPU (shares the host's memory) or ACCEL
-    description: str
-    free_bytes: int
-    total_bytes: int  # 0: it reports no memory
 
 
 def library_path() -> Path:
@@ -80,8 +65,8 @@ def _llama_cpp() -> Any:
 
 
 @cache
-def _ggml() -> ctypes.CDLL:
-    """The ggml library that llama_cpp has loaded, for its device list."""
+def ggml() -> ctypes.CDLL:
+    """The ggml library that llama_cpp has loaded."""
     _llama_cpp()
     for name in ("libggml.so.0", "libggml.so", "libggml.dylib"):
         try:
@@ -104,14 +89,14 @@ def load() -> ctypes.CDLL:
     BackendError where either cannot be loaded.
     """
     _llama_cpp()
-    ggml = _ggml()
+    ggml_library = ggml()
     try:
         library = ctypes.CDLL(str(library_path()))
     except OSError as error:
         raise BackendError(f"moeedge's native library cannot be loaded: {error}.", "Install moeedge again.") from error
     declare(library)
     _check_versions(library.moeedge_llama_cpp_version().decode(), importlib.metadata.version("llama-cpp-python"))
-    _check_backend_api(library.moeedge_backend_api_version(), _installed_api_version(ggml))
+    _check_backend_api(library.moeedge_backend_api_version(), _installed_api_version(ggml_library))
     return library
 
 
@@ -146,30 +131,3 @@ def attach() -> None:
             "Install moeedge again with the llama-cpp-python that it names.",
         )
     library.moeedge_set_default_claims(int(Claims.NONE))
-
-
-def devices() -> list[Device]:
-    """The devices that the installed llama.cpp offers, ours left out, in its order."""
-    ggml = _ggml()
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    for name, restype in (("name", ctypes.c_char_p), ("description", ctypes.c_char_p), ("type", ctypes.c_int)):
-        function = getattr(ggml, f"ggml_backend_dev_{name}")
-        function.restype, function.argtypes = restype, [ctypes.c_void_p]
-    size_p = ctypes.POINTER(ctypes.c_size_t)
-    ggml.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
-    ggml.ggml_backend_dev_memory.restype = None
-
-    found = []
-    for index in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(index)
-        name = ggml.ggml_backend_dev_name(device).decode()
-        if name == _OUR_DEVICE:
-            continue
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        kind = _KINDS.get(ggml.ggml_backend_dev_type(device), "other")
-        description = ggml.ggml_backend_dev_description(device).decode()
-        found.append(Device(name, kind, description, free.value, total.value))
-    return found

@@ -56,7 +56,7 @@ def test_another_llama_cpp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_backend_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for = native.load().moeedge_backend_api_version()
-    assert native.library._installed_api_version(native.library._ggml()) == compiled_for
+    assert native.library._installed_api_version(native.library.ggml()) == compiled_for
     monkeypatch.setattr(native.library, "_installed_api_version", lambda ggml: compiled_for + 1)
     with pytest.raises(VersionMismatchError, match=f"API {compiled_for}.* has {compiled_for + 1}"):
         native.load.__wrapped__()

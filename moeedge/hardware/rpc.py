@@ -1,0 +1,223 @@
+"""Devices of other processes and machines over llama.cpp's own RPC: add a worker's, or serve one of this machine.
+
+llama.cpp ends the process when a worker does not answer as it expects, and waits for ever for one that is busy. So
+every worker is greeted here first, within a time limit, in the messages of its own protocol (ggml-rpc.cpp: a command
+byte, the size of the request, the request; answered by the size of the answer and the answer; all little-endian).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+import threading
+import time
+from ctypes import c_char_p, c_size_t, c_void_p
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+
+from moeedge.errors import BackendError, DeviceError
+from moeedge.hardware.spec import parse_host_port
+from moeedge.native.device_list import RPC_REGISTRY, ggml_function
+
+_PROTOCOL = (7, 0)  # RPC_PROTO_MAJOR_VERSION and _MINOR_VERSION of the llama.cpp that moeedge is compiled for
+_GET_DEVICE_MEMORY, _HELLO, _DEVICE_COUNT = 11, 14, 15  # enum rpc_cmd
+_CAPABILITIES = bytes(24)  # of the connection: plain TCP
+_CONNECT_S, _ANSWER_S = 3.0, 5.0
+_START_S = 30.0  # a GPU may take its time to wake up
+
+_lock = threading.Lock()
+_spellings: dict[str, str] = {}  # endpoint -> how llama.cpp knows it in this process
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker says of the first device that it serves."""
+
+    n_devices: int
+    free_bytes: int
+    total_bytes: int
+
+
+def is_built_in() -> bool:
+    """Whether the installed llama.cpp was built with RPC."""
+    return bool(_registry())
+
+
+def check_built_in() -> None:
+    """Raises BackendError, naming the build option, where llama.cpp has no RPC."""
+    if not is_built_in():
+        raise BackendError("The installed llama.cpp was built without RPC.", f"Install it with RPC: {build_command()}")
+
+
+def build_command(option: str = "-DGGML_RPC=on") -> str:
+    """How to get llama.cpp with another build option; pip's cache of built wheels ignores CMAKE_ARGS."""
+    return (
+        f'CMAKE_ARGS="{option}" pip install --no-cache-dir --force-reinstall --no-deps '
+        f"llama-cpp-python=={version('llama-cpp-python')}"
+    )
+
+
+def greet(endpoint: str) -> Worker:
+    """Asks the worker at HOST:PORT what it has, within seconds. Raises DeviceError where none answers as one should."""
+    host, port = parse_host_port(endpoint)
+    try:
+        connection = socket.create_connection((host, port), timeout=_CONNECT_S)
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        raise DeviceError(
+            f"No worker at rpc://{endpoint} ({reason}).",
+            f"Start one on that machine: moeedge worker --listen {endpoint}",
+        ) from error
+    with connection:
+        connection.settimeout(_ANSWER_S)
+        try:
+            major, minor = struct.unpack_from("<BB", _ask(connection, _HELLO, _CAPABILITIES, 4 + len(_CAPABILITIES)))
+            if major != _PROTOCOL[0] or minor > _PROTOCOL[1]:
+                raise DeviceError(
+                    f"The worker at rpc://{endpoint} speaks RPC {major}.{minor}, llama.cpp here {_PROTOCOL[0]}.x.",
+                    f"Run moeedge with llama-cpp-python {version('llama-cpp-python')} on both sides.",
+                )
+            (n_devices,) = struct.unpack("<I", _ask(connection, _DEVICE_COUNT, b"", 4))
+            free, total = struct.unpack("<QQ", _ask(connection, _GET_DEVICE_MEMORY, struct.pack("<I", 0), 16))
+        except TimeoutError as error:
+            raise DeviceError(
+                f"The worker at rpc://{endpoint} is busy with another session.",
+                "A worker serves one at a time: end the other one, or start a second worker on another port.",
+            ) from error
+        except (OSError, EOFError) as error:
+            raise DeviceError(
+                f"What listens at {endpoint} is no moeedge worker.", "Check the port; moeedge worker prints it."
+            ) from error
+    return Worker(n_devices, free, total)
+
+
+def _ask(connection: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
+    """One message and its answer of `n_answer` bytes; EOFError for any other answer."""
+    connection.sendall(struct.pack("<BQ", command, len(request)) + request)
+    size = int.from_bytes(_receive(connection, 8), "little")
+    if size != n_answer:
+        raise EOFError
+    return _receive(connection, n_answer)
+
+
+def _receive(connection: socket.socket, n_bytes: int) -> bytes:
+    data = b""
+    while len(data) < n_bytes:
+        piece = connection.recv(n_bytes - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def add_worker(endpoint: str) -> tuple[str, Worker | None]:
+    """Makes the worker's first device known to llama.cpp; its name there, and what the worker said.
+
+    The worker is None where another session of this process is talking to it: it answers no second greeting then.
+    Raises BackendError without RPC and DeviceError for a worker that cannot be used.
+    """
+    check_built_in()
+    worker = None if _is_connected(endpoint) else greet(endpoint)
+    with _lock:
+        spelling = _spellings.setdefault(endpoint, endpoint)
+        add = _procedure("ggml_backend_rpc_add_server", c_void_p, c_char_p)
+        registry = add(spelling.encode())
+        if not registry:
+            raise DeviceError(f"The worker at rpc://{endpoint} serves no device.", "Start it again with --device NAME.")
+        ggml_function("ggml_backend_register", None, c_void_p)(registry)
+    device = ggml_function("ggml_backend_reg_dev_get", c_void_p, c_void_p, c_size_t)(registry, 0)
+    name: bytes = ggml_function("ggml_backend_dev_name", c_char_p, c_void_p)(device)
+    return name.decode(), worker
+
+
+def mark_lost(endpoint: str) -> None:
+    """To be called when a worker was lost: later sessions of this process then connect anew.
+
+    llama.cpp keeps one connection per spelling of an endpoint, a dead one too; a zero before the port makes another.
+    """
+    with _lock:
+        host, port = _spellings.get(endpoint, endpoint).rsplit(":", 1)
+        _spellings[endpoint] = f"{host}:0{port}"
+
+
+def _is_connected(endpoint: str) -> bool:
+    """Whether this process holds a connection to the endpoint."""
+    host, port = parse_host_port(endpoint)
+    try:
+        address = socket.gethostbyname(host)
+        connections = psutil.Process().net_connections(kind="tcp4")
+    except (OSError, psutil.Error):
+        return False
+    return any(c.raddr == (address, port) and c.status == psutil.CONN_ESTABLISHED for c in connections)
+
+
+def _registry() -> Any:
+    return ggml_function("ggml_backend_reg_by_name", c_void_p, c_char_p)(RPC_REGISTRY.encode())
+
+
+def _procedure(name: str, result: Any, *arguments: Any) -> Any:
+    """A function that the RPC backend offers by name."""
+    find = ggml_function("ggml_backend_reg_get_proc_address", c_void_p, c_void_p, c_char_p)
+    address = find(_registry(), name.encode())
+    if not address:
+        raise BackendError(f"llama.cpp's RPC lacks {name}.", "Install moeedge again.")
+    return ctypes.CFUNCTYPE(result, *arguments)(address)
+
+
+class Server:
+    """llama.cpp's RPC server for one device, on a thread of its own; it cannot be stopped but by ending the process."""
+
+    def __init__(self, device: str, host: str, port: int, n_threads: int) -> None:
+        """Begins to listen at once; host is an IPv4 address, n_threads counts where the device is the CPU."""
+        check_built_in()
+        self.endpoint = f"{host}:{port}"
+        self._device = ggml_function("ggml_backend_dev_by_name", c_void_p, c_char_p)(device.encode())
+        self._n_threads = n_threads
+        self._thread = threading.Thread(target=self._run, name="moeedge-worker", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        devices = (c_void_p * 1)(self._device)
+        start = _procedure(
+            "ggml_backend_rpc_start_server", None, c_char_p, c_char_p, c_size_t, c_size_t, ctypes.POINTER(c_void_p)
+        )
+        start(self.endpoint.encode(), None, self._n_threads, 1, devices)
+
+    def wait_until_ready(self) -> Worker:
+        """What the server answers to a greeting. Raises BackendError where it gives up."""
+        deadline = time.monotonic() + _START_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                return greet(self.endpoint)
+            except DeviceError:
+                time.sleep(0.02)
+        raise BackendError(f"llama.cpp cannot serve at {self.endpoint}.", "--verbose shows its messages.")
+
+    def wait(self) -> None:
+        """Until the server gives up, which it does not by itself; signals are handled meanwhile."""
+        while self._thread.is_alive():
+            self._thread.join(timeout=0.2)
+        raise BackendError(f"llama.cpp no longer serves at {self.endpoint}.", "--verbose shows its messages.")
+
+
+def reserve_port(host: str, port: int) -> tuple[str, int]:
+    """The IPv4 address and a free port there, `port` unless it is 0. Raises DeviceError where it is taken."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise DeviceError(f'There is no host "{host}".', "Give an IPv4 address of this machine.") from error
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as llama.cpp does
+        try:
+            probe.bind((address, port))
+            probe.listen(1)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise DeviceError(
+                f"Cannot listen on {host}:{port} ({reason}).", "Give another port, or 0 for any."
+            ) from error
+        return address, probe.getsockname()[1]

@@ -1,0 +1,55 @@
+"""Sizes and rates as people write them: 6GB, 512MiB, 25GB/s."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_FACTORS = {"": 1, "b": 1} | {
+    unit: base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for unit, base in ((prefix, 1024), (prefix + "b", 1000), (prefix + "ib", 1024))
+}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*$")
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `text`: KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB and plain K, M, G, T in 1,024.
+
+    Raises ValueError with a sentence that names the units.
+    """
+    match = _SIZE.match(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    size = float(match[1]) * factor if match and factor else math.nan
+    if not math.isfinite(size):
+        raise ValueError(f'"{text}" is no size; write for instance 6GB (thousands) or 512MiB (1,024)')
+    return round(size)
+
+
+def parse_rate(text: str) -> int:
+    """Bytes per second in `text`, a size followed by "/s". Raises ValueError."""
+    amount, slash, second = text.rpartition("/")
+    try:
+        rate = parse_size(amount) if slash and second.strip() == "s" else 0
+    except ValueError:
+        rate = 0
+    if rate <= 0:
+        raise ValueError(f'"{text}" is no rate; write for instance 25GB/s')
+    return rate
+
+
+def format_bytes(n_bytes: int) -> str:
+    """A size for people, in 1,024: "512 MiB", "5.9 GiB"."""
+    if n_bytes < 2**20:
+        return f"{n_bytes / 2**10:.0f} KiB"
+    if n_bytes < 2**30:
+        return f"{n_bytes / 2**20:.0f} MiB"
+    return f"{n_bytes / 2**30:.1f} GiB"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate for people, in thousands as links are sold: "25 GB/s"."""
+    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= factor:
+            return f"{bytes_per_s / factor:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"

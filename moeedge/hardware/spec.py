@@ -1,0 +1,91 @@
+"""The value of -dev as the user wrote it, before anything is asked of llama.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moeedge.errors import DeviceError
+from moeedge.hardware.size import parse_rate
+
+SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
+EMULATED = "emulated"
+_RPC_SCHEME = "rpc://"
+_EMULATED_FORM = "Write emulated, emulated:link=25GB/s, emulated:threads=2 or both, separated by a comma."
+_RPC_FORM = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
+MAX_THREADS = 512  # of the emulated device: ggml's own limit
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What -dev asks for; `parse` reads it."""
+
+    kind: SpecKind
+    name: str = ""  # of a device that llama.cpp lists; kind "name" only
+    link_bytes_per_s: int = 0  # of the emulated device; 0: not paced
+    threads: int = 0  # of the emulated device; 0: as many as physical cores
+    endpoint: str = ""  # HOST:PORT of a worker; kind "rpc" only
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceSpec:
+        """Reads auto, none, emulated[:link=RATE][,threads=N], rpc://HOST:PORT or a device's name.
+
+        Raises DeviceError where a known form is filled in wrongly. Whether a name exists is for `resolve` to say.
+        """
+        text = text.strip()
+        if text == "auto":
+            return cls("auto")
+        if text == "none":
+            return cls("none")
+        if text == EMULATED or text.startswith(f"{EMULATED}:"):
+            return _parse_emulated(text)
+        if text.startswith(_RPC_SCHEME):
+            return cls("rpc", endpoint=_parse_endpoint(text))
+        if not text:
+            raise DeviceError("The device has no name.", "Write auto, none, emulated, rpc://HOST:PORT or a name.")
+        return cls("name", name=text)
+
+
+def _parse_emulated(text: str) -> DeviceSpec:
+    link, threads, seen = 0, 0, set()
+    _, colon, options = text.partition(":")
+    for option in options.split(",") if colon else []:
+        key, _, value = option.strip().partition("=")
+        if key in seen:
+            raise DeviceError(f'The emulated device is given "{key}" twice.', _EMULATED_FORM)
+        seen.add(key)
+        if key == "link":
+            try:
+                link = parse_rate(value)
+            except ValueError as error:
+                raise DeviceError(f"The emulated device has no such link speed: {error}.", _EMULATED_FORM) from error
+        elif key == "threads":
+            if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_THREADS):
+                raise DeviceError(f'The emulated device cannot have "{value}" threads.', f"1 to {MAX_THREADS} go.")
+            threads = int(value)
+        else:
+            raise DeviceError(f'The emulated device has no option "{option.strip()}".', _EMULATED_FORM)
+    return DeviceSpec("emulated", link_bytes_per_s=link, threads=threads)
+
+
+def _parse_endpoint(text: str) -> str:
+    endpoint = text.removeprefix(_RPC_SCHEME).rstrip("/")
+    try:
+        host, port = parse_host_port(endpoint)
+    except ValueError as error:
+        raise DeviceError(f'"{text}" names no worker: {error}.', _RPC_FORM) from error
+    if port == 0:
+        raise DeviceError(f'"{text}" names no worker: it lacks a port.', _RPC_FORM)
+    return f"{host}:{port}"
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """HOST:PORT, IPv4 or a host name: llama.cpp's RPC knows no IPv6. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host:
+        raise ValueError("it is not HOST:PORT")
+    if ":" in host or "/" in host or any(character.isspace() for character in host):
+        raise ValueError(f'"{host}" is neither an IPv4 address nor a host name')
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f'"{port}" is no port')
+    return host, int(port)
