@@ -16,18 +16,21 @@ from moeedge.data.rows import read_rows
 from moeedge.errors import DatasetError, DownloadError
 
 SAMPLE = "sample"
+TOY = "toy"
 _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv")
 _OFFLINE_MEND = "Or use --offline-sample for moeedge's own small set."
 
 
 def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
-    """The prompt set `name`: one of `dataset_names()`, "sample", or the path of a .jsonl file.
+    """The prompt set `name`: one of `dataset_names()`, "sample", "toy", or the path of a .jsonl file.
 
     With `offline_sample` the hub is not asked: what neither $MOEEDGE_DATA nor the cache has becomes our own sample, and
     is named so. Raises DatasetError (unknown, absent or malformed) or DownloadError (the hub was asked in vain).
     """
     if name == SAMPLE:
         return load_sample()
+    if name == TOY:
+        return load_toy()
     if name.lower() in CATALOG:
         return _load_entry(CATALOG[name.lower()], offline_sample)
     if name.endswith(_FILE_SUFFIXES):
@@ -47,6 +50,15 @@ def load_sample(kind: str | None = None) -> Dataset:
         return whole
     chosen = tuple(prompt for prompt in whole.prompts if prompt.id.startswith(f"{kind}-"))
     return Dataset(whole.name, chosen, whole.place, whole.path, whole.sha256, f"{whole.variant}, those like {kind}")
+
+
+def load_toy() -> Dataset:
+    """Prompts of the kinds that the bundled pair was trained on; these very ones it never saw.
+
+    They are `held_back(36, "toy")` of models/generator, by domain and without the system messages.
+    """
+    with as_file(files("moeedge.data") / "toy.jsonl") as path:
+        return _read(TOY, path, parse_custom, "package", "prompts that the bundled toy model can answer")
 
 
 def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:

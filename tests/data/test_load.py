@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from models.generator import DOMAINS, held_back
 from moeedge.data import CATALOG, Dataset, dataset_names, load_dataset, load_sample
 from moeedge.errors import DatasetError, DownloadError
 from tests.data.hub import hub_stand_in
@@ -176,3 +177,14 @@ def test_the_published_files(monkeypatch: pytest.MonkeyPatch, data_folder: Path,
     assert len(dataset.prompts) == count
     assert len({prompt.id for prompt in dataset.prompts}) == count
     assert {len(prompt.turns) for prompt in dataset.prompts} == ({2} if name == "mtbench" else {1})
+
+
+def test_the_toy_set_is_what_the_bundled_pair_can_answer_and_never_saw() -> None:
+    toy = load_dataset("toy")
+    assert (toy.name, toy.place) == ("toy", "package")
+    chats = held_back(36, "toy")
+    chats.sort(key=lambda chat: list(DOMAINS).index(chat.domain))
+    assert [prompt.category for prompt in toy.prompts] == [chat.domain for chat in chats]
+    assert _texts(toy) == [[turn.user for turn in chat.turns] for chat in chats]
+    for limit in (4, 8, 9, 12):  # spread over the domains
+        assert len({prompt.category for prompt in toy.limited(limit).prompts}) >= min(limit, 8)
