@@ -51,6 +51,7 @@ class expert_cache {
     ggml_backend_buffer_type_t staging_buft() const; // host memory that transfers fast: pinned where offered, else the CPU's
     bool                       is_host() const;      // the device's buffers are host memory (emulated)
     bool                       is_async() const;     // graph_compute_async returns before it is done (CUDA, not RPC)
+    int                        host_threads() const; // threads that the device takes from the host's cores (emulated), else 0
 
     // staging slots for streaming: n_stage() of them per group, the first is first_stage(group)
     int  n_stage() const;

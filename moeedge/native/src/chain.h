@@ -1,0 +1,68 @@
+// Chain: the nodes of a MoE block from its experts' first matmul to the last (up, gate, activation, down), read from the
+// graph, so that they can be built again for some of the block's (token, expert) pairs.
+//
+// Nothing is assumed of the order or number of nodes: from `down` every operand is followed back to the block's input, to
+// the ids or to a tensor of the experts. A graph that does not fit (a LoRA, a value that is used elsewhere, an operation
+// whose meaning depends on the whole batch) gives no chain, and the block stays on the CPU as it is.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ggml.h"
+
+struct ggml_cgraph;
+
+namespace moeedge {
+
+// where an operand of a chain's node comes from
+enum class operand_kind {
+    none,
+    step,  // an earlier node of the chain: `index`
+    input, // the block's input, one column per pair
+    ids,   // the experts, one per pair
+    table, // a tensor of the experts: `index` into tables
+    scale, // one factor per expert, picked by id: `index` into tables
+};
+
+struct operand {
+    operand_kind kind  = operand_kind::none;
+    int          index = 0;
+};
+
+struct chain_step {
+    const ggml_tensor * node; // the original
+    operand             src[3];
+};
+
+// a tensor that has a slice per expert
+struct expert_table {
+    ggml_tensor * tensor; // the original; its slices are along the last used dimension
+    std::string   role;   // its GGUF name without "blk.N."
+};
+
+struct expert_chain {
+    int layer   = -1;
+    int i_begin = 0; // graph nodes [i_begin, i_end) are the chain, views between them included
+    int i_end   = 0;
+
+    ggml_tensor * input = nullptr; // float32 [n_in, 1 or n_used, n_tokens]
+    ggml_tensor * ids   = nullptr; // int32 [n_used, n_tokens], rows may be strided
+    ggml_tensor * out   = nullptr; // float32 [n_out, n_used, n_tokens]
+
+    std::vector<chain_step>   steps; // in graph order; the last gives `out`
+    std::vector<expert_table> tables;
+    std::string               shape; // equal for chains that differ only in their tables' data and in the batch
+    bool                      has_scales = false; // some operand is of kind scale
+
+    bool    understood() const { return out != nullptr; }
+    int64_t n_used() const { return ids->ne[0]; }
+    int64_t n_tokens() const { return ids->ne[1]; }
+};
+
+// the chain of the block whose first matmul is node i_first; not understood() where the graph does not fit
+expert_chain find_chain(const ggml_cgraph * graph, int i_first);
+
+} // namespace moeedge

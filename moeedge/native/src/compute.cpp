@@ -1,0 +1,224 @@
+#include "compute.h"
+
+#include <algorithm>
+
+#include "ggml-impl.h"
+#include "instance.h"
+#include "timing.h"
+
+namespace moeedge {
+
+// Small batches are read after the graph is done: no thread waits. The allocator must then keep ids and weights of all
+// layers, which spreads the activations of a large batch over more memory than the caches hold (3.5 % of prefill): large
+// batches are read from inside the graph, by one node per block, whose barrier is nothing to them.
+static constexpr int64_t n_tokens_read_after = 32;
+
+// a step has two graphs per layer where a GPU computes the rest; llama.cpp keeps few batch sizes at a time
+static constexpr size_t n_parsed_max = 1024;
+
+static bool is_read_after(const std::vector<moe_block> & blocks) {
+    return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_read_after;
+}
+
+void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    if (!self->sense || graph->n_nodes == 0) {
+        return;
+    }
+    std::vector<moe_block> blocks;
+    find_blocks(graph, blocks);
+    if (!is_read_after(blocks)) {
+        return;
+    }
+    ggml_tensor * last = graph->nodes[graph->n_nodes - 1];
+    for (const moe_block & block : blocks) {
+        params->add_alloc_dep(params->user_data, block.ids, last);
+        if (block.weights) {
+            params->add_alloc_dep(params->user_data, block.weights, last);
+        }
+    }
+}
+
+static void sense_block(instance * self, const moe_block & block) {
+    self->sense->observe(block.layer, self->phase, block.ids, block.weights);
+    self->stats.blocks++;
+}
+
+// computed by the CPU backend's threads like any operation; one thread suffices for so few bytes
+static void sense_block_node(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (ith == 0) {
+        const int64_t           begin_ns = now_ns();
+        const instance::probe * probe    = (const instance::probe *) userdata;
+        sense_block(probe->self, *probe->block);
+        probe->self->stats.sense_ns += now_ns() - begin_ns;
+    }
+    GGML_UNUSED(dst);
+    GGML_UNUSED(nth);
+}
+
+// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
+// so that the CPU backend fuses what it fuses in stock
+static ggml_cgraph extend_graph(instance * self, const std::vector<moe_block> & blocks, const ggml_cgraph * graph) {
+    const size_t n_blocks = blocks.size();
+    self->arena.resize(std::max(self->arena.size(), (n_blocks + 1) * (ggml_tensor_overhead() + GGML_MEM_ALIGN)));
+    ggml_context * ctx = ggml_init({ self->arena.size(), self->arena.data(), /* .no_alloc = */ true });
+
+    self->probes.resize(n_blocks); // sized before pointers into it are taken
+    self->nodes.clear();
+    int i_from = 0;
+    for (size_t b = 0; b < n_blocks; b++) {
+        const moe_block & block = blocks[b];
+        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
+        i_from = block.i_first;
+
+        self->probes[b]      = { self, &block };
+        ggml_tensor * args[] = { block.ids };
+        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, 1, sense_block_node, /* n_tasks = */ 1,
+                                              &self->probes[b]);
+        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        self->nodes.push_back(node);
+    }
+    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
+    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
+
+    ggml_cgraph extended = *graph;
+    extended.nodes       = self->nodes.data();
+    extended.n_nodes     = (int) self->nodes.size();
+    extended.size        = extended.n_nodes;
+    extended.uid         = 0;
+    return extended;
+}
+
+// llama.cpp reuses graphs, so what was found in them is kept by ggml's id of the graph
+static parsed_graph & parse_graph(instance * self, const ggml_cgraph * graph) {
+    if (self->parsed.size() > n_parsed_max) {
+        self->parsed.clear();
+    }
+    const auto [entry, is_new] = self->parsed.try_emplace(graph->uid);
+    parsed_graph & found       = entry->second;
+    if (!is_new && graph->uid != 0) {
+        return found;
+    }
+    find_blocks(graph, found.blocks);
+    found.placed.clear();
+    if (!self->hybrid) {
+        return found;
+    }
+    for (const moe_block & block : found.blocks) {
+        found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {} });
+        if (!self->hybrid->place(found.placed.back())) {
+            self->cache->count_unknown_block();
+        }
+    }
+    return found;
+}
+
+// nodes [begin, end) of the graph on the CPU
+static enum ggml_status compute_part(instance * self, const ggml_cgraph * graph, int begin, int end) {
+    if (begin == end) {
+        return GGML_STATUS_SUCCESS;
+    }
+    ggml_cgraph part = *graph;
+    part.nodes += begin;
+    part.n_nodes = end - begin;
+    part.uid     = 0;
+    return ggml_backend_graph_compute(self->cpu, &part);
+}
+
+// Stops the graph before the experts of each block in question, gives the block to the executor, goes on behind it. Here
+// is also where budgets and predictors will act: the router's outputs and the block's input are in host memory.
+static enum ggml_status compute_hybrid(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph, bool sense_here) {
+    hybrid_executor & hybrid    = *self->hybrid;
+    const int         n_min     = self->cache->prefill_tokens_min.load(std::memory_order_relaxed);
+    const bool        is_stream = self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_STREAM;
+    int               i_from    = 0;
+    self->is_split.assign(parsed.blocks.size(), false);
+    for (size_t b = 0; b < parsed.blocks.size(); b++) {
+        const moe_block &    block       = parsed.blocks[b];
+        const placed_chain & placed      = parsed.placed[b];
+        const bool           is_streamed = is_stream && placed.group >= 0 && block.ids->ne[1] >= n_min;
+        const bool           is_split    = is_streamed || (placed.group >= 0 && self->cache->has_resident(block.layer));
+        self->is_split[b]              = is_split;
+        if (!is_split && !sense_here) {
+            continue;
+        }
+        const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        i_from = block.i_first;
+        if (sense_here) {
+            const int64_t begin_ns = now_ns();
+            sense_block(self, block);
+            self->stats.sense_ns += now_ns() - begin_ns;
+        }
+        if (!is_split || self->cache->lost()) {
+            continue;
+        }
+        switch (is_streamed ? hybrid.compute_streamed(placed, self->phase) : hybrid.compute(placed, self->phase)) {
+            case hybrid_executor::outcome::whole:   break;
+            case hybrid_executor::outcome::done:    i_from = placed.chain.i_end; break;
+            case hybrid_executor::outcome::aborted: return hybrid.status();
+        }
+    }
+    return compute_part(self, graph, i_from, graph->n_nodes);
+}
+
+// blocks that the executor has not seen count as misses
+static void record_whole_blocks(instance * self, const parsed_graph & parsed) {
+    for (size_t b = 0; b < parsed.placed.size(); b++) {
+        if (parsed.placed[b].group >= 0 && !self->is_split[b]) {
+            self->hybrid->record_whole(parsed.placed[b].chain, self->phase);
+        }
+    }
+}
+
+static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) {
+    int64_t              begin_ns = now_ns();
+    const parsed_graph & parsed   = parse_graph(self, graph);
+    const bool           is_after = is_read_after(parsed.blocks);
+    const bool           has_gone = !self->hybrid || self->cache->lost();
+    const bool           is_large = !parsed.blocks.empty() &&
+                          (!self->hybrid || parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
+    const bool is_hybrid = !has_gone && !parsed.blocks.empty() &&
+                           (!is_large || self->cache->prefill_path.load() != MOEEDGE_PREFILL_CPU);
+    self->stats.sense_ns += now_ns() - begin_ns;
+    if (!is_after && !is_hybrid) {
+        ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
+        return ggml_backend_graph_compute(self->cpu, &extended);
+    }
+    const enum ggml_status status = is_hybrid ? compute_hybrid(self, parsed, graph, /* sense_here = */ !is_after) :
+                                                ggml_backend_graph_compute(self->cpu, graph);
+    if (status != GGML_STATUS_SUCCESS || !is_after) {
+        return status;
+    }
+    begin_ns = now_ns();
+    for (const moe_block & block : parsed.blocks) {
+        sense_block(self, block);
+    }
+    if (is_hybrid) {
+        record_whole_blocks(self, parsed);
+    }
+    self->stats.sense_ns += now_ns() - begin_ns;
+    return status;
+}
+
+enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
+    const int64_t          begin_ns = now_ns();
+    const enum ggml_status status =
+        self->sense ? compute_and_sense(self, graph) : ggml_backend_graph_compute(self->cpu, graph);
+    self->stats.graphs++;
+    self->stats.compute_ns += now_ns() - begin_ns;
+    return status;
+}
+
+void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+    self->parsed.clear(); // they name the old cache's pools
+    self->hybrid.reset();
+    self->cache = std::move(cache);
+    if (self->cache) {
+        self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
+        self->hybrid->set_n_threads(self->n_threads);
+    }
+}
+
+} // namespace moeedge

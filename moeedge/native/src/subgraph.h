@@ -1,0 +1,66 @@
+// Subgraph: a chain built again for some pairs, on one ggml backend, with input, ids and output of its own.
+//
+// Layouts  one token: its pairs share a column, ids [n, 1] (CUDA keeps its fused kernels for this one);
+//          several tokens: a column per pair, ids [1, n]. No column ever holds an expert twice: kernels rely on that.
+// Memory   all subgraphs of a set lie in one growing buffer, since only one of them runs at a time.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "chain.h"
+#include "ggml-backend.h"
+
+namespace moeedge {
+
+struct subgraph {
+    ggml_context * ctx   = nullptr;
+    ggml_cgraph *  graph = nullptr;
+    ggml_tensor *  input = nullptr; // [n_in, 1 or n or 1, 1 or n]
+    ggml_tensor *  ids   = nullptr; // int32, n in all
+    ggml_tensor *  out   = nullptr; // [n_out, *, *], a column per pair
+    // operands that name a table of the experts, in the order of expert_chain::tables
+    struct table_use {
+        ggml_tensor * node;
+        int           src;
+        int           table;
+    };
+    std::vector<table_use> uses;
+
+    subgraph() = default;
+    ~subgraph();
+    subgraph(const subgraph &)             = delete;
+    subgraph & operator=(const subgraph &) = delete;
+};
+
+// the tensors that stand for a chain's tables; index as in expert_chain::tables
+using table_list = std::vector<ggml_tensor *>;
+
+class subgraph_set {
+  public:
+    // the buffer comes from `buft`
+    explicit subgraph_set(ggml_backend_buffer_type_t buft);
+    ~subgraph_set();
+
+    // for n pairs, in the layout of one token or of several; kept for the next time. Its table operands are set to
+    // `tables`, which may differ from call to call. Null when memory is short or the graph cannot be built.
+    subgraph * get(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables);
+
+    size_t buffer_bytes() const;
+
+  private:
+    std::unique_ptr<subgraph> build(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables);
+    bool                      place(subgraph & sub);
+    size_t                    needed_bytes(const subgraph & sub) const;
+
+    ggml_backend_buffer_type_t                                 buft;
+    ggml_backend_buffer_t                                      buffer = nullptr;
+    std::unordered_map<std::string, std::unique_ptr<subgraph>> built;
+    std::string                                                key; // scratch
+};
+
+} // namespace moeedge
