@@ -1,0 +1,177 @@
+"""The lanes of the GPU benchmark: stock llama.cpp with its experts placed as its users place them, and moeedge.
+
+Each lane is one session; speculation is switched by its draft length, so that a lane's weights are loaded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+
+from moeedge.engine import gguf_file, library
+from moeedge.engine import model as engine_model
+from moeedge.engine.expert_tensors import expert_bytes, expert_tensors
+from moeedge.engine.model import Model
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, Phase, PlacementConfig, SamplingConfig
+from moeedge.hardware import vram
+from moeedge.hardware.resolve import resolve
+from moeedge.hardware.spec import DeviceSpec
+
+GREEDY = SamplingConfig(temperature=0.0)
+ALL_LAYERS = 999
+
+
+class BufferOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override of llama.h."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the lanes share."""
+
+    model: Path
+    draft: Path
+    device: str  # as -dev takes it; "emulated..." in a dry run
+    ratio: float
+    gamma: int = 8
+    n_ctx: int = 1024
+    n_threads: int = 0
+
+    @property
+    def gpu(self) -> bool:
+        return not self.device.startswith("emulated")
+
+
+def layers_on_device(path: Path, ratio: float) -> tuple[int, int]:
+    """How many layers' experts fit into that share of all expert bytes, and how many layers have experts."""
+    tensors, _ = expert_tensors(path)
+    layers = {tensor.layer for tensor in tensors}
+    per_layer = expert_bytes(tensors) / len(layers)
+    return int(ratio * expert_bytes(tensors) // per_layer), len(layers)
+
+
+def load_stock(settings: Settings, n_cpu_moe: int) -> Model:
+    """The model as llama.cpp's programs load it with -ngl 99 --n-cpu-moe N: experts of the first N layers on the CPU."""
+    library.start()
+    parameters = lib.llama_model_default_params()
+    parameters.n_gpu_layers = ALL_LAYERS if settings.gpu else 0
+    patterns = [rf"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode() for layer in range(n_cpu_moe)]
+    overrides = (BufferOverride * (len(patterns) + 1))()
+    cpu = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
+    for slot, pattern in zip(overrides, patterns, strict=False):
+        slot.pattern, slot.buft = pattern, cpu
+    parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+    devices = library.device_list(settings.device if settings.gpu else "none")
+    parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
+    handle = lib.llama_model_load_from_file(str(settings.model).encode(), parameters)
+    assert handle, library.first_complaint()
+    info = engine_model._read_info(handle, gguf_file.summarize(settings.model))
+    return Model(settings.model, handle, info, beside_gpu=settings.gpu)
+
+
+def open_stock(settings: Settings, n_cpu_moe: int, draft: Model) -> Session:
+    """A session of stock llama.cpp; its models are the caller's to close."""
+    config = EngineConfig(
+        model=settings.model,
+        draft=settings.draft,
+        gamma=settings.gamma,
+        n_ctx=settings.n_ctx,
+        n_threads=settings.n_threads,
+        n_gpu_layers=ALL_LAYERS if settings.gpu else 0,
+        device=settings.device if settings.gpu else "none",
+        mode="stock",
+    )
+    return Session.open(config, model=load_stock(settings, n_cpu_moe), draft_model=draft)
+
+
+def open_moeedge(settings: Settings) -> Session:
+    """moeedge as a user gets it, but for the ratio."""
+    config = EngineConfig(
+        model=settings.model,
+        draft=settings.draft,
+        gamma=settings.gamma,
+        n_ctx=settings.n_ctx,
+        n_threads=settings.n_threads,
+        device=settings.device,
+        placement=PlacementConfig(cache_ratio=settings.ratio),
+    )
+    return Session.open(config)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sample of a lane."""
+
+    repetition: int
+    order: int  # place in its round
+    pp_ts: float
+    tg_ts: float
+    prefill_s: float
+    decode_s: float
+    drafted: int
+    accepted: int
+    tokens: list[int]
+    placement: dict[str, Any] | None  # counters of this answer alone
+
+
+def run_answer(
+    session: Session, gamma: int, prompt: Sequence[int], n_predict: int, *, repetition: int, order: int
+) -> Answer:
+    """One greedy answer with empty KV caches; n_predict tokens whatever the model wants."""
+    session.reset()
+    session.gamma = gamma
+    before = session.placement_stats()
+    generation = session.generate(prompt, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+    for _ in generation:
+        pass
+    after = session.placement_stats()
+    stats = generation.stats
+    return Answer(
+        repetition=repetition,
+        order=order,
+        pp_ts=stats.pp_ts,
+        tg_ts=stats.tg_ts,
+        prefill_s=stats.prefill_s,
+        decode_s=stats.decode_s,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        tokens=generation.tokens,
+        placement=(after - before).to_dict() if before is not None and after is not None else None,
+    )
+
+
+def forced_logits(session: Session, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+    """Logits from which each of `tokens` was to be chosen, one token at a time: float32 [len(tokens), n_vocab]."""
+    session.reset()
+    rows = [session.target.decode(prompt, phase=Phase.PREFILL, logits="last")[0].copy()]
+    for token in tokens[:-1]:
+        rows.append(session.target.decode([token], phase=Phase.DECODE, logits="last")[0].copy())
+    return np.stack(rows)
+
+
+def describe_gpu() -> dict[str, str] | None:
+    """What the driver says of its first card; None without a driver."""
+    keys = ("name", "driver_version", "compute_cap", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
+    try:
+        command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(keys, (value.strip() for value in lines[0].split(",")), strict=True))
+
+
+def vram_bytes(device: str) -> int:
+    """Bytes in use on the device, all processes together; 0 where it has no memory of its own."""
+    resolved = resolve(DeviceSpec.parse(device))
+    reading = vram.read(resolved) if resolved.kind == "gpu" else None
+    return reading.used_bytes if reading else 0

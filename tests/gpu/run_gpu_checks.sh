@@ -1,0 +1,194 @@
+#!/usr/bin/env bash
+# Checks moeedge on an NVIDIA GPU: builds the pinned llama-cpp-python with CUDA for that GPU's architecture alone, runs the
+# hybrid correctness tests on the device and a benchmark against stock llama.cpp; writes one JSON record.
+#
+#   run_gpu_checks.sh --pack FILE.tar.xz         with a network: everything that the other two need, well below 64 MiB
+#   run_gpu_checks.sh --archive FILE --build DIR without a network: compile into DIR; run again, it goes on where it was cut
+#   run_gpu_checks.sh --check DIR                tests and benchmark with what was compiled there
+#   run_gpu_checks.sh DIR                        all three, with a network
+#
+#   --dry-run       no CUDA: the emulated device takes the GPU's place; --check without a build then uses the
+#                   llama-cpp-python that is installed
+#   --arch 90       compile for this compute capability instead of the GPU's that is here
+#   --jobs N        compile N files at once; as many as there are processors unless given
+#   --python 3.12   with --pack: the Python version of the other machine
+#   --layers N      with --check: layers of the benchmark's random-weight file (Qwen3-30B-A3B has 48)
+#   --repeats N, --n-predict N, --ratio R, --seed N     of the benchmark
+#   --bench-only, --tests-only, --tests EXPRESSION      parts of --check; the latter is pytest's -k
+#   --out FILE      with --check: the record; docs/benchmarks/gpu-GPUNAME.json unless given
+#
+# Each of --build and --check takes less than ten minutes on 16 cores. The other machine needs bash, a C++ compiler, cmake
+# 3.21, the CUDA toolkit with nvcc (cuBLAS may come from it or from the nvidia-cublas package) and Python of that version
+# with pip; --python's packages and ninja travel in the archive. $PYTHON names another interpreter than python3.
+#
+# The record (schema moeedge-gpu-checks-1): `environment` as in docs/bench.md, `gpu` (what nvidia-smi says), `dry_run`,
+# `build_s`, `tests` (counts and seconds of each test), `model` (shape and bytes), `settings`, `lanes` (for each: raw
+# `samples`, medians, `speed` as the median of ratios to cpu-moe of the same repetition, `vram_bytes` it took, placement
+# counters) and `output` (tokens compared with cpu-moe's, and how far apart stock's own CPU and GPU logits are).
+set -euo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+python=${PYTHON:-python3}
+version=$(sed -n 's/^set(MOEEDGE_LLAMA_CPP_PYTHON_VERSION "\(.*\)")$/\1/p' "$root/moeedge/native/CMakeLists.txt")
+sha256=$(sed -n 's/^set(MOEEDGE_LLAMA_CPP_PYTHON_SHA256 "\(.*\)")$/\1/p' "$root/moeedge/native/CMakeLists.txt")
+wheels=(numpy gguf jinja2 diskcache typing-extensions rich typer prompt_toolkit psutil nvidia-ml-py pytest ninja
+    "scikit-build-core>=0.10")
+limit_bytes=$((64 * 1024 * 1024))
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+usage() {
+    sed -n '2,/^set -/p' "$0" | sed '$d; s/^# \{0,1\}//'
+}
+
+pack() { # FILE
+    local archive scratch sdist given=()
+    archive=$(mkdir -p "$(dirname "$1")" && cd "$(dirname "$1")" && pwd)/$(basename "$1")
+    scratch=$(mktemp -d)
+    sdist=${MOEEDGE_LLAMA_SDIST:-}
+    if [ -z "$sdist" ]; then
+        "$python" -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest "$scratch" \
+            "llama-cpp-python==$version"
+        sdist="$scratch/llama_cpp_python-$version.tar.gz"
+    fi
+    echo "$sha256  $sdist" | sha256sum --check --quiet || fail "$sdist is not llama-cpp-python $version"
+    MOEEDGE_LLAMA_SDIST=$sdist "$python" "$root/moeedge/native/cmake/fetch_headers.py" \
+        "$version" "$sha256" "$scratch/pack/ggml-headers"
+    # the library, the CPU, CUDA and RPC backends and what their CMake files name; no tools, tests, models, documents
+    local top=llama_cpp_python-$version
+    local llama=$top/vendor/llama.cpp
+    tar -C "$scratch/pack" -xf "$sdist" --wildcards --no-wildcards-match-slash \
+        "$top"/{CMakeLists.txt,pyproject.toml,PKG-INFO,README.md,LICENSE.md,llama_cpp} \
+        "$llama"/{CMakeLists.txt,LICENSE,licenses,cmake,common,include,src,vendor} "$llama"/ggml/{CMakeLists.txt,cmake,include} \
+        "$llama"/ggml/src/{CMakeLists.txt,'*.c','*.cpp','*.h','*.in',ggml-cpu,ggml-cuda,ggml-rpc}
+    mv "$scratch/pack/$top" "$scratch/pack/llama-cpp-python"
+    if [ -n "$python_version" ]; then
+        given=(--python-version "$python_version" --implementation cp)
+        for glibc in 17 24 27 28 34; do given+=(--platform "manylinux_2_${glibc}_$(uname -m)"); done
+        given+=(--platform "manylinux2014_$(uname -m)")
+    fi
+    "$python" -m pip download --quiet --only-binary=:all: "${given[@]}" --dest "$scratch/pack/wheels" "${wheels[@]}"
+    tar -C "$scratch/pack" -cJf "$archive" .
+    rm -rf "$scratch"
+    local size
+    size=$(stat -c %s "$archive")
+    echo "$archive: $((size / 1024)) KiB" >&2
+    [ "$size" -lt "$limit_bytes" ] || fail "that is more than 64 MiB"
+}
+
+# what a toolkit without cuBLAS or the driver's stub needs beyond it: the former comes as a Python package, too
+toolkit_options() {
+    local toolkit
+    toolkit=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
+    if [ ! -d "$toolkit/include" ]; then # nvcc is a script that starts the toolkit's
+        toolkit=/usr/local/cuda
+    fi
+    if [ -z "$(find -L "$toolkit" -name libcuda.so -print -quit)" ]; then
+        echo "-DGGML_CUDA_NO_VMM=ON"
+    fi
+    if [ -z "$(find -L "$toolkit" -name cublas_v2.h -print -quit)" ]; then
+        "$python" "$here/find_cublas.py"
+    fi
+}
+
+build() { # DIR
+    local start=$SECONDS options=(-DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF -DGGML_RPC=ON -DGGML_NATIVE=ON) line
+    mkdir -p "$1"
+    if [ ! -d "$1/llama-cpp-python" ]; then
+        [ -n "$archive" ] || fail "--build needs --archive FILE, which --pack makes"
+        tar -C "$1" -xf "$archive"
+    fi
+    if [ ! -e "$1/site/.complete" ]; then
+        "$python" -m pip install --quiet --no-index --no-deps --no-warn-script-location --upgrade \
+            --target "$1/site" "$1"/wheels/*.whl
+        touch "$1/site/.complete"
+    fi
+    export PYTHONPATH="$1/site" PATH="$1/site/bin:$PATH"
+    if [ -z "$dry_run" ]; then
+        [ -n "$arch" ] || arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
+        echo "compiling for compute capability $arch" >&2
+        # one architecture and no PTX; flash attention for the KV cache's default type alone; nothing to compress
+        options+=(-DGGML_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch-real" -DGGML_CUDA_FA_QUANTS=f16-f16
+            -DGGML_CUDA_NCCL=OFF -DGGML_CUDA_COMPRESSION_MODE=none)
+        while IFS= read -r line; do options+=("$line"); done < <(toolkit_options)
+    fi
+    # a folder of its own for the objects, so that a second call goes on where the first was cut off
+    local settings=("--config-settings=build-dir=$1/build-llama")
+    for line in "${options[@]}"; do settings+=("--config-settings=cmake.args=$line"); done
+    CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=${jobs:-$(nproc)} "$python" -m pip install --verbose --no-index --no-deps \
+        --no-build-isolation --upgrade --target "$1/site" "${settings[@]}" "$1/llama-cpp-python" >"$1/llama.log" 2>&1 ||
+        { tail -n 60 "$1/llama.log" >&2; fail "llama-cpp-python did not compile; $1/llama.log has all of it"; }
+    mkdir -p "$1/build-moeedge"
+    cp -r "$1/ggml-headers" "$1/build-moeedge/"
+    cmake -G Ninja -S "$root/moeedge/native" -B "$1/build-moeedge" "-DPython_EXECUTABLE=$(command -v "$python")" >"$1/moeedge.log"
+    cmake --build "$1/build-moeedge" >>"$1/moeedge.log" || { tail -n 60 "$1/moeedge.log" >&2; fail "moeedge did not compile"; }
+    echo $((SECONDS - start + $(cat "$1/build_s" 2>/dev/null || echo 0))) >"$1/build_s"
+    echo "built in $((SECONDS - start)) s" >&2
+}
+
+check() { # DIR
+    mkdir -p "$1"
+    if [ -d "$1/site/llama_cpp" ]; then
+        export PYTHONPATH="$1/site:$root" PATH="$1/site/bin:$PATH" MOEEDGE_LIBRARY="$1/build-moeedge/libmoeedge.so"
+        LD_LIBRARY_PATH="$(sed -n 's/^CUDA_cublas\(Lt\)\{0,1\}_LIBRARY:.*=\(.*\)\/[^/]*$/\2/p' "$1/build-llama/CMakeCache.txt" |
+            sort -u | tr '\n' ':')${LD_LIBRARY_PATH:-}"
+        export LD_LIBRARY_PATH
+    elif [ -n "$dry_run" ]; then
+        export PYTHONPATH="$root"
+    else
+        fail "nothing was built in $1: --build $1 first"
+    fi
+    export MOEEDGE_CACHE="$1/cache"
+    local device=CUDA0 checks=("$python" -m tests.gpu.checks --folder "$1") options=("${bench_options[@]}")
+    if [ -n "$dry_run" ]; then
+        device=emulated:threads=1
+        options+=(--dry-run)
+    fi
+    cd "$root"
+    if [ -z "$bench_only" ]; then
+        MOEEDGE_TEST_DEVICE=$device "$python" -m pytest -p no:cacheprovider -q --junitxml="$1/tests.xml" \
+            ${tests_filter:+-k "$tests_filter"} tests/lossless/test_hybrid_greedy.py tests/lossless/test_hybrid_stress.py \
+            tests/lossless/test_hybrid_prefill.py
+    fi
+    if [ -z "$tests_only" ]; then
+        "${checks[@]}" --device "$device" "${options[@]}"
+    fi
+}
+
+mode='' folder='' archive='' arch='' python_version='' dry_run='' bench_only='' tests_only='' tests_filter='' jobs=''
+bench_options=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --pack | --build | --check) mode=${1#--} folder=${2:?"$1 needs a path"} && shift ;;
+    --archive) archive=${2:?} && shift ;;
+    --arch) arch=${2:?} && shift ;;
+    --jobs) jobs=${2:?} && shift ;;
+    --python) python_version=${2:?} && shift ;;
+    --tests) tests_filter=${2:?} && shift ;;
+    --dry-run) dry_run=yes ;;
+    --bench-only) bench_only=yes ;;
+    --tests-only) tests_only=yes ;;
+    --layers | --repeats | --n-predict | --ratio | --seed | --embd | --threads | --out) bench_options+=("$1" "${2:?}") && shift ;;
+    -h | --help) usage && exit ;;
+    -*) fail "unknown option $1; --help lists them" ;;
+    *) mode=all folder=$1 ;;
+    esac
+    shift
+done
+[ -n "$mode" ] || { usage >&2 && exit 2; }
+if [ "$mode" != pack ]; then
+    folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
+fi
+case "$mode" in
+pack | build | check) "$mode" "$folder" ;;
+all)
+    archive=$folder/pack.tar.xz
+    [ -e "$archive" ] || pack "$archive"
+    build "$folder"
+    check "$folder"
+    ;;
+esac
