@@ -61,7 +61,7 @@ def layers_on_device(path: Path, ratio: float) -> tuple[int, int]:
 
 
 def load_stock(settings: Settings, n_cpu_moe: int) -> Model:
-    """The model as llama.cpp's programs load it with -ngl 99 --n-cpu-moe N: experts of the first N layers on the CPU."""
+    """The model as llama.cpp loads it with -ngl 99 --n-cpu-moe N: the experts of the first N layers on the CPU."""
     library.start()
     parameters = lib.llama_model_default_params()
     parameters.n_gpu_layers = ALL_LAYERS if settings.gpu else 0

@@ -8,7 +8,7 @@ here is judged by a stock context alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Verdict:
     ties: list[int]  # closer than stock's own batch noise
     faults: list[int]  # further: not greedy decoding
     noise: float  # the most that batching moved one of stock's logits along this sequence
+    gaps: dict[int, float] = field(default_factory=dict)  # of all of them: how far below the best logit
 
 
 def judge(stock: StockContext, prompt: Sequence[int], tokens: Sequence[int]) -> Verdict:
@@ -35,7 +36,8 @@ def judge(stock: StockContext, prompt: Sequence[int], tokens: Sequence[int]) -> 
     gaps = rows.max(axis=1) - rows[np.arange(len(tokens)), list(tokens)]
     departures = np.flatnonzero(rows.argmax(axis=1) != tokens)
     ties = [int(i) for i in departures if gaps[i] <= 2 * noise]  # both logits may have moved
-    return Verdict(ties, [int(i) for i in departures if i not in ties], noise)
+    faults = [int(i) for i in departures if i not in ties]
+    return Verdict(ties, faults, noise, {int(i): float(gaps[i]) for i in departures})
 
 
 def forced_rows(stock: StockContext, prompt: Sequence[int], tokens: Sequence[int], batch: int) -> np.ndarray:

@@ -1,0 +1,67 @@
+"""What splitting a MoE block between CPU and device costs beside computing it: the backend's own records.
+
+Off unless asked for: python -m pytest -m bench tests/benchmarks/test_partition_overhead.py -s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.conftest import TinyFactory
+from tests.support.hybrid import RandomPlans, hybrid_context
+from tests.support.stock import StockContext
+
+# microseconds per block, median
+LIMIT_US = {1: 20.0, 9: 100.0}
+N_PREFIX = 16
+REPEATS = 40
+BUSY_PERCENT = 15.0  # of all cores, by anybody: above that the figures say more about the machine than about us
+
+pytestmark = pytest.mark.bench
+
+
+@pytest.fixture(params=["bundled", "qwen3-30b-a3b"])
+def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Path]:
+    """The bundled target, and blocks whose rows are as wide as Qwen3-30B-A3B's: gathering and scattering copy those."""
+    if request.param == "bundled":
+        yield request.getfixturevalue("bundled_pair")[0]
+        return
+    yield tiny("qwen3moe", layers=12, embd=2048, heads=16, head_dim=128, experts=128, used=8, dense_type="Q8_0")
+
+
+def decode_rounds(context: StockContext, n_tokens: int, seed: int) -> None:
+    """Batches of `n_tokens` behind the same prefix."""
+    rng = np.random.default_rng(seed)
+    for _ in range(REPEATS):
+        context.decode(rng.integers(0, 256, n_tokens).tolist())
+        context.trim(N_PREFIX)
+
+
+@pytest.mark.parametrize("n_tokens", LIMIT_US)
+def test_overhead_per_block(n_tokens: int, model: Path) -> None:
+    with hybrid_context(model, 0.5) as (context, cache):
+        RandomPlans(cache, 1).fill()
+        context.decode(list(range(N_PREFIX)))
+        decode_rounds(context, n_tokens, 0)  # graphs are built once per shape
+        busy = psutil.cpu_percent(interval=1.0)
+        cache.blocks()
+        decode_rounds(context, n_tokens, 1)
+        records = cache.blocks()
+        split = records[(records["pairs_device"] > 0) & (records["pairs_cpu"] > 0) & (records["n_tokens"] == n_tokens)]
+        assert len(split) > REPEATS
+        assert (split["pairs_cpu"] + split["pairs_device"] == n_tokens * 8).all(), "every pair was computed once"
+        overhead_us = np.percentile(split["partition_ns"], [25, 50, 75]) / 1e3
+        print(
+            f"\n{model.name}, {n_tokens} tokens: partition {overhead_us[1]:.1f} us "
+            f"({overhead_us[0]:.1f} to {overhead_us[2]:.1f}), "
+            f"CPU {np.median(split['cpu_ns']) / 1e3:.1f} us, device {np.median(split['device_ns']) / 1e3:.1f} us, "
+            f"waited {np.median(split['wait_ns']) / 1e3:.1f} us, {len(split)} blocks"
+        )
+        if busy > BUSY_PERCENT:
+            pytest.skip(f"others keep the machine {busy:.0f} % busy: {overhead_us[1]:.1f} us is not judged")
+        assert overhead_us[1] < LIMIT_US[n_tokens]

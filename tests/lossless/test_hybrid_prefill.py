@@ -1,0 +1,74 @@
+"""The three ways to compute a large batch (cpu, resident, stream) give the same logits, with any experts resident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine import library
+from moeedge.engine.session import Session
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.hybrid import (
+    MANY_EXPERTS,
+    RandomPlans,
+    assert_greedy,
+    greedy_answer,
+    hybrid_config,
+    hybrid_context,
+    random_prompt,
+)
+from tests.support.stock import StockContext
+
+PATHS = {"cpu": 0, "resident": 1, "stream": 2}
+PROMPT = random_prompt(150, 5)  # two graphs of 100 tokens at most, both above the smallest that streams
+# relative to the largest logit: repacked kernels on one side only round differently
+TOLERANCE = 5e-3
+
+
+@pytest.fixture(scope="module", params=MOE_CASES)
+def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Path:
+    arch, dimensions = MOE_CASES[request.param]
+    return tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path) -> Iterator[StockContext]:
+    library.start()
+    with StockContext(model, n_ubatch=100) as context:
+        yield context
+
+
+@pytest.mark.parametrize("ratio", [0.17, 1.0])
+def test_logits_of_every_path(ratio: float, model: Path, stock: StockContext) -> None:
+    stock.trim(0)
+    expected = stock.decode(PROMPT)
+    scale = np.abs(expected).max()
+    with hybrid_context(model, ratio, n_stage=8, n_ubatch=100) as (context, cache):
+        RandomPlans(cache, 1).fill()
+        for path, number in PATHS.items():
+            cache.set_prefill(number, 33)
+            before = cache.stats()
+            logits = context.decode(PROMPT)
+            after = cache.stats()
+            error = float(np.abs(logits - expected).max() / scale)
+            assert error < TOLERANCE, f"{path}: {error:.2g}"
+            context.trim(0)
+            on_device = after.pairs_device - before.pairs_device
+            assert (on_device > 0) == (path != "cpu"), f"{path}: {on_device} pairs on the device"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_greedy_after_every_path(path: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Through the session: a prompt of 150 tokens, then drafts."""
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    library.start()
+    with StockContext(model) as stock:
+        expected, _ = stock.greedy(PROMPT, 24)
+        with Session.open(hybrid_config(model, tiny_draft, 0.5, gamma=4, prefill=path)) as session:
+            for turn in range(2):
+                tokens = greedy_answer(session, PROMPT, 24)
+                assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")

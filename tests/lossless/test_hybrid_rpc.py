@@ -1,0 +1,149 @@
+"""The device in another process, over llama.cpp's own RPC on loopback: the same tokens; its death in mid-answer, too.
+
+Needs a llama-cpp-python built with CMAKE_ARGS=-DGGML_RPC=on; skips visibly without.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from moeedge.engine import library
+from moeedge.engine.session import Session
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.hybrid import (
+    MANY_EXPERTS,
+    assert_greedy,
+    free_port,
+    greedy_answer,
+    hybrid_config,
+)
+from tests.support.stock import StockContext
+
+ROOT = Path(__file__).parents[2]
+PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2
+N_PREDICT = 32
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not list((Path(llama_cpp.__file__).parent / "lib").glob("libggml-rpc.*")),
+        reason="llama-cpp-python was built without -DGGML_RPC=on",
+    ),
+]
+
+
+class Worker:
+    """`moeedge worker` in a process of its own."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moeedge", "worker", "--listen", f"127.0.0.1:{self.port}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+        self._wait_until_listening()
+
+    @property
+    def device(self) -> str:
+        return f"rpc://127.0.0.1:{self.port}"
+
+    def _wait_until_listening(self) -> None:
+        import socket
+
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:
+            assert self.process.poll() is None, "the worker ended at once"
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the worker never listened")
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    try:
+        yield worker
+    finally:
+        worker.kill()
+
+
+@pytest.mark.parametrize("case", ["qwen3moe", "qwen3moe-f32", "deepseek2-merged", "gpt-oss", "llama4"])
+def test_greedy_equals_stock(case: str, tiny: TinyFactory, tiny_draft: Path, worker: Worker) -> None:
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    library.start()
+    with StockContext(path) as stock:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        config = hybrid_config(path, tiny_draft, 0.5, device=worker.device)
+        with Session.open(config) as session:
+            for gamma in (0, 1, 4, 8, 0):
+                session.gamma = gamma
+                tokens = greedy_answer(session, PROMPT, N_PREDICT)
+                assert_greedy(stock, PROMPT, tokens, expected, f"gamma {gamma}")
+            stats = session.placement_stats()
+            assert stats is not None and stats.pairs_hit > 0
+            assert not stats.lost
+
+
+def chat(target: Path, draft: Path, device: list[str], n_predict: int, cache: Path) -> subprocess.Popen[bytes]:
+    """One greedy answer by the real command; standard output unbuffered as it comes."""
+    options = ["-m", target, "-md", draft, "--draft-max", "4", "-t", "1", "-c", "4096", "-n", n_predict]
+    return subprocess.Popen(
+        [sys.executable, "-m", "moeedge", "chat", *map(str, options), "--temp", "0", "-p", "Hello there", *device],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=os.environ | {"MOEEDGE_CACHE": str(cache), "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def test_the_answer_survives_the_death_of_the_worker(
+    tiny: TinyFactory, tiny_draft: Path, worker: Worker, tmp_path: Path
+) -> None:
+    """kill -9 after the first words: exit code 0, one line about it, the text is that of stock all the same."""
+    # F32 experts: no repacked kernels on either side, so that the text can be compared byte by byte
+    target = tiny("qwen3moe", experts=MANY_EXPERTS, expert_type="F32")
+    n_predict = 1500
+    stock_out, _ = chat(target, tiny_draft, ["-dev", "none"], n_predict, tmp_path).communicate(timeout=120)
+    answer = chat(target, tiny_draft, ["-dev", worker.device, "--cache-ratio", "0.5"], n_predict, tmp_path)
+    assert answer.stdout is not None
+    said = answer.stdout.read(200)
+    worker.kill()
+    rest, errors = answer.communicate(timeout=120)
+    text = errors.decode()
+    assert answer.returncode == 0, text
+    lost = [line for line in text.splitlines() if "lost" in line.lower()]
+    assert len(lost) == 1, text
+    assert 200 <= len(said) < len(said + rest)
+    assert said + rest == stock_out
+
+
+def test_a_worker_that_is_not_there(tiny: TinyFactory, tiny_draft: Path, tmp_path: Path) -> None:
+    target = tiny("qwen3moe", experts=MANY_EXPERTS)
+    device = ["-dev", f"rpc://127.0.0.1:{free_port()}"]
+    answer = chat(target, tiny_draft, device, 8, tmp_path)
+    _, errors = answer.communicate(timeout=60)
+    assert answer.returncode == 2
+    assert "rpc://127.0.0.1" in errors.decode()
+    assert "Traceback" not in errors.decode()

@@ -1,0 +1,112 @@
+"""Experts moved at random as fast as possible while greedy answers are compared: none is computed half-written.
+
+No scheduler takes part: another thread pushes plans that mean nothing, so that experts come and go under every block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine import library
+from moeedge.native.cache import ExpertCache
+from tests.conftest import TinyFactory
+from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_greedy, hybrid_context, random_prompt
+from tests.support.stock import StockContext, transcript
+
+N_ANSWERS = 12
+N_PREDICT = 24
+MODELS = {
+    "plain": ("qwen3moe", {"expert_type": "F32"}),  # the same kernels on both sides: bit-identical
+    "repacked": ("qwen3moe", {}),
+    "biases": ("gpt-oss", {}),
+    "merged": ("deepseek2", {"merged": True}),
+}
+
+
+@contextmanager
+def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
+    """Random plans from another thread for as long as the body runs; small ones, so that experts leave soon again."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def move() -> None:
+        plans = RandomPlans(cache, seed)
+        try:
+            while not stop.is_set():
+                plans.push(4)
+        except BaseException as error:  # handed to the test, which a thread's exception would not fail
+            failures.append(error)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        mover.join()
+    assert not failures, failures[0]
+
+
+@pytest.mark.parametrize("ratio", [0.17, 0.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_while_experts_move(name: str, ratio: float, tiny: TinyFactory) -> None:
+    arch, dimensions = MODELS[name]
+    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    library.start()
+    with StockContext(path) as stock, hybrid_context(path, ratio) as (context, cache):
+        before = cache.stats()
+        with churn(cache, seed=7):
+            for seed in range(N_ANSWERS):
+                prompt = random_prompt(9, seed)
+                expected, _ = stock.greedy(prompt, N_PREDICT)
+                tokens, _ = context.greedy(prompt, N_PREDICT)
+                assert_greedy(stock, prompt, tokens, expected, f"answer {seed}")
+        cache.drain(10.0)
+        assert_balanced(cache)
+        stats = cache.stats()
+        # on the way every layer's experts changed several times over
+        assert stats.uploads - before.uploads > N_ANSWERS * MANY_EXPERTS
+        assert stats.evictions > before.evictions
+        assert 0 < stats.pairs_device < stats.pairs
+
+
+def test_batches_are_bit_identical_while_experts_move(tiny: TinyFactory) -> None:
+    """With plain kernels on both sides nothing rounds differently: single tokens, verifications, prefill."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS, expert_type="F32")
+    with hybrid_context(path, 0.5, n_ubatch=32) as (context, cache):
+        cache.detach()
+        expected = transcript(context)
+        context.trim(0)
+    with hybrid_context(path, 0.5, n_ubatch=32) as (context, cache), churn(cache, seed=3):
+        for _ in range(20):
+            assert np.array_equal(transcript(context), expected)
+            context.trim(0)
+
+
+def assert_balanced(cache: ExpertCache) -> None:
+    """What came and did not leave is what the residency table shows and what occupies slots."""
+    stats = cache.stats()
+    resident = int((cache.residency() == 1).sum())
+    assert stats.in_flight == stats.queued == stats.pinned == 0
+    assert stats.failed == 0
+    assert stats.uploads - stats.evictions == stats.slots_used == resident
+
+
+def test_counters_balance_after_clear(tiny: TinyFactory) -> None:
+    path: Path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with hybrid_context(path, 0.5) as (context, cache):
+        for seed in range(3):
+            RandomPlans(cache, seed).fill()
+            transcript(context)
+            context.trim(0)
+            assert_balanced(cache)
+            assert cache.stats().slots_used == cache.info.n_slots
+            cache.clear()
+            assert_balanced(cache)
+            assert cache.stats().slots_used == 0

@@ -1,0 +1,245 @@
+"""Chat turns of random length for a long time, with experts on the emulated device: nothing grows, no slot is lost.
+
+    python -m tests.soak.chat_soak --minutes 30 --out docs/benchmarks/soak-bundled.json
+
+After every turn the process's memory, threads and open files and the native counters are sampled. The record (schema
+moeedge-soak-1) holds the raw `samples` beside what was concluded from them: `slopes` over the second two thirds, each
+with its limit, and `unbalanced`, the turns after which the counters did not add up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from moeedge import native, paths
+from moeedge.bench.environment import read_environment
+from moeedge.data.load import load_sample, load_toy
+from moeedge.engine.conversation import Conversation
+from moeedge.engine.session import Session
+from moeedge.engine.turn import Answer, prompt_tokens
+from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
+from moeedge.native.cache import ExpertCache
+
+SCHEMA = "moeedge-soak-1"
+N_CTX = 2048
+WARM_UP = 1 / 3  # of the run: caches of graphs and Python's own pools fill
+# growth that is no growth: a page per ten turns over the run; shorter runs leave the allocator more to settle
+RSS_LIMIT_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The process after one turn."""
+
+    time_s: float
+    turns: int
+    tokens: int  # generated so far
+    rss_bytes: int
+    threads: int
+    fds: int
+    instances: int  # of our backend
+    uploads: int
+    evictions: int
+    cancelled: int
+    failed: int
+    slots_used: int
+    resident: int
+    in_flight: int
+    pinned: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether what came and did not leave is what lies there, and nothing is in use between two turns."""
+        return (
+            self.uploads - self.evictions == self.slots_used
+            and 0 <= self.slots_used - self.resident <= self.in_flight
+            and self.pinned == 0
+            and self.failed == 0
+        )
+
+
+def questions(seed: int) -> Iterator[str]:
+    """The bundled prompts in random order, now and then many of them in one: prompts of 10 to 1000 tokens."""
+    rng = random.Random(seed)
+    prompts = (*load_toy().prompts, *load_sample().prompts)
+    texts = [message.content for prompt in prompts for turn in prompt.turns for message in turn]
+    while True:
+        n_texts = rng.choice((1, 1, 1, 2, 8))
+        yield "\n".join(rng.choice(texts) for _ in range(n_texts))
+
+
+def take(
+    session: Session, cache: ExpertCache, process: psutil.Process, start_s: float, turns: int, tokens: int
+) -> Sample:
+    """Waits until nothing is under way, then looks."""
+    cache.drain(10.0)
+    gc.collect()
+    stats = cache.stats()
+    return Sample(
+        time_s=time.monotonic() - start_s,
+        turns=turns,
+        tokens=tokens,
+        rss_bytes=process.memory_info().rss,
+        threads=process.num_threads(),
+        fds=process.num_fds(),
+        instances=native.load().moeedge_live_instances(),
+        uploads=stats.uploads,
+        evictions=stats.evictions,
+        cancelled=stats.cancelled,
+        failed=stats.failed,
+        slots_used=stats.slots_used,
+        resident=int((cache.residency() == 1).sum()),
+        in_flight=stats.in_flight,
+        pinned=stats.pinned,
+    )
+
+
+def chat(session: Session, seconds: float, seed: int) -> list[Sample]:
+    """Conversations of one to six turns until the time is up; a sample after every turn."""
+    assert session.placement is not None, session.info.notes
+    cache = session.placement.cache  # type: ignore[attr-defined]
+    process = psutil.Process()
+    rng = random.Random(seed)
+    asked = questions(seed)
+    samples: list[Sample] = []
+    tokens = turns = 0
+    start_s = time.monotonic()
+    while time.monotonic() - start_s < seconds:
+        conversation = Conversation(system=rng.choice(("", "Answer briefly.")))
+        for _ in range(rng.randint(1, 6)):
+            conversation.ask(next(asked))
+            prompt = prompt_tokens(session.model, conversation)
+            if len(prompt) + 64 > N_CTX or time.monotonic() - start_s >= seconds:
+                break
+            session.gamma = rng.choice((0, 1, 4, 8, 8, 8))
+            sampling = SamplingConfig(temperature=rng.choice((0.0, 0.8)), seed=rng.randrange(1 << 30))
+            answer = Answer(session, prompt, n_predict=round(2 ** rng.uniform(0, 8)), sampling=sampling)
+            for piece in answer:
+                if rng.random() < 1e-3:  # Ctrl-C in mid-answer
+                    answer.close()
+                    break
+                assert isinstance(piece, str)
+            conversation.answer(answer.text)
+            turns += 1
+            tokens += len(answer.tokens)
+            samples.append(take(session, cache, process, start_s, turns, tokens))
+        session.reset()
+    return samples
+
+
+def conclude(samples: list[Sample]) -> dict[str, Any]:
+    """Growth over the part behind the warm-up, along a straight line whose slope outliers hardly move."""
+    warm = [sample for sample in samples if sample.time_s >= WARM_UP * samples[-1].time_s]
+    span_s = warm[-1].time_s - warm[0].time_s
+    limits = {"rss_bytes": RSS_LIMIT_BYTES, "threads": 0, "fds": 0, "instances": 0}
+    slopes = {}
+    for name, limit in limits.items():
+        values = np.array([getattr(sample, name) for sample in warm], dtype=float)
+        growth = slope([sample.time_s for sample in warm], values) * span_s
+        slopes[name] = {
+            "growth": growth,
+            "limit": limit,
+            "first": float(values[0]),
+            "last": float(values[-1]),
+            "grows": bool(growth > limit),
+        }
+    return {
+        "warm_up_s": warm[0].time_s,
+        "span_s": span_s,
+        "slopes": slopes,
+        "unbalanced": [sample.turns for sample in samples if not sample.balanced],
+        "slots_used_max": max(sample.slots_used for sample in samples),
+        "uploads": samples[-1].uploads,
+        "evictions": samples[-1].evictions,
+        "turns": samples[-1].turns,
+        "tokens": samples[-1].tokens,
+    }
+
+
+def slope(times_s: list[float], values: np.ndarray) -> float:
+    """Median slope over pairs half the series apart, in units per second."""
+    half = len(values) // 2
+    if half == 0:
+        return 0.0
+    pairs = range(len(values) - half)
+    return statistics.median((values[i + half] - values[i]) / (times_s[i + half] - times_s[i]) for i in pairs)
+
+
+def faults(conclusion: dict[str, Any]) -> list[str]:
+    """What is wrong, one sentence each; empty where nothing is."""
+    found = [
+        f"{name} grew by {row['growth']:.0f} (limit {row['limit']})"
+        for name, row in conclusion["slopes"].items()
+        if row["grows"]
+    ]
+    if conclusion["unbalanced"]:
+        found.append(f"the counters do not balance after turns {conclusion['unbalanced'][:10]}")
+    return found
+
+
+def run(minutes: float, *, ratio: float = 0.17, threads: int = 1, seed: int = 1) -> dict[str, Any]:
+    """The whole soak on the bundled pair; the record."""
+    config = EngineConfig(
+        model=paths.bundled_target(),
+        draft=paths.bundled_draft(),
+        gamma=8,
+        n_ctx=N_CTX,
+        n_threads=threads,
+        device=f"emulated:threads={threads}",
+        placement=PlacementConfig(cache_ratio=ratio, calibrate=False),
+    )
+    with Session.open(config) as session:
+        samples = chat(session, minutes * 60, seed)
+        stats = session.placement_stats()
+        info = asdict(session.info)
+    left = native.load().moeedge_live_instances()
+    return {
+        "schema": SCHEMA,
+        "environment": asdict(read_environment()),
+        "settings": {"minutes": minutes, "ratio": ratio, "threads": threads, "seed": seed, "n_ctx": N_CTX},
+        "info": info,
+        "placement": stats.to_dict() if stats is not None else None,
+        "instances_left": left,
+        **conclude(samples),
+        "samples": [asdict(sample) for sample in samples],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--ratio", type=float, default=0.17)
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    record = run(options.minutes, ratio=options.ratio, threads=options.threads, seed=options.seed)
+    if options.out:
+        options.out.write_text(json.dumps(record, default=str) + "\n")
+    for name, row in record["slopes"].items():
+        print(f"{name}: {row['first']:.0f} -> {row['last']:.0f}, trend {row['growth']:+.0f} (limit {row['limit']})")
+    print(
+        f"{record['turns']} turns, {record['tokens']} tokens, "
+        f"{record['uploads']} uploads, {record['evictions']} evictions"
+    )
+    wrong = faults(record)
+    for sentence in wrong:
+        print(sentence, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

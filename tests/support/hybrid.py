@@ -1,0 +1,150 @@
+"""Hybrid runs: sessions and bare contexts whose experts lie partly on a device.
+
+$MOEEDGE_TEST_DEVICE names the device as -dev takes it, for instance CUDA0; the emulated one unless it is set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeedge.engine import library
+from moeedge.engine.agreement import NEAR_TIE_GAP
+from moeedge.engine.expert_tensors import expert_tensors
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
+from moeedge.hardware.resolve import resolve
+from moeedge.hardware.spec import DeviceSpec
+from moeedge.native import Claims
+from moeedge.native.cache import CacheConfig, ExpertCache
+from tests.support.greedy import judge
+from tests.support.sensed import model_number, sensed_context
+from tests.support.stock import StockContext
+
+GREEDY = SamplingConfig(temperature=0.0)
+RATIOS = (0.0, 0.05, 0.17, 0.5, 1.0)
+GAMMAS = (0, 1, 4, 8)
+# the smallest ratio still gives every layer of the tiny models a slot
+MANY_EXPERTS = 32
+
+
+def test_device() -> str:
+    """What the hybrid tests run on."""
+    return os.environ.get("MOEEDGE_TEST_DEVICE") or "emulated:threads=1"
+
+
+test_device.__test__ = False  # type: ignore[attr-defined]  # its name is no test's
+
+
+def hybrid_config(
+    target: Path, draft: Path | str | None, ratio: float, *, gamma: int = 8, device: str | None = None, **placement: Any
+) -> EngineConfig:
+    """A session's configuration with that share of the experts on the device; nothing is measured first."""
+    return EngineConfig(
+        model=target,
+        draft=draft,  # type: ignore[arg-type]
+        gamma=gamma,
+        n_ctx=512,
+        n_threads=1,
+        device=device or test_device(),
+        placement=PlacementConfig(cache_ratio=ratio, calibrate=False, **placement),
+    )
+
+
+def greedy_answer(session: Session, prompt: Sequence[int], n_predict: int) -> list[int]:
+    """The answer's tokens, from an empty KV cache."""
+    session.reset()
+    generation = session.generate(prompt, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+    for _ in generation:
+        pass
+    return generation.tokens
+
+
+def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int], expected: list[int], what: str) -> int:
+    """That `tokens` are stock's up to near-ties; returns how many tokens were ties.
+
+    Judged by a stock context: as close as its own batches scatter, or as the engine's rule for near-ties allows.
+    """
+    if tokens == expected:
+        return 0
+    assert len(tokens) == len(expected), f"{what}: {len(tokens)} tokens instead of {len(expected)}"
+    verdict = judge(stock, prompt, tokens)
+    limit = max(NEAR_TIE_GAP, 2 * verdict.noise)
+    worst = max(verdict.gaps.values(), default=0.0)
+    assert verdict.gaps, f"{what}: the sequences differ, so stock must have seen a tie"
+    assert worst <= limit, f"{what}: not greedy, {worst:.3g} below the best logit; noise {verdict.noise:.2g}"
+    return len(verdict.gaps)
+
+
+@contextmanager
+def hybrid_context(
+    path: Path, ratio: float, *, n_stage: int = 0, device: str | None = None, **options: Any
+) -> Iterator[tuple[StockContext, ExpertCache]]:
+    """A bare context and its expert cache, attached; the caller plans."""
+    library.start()
+    resolved = resolve(DeviceSpec.parse(device or test_device()), bundled=False)
+    claims = Claims.BLOCK if library.has_gpu() else Claims.WHOLE
+    context, sensor = sensed_context(path, claims, **options)
+    with context:
+        n_layers = model_number(context, "block_count")
+        tensors, files = expert_tensors(path, n_layers=n_layers)
+        config = CacheConfig(
+            device=resolved.ggml_name,
+            emulated_threads=resolved.threads or 1,
+            n_layers=n_layers,
+            n_experts=model_number(context, "expert_count"),
+            files=files,
+            tensors=tensors,
+            ratio=ratio,
+            n_stage=n_stage,
+        )
+        with ExpertCache.open(config) as cache:
+            cache.attach(sensor)
+            yield context, cache
+            cache.detach()
+
+
+class RandomPlans:
+    """Plans that mean nothing: every expert that could be uploaded in random order, everything resident a victim."""
+
+    def __init__(self, cache: ExpertCache, seed: int) -> None:
+        groups = cache.groups()
+        self._cache = cache
+        self._layers = np.flatnonzero(groups[0] >= 0)
+        self._rng = np.random.default_rng(seed)
+
+    def push(self, n_uploads: int) -> None:
+        """Pushes one plan of up to `n_uploads` uploads."""
+        resident = self._cache.residency() != 0
+        absent = np.argwhere(~resident)
+        absent = absent[np.isin(absent[:, 0], self._layers)]
+        uploads = self._rng.permutation(absent)[:n_uploads].astype(np.int32)
+        victims = self._rng.permutation(np.argwhere(resident)).astype(np.int32)
+        levels = np.sort(self._rng.integers(1, 5, len(uploads)))[::-1].astype(np.uint8)
+        utility = np.sort(self._rng.random(len(victims))).astype(np.float32)
+        self._cache.plan(uploads, levels, victims, utility)
+
+    def fill(self) -> None:
+        """Fills the free slots and waits for it."""
+        self.push(1 << 20)
+        self._cache.drain(30.0)
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on, as far as one can know."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def random_prompt(n_tokens: int, seed: int) -> list[int]:
+    """Bytes as tokens."""
+    return [random.Random(seed + i).randrange(256) for i in range(n_tokens)]
