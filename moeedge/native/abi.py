@@ -167,11 +167,11 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_last_error": (c_char_p, []),
     "moeedge_cache_create": (c_int64, [POINTER(CacheConfigStruct)]),
     "moeedge_cache_destroy": (c_int, [c_int64]),
-    "moeedge_cache_info": (c_int, [c_int64, POINTER(CacheInfoStruct)]),
+    "moeedge_cache_get_info": (c_int, [c_int64, POINTER(CacheInfoStruct)]),
     "moeedge_cache_groups": (c_int, [c_int64, c_void_p, c_void_p, c_void_p]),
     "moeedge_cache_plan": (c_int, [c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
     "moeedge_cache_residency": (c_int, [c_int64, c_void_p]),
-    "moeedge_cache_stats": (c_int, [c_int64, POINTER(CacheStatsStruct)]),
+    "moeedge_cache_get_stats": (c_int, [c_int64, POINTER(CacheStatsStruct)]),
     "moeedge_cache_blocks": (c_int, [c_int64, c_int64, c_void_p, c_int]),
     "moeedge_cache_drain": (c_int, [c_int64, c_double]),
     "moeedge_cache_clear": (c_int, [c_int64]),
@@ -183,16 +183,7 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 def declare(library: ctypes.CDLL) -> None:
     """Give the library's functions their signatures."""
-    _declare(library, _SIGNATURES)
-
-
-def declare_cache(library: ctypes.CDLL) -> None:
-    """The same for the expert cache's."""
-    _declare(library, _CACHE_SIGNATURES)
-
-
-def _declare(library: ctypes.CDLL, signatures: dict[str, tuple[type | None, list[type]]]) -> None:
-    for name, (restype, argtypes) in signatures.items():
+    for name, (restype, argtypes) in {**_SIGNATURES, **_CACHE_SIGNATURES}.items():
         function = getattr(library, name)
         function.restype = restype
         function.argtypes = argtypes

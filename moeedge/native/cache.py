@@ -27,7 +27,6 @@ from moeedge.native.abi import (
     CacheInfoStruct,
     CacheStatsStruct,
     ExpertTensorStruct,
-    declare_cache,
 )
 from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.native.library import load
@@ -139,7 +138,6 @@ class ExpertCache:
         one slot per group fits), BackendError.
         """
         library = load()
-        declare_cache(library)
         raw, _keep = _to_struct(config)
         cache: int = library.moeedge_cache_create(ctypes.byref(raw))
         if cache < 0:
@@ -165,7 +163,7 @@ class ExpertCache:
 
     def _read_info(self) -> CacheInfo:
         raw = CacheInfoStruct()
-        self._check(self._library.moeedge_cache_info(self._cache, ctypes.byref(raw)))
+        self._check(self._library.moeedge_cache_get_info(self._cache, ctypes.byref(raw)))
         values = {field.name: getattr(raw, field.name) for field in dataclasses.fields(CacheInfo)}
         for name in ("host_pinned", "is_host", "lost"):
             values[name] = bool(values[name])
@@ -219,7 +217,7 @@ class ExpertCache:
     def stats(self) -> CacheStats:
         """The counters."""
         raw = self._stats
-        self._check(self._library.moeedge_cache_stats(self._cache, ctypes.byref(raw)))
+        self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(raw)))
         values: dict[str, int | float | bool] = {}
         for field in dataclasses.fields(CacheStats):
             if field.name.endswith("_s"):

@@ -104,13 +104,15 @@ class Sensor:
 
     def frames(self) -> list[Frame]:
         """The frames since the last call, oldest first; those that the ring has overwritten are missing."""
-        n_frames = self._check(
-            self._library.moeedge_instance_frames(self._instance, self._last_serial, self._frames, MAX_FRAMES)
-        )
-        frames = [self._view(self._frames[i]) for i in range(n_frames)]
+        frames = self.frames_after(self._last_serial)
         if frames:
             self._last_serial = frames[-1].serial
         return frames
+
+    def frames_after(self, serial: int) -> list[Frame]:
+        """The frames behind that one, for a second reader with a mark of its own."""
+        n_frames = self._check(self._library.moeedge_instance_frames(self._instance, serial, self._frames, MAX_FRAMES))
+        return [self._view(self._frames[i]) for i in range(n_frames)]
 
     def _view(self, raw: FrameStruct) -> Frame:
         shape = (self.n_layers, raw.n_tokens, self.n_used)

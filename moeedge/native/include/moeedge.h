@@ -187,7 +187,7 @@ MOEEDGE_API const char * moeedge_last_error(void);
 MOEEDGE_API int64_t moeedge_cache_create(const struct moeedge_cache_config * config);
 // detaches it from its instances and ends its thread; one whose device is lost is left behind where it waits
 MOEEDGE_API int moeedge_cache_destroy(int64_t cache);
-MOEEDGE_API int moeedge_cache_info(int64_t cache, struct moeedge_cache_info * out);
+MOEEDGE_API int moeedge_cache_get_info(int64_t cache, struct moeedge_cache_info * out);
 // layer_group [n_layers], -1: no experts; capacity (slots) and expert_bytes [n_groups]
 MOEEDGE_API int moeedge_cache_groups(int64_t cache, int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes);
 // what to move from now on, in place of what is still queued: uploads [n_uploads, 2] (layer, expert) by level, highest
@@ -196,7 +196,7 @@ MOEEDGE_API int moeedge_cache_plan(int64_t cache, const int32_t * uploads, const
                                    const int32_t * victims, const float * victim_utility, int n_victims);
 // out [n_layers, n_experts]: 0 absent, 1 resident, 2 in flight
 MOEEDGE_API int moeedge_cache_residency(int64_t cache, uint8_t * out);
-MOEEDGE_API int moeedge_cache_stats(int64_t cache, struct moeedge_cache_stats * out);
+MOEEDGE_API int moeedge_cache_get_stats(int64_t cache, struct moeedge_cache_stats * out);
 // records with serial > after among the newest 4096, oldest first, at most n_max; returns how many
 MOEEDGE_API int moeedge_cache_blocks(int64_t cache, int64_t after, struct moeedge_block_record * out, int n_max);
 // waits until nothing can be moved any more: the queue is empty or waits for a victim, and nothing is in flight

@@ -3,14 +3,15 @@
 // Claims    by mode (moeedge_claims): nothing, the MoE blocks, or every operation of the CPU.
 // Forwards  the graph's nodes as they are to an inner CPU backend instance: results are bit-identical to stock's. Expert
 //           ids and router weights are read from memory, after the graph or (large batches) by nodes of our own in it.
+//           With an expert cache attached the experts of a block run on its device and on the CPU (compute.cpp).
 // Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts what the CPU accepts,
 //           repacked weights included.
 
-#include <algorithm>
-#include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <new>
 
+#include "compute.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "instance.h"
@@ -20,118 +21,8 @@ namespace moeedge {
 // stock's GPU backends offload host weights from this batch size on (GGML_OP_OFFLOAD_MIN_BATCH's default)
 static constexpr long long offload_min_tokens = 32;
 
-static int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-}
-
 static instance * instance_of(ggml_backend_t backend) {
     return (instance *) backend->context;
-}
-
-// sensing
-
-// Small batches are read after the graph is done: no thread waits. The allocator must then keep ids and weights of all
-// layers, which spreads the activations of a large batch over more memory than the caches hold (3.5 % of prefill): large
-// batches are read from inside the graph, by one node per block, whose barrier is nothing to them.
-static constexpr int64_t n_tokens_read_after = 32;
-
-static bool is_read_after(const std::vector<moe_block> & blocks) {
-    return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_read_after;
-}
-
-static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
-    instance * self = instance_of(backend);
-    if (!self->sense || graph->n_nodes == 0) {
-        return;
-    }
-    find_blocks(graph, self->blocks);
-    self->blocks_uid = 0;
-    if (!is_read_after(self->blocks)) {
-        return;
-    }
-    ggml_tensor * last = graph->nodes[graph->n_nodes - 1];
-    for (const moe_block & block : self->blocks) {
-        params->add_alloc_dep(params->user_data, block.ids, last);
-        if (block.weights) {
-            params->add_alloc_dep(params->user_data, block.weights, last);
-        }
-    }
-}
-
-static void sense_block(instance * self, const moe_block & block) {
-    self->sense->observe(block.layer, self->phase, block.ids, block.weights);
-    self->stats.blocks++;
-}
-
-// computed by the CPU backend's threads like any operation; one thread suffices for so few bytes
-static void sense_block_node(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    if (ith == 0) {
-        const int64_t           begin_ns = now_ns();
-        const instance::probe * probe    = (const instance::probe *) userdata;
-        sense_block(probe->self, *probe->block);
-        probe->self->stats.sense_ns += now_ns() - begin_ns;
-    }
-    GGML_UNUSED(dst);
-    GGML_UNUSED(nth);
-}
-
-// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
-// so that the CPU backend fuses what it fuses in stock
-static ggml_cgraph extend_graph(instance * self, const ggml_cgraph * graph) {
-    const size_t n_blocks = self->blocks.size();
-    self->arena.resize(std::max(self->arena.size(), (n_blocks + 1) * (ggml_tensor_overhead() + GGML_MEM_ALIGN)));
-    ggml_context * ctx = ggml_init({ self->arena.size(), self->arena.data(), /* .no_alloc = */ true });
-
-    self->probes.resize(n_blocks); // sized before pointers into it are taken
-    self->nodes.clear();
-    int i_from = 0;
-    for (size_t b = 0; b < n_blocks; b++) {
-        const moe_block & block = self->blocks[b];
-        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
-        i_from = block.i_first;
-
-        self->probes[b]      = { self, &block };
-        ggml_tensor * args[] = { block.ids };
-        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, 1, sense_block_node, /* n_tasks = */ 1,
-                                              &self->probes[b]);
-        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
-        self->nodes.push_back(node);
-    }
-    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
-    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
-
-    ggml_cgraph extended = *graph;
-    extended.nodes       = self->nodes.data();
-    extended.n_nodes     = (int) self->nodes.size();
-    extended.size        = extended.n_nodes;
-    extended.uid         = 0;
-    return extended;
-}
-
-static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) {
-    int64_t begin_ns = now_ns();
-    // llama.cpp reuses graphs, so the blocks of the last one are kept
-    if (graph->uid == 0 || graph->uid != self->blocks_uid) {
-        find_blocks(graph, self->blocks);
-        self->blocks_uid = graph->uid;
-    }
-    if (!is_read_after(self->blocks)) {
-        ggml_cgraph extended = extend_graph(self, graph);
-        self->stats.sense_ns += now_ns() - begin_ns;
-        return ggml_backend_graph_compute(self->cpu, &extended);
-    }
-    self->stats.sense_ns += now_ns() - begin_ns;
-    const enum ggml_status status = ggml_backend_graph_compute(self->cpu, graph);
-    if (status != GGML_STATUS_SUCCESS) {
-        return status;
-    }
-    begin_ns = now_ns();
-    for (const moe_block & block : self->blocks) {
-        sense_block(self, block);
-    }
-    self->stats.sense_ns += now_ns() - begin_ns;
-    return status;
 }
 
 // backend interface
@@ -145,20 +36,18 @@ static const char * backend_get_name(ggml_backend_t backend) {
 static void backend_free(ggml_backend_t backend) {
     instance * self = instance_of(backend);
     registry_remove(self);
+    set_cache(self, nullptr);
     ggml_backend_free(self->cpu);
     delete self;
     delete backend;
 }
 
 static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    instance *    self     = instance_of(backend);
-    const int64_t begin_ns = now_ns();
+    return compute_graph(instance_of(backend), graph);
+}
 
-    const enum ggml_status status =
-        self->sense ? compute_and_sense(self, graph) : ggml_backend_graph_compute(self->cpu, graph);
-    self->stats.graphs++;
-    self->stats.compute_ns += now_ns() - begin_ns;
-    return status;
+static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    optimize_graph(instance_of(backend), graph, params);
 }
 
 static const ggml_backend_i backend_i = {
@@ -196,6 +85,9 @@ static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
     auto set        = (ggml_backend_set_n_threads_t) cpu_proc_address(self, "ggml_backend_set_n_threads");
     if (set) {
         set(self->cpu, n_threads);
+    }
+    if (self->hybrid) {
+        self->hybrid->set_n_threads(n_threads);
     }
 }
 
@@ -260,8 +152,11 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
         return nullptr;
     }
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
-        const enum ggml_backend_dev_type type = ggml_backend_dev_type(ggml_backend_dev_get(i));
-        self->has_gpu |= type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+        ggml_backend_dev_t               found = ggml_backend_dev_get(i);
+        const enum ggml_backend_dev_type type  = ggml_backend_dev_type(found);
+        // remote workers call themselves GPUs, but llama.cpp is never given one
+        const bool is_remote = std::strncmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(found)), "RPC", 3) == 0;
+        self->has_gpu |= !is_remote && (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU);
     }
     self->device         = *dev;
     self->device.context = self;
@@ -290,6 +185,15 @@ static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t dev,
     GGML_UNUSED(max_tensor_size);
 }
 
+// from how many tokens on a GPU of llama.cpp's may take a block from us
+static long long big_batch_tokens(const instance * self) {
+    const expert_cache * cache = self->cache.get();
+    if (cache == nullptr || cache->lost()) {
+        return offload_min_tokens;
+    }
+    return cache->prefill_path.load() == MOEEDGE_PREFILL_CPU ? cache->prefill_tokens_min.load() : INT64_MAX;
+}
+
 static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const instance * self = (const instance *) dev->context;
     if (self == nullptr) {
@@ -303,7 +207,7 @@ static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
                 return false;
             }
             // a GPU computes big batches from host weights, and only if nobody above the CPU claims them
-            if (self->has_gpu && block_node_tokens(op) >= offload_min_tokens) {
+            if (self->has_gpu && block_node_tokens(op) >= big_batch_tokens(self)) {
                 return false;
             }
             break;

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -25,9 +26,11 @@ class expert_cache {
   public:
     static constexpr int not_resident = -1;
 
-    // null with the reason in `error`
-    static std::shared_ptr<expert_cache> create(const moeedge_cache_config & config, std::string & error);
+    // null with the reason in `error` and `status` (moeedge_status)
+    static std::shared_ptr<expert_cache> create(const moeedge_cache_config & config, std::string & error, int & status);
     ~expert_cache();
+    // ends the mover, whoever else still holds the cache; nothing is resident from then on
+    void close();
 
     // the computing side
 
@@ -64,6 +67,9 @@ class expert_cache {
     bool lost() const;
     void mark_lost(const char * reason); // from any thread; idempotent; also wakes the mover
 
+    // called once, by the thread that finds the device lost; at once if it is lost already
+    void on_lost(std::function<void()> call);
+
     // how prefill batches are computed: moeedge_cache_set_prefill
     std::atomic<int> prefill_path{ 0 };
     std::atomic<int> prefill_tokens_min{ 65 };
@@ -73,7 +79,24 @@ class expert_cache {
     void count_unknown_block();
     void count_whole_block();
 
+    // the planning side; see the moeedge_cache_* functions of the same name (moeedge.h)
+
+    void get_info(moeedge_cache_info & out) const;
+    void get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
+    int  plan(const int32_t * uploads, const uint8_t * levels, int n_uploads, const int32_t * victims,
+              const float * utility, int n_victims);
+    void copy_residency(uint8_t * out) const;
+    void get_stats(moeedge_cache_stats & out) const;
+    int  read_blocks(int64_t after, moeedge_block_record * out, int n_max);
+    int  drain(double timeout_s);
+    int  clear();
+    int  read(int layer, int expert, const char * role, void * out, int64_t size);
+    std::string loss_reason() const;
+
+  private:
     struct impl;
+    explicit expert_cache(std::unique_ptr<impl> parts);
+
     std::unique_ptr<impl> self;
 };
 

@@ -7,13 +7,22 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "blocks.h"
+#include "cache.h"
 #include "ggml-backend-impl.h"
+#include "hybrid.h"
 #include "sensor.h"
 
 namespace moeedge {
+
+// what was found in one of llama.cpp's graphs
+struct parsed_graph {
+    std::vector<moe_block>    blocks;
+    std::vector<placed_chain> placed; // one per block while a cache is attached
+};
 
 struct instance {
     int64_t             id = 0;
@@ -30,8 +39,11 @@ struct instance {
     std::unique_ptr<sensor> sense; // null until configured
     moeedge_stats           stats = {};
 
-    std::vector<moe_block> blocks;         // of the graph computed last
-    uint64_t               blocks_uid = 0; // ggml's id of that graph
+    std::shared_ptr<expert_cache>    cache;  // null: everything on the CPU
+    std::unique_ptr<hybrid_executor> hybrid; // of the cache
+
+    std::unordered_map<uint64_t, parsed_graph> parsed;   // by ggml's id of the graph
+    std::vector<bool>                          is_split; // per block of the graph at hand: given to the executor
 
     // scratch for graphs that are sensed from inside, kept to avoid allocations
     struct probe {
@@ -49,6 +61,7 @@ void    registry_remove(instance * self);
 instance * registry_find(int64_t id);
 int64_t registry_newest_of(std::thread::id creator);
 int     registry_size();
+void    registry_detach(const expert_cache * cache); // from all instances; none of them may compute
 int     registry_default_claims();
 void    registry_set_default_claims(int claims);
 

@@ -2,6 +2,7 @@
 #include <mutex>
 #include <vector>
 
+#include "compute.h"
 #include "instance.h"
 
 namespace moeedge {
@@ -64,6 +65,16 @@ int registry_size() {
     registry & r = get_registry();
     std::lock_guard<std::mutex> lock(r.mutex);
     return (int) r.live.size();
+}
+
+void registry_detach(const expert_cache * cache) {
+    registry & r = get_registry();
+    std::lock_guard<std::mutex> lock(r.mutex);
+    for (instance * self : r.live) {
+        if (self->cache.get() == cache) {
+            set_cache(self, nullptr);
+        }
+    }
 }
 
 int registry_default_claims() {

@@ -1,0 +1,109 @@
+#include "device.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ggml-cpu.h"
+
+namespace moeedge {
+
+cache_device::~cache_device() {
+    // a lost device would be asked to free and never answer
+    if (loss && loss->is_lost()) {
+        return;
+    }
+    for (ggml_backend_t backend : { compute, transfer, stream }) {
+        if (backend) {
+            ggml_backend_free(backend);
+        }
+    }
+}
+
+static bool can_hold_experts(ggml_backend_dev_t dev) {
+    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
+static std::string known_devices() {
+    std::string names = emulated_name;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        ggml_backend_dev_t dev = ggml_backend_dev_get(i);
+        if (can_hold_experts(dev)) {
+            names += std::string(", ") + ggml_backend_dev_name(dev);
+        }
+    }
+    return names;
+}
+
+static bool is_rpc(ggml_backend_dev_t dev) {
+    return std::strncmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC", 3) == 0;
+}
+
+bool cache_device::find(const moeedge_cache_config & config, std::string & error) {
+    is_emulated = std::strcmp(config.device, emulated_name) == 0;
+    dev = is_emulated ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : ggml_backend_dev_by_name(config.device);
+    if (dev == nullptr || (!is_emulated && !can_hold_experts(dev))) {
+        error = "There is no device " + std::string(config.device) + "; there are " + known_devices() + ".";
+        return false;
+    }
+    is_remote   = is_rpc(dev);
+    n_threads   = is_emulated ? std::max(config.emulated_threads, 1) : 0;
+    name        = config.device;
+    description = ggml_backend_dev_description(dev);
+    loss        = device_loss::create(dev, is_remote);
+    return true;
+}
+
+static ggml_backend_t start_instance(ggml_backend_dev_t dev, int n_threads) {
+    ggml_backend_t backend = ggml_backend_dev_init(dev, nullptr);
+    if (backend && n_threads > 0) {
+        void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads");
+        ((ggml_backend_set_n_threads_t) set)(backend, n_threads);
+    }
+    return backend;
+}
+
+void cache_device::start(bool has_stage) {
+    compute  = start_instance(dev, n_threads);
+    transfer = start_instance(dev, n_threads);
+    stream   = has_stage ? start_instance(dev, n_threads) : nullptr;
+    if (compute == nullptr || transfer == nullptr || (has_stage && stream == nullptr)) {
+        return;
+    }
+    buft    = is_emulated ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
+    is_host = ggml_backend_buft_is_host(buft);
+
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(dev, &props);
+    // a remote worker's queue is a socket, and its answers are waited for
+    is_async     = props.caps.async && !is_remote && !is_host;
+    staging_buft = is_host ? nullptr : ggml_backend_dev_host_buffer_type(dev);
+    if (staging_buft == nullptr) {
+        staging_buft = ggml_backend_cpu_buffer_type();
+    }
+    is_started = true;
+}
+
+std::shared_ptr<cache_device> cache_device::open(const moeedge_cache_config & config, std::string & error) {
+    auto self = std::make_shared<cache_device>();
+    if (!self->find(config, error)) {
+        return nullptr;
+    }
+    if (!self->loss->run([self, has_stage = config.n_stage > 0] { self->start(has_stage); })) {
+        error = "The device " + self->name + " is lost: " + self->loss->reason() + ".";
+        return nullptr;
+    }
+    if (!self->is_started) {
+        error = "The device " + self->name + " cannot be used: it did not start.";
+        return nullptr;
+    }
+    return self;
+}
+
+ggml_backend_buffer_t allocate_host(ggml_backend_buffer_type_t buft, size_t size, bool & is_pinned) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(buft, size);
+    is_pinned = buffer && buft != ggml_backend_cpu_buffer_type() && ggml_backend_buffer_get_type(buffer) == buft;
+    return buffer;
+}
+
+} // namespace moeedge

@@ -1,0 +1,61 @@
+#include "records.h"
+
+#include <algorithm>
+
+namespace moeedge {
+
+void block_records::add(const moeedge_block_record & record) {
+    std::lock_guard<std::mutex> lock(mutex);
+    moeedge_block_record &      kept = ring[++serial % n_kept];
+    kept        = record;
+    kept.serial = serial;
+
+    sums.blocks++;
+    sums.pairs += record.pairs_cpu + record.pairs_device;
+    sums.pairs_device += record.pairs_device;
+    if (record.n_tokens <= n_tokens_counted) {
+        sums.unique += record.unique_cpu + record.unique_device;
+        sums.unique_device += record.unique_device;
+    }
+    sums.partition_ns += record.partition_ns;
+    sums.cpu_ns += record.cpu_ns;
+    sums.device_ns += record.device_ns;
+    sums.wait_ns += record.wait_ns;
+}
+
+void block_records::add_unknown() {
+    std::lock_guard<std::mutex> lock(mutex);
+    sums.blocks_unknown++;
+}
+
+void block_records::add_whole() {
+    std::lock_guard<std::mutex> lock(mutex);
+    sums.blocks_whole++;
+}
+
+int block_records::read(int64_t after, moeedge_block_record * out, int n_max) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int64_t               oldest = std::max<int64_t>(serial - n_kept + 1, 1);
+    int                         n      = 0;
+    for (int64_t s = std::max(after + 1, oldest); s <= serial && n < n_max; s++) {
+        out[n++] = ring[s % n_kept];
+    }
+    return n;
+}
+
+void block_records::add_stats(moeedge_cache_stats & stats) {
+    std::lock_guard<std::mutex> lock(mutex);
+    stats.blocks         = sums.blocks;
+    stats.blocks_unknown = sums.blocks_unknown;
+    stats.blocks_whole   = sums.blocks_whole;
+    stats.pairs          = sums.pairs;
+    stats.pairs_device   = sums.pairs_device;
+    stats.unique         = sums.unique;
+    stats.unique_device  = sums.unique_device;
+    stats.partition_ns   = sums.partition_ns;
+    stats.cpu_ns         = sums.cpu_ns;
+    stats.device_ns      = sums.device_ns;
+    stats.wait_ns        = sums.wait_ns;
+}
+
+} // namespace moeedge

@@ -1,0 +1,36 @@
+// Source: the bytes of single experts, read from the model's own files.
+//
+// llama.cpp may keep experts repacked for the CPU's kernels, from which no device could use them. Reads are positioned ones
+// into the caller's memory: unlike a mapping of our own they add nothing to the process's resident memory, and a file that
+// is cut short while in use makes a read fail instead of ending the process.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace moeedge {
+
+class expert_source {
+  public:
+    expert_source() = default;
+    ~expert_source();
+    expert_source(const expert_source &)             = delete;
+    expert_source & operator=(const expert_source &) = delete;
+
+    // opens the files and checks that they hold all of the layout; false with the reason in `error`
+    bool open(const moeedge_cache_config & config, const expert_layout & layout, std::string & error);
+
+    // `size` bytes of an expert's role from byte `begin` on; false where the file cannot be read
+    bool read(int layer, int role, int expert, size_t begin, size_t size, void * out) const;
+    // asks the system to have an expert's bytes at hand soon; does not wait
+    void announce(int layer, int expert) const;
+
+  private:
+    const expert_layout * layout = nullptr;
+    std::vector<int>      files; // descriptors
+};
+
+} // namespace moeedge

@@ -1,0 +1,119 @@
+#include "uploader.h"
+
+#include <algorithm>
+
+namespace moeedge {
+
+// Large enough that a transfer's fixed cost is small beside it; what a remote computation waits for at most is one chunk.
+static constexpr size_t stream_chunk_bytes = 4u << 20;
+static constexpr size_t remote_chunk_bytes = 1u << 20;
+static constexpr int    n_stream_chunks    = 4;
+
+uploader::uploader(const cache_device & dev, ggml_backend_t be, const expert_source & from, const expert_layout & of,
+                   const slot_pools & to)
+    : device(dev), backend(be), source(from), layout(of), pools(to) {}
+
+uploader::~uploader() {
+    if (device.loss->is_lost()) {
+        return; // its memory may still be on the way
+    }
+    for (const chunk & c : chunks) {
+        ggml_backend_event_free(c.event);
+    }
+    ggml_backend_buffer_free(buffer);
+}
+
+bool uploader::allocate() {
+    if (device.is_host) {
+        return true;
+    }
+    size_t largest = 0;
+    for (const expert_group & group : layout.groups) {
+        for (const expert_role & role : group.roles) {
+            largest = std::max(largest, role.bytes);
+        }
+    }
+    chunk_bytes = std::min(largest, device.is_async ? stream_chunk_bytes : remote_chunk_bytes);
+    chunks.resize(device.is_async ? n_stream_chunks : 1);
+    buffer = allocate_host(device.staging_buft, chunk_bytes * chunks.size(), pinned);
+    if (buffer == nullptr) {
+        return false;
+    }
+    for (size_t i = 0; i < chunks.size(); i++) {
+        chunks[i].data = (char *) ggml_backend_buffer_get_base(buffer) + i * chunk_bytes;
+        if (device.is_async) {
+            chunks[i].event = ggml_backend_event_new(device.dev);
+        }
+    }
+    return true;
+}
+
+int uploader::depth() const {
+    return device.is_async ? n_stream_chunks : 1;
+}
+
+size_t uploader::staging_bytes() const {
+    return chunk_bytes * chunks.size();
+}
+
+int64_t uploader::send(int layer, int expert, int slot) {
+    const size_t n_roles = layout.slices[layer].size();
+    for (size_t r = 0; r < n_roles; r++) {
+        if (!send_role(layer, (int) r, expert, slot)) {
+            return -1;
+        }
+    }
+    return n_sent;
+}
+
+bool uploader::send_role(int layer, int role, int expert, int slot) {
+    const int     group = layout.group_of[layer];
+    const size_t  bytes = layout.groups[group].roles[role].bytes;
+    ggml_tensor * pool  = pools.tensor(group, role);
+    const size_t  to    = slot * bytes;
+    if (device.is_host) {
+        return source.read(layer, role, expert, 0, bytes, (char *) pool->data + to);
+    }
+    for (size_t begin = 0; begin < bytes; begin += chunk_bytes) {
+        const size_t size = std::min(chunk_bytes, bytes - begin);
+        if (!send_piece(layer, role, expert, begin, size, pool, to + begin)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool uploader::send_piece(int layer, int role, int expert, size_t begin, size_t size, ggml_tensor * pool, size_t offset) {
+    chunk & c = chunks[n_sent % chunks.size()];
+    wait(c.sent);
+    if (!source.read(layer, role, expert, begin, size, c.data)) {
+        return false;
+    }
+    c.sent = ++n_sent;
+    if (!device.is_async) {
+        ggml_backend_tensor_set(pool, c.data, offset, size);
+        n_arrived = n_sent;
+        return true;
+    }
+    ggml_backend_tensor_set_async(backend, pool, c.data, offset, size);
+    if (c.event) {
+        ggml_backend_event_record(c.event, backend);
+    }
+    return true;
+}
+
+void uploader::wait(int64_t ticket) {
+    if (ticket <= n_arrived) {
+        return;
+    }
+    const chunk & c = chunks[(ticket - 1) % chunks.size()];
+    if (c.event) {
+        ggml_backend_event_synchronize(c.event);
+        n_arrived = c.sent; // a later one, if the chunk was used again since
+    } else {
+        ggml_backend_synchronize(backend);
+        n_arrived = n_sent;
+    }
+}
+
+} // namespace moeedge
