@@ -228,7 +228,7 @@ class ExpertCache:
         return CacheStats(**values)  # type: ignore[arg-type]
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Records (BLOCK_RECORD) of the MoE blocks computed since the last call, oldest first, at most the newest 4096."""
+        """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
         records = np.zeros(MAX_BLOCKS, dtype=BLOCK_RECORD)
         n_records = self._check(
             self._library.moeedge_cache_blocks(self._cache, self._last_block, records.ctypes.data, MAX_BLOCKS)
