@@ -10,6 +10,7 @@ from pathlib import Path
 from moeedge.bench.modes import BenchMode, mode_config
 from moeedge.data import Prompt
 from moeedge.engine.llama import Model
+from moeedge.engine.loading import load_draft, load_target
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError
@@ -30,10 +31,10 @@ class Lane:
 
 def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:
     """The target, and the draft model if one is named and a mode uses it; closed with `stack`."""
-    target = stack.enter_context(Model.load(base.model, n_gpu_layers=base.n_gpu_layers or 0, device=base.device))
+    target = stack.enter_context(load_target(base))
     if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
         return target, None
-    return target, stack.enter_context(Model.load(base.draft, n_gpu_layers=base.n_gpu_layers or 0, device=base.device))
+    return target, stack.enter_context(load_draft(base))
 
 
 def open_lanes(

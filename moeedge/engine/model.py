@@ -48,10 +48,13 @@ class ModelInfo:
 class Model:
     """llama.cpp's model and vocabulary; `load` is the only way to make one. Closing twice is harmless."""
 
-    def __init__(self, path: Path, handle: Any, info: ModelInfo, *, beside_gpu: bool = False) -> None:
+    def __init__(
+        self, path: Path, handle: Any, info: ModelInfo, *, beside_gpu: bool = False, experts_on_gpu: bool = False
+    ) -> None:
         self.path = path
         self.info = info
         self.beside_gpu = beside_gpu  # llama.cpp uses a GPU, for large batches even when no layer lies there
+        self.experts_on_gpu = experts_on_gpu  # with the layers that lie there
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -101,7 +104,14 @@ class Model:
         if not handle:
             reason = library.first_complaint() or "it gave no reason"
             raise ModelFileError(f"llama.cpp cannot load {path}: {reason}.", "--verbose shows its whole log.")
-        return cls(path, handle, _read_info(handle, summary), beside_gpu=len(chosen) > 1)
+        beside_gpu = len(chosen) > 1
+        return cls(
+            path,
+            handle,
+            _read_info(handle, summary),
+            beside_gpu=beside_gpu,
+            experts_on_gpu=beside_gpu and n_gpu_layers != 0 and not experts_on_cpu,
+        )
 
     @property
     def can_roll_back(self) -> bool:

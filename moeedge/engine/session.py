@@ -4,24 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 
 from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
+from moeedge.engine.loading import load_draft, load_target, resolve_device
 from moeedge.engine.memory import check_n_ctx, default_n_ctx
 from moeedge.engine.model import Model
+from moeedge.engine.placement.opening import Opened, check_policy, open_placement
+from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.sampling import Sampler
-from moeedge.engine.speculative import Counts, Placement, SpeculativeLoop
-from moeedge.engine.types import EngineConfig, EngineInfo, Mode, SamplingConfig, StepRecord
+from moeedge.engine.speculative import Counts, SpeculativeLoop
+from moeedge.engine.types import EngineConfig, EngineInfo, Mode, PlacementStats, SamplingConfig, StepRecord
 from moeedge.engine.vocabulary import check_compatible
 from moeedge.errors import ContextTooSmallError, EmptyPromptError
+from moeedge.hardware.resolve import ResolvedDevice
 
 Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 _RESERVED_TOKENS = 4
+
+
+class _LateNotes:
+    """Sentences that come up while the session runs: kept in `sentences`, and told to the listener."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        self.listener: Callable[[str], None] | None = None
+        self._sentences = sentences
+
+    def add(self, text: str) -> None:
+        self._sentences.append(text)
+        if self.listener is not None:
+            self.listener(text)
 
 
 class Session:
@@ -33,6 +50,7 @@ class Session:
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0).
     counts: activations of the last verification or prefill, uint32 [n_layers, n_experts]; None for a dense model.
     placement: schedules and prefetches experts; None without a device.
+    calibration: what was measured for it; None where nothing was.
     """
 
     def __init__(
@@ -42,6 +60,8 @@ class Session:
         draft: DraftSource,
         draft_context: Context | None,
         info: EngineInfo,
+        opened: Opened,
+        late_notes: _LateNotes,
         resources: ExitStack,
     ) -> None:
         self.config = config
@@ -52,7 +72,9 @@ class Session:
         self.gamma = info.gamma
         self.n_keep = 1 if target.model.adds_bos else 0
         self.observers: list[Observer] = []
-        self.placement: Placement | None = None
+        self._late_notes = late_notes
+        self.placement: ExpertPlacement | None = opened.placement
+        self.calibration = opened.calibration
         self._loop: SpeculativeLoop | None = None
         self._resources = resources
 
@@ -62,13 +84,17 @@ class Session:
 
         A model that is given is shared with other sessions: it is not loaded again and stays open afterwards.
         """
+        check_policy(config.placement)
+        device = resolve_device(config)
+        if "no-sd" in config.placement.ablations:
+            config = replace(config, gamma=0)
         with ExitStack() as stack:
             if model is None:
-                model = stack.enter_context(_load(config, config.model))
+                model = stack.enter_context(load_target(config, device))
             notes: list[str] = []
             if model.info.n_experts == 0:
                 notes.append(f"{config.model.name} is dense, no experts: placement off.")
-            draft_model, n_common, use_ngram = _load_draft(config, model, draft_model, notes, stack)
+            draft_model, n_common, use_ngram = _load_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = config.n_ctx
             if n_ctx == 0:
@@ -83,7 +109,13 @@ class Session:
                 draft_context = stack.enter_context(_make_context(config, draft_model, target.n_ctx))
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             info = _describe(config, target, draft, draft_model, notes)
-            return cls(config, target, draft, draft_context, info, stack.pop_all())
+            late = _LateNotes(notes)
+            opened = open_placement(config, device, target, draft_context, gamma=info.gamma, give_note=late.add)
+            if opened.placement is not None:
+                stack.callback(opened.placement.close)
+            notes.extend(opened.notes)
+            info = _placed(info, opened)
+            return cls(config, target, draft, draft_context, info, opened, late, stack.pop_all())
 
     @property
     def model(self) -> Model:
@@ -96,6 +128,11 @@ class Session:
 
     def set_mode(self, mode: Mode) -> None:
         """Switches between our backend and stock's path, for comparisons within one process."""
+        if self.placement is not None:
+            if mode == "stock":
+                self.placement.detach()
+            else:
+                self.placement.attach()
         self.target.set_mode(mode)
         if self.draft_context is not None:
             self.draft_context.set_mode(mode)
@@ -151,8 +188,23 @@ class Session:
         for observer in self.observers:
             observer(record, self)
 
+    @property
+    def on_note(self) -> Callable[[str], None] | None:
+        """Called with a sentence when something goes off in mid-answer (a lost device); info.notes gets it, too."""
+        return self._late_notes.listener
+
+    @on_note.setter
+    def on_note(self, listener: Callable[[str], None] | None) -> None:
+        self._late_notes.listener = listener
+
+    def placement_stats(self) -> PlacementStats | None:
+        """Counters of expert placement since the session began; None without a device."""
+        return self.placement.stats() if self.placement is not None else None
+
     def reset(self) -> None:
-        """Empties both KV caches."""
+        """Empties both KV caches; experts stay where they are."""
+        if self.placement is not None:
+            self.placement.reset()
         self.target.clear()
         if self.draft_context is not None:
             self.draft_context.clear()
@@ -170,12 +222,13 @@ class Session:
         self.close()
 
 
-def _load(config: EngineConfig, path: Path) -> Model:
-    return Model.load(path, n_gpu_layers=config.n_gpu_layers or 0, device=config.device)
-
-
 def _load_draft(
-    config: EngineConfig, model: Model, shared: Model | None, notes: list[str], stack: ExitStack
+    config: EngineConfig,
+    device: ResolvedDevice,
+    model: Model,
+    shared: Model | None,
+    notes: list[str],
+    stack: ExitStack,
 ) -> tuple[Model | None, int, bool]:
     """The draft model if one is to be used, the token ids it shares with the target, and whether n-grams draft."""
     if config.draft is None or config.gamma == 0:
@@ -189,7 +242,7 @@ def _load_draft(
         return None, 0, False
     if config.draft == "ngram":
         return None, 0, True
-    draft = shared or stack.enter_context(_load(config, Path(config.draft)))
+    draft = shared or stack.enter_context(load_draft(config, device))
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()
@@ -231,4 +284,20 @@ def _describe(
         device="none",
         policy="none",
         notes=notes,
+    )
+
+
+def _placed(info: EngineInfo, opened: Opened) -> EngineInfo:
+    """`info` with where experts are."""
+    placement = opened.placement
+    if placement is None:
+        return info
+    return replace(
+        info,
+        device=placement.device,
+        policy=placement.policy.name,
+        cache_ratio=placement.cache_ratio,
+        cache_slots=placement.cache.info.n_slots,
+        pool_bytes=placement.cache.info.pool_bytes,
+        vram_bytes=opened.vram_bytes,
     )

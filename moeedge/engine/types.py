@@ -97,7 +97,8 @@ class EngineConfig:
     n_threads: int = 0  # 0: the physical cores
     gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
     n_gpu_layers: int | None = None  # None: all of them where experts are placed on a GPU, otherwise 0
-    device: str = "auto"
+    device: str = "auto"  # that may hold experts; the value of -dev
+    emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = PlacementConfig()
     mode: Mode = "moeedge"
     n_batch: int = 2048  # tokens per llama_decode call

@@ -93,7 +93,7 @@ def test_a_seed_repeats_and_is_reported(pair: list[str]) -> None:
 
 
 def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> None:
-    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "16"]
+    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "16", "-dev", "none"]
     report = run_json(*arguments)
     result = run(*arguments)
     assert result.exit_code == 0

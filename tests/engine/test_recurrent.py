@@ -44,7 +44,7 @@ def test_speculation_is_off_and_answers_are_right(mamba: Path, tiny_moe: Path, d
 
 
 def test_a_recurrent_draft_is_not_used(mamba: Path, tiny_moe: Path) -> None:
-    config = EngineConfig(model=tiny_moe, draft=mamba, gamma=4, n_ctx=256, n_threads=1)
+    config = EngineConfig(model=tiny_moe, draft=mamba, gamma=4, n_ctx=256, n_threads=1, device="none")
     with Session.open(config) as session:
         assert session.info.draft == "none" and session.gamma == 0
         assert session.info.notes == ["The memory of the mamba draft cannot take back refused drafts: speculation off."]

@@ -49,7 +49,8 @@ def options(pair: tuple[Path, Path], draft: Draft = "model", **changes: Any) -> 
         "none": None,
     }
     return EngineConfig(
-        **{"model": pair[0], "draft": sources[draft], "gamma": 4, "n_ctx": 512, "n_threads": 1} | changes
+        **{"model": pair[0], "draft": sources[draft], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
+        | changes
     )
 
 
@@ -306,6 +307,14 @@ def test_a_foreign_draft_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> 
     foreign.write_bytes(pair[1].read_bytes().replace(b"<|im_end|>", b"<|an_end|>"))
     with pytest.raises(VocabularyMismatchError, match="an_end"):
         Session.open(options((pair[0], foreign)))
+
+
+def test_auto_without_a_gpu_says_so(pair: tuple[Path, Path]) -> None:
+    if library.has_gpu():
+        pytest.skip("a GPU is here")
+    with Session.open(options(pair, device="auto")) as session:
+        assert session.info.device == "none"
+        assert "No GPU: every expert stays on the CPU" in session.info.notes[0]
 
 
 def test_info_and_notes(pair: tuple[Path, Path]) -> None:

@@ -1,0 +1,229 @@
+"""Expert placement is put together here: budget, slots on the device, policy, measurements; or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from moeedge.engine import library
+from moeedge.engine.calibration import Calibration, calibrate
+from moeedge.engine.context import Context
+from moeedge.engine.expert_tensors import expert_bytes, expert_tensors
+from moeedge.engine.placement.placement import ExpertPlacement
+from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.errors import EngineError, InputError
+from moeedge.hardware import rpc, vram
+from moeedge.hardware.budget import Budget, default_reserve, plan_budget
+from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.hardware.size import format_bytes
+from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
+from moeedge.policies import POLICIES, PolicyConfig, make_policy
+from moeedge.scheduler.policy import CacheShape
+
+_PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
+_STAGE_EXPERTS = 32  # per half of the staging slots, for streaming prefill
+_PATHS = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT, "stream": PrefillPath.STREAM}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Placement, or None; `notes` say what there is and why something is off."""
+
+    placement: ExpertPlacement | None
+    notes: list[str] = field(default_factory=list)
+    calibration: Calibration | None = None
+    vram_bytes: int | None = None  # used on the device
+
+
+def check_policy(config: PlacementConfig) -> None:
+    """Raises InputError for a policy that nobody knows; to be called before anything is loaded."""
+    if config.policy not in POLICIES:
+        raise InputError(f'There is no policy "{config.policy}".', f"Known: {', '.join(POLICIES)}.")
+
+
+def open_placement(
+    config: EngineConfig,
+    device: ResolvedDevice,
+    target: Context,
+    draft: Context | None,
+    *,
+    gamma: int,
+    give_note: Callable[[str], None],
+) -> Opened:
+    """The placement of `target`'s experts on `device`. The caller closes it before it frees the contexts.
+
+    draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation.
+    """
+    if config.mode == "stock" or target.sensor is None:
+        return Opened(None)
+    notes = list(device.notes)
+    if device.kind == "none":
+        return Opened(None, notes)
+    opening = _Opening(config, device, target, draft, gamma, give_note, notes)
+    with ExitStack() as stack:
+        cache = opening.open_cache(stack)
+        if cache is None:
+            return Opened(None, notes)
+        opened = opening.start(cache)
+        if opened.placement is not None:
+            stack.pop_all()
+        return opened
+
+
+@dataclass(frozen=True)
+class _Opening:
+    config: EngineConfig
+    device: ResolvedDevice
+    target: Context
+    draft: Context | None
+    gamma: int
+    give_note: Callable[[str], None]
+    notes: list[str]
+
+    def open_cache(self, stack: ExitStack) -> ExpertCache | None:
+        """Slots on the device; None, and a note, where there is no room or no need for them."""
+        info = self.target.model.info
+        tensors, files = expert_tensors(self.target.model.path, n_layers=info.n_layers)
+        n_stage = self._stage_slots()
+        total_bytes = expert_bytes(tensors)
+        budget = self._budget(total_bytes, n_stage)
+        self.notes.extend(budget.notes)
+        if budget.n_slots == 0:
+            if not budget.notes:
+                self.notes.append("The expert cache is off, as asked: every expert stays on the CPU.")
+            return None
+        cache_config = CacheConfig(
+            device=self.device.ggml_name,
+            files=files,
+            tensors=tensors,
+            n_layers=info.n_layers,
+            n_experts=info.n_experts,
+            ratio=budget.ratio,
+            n_stage=n_stage,
+            emulated_threads=self._emulated_threads(),
+            link_bytes_per_s=float(self.device.link_bytes_per_s),
+        )
+        try:
+            cache = stack.enter_context(ExpertCache.open(cache_config))
+        except EngineError as error:  # no memory for a single slot
+            self.notes.append(f"{error.message} The expert cache is off.")
+            return None
+        if cache.info.n_slots < info.n_expert_layers:
+            self.notes.append(
+                f"{self.device.label} has memory for {cache.info.n_slots} experts, less than one per layer: "
+                "the expert cache is off."
+            )
+            return None
+        if cache.info.n_slots < cache.info.slots_wanted:
+            self.notes.append(
+                f"The expert cache has shrunk from {cache.info.slots_wanted:,} slots to {cache.info.n_slots:,}: "
+                f"{self.device.label} has no memory for more."
+            )
+        return cache
+
+    def _budget(self, expert_bytes_total: int, n_stage: int) -> Budget:
+        info = self.target.model.info
+        wish = self.config.placement
+        reading = vram.read(self.device) if self.device.kind == "gpu" else None
+        free_bytes = reading.free_bytes if reading is not None else self.device.free_bytes
+        total_bytes = reading.total_bytes if reading is not None else self.device.total_bytes
+        if total_bytes == 0:  # a device that does not tell: as much as is asked for, and less if that fails
+            free_bytes = expert_bytes_total
+        reserve_bytes = default_reserve(total_bytes) if self.device.kind == "gpu" else 0
+        if n_stage:
+            reserve_bytes += n_stage * expert_bytes_total // max(1, info.n_expert_layers * info.n_experts)
+        return plan_budget(
+            expert_bytes_total=expert_bytes_total,
+            n_expert_layers=info.n_expert_layers,
+            n_experts=info.n_experts,
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+            reserve_bytes=reserve_bytes,
+            vram_bytes=wish.vram_bytes,
+            cache_ratio=wish.cache_ratio,
+            default_ratio=self.device.default_ratio,
+            experts_on_device=self.target.model.experts_on_gpu,
+        )
+
+    def _stage_slots(self) -> int:
+        """Room to stream experts through in large batches, where that may be faster than the CPU."""
+        wish = self.config.placement.prefill
+        if wish == "stream" or (wish == "auto" and self.device.kind == "gpu"):
+            return 2 * min(self.target.model.info.n_experts, _STAGE_EXPERTS)
+        return 0
+
+    def _emulated_threads(self) -> int:
+        if self.device.kind != "emulated":
+            return 1
+        return self.device.threads or library.physical_cores()
+
+    def start(self, cache: ExpertCache) -> Opened:
+        """Measures, makes the policy and attaches; placement is None where measuring showed that it does not pay."""
+        wish = self.config.placement
+        info = self.target.model.info
+        sensor = self.target.sensor
+        assert sensor is not None  # open_placement looked
+        group, capacity, _ = cache.groups()
+        shape = CacheShape(info.n_layers, info.n_experts, group, capacity)
+        settings = PolicyConfig(
+            gamma=self.gamma, cap=wish.utility_cap, forgetting=wish.forgetting, ablations=wish.ablations
+        )
+        calibration = calibrate(
+            self.target,
+            self.draft,
+            cache,
+            shape,
+            wish,
+            settings,
+            device_label=self.device.label,
+            emulated_threads=self._emulated_threads() if self.device.kind == "emulated" else 0,
+        )
+        self._describe(cache)
+        if calibration is not None:
+            self.notes.append(calibration.sentence(emulated=self.device.kind == "emulated"))
+            settings = replace(settings, units=calibration.units)
+            if self.device.kind in ("gpu", "rpc") and not calibration.pays and not wish.asked:
+                self.notes.append(
+                    "By this measurement the cache does not pay here: it is off; --cache-ratio R or --vram SIZE "
+                    "keeps it on."
+                )
+                return Opened(None, self.notes, calibration)
+        self._choose_prefill(cache, calibration)
+        placement = ExpertPlacement(
+            cache,
+            sensor,
+            make_policy(wish.policy, shape, settings),
+            device=self.device.label,
+            cache_ratio=cache.info.n_slots / (info.n_expert_layers * info.n_experts),
+            expert_layers=info.expert_layers,
+            read_vram=lambda: self._memory(cache),
+            give_note=self.give_note,
+            on_lost=self._forget_worker,
+        )
+        memory = self._memory(cache)
+        return Opened(placement, self.notes, calibration, memory[0] if memory else None)
+
+    def _describe(self, cache: ExpertCache) -> None:
+        info = self.target.model.info
+        n_all = info.n_expert_layers * info.n_experts
+        self.notes.append(
+            f"Experts on {self.device.label}: {cache.info.n_slots:,} of {n_all:,} have a slot "
+            f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}); "
+            f"policy {self.config.placement.policy}."
+        )
+
+    def _choose_prefill(self, cache: ExpertCache, calibration: Calibration | None) -> None:
+        wish = self.config.placement.prefill
+        chosen = wish if wish != "auto" else calibration.prefill_path if calibration is not None else "cpu"
+        cache.set_prefill(_PATHS[chosen], _PREFILL_TOKENS_MIN)
+
+    def _memory(self, cache: ExpertCache) -> tuple[int, int] | None:
+        stats = cache.stats()
+        filled_bytes = cache.info.pool_bytes * stats.slots_used // max(1, cache.info.n_slots)
+        reading = vram.read(self.device, pool_bytes=cache.info.pool_bytes, filled_bytes=filled_bytes)
+        return (reading.used_bytes, reading.total_bytes) if reading is not None else None
+
+    def _forget_worker(self) -> None:
+        if self.device.kind == "rpc":
+            rpc.mark_lost(self.device.endpoint)

@@ -1,0 +1,172 @@
+"""Expert placement of a session: what the target activates goes to the policy, the policy's plan to the mover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from moeedge.engine.placement.counters import Counters
+from moeedge.engine.placement.observing import Watcher
+from moeedge.engine.speculative import Counts
+from moeedge.engine.types import PlacementStats, StepRecord
+from moeedge.errors import MoeedgeError
+from moeedge.native import Sensor
+from moeedge.native.cache import ExpertCache
+from moeedge.scheduler.policy import Plan, Policy
+
+_STEPS_BETWEEN_BLOCKS = 32  # the native ring holds 4096 block records: 85 steps of 48 layers
+_VRAM_AGE_S = 1.0  # a driver is asked for its memory at most so often
+
+
+class ExpertPlacement:
+    """Implements speculative.Placement over one ExpertCache, which it attaches and, in `close`, frees.
+
+    read_vram: used and total bytes of the device, None where nobody knows.
+    give_note: called with a sentence when something that was on goes off: a lost device, blocks not understood.
+    on_lost: called once when the device is lost.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        sensor: Sensor,
+        policy: Policy,
+        *,
+        device: str,
+        cache_ratio: float,
+        expert_layers: Sequence[int],
+        read_vram: Callable[[], tuple[int, int] | None],
+        give_note: Callable[[str], None],
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.cache = cache
+        self.policy = policy
+        self.device = device
+        self.cache_ratio = cache_ratio
+        self._sensor = sensor
+        self._expert_layers = list(expert_layers)
+        self._read_vram = read_vram
+        self._vram: tuple[int, int] | None = None
+        self._vram_read_s = -_VRAM_AGE_S
+        self._give_note = give_note
+        self._on_lost = on_lost
+        self._watcher = Watcher(sensor)
+        self._counters = Counters(cache.stats())
+        self._plan: Plan | None = None  # not given to the mover yet
+        self._tau: tuple[float, ...] = ()
+        self._lost = False
+        self._told_unknown = False
+        self._attached = False
+        cache.blocks()  # those of the warm-up
+        self.attach()
+
+    @property
+    def active(self) -> bool:
+        """Whether plans are made: attached, and the device there."""
+        return self._attached and not self._lost
+
+    def attach(self) -> None:
+        """Lets the target compute with the cache."""
+        if not self._attached:
+            self.cache.attach(self._sensor)
+            self._watcher.skip()
+            self._attached = True
+
+    def detach(self) -> None:
+        """Lets the target compute as without a cache; what lies on the device stays there."""
+        if self._attached:
+            self.cache.detach()
+            self._attached = False
+
+    def anticipate(self, tokens: Sequence[int]) -> None:
+        """Plans for the whole batch that is verified next, and starts the transfers."""
+        if self.active:
+            start_s = time.perf_counter()
+            self._replan(tokens)
+            self._push()
+            self._counters.schedule_s += time.perf_counter() - start_s
+
+    def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
+        """Tells the policy what `batch` activated and plans for the token that comes next."""
+        if not self._attached:
+            return
+        start_s = time.perf_counter()
+        if record.n_verified:
+            self._counters.steps += 1
+            self._counters.draft_s += record.draft_s
+            self._counters.decode_s += record.draft_s + record.verify_s + record.observe_s
+        self._look_for_trouble()
+        if not self._lost:
+            if record.n_verified:
+                self.policy.observe(self._watcher.verification(counts, batch, record.n_accepted))
+            else:
+                for piece in self._watcher.prefill(counts, batch):
+                    self.policy.observe(piece)
+            self._replan(record.tokens[-1:])
+        if self._counters.steps % _STEPS_BETWEEN_BLOCKS == 0:
+            self._counters.take_blocks(self.cache.blocks())
+        self._counters.schedule_s += time.perf_counter() - start_s
+
+    def prefetch(self) -> None:
+        """Starts the transfers of the plan; they go on while the draft model works."""
+        if self.active:
+            start_s = time.perf_counter()
+            self._push()
+            self._counters.schedule_s += time.perf_counter() - start_s
+
+    def _replan(self, upcoming: Sequence[int]) -> None:
+        self._plan = self.policy.plan(self.cache.residency(), upcoming)
+
+    def _push(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            self.cache.plan(plan.uploads, plan.levels, plan.victims, plan.victim_utility)
+            self._tau = tuple(plan.tau[self._expert_layers].tolist())
+
+    def _look_for_trouble(self) -> None:
+        """Says once that the device is gone, or that this model's blocks are not understood."""
+        stats = self.cache.stats()
+        if stats.lost and not self._lost:
+            self._lost = True
+            self._plan = None
+            self._on_lost()
+            self._give_note(f"The device {self.device} is lost: all experts are computed on the CPU from here on.")
+        if stats.blocks_unknown and not self._told_unknown:
+            self._told_unknown = True
+            self._give_note(
+                "This model computes its experts in a way that moeedge does not understand: "
+                "such blocks run on the CPU, whatever lies on the device."
+            )
+
+    def reset(self) -> None:
+        """A new conversation: the policy is told, what lies on the device stays."""
+        self.policy.reset()
+
+    def stats(self) -> PlacementStats:
+        """All counters since the session began."""
+        self._counters.take_blocks(self.cache.blocks())
+        return self._counters.record(
+            self.cache.stats(),
+            device=self.device,
+            policy=self.policy.name,
+            cache_ratio=self.cache_ratio,
+            slots_total=self.cache.info.n_slots,
+            pool_bytes=self.cache.info.pool_bytes,
+            vram=self._vram_now(),
+            tau=self._tau,
+        )
+
+    def _vram_now(self) -> tuple[int, int] | None:
+        now_s = time.perf_counter()
+        if not self._lost and now_s - self._vram_read_s >= _VRAM_AGE_S:
+            self._vram_read_s = now_s
+            try:
+                self._vram = self._read_vram()
+            except MoeedgeError:  # a driver that stopped answering is no reason to stop an answer
+                self._vram = None
+        return self._vram
+
+    def close(self) -> None:
+        """Ends the mover and frees the device's memory; must come before the target's context is freed."""
+        self.detach()
+        self.cache.close()
