@@ -85,7 +85,8 @@ class Units:
             raise ValueError("these are no units of this version")
         try:
             values: dict[str, Any] = {name: np.array(fields[name], dtype=np.float64) for name in (*_CURVES, *_RATIOS)}
-            return cls(**values, **{name: float(fields[name]) for name in _SCALARS})
+            values |= {name: float(fields[name]) for name in _SCALARS}
+            return cls(**values)
         except (KeyError, TypeError) as error:
             raise ValueError(f"units are incomplete: {error}") from None
 

@@ -1,0 +1,173 @@
+"""Policy spac, the default: expected activations of the next verification, from history and from the draft's tokens.
+
+The score of an expert is how many tokens of the next batch will use it, as far as that can be told: for tokens that
+are known, what they activated before (scheduler/lookahead.py); for the rest, a fitted mix of decayed counts
+(scheduler/history.py). What is uploaded and given up follows from the scores (scheduler/plan.py).
+
+Utility and tau. MoE-SpAc's utilities are integers 0..K and tau counts the same steps. Here the utility is the score in
+units of the marginal one, the score of the last expert that fits the slots, cut at K:
+
+  tau = 1   everything that fits is hot: memory alone decides
+  tau = j   only what is expected to be used j times as often as the last that fits
+
+so the balancer (scheduler/balancer.py) can keep work on the CPU where the device is slow, or hold back transfers where
+the link is, and where both are fast it changes nothing. Where more slots exist than experts that are used, the mean
+score is the unit instead. The workload of each tau is worked out from the scores themselves, per layer and step,
+with the measured time curves; the warm-up ratios r_c and r_g of the units are not needed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies import PolicyConfig
+from moeedge.scheduler.balancer import Workload, thresholds
+from moeedge.scheduler.history import History
+from moeedge.scheduler.lookahead import TokenTable
+from moeedge.scheduler.plan import Planner
+from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.units import Units
+
+FloatArray = NDArray[np.float32]
+
+# Activations by which a newcomer must be better, chosen on the recorded runs of the bundled pair: at 0.25 pair-hit
+# falls from 0.687 to 0.683 and uploads by a sixth. Before the draft is known, moves rest on a guess: 0.5.
+_MARGIN_KNOWN = 0.25
+_MARGIN_GUESSED = 0.5
+# A slot serves more than one short batch: never look fewer tokens ahead than this
+_HORIZON_TOKENS = 8
+_FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
+
+
+class Spac:
+    """See the module."""
+
+    name = "spac"
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        without = config.ablations
+        self._binary = "no-spec-ue" in without
+        self._fixed = "no-het-wb" in without
+        self._first_come = "no-prefetch" in without
+        self.shape = shape
+        self.cap = 1 if self._binary else config.cap
+        self._gamma = config.gamma
+        cells = (shape.n_layers, shape.n_experts)
+        n = shape.n_layers * shape.n_experts
+        fitted = "no-ada-bc" not in without
+        self._history = History(n, fitted=fitted)
+        self._table = TokenTable(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
+        self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
+        self._used = np.zeros(cells, dtype=np.bool_)  # in the last step
+        self._score: FloatArray = np.zeros(n, dtype=np.float32)
+        self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
+        self._n_batch = float(config.gamma + 1)  # tokens of the next batch, as far as is known
+        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
+        self._balancer = None if config.units is None else _Balancer(shape, self.cap, config.units)
+
+    def observe(self, observation: Observation) -> None:
+        """Learns from a step; call it once per verification, decode or prefill."""
+        counts = observation.counts
+        if observation.n_tokens < 1:
+            return
+        if not observation.prefill:
+            self._table.judge(self._history.rate, counts, observation.n_tokens)
+            self._n_batch = float(observation.n_tokens)
+        self._history.observe(counts.reshape(-1), observation.n_tokens, prefill=observation.prefill)
+        if observation.tokens is not None and observation.ids is not None:
+            self._table.learn(observation.tokens, observation.ids)
+        if self._binary or self._first_come:
+            np.greater(counts, 0, out=self._used)
+
+    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+        """What to move; see scheduler/policy.py."""
+        known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
+        score = self._expected(upcoming, known)
+        margin = 0.0 if self._binary else _MARGIN_KNOWN if known else _MARGIN_GUESSED
+        marginal = self._planner.fit(score, resident, margin)
+        unit = self._unit(marginal, score)
+        np.multiply(score, 1.0 / unit, out=self._utility)
+        np.minimum(self._utility, self.cap, out=self._utility)
+        max_uploads = None
+        if self._fixed:
+            self._tau = np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
+        elif self._balancer is not None and not self._binary:
+            self._tau, max_uploads = self._balancer.solve(score, self._utility, resident, self._gamma)
+        return self._planner.moves(
+            score, self._utility, self._tau, resident, max_uploads, self._used if self._first_come else None
+        )
+
+    def reset(self) -> None:
+        """A new conversation: the table and the long memory stay."""
+        self._history.reset()
+
+    def _expected(self, upcoming: Sequence[int], known: bool) -> FloatArray:
+        """Activations that the next batch is expected to bring, [n_layers, n_experts]."""
+        score = self._score.reshape(self._utility.shape)
+        if self._binary:
+            np.copyto(score, self._used)
+            return score
+        n_batch = float(len(upcoming)) if known else self._n_batch
+        self._table.expect(self._history.rate, upcoming, max(n_batch, _HORIZON_TOKENS), out=self._score)
+        return np.maximum(score, 0.0, out=score)
+
+    def _unit(self, marginal: FloatArray, score: FloatArray) -> FloatArray | float:
+        """The score that has utility 1: a number for one group, else [n_layers, 1]."""
+        least = max(float(score.mean()), 1e-6)
+        if marginal.size == 1:
+            fits = float(marginal[0])
+            return max(fits, least) if math.isfinite(fits) else least
+        unit = np.where(np.isfinite(marginal), np.maximum(marginal, np.float32(least)), np.float32(least))
+        return np.asarray(unit[np.maximum(self.shape.group, 0)][:, None], dtype=np.float32)
+
+
+class _Balancer:
+    """The workload of every tau, from the expected activations of every expert and the measured time curves."""
+
+    def __init__(self, shape: CacheShape, cap: int, units: Units) -> None:
+        self._shape, self._cap, self._units = shape, cap, units
+        self._n_levels = cap + 1
+        self._first = np.repeat(np.arange(shape.n_layers) * self._n_levels, shape.n_experts)
+        self._keys = np.empty(self._first.size, dtype=np.intp)
+        # time per expert by tokens, in steps of one token, for np.interp
+        self._tokens = np.arange(max(units.cpu_expert_s.size, units.device_expert_s.size), dtype=np.float64)
+        self._cpu_s = np.array([units.cpu_s(t) for t in self._tokens])
+        self._device_s = np.array([units.device_s(t) for t in self._tokens])
+        self._no_limit = np.array([np.inf])
+
+    def solve(
+        self, score: FloatArray, utility: FloatArray, resident: Resident, gamma: int
+    ) -> tuple[FloatArray, int | None]:
+        """tau per layer, and how many uploads fit the time of a step."""
+        units, shape, n_levels = self._units, self._shape, self._n_levels
+        keys = self._keys
+        np.copyto(keys, utility.reshape(-1), casting="unsafe")
+        keys += self._first
+        n = shape.n_layers * n_levels
+        cells = (shape.n_layers, n_levels)
+        pairs = np.bincount(keys, weights=score.reshape(-1), minlength=n).reshape(cells)
+        experts = np.bincount(keys, minlength=n).reshape(cells)
+        absent = np.bincount(keys[resident.reshape(-1) == 0], minlength=n).reshape(cells)
+        # an expert expected less than once is used by one token or none
+        distinct = np.minimum(pairs, experts)
+        tokens = pairs / np.maximum(distinct, 1e-9)
+        cpu_s = np.cumsum(distinct * np.interp(tokens, self._tokens, self._cpu_s), axis=1)[:, :-1]
+        device_s = _from_top(distinct * np.interp(tokens, self._tokens, self._device_s))[:, 1:]
+        n_uploads = _from_top(absent)[:, 1:]
+        draft_s = gamma * units.draft_token_s / shape.n_layers
+        tau = thresholds(Workload(cpu_s, device_s, n_uploads, self._no_limit), units.transfer_expert_s, draft_s)
+        if units.transfer_expert_s <= 0:
+            return tau, None
+        chosen = tau.astype(np.intp)[:, None] - 1
+        step_s = np.maximum(np.take_along_axis(cpu_s, chosen, 1), np.take_along_axis(device_s, chosen, 1)).sum()
+        return tau, int((step_s + gamma * units.draft_token_s) / units.transfer_expert_s)
+
+
+def _from_top(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Sums over this level and those above, [n_layers, n_levels]."""
+    return np.asarray(np.cumsum(values[:, ::-1], axis=1)[:, ::-1], dtype=np.float64)

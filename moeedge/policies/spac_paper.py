@@ -1,0 +1,120 @@
+"""Policy spac-paper: MoE-SpAc as printed.
+
+Utilities by Algorithm 1 (scheduler/utility.py), tau by Eq. 7-12 with the warm-up ratios of the units, uploads of all
+hot experts (s >= tau) that are absent, level by level, and residency as in Appendix D: an expert in use cannot be
+evicted (the native library pins it), and after use its tag drops to 0, so that it is recycled before others of its
+utility. It still takes a strictly higher utility, or the same and not just used, to replace it: recycled against any
+newcomer, experts that stay hot would be moved in and out at every step.
+
+The paper's per-layer room (Eq. 11, VRAM_left) is here the layer's even share of what its group's pool could give: the
+free slots and the experts below tau.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies import PolicyConfig
+from moeedge.scheduler import utility
+from moeedge.scheduler.balancer import Workload, thresholds
+from moeedge.scheduler.plan import RESIDENT, Planner
+from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+
+FloatArray = NDArray[np.float32]
+
+_FIXED_TAU = 2.0  # Table 4, "w/o HetWB"
+_RECYCLED = 0.5  # how far a used expert's tag falls below its utility
+
+
+class SpacPaper:
+    """See the module."""
+
+    name = "spac-paper"
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        without = config.ablations
+        self._binary = "no-spec-ue" in without
+        self._fixed = "no-het-wb" in without
+        self._first_come = "no-prefetch" in without
+        self.shape = shape
+        self._gamma = config.gamma
+        self._units = config.units
+        self.cap = 1 if self._binary else config.cap
+        self._config = utility.UtilityConfig(
+            gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
+            cap=self.cap,
+            forgetting=config.forgetting,
+            boundaries="fixed" if "no-ada-bc" in without else "floor",
+        )
+        cells = (shape.n_layers, shape.n_experts)
+        self._state = utility.initial_state(cells, self._config)
+        self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
+        self._used = np.zeros(cells, dtype=np.bool_)
+        self._n_pairs = np.zeros(shape.n_layers)
+        self._score: FloatArray = np.zeros(cells, dtype=np.float32)
+
+    def observe(self, observation: Observation) -> None:
+        """One step of Algorithm 1. A prefill is none: it counts a whole text."""
+        if observation.prefill or observation.n_tokens < 1:
+            return
+        self._state = utility.observe(self._state, observation.counts, self._config)
+        np.greater(observation.counts, 0, out=self._used)
+        self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
+
+    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+        """What to move; what is coming plays no part."""
+        s = self._used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
+        tau = self._thresholds(s, resident)
+        score = self._score
+        np.copyto(score, s)
+        score -= _RECYCLED * (self._used & (resident == RESIDENT) & (s > 0))
+        self._planner.fit(score, resident, 0.0)
+        hot = s >= tau[:, None]
+        allowed = hot & self._used if self._first_come else hot
+        return self._planner.moves(score, s, tau, resident, allowed=allowed)
+
+    def reset(self) -> None:
+        """A new conversation starts with no utilities (Algorithm 1, lines 2-3)."""
+        self._state = utility.initial_state(self._state.utility.shape, self._config)
+        self._used[:] = False
+        self._n_pairs[:] = 0.0
+
+    def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
+        if self._fixed:
+            return np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
+        units = self._units
+        if units is None or self._binary:
+            return np.ones(self.shape.n_layers, dtype=np.float32)
+        levels = np.arange(1, self.cap + 1)
+        hot = s[:, :, None] >= levels  # [n_layers, n_experts, K]
+        absent = np.asarray(resident == 0)
+        n_uploads = (hot & absent[:, :, None]).sum(axis=1)
+        n_distinct = np.count_nonzero(self._used, axis=1).astype(np.float64)
+        tokens = float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0))  # per expert, where the unit times are read
+        index = np.minimum(levels, units.cap)
+        work = Workload.of_ratios(
+            units.r_c[index],
+            units.r_g[index],
+            self._n_pairs,
+            n_distinct,
+            units.cpu_s(max(tokens, 1.0)) / max(tokens, 1.0),  # per pair
+            units.device_s(max(tokens, 1.0)),  # per distinct expert
+            n_uploads,
+            self._room(hot, absent),
+        )
+        draft_s = self._gamma * units.draft_token_s / self.shape.n_layers
+        return np.asarray(thresholds(work, units.transfer_expert_s, draft_s), dtype=np.float32)
+
+    def _room(self, hot: NDArray[np.bool_], absent: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Slots that may be filled at each tau, [n_layers, K]."""
+        cold_there = (~hot & ~absent[:, :, None]).sum(axis=1)  # [n_layers, K]
+        room = np.zeros(cold_there.shape)
+        for group, capacity in enumerate(self.shape.capacity):
+            layers = self.shape.group == group
+            if layers.any():
+                free = int(capacity) - int(np.count_nonzero(~absent[layers]))
+                room[layers] = (max(free, 0) + cold_there[layers].sum(axis=0)) / np.count_nonzero(layers)
+        return room

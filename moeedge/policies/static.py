@@ -1,0 +1,57 @@
+"""Policy static: the most used experts, for good. Of a profile where one is given, else of the first steps.
+
+Until the first steps are over, the most used so far; from then on nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies import PolicyConfig
+from moeedge.scheduler.plan import Planner
+from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+
+FloatArray = NDArray[np.float32]
+N_STEPS = 16  # verifications, without a profile
+
+
+class Static:
+    """Score: activations per token, summed up."""
+
+    name = "static"
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        cells = (shape.n_layers, shape.n_experts)
+        self._planner = Planner(shape, config.cap)
+        self._score: FloatArray = np.zeros(cells, dtype=np.float32)
+        self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
+        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
+        self._steps_left = N_STEPS
+        if config.profile is not None:
+            self._score[:] = config.profile
+            self._steps_left = 0
+
+    def observe(self, observation: Observation) -> None:
+        """Counts, during the first steps."""
+        if self._steps_left > 0:
+            self._score += observation.counts.astype(np.float32)
+            self._steps_left -= not observation.prefill
+
+    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+        """Loads what belongs there and is missing; nothing, once it is all there."""
+        marginal = self._planner.fit(self._score, resident, 0.0)
+        np.copyto(self._utility, self._score >= _of_layers(marginal, self._planner.shape))
+        return self._planner.moves(self._score, self._utility, self._tau, resident)
+
+    def reset(self) -> None:
+        """What was learned stays."""
+
+
+def _of_layers(marginal: FloatArray, shape: CacheShape) -> FloatArray:
+    """The least score that fits, [n_layers, 1]; nothing fits without a group."""
+    if marginal.size == 0:
+        return np.full((shape.n_layers, 1), np.inf, dtype=np.float32)
+    return np.asarray(np.maximum(marginal, np.float32(1e-30))[np.maximum(shape.group, 0)][:, None], dtype=np.float32)
