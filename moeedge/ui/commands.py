@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from moeedge.engine.conversation import Conversation, read_text
-from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+from moeedge.engine.types import EngineInfo, GenerationStats, PlacementStats, StopReason
 from moeedge.errors import InputError
+from moeedge.ui import cache_figures
 from moeedge.ui import settings as setting_table
 from moeedge.ui.figures import Figure, total_parts, turn_parts
 from moeedge.ui.settings import Settings
@@ -33,6 +34,7 @@ class Turn:
 
     stats: GenerationStats
     stop_reason: StopReason | None
+    cache: PlacementStats | None = None  # while the answer was decoded
 
 
 class Chat(Protocol):
@@ -131,9 +133,15 @@ def _stats(chat: Chat, _argument: str) -> Result:
     if not chat.turns:
         return Result(["No answer yet."])
     last = chat.turns[-1]
-    table = [Figure("last answer", ", ".join(turn_parts(chat.info, last.stats, last.stop_reason)))]
+    table = [Figure("last answer", ", ".join(turn_parts(chat.info, last.stats, last.stop_reason, last.cache)))]
+    if last.cache is not None:
+        table += cache_figures.table(last.cache)
     if len(chat.turns) > 1:
-        parts = total_parts(chat.info, [turn.stats for turn in chat.turns])
+        parts = total_parts(
+            chat.info,
+            [turn.stats for turn in chat.turns],
+            [turn.cache for turn in chat.turns if turn.cache is not None],
+        )
         table.append(Figure(f"all {len(chat.turns)} answers", ", ".join(parts)))
     return Result(table=table)
 

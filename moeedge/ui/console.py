@@ -18,7 +18,7 @@ from moeedge.ui.figures import Figure
 if sys.platform != "win32":
     import termios
 
-MIN_PANEL_COLUMNS = 60
+MIN_PANEL_COLUMNS = 40
 MIN_PANEL_ROWS = 10
 
 # control characters (C0 without tab and newline, DEL, C1) as visible pictures: a model must not drive the terminal

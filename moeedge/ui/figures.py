@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+from moeedge.engine.types import EngineInfo, GenerationStats, PlacementStats, StopReason
 
 _MIB = 1024 * 1024
-_NONE = "-"
+NONE = "-"
 
 
 @dataclass(frozen=True)
@@ -17,19 +17,21 @@ class Figure:
 
     label: str
     value: str
+    draw: Callable[[int], str] | None = field(default=None, compare=False)  # the value in so many columns: a bar
+    rank: int = field(default=0, compare=False)  # what has no room is left out, the highest rank first
 
 
 def speed(value_ts: float) -> str:
     """Tokens per second with three digits that matter."""
     if value_ts <= 0:
-        return _NONE
+        return NONE
     return f"{value_ts:.0f} t/s" if value_ts >= 100 else f"{value_ts:.1f} t/s"
 
 
 def seconds(value_s: float) -> str:
     """A duration; milliseconds below a second."""
     if value_s <= 0:
-        return _NONE
+        return NONE
     return f"{value_s * 1000:.0f} ms" if value_s < 1 else f"{value_s:.1f} s"
 
 
@@ -48,10 +50,15 @@ def device(info: EngineInfo) -> str:
     return "no device" if info.device == "none" else info.device
 
 
+def device_name(info: EngineInfo) -> str:
+    """The same without what is in brackets behind the name."""
+    return device(info).split(" (", 1)[0]
+
+
 def acceptance(stats: GenerationStats) -> str:
     """Accepted of drafted tokens."""
     rate = stats.acceptance_rate
-    return _NONE if rate is None else f"{percent(rate)} ({stats.accepted}/{stats.drafted})"
+    return NONE if rate is None else f"{percent(rate)} ({stats.accepted}/{stats.drafted})"
 
 
 def experts(info: EngineInfo, stats: GenerationStats) -> str:
@@ -59,26 +66,23 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
     if info.n_experts == 0:
         return "no experts"
     mean = stats.experts_per_verification
-    return _NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
+    return NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
 
 
 def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, elapsed_s: float) -> list[Figure]:
     """What the panel shows while an answer streams; `elapsed_s` since the call stands in until the first token."""
     waiting = stats.ttft_s <= 0
-    figures = [
-        Figure("prefill", f"running, {elapsed_s:.1f} s" if waiting else speed(stats.pp_ts)),
+    return [
+        Figure("prefill", f"running, {elapsed_s:.1f} s" if waiting else speed(stats.pp_ts), rank=0 if waiting else 4),
         Figure("decode", speed(stats.tg_ts)),
-        Figure("TTFT", seconds(stats.ttft_s)),
-        Figure("tokens", str(stats.generated_tokens)),
-        Figure("accepted", acceptance(stats) if info.gamma else "no draft"),
-        Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else _NONE),
-        Figure("experts/step", experts(info, stats)),
-        Figure("", "no device") if info.device == "none" else Figure("device", info.device),
+        Figure("TTFT", seconds(stats.ttft_s), rank=5),
+        Figure("tokens", str(stats.generated_tokens), rank=4),
+        Figure("accepted", acceptance(stats) if info.gamma else "no draft", rank=1),
+        Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else NONE, rank=3),
+        Figure("experts/step", experts(info, stats), rank=5),
+        Figure("", "no device", rank=2) if info.device == "none" else Figure("device", device_name(info), rank=2),
+        Figure("RAM", size(ram_bytes), rank=6),
     ]
-    if info.hit_rate is not None:
-        figures.append(Figure("cache hits", percent(info.hit_rate)))
-    figures.append(Figure("RAM", size(ram_bytes)))
-    return figures
 
 
 def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
@@ -100,8 +104,10 @@ def _count(n_tokens: int) -> str:
     return f"{n_tokens} token" if n_tokens == 1 else f"{n_tokens} tokens"
 
 
-def turn_parts(info: EngineInfo, stats: GenerationStats, reason: StopReason | None) -> list[str]:
-    """The parts of the stats line after a turn, in order of interest."""
+def turn_parts(
+    info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
+) -> list[str]:
+    """The parts of the stats line after a turn, in order of interest; `cache` counts that turn's decoding."""
     parts = [
         _count(stats.generated_tokens),
         f"decode {speed(stats.tg_ts)}",
@@ -114,14 +120,16 @@ def turn_parts(info: EngineInfo, stats: GenerationStats, reason: StopReason | No
         parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
     if stats.experts_per_verification is not None:
         parts.append(f"{experts(info, stats)} experts/step")
-    if info.hit_rate is not None:
-        parts.append(f"cache hits {percent(info.hit_rate)}")
+    if cache is not None and cache.hit_rate_pairs is not None:
+        parts.append(f"cache hits {percent(cache.hit_rate_pairs)}")
     parts.append(device(info))
     note = stop_note(reason, info)
     return [*parts, note] if note else parts
 
 
-def total_parts(info: EngineInfo, answers: Sequence[GenerationStats]) -> list[str]:
+def total_parts(
+    info: EngineInfo, answers: Sequence[GenerationStats], caches: Sequence[PlacementStats] = ()
+) -> list[str]:
     """The same over several answers: sums, rates of the sums, and the mean time to the first token."""
     decoded = sum(max(stats.generated_tokens - 1, 0) for stats in answers)
     decode_s = sum(stats.decode_s for stats in answers)
@@ -138,6 +146,9 @@ def total_parts(info: EngineInfo, answers: Sequence[GenerationStats]) -> list[st
     if drafted:
         parts.append(f"accepted {percent(accepted / drafted)} ({accepted}/{drafted})")
         parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens/step")
+    pairs = sum(cache.pairs for cache in caches)
+    if pairs:
+        parts.append(f"cache hits {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
     return [*parts, device(info)]
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moeedge.engine.session import Session
 from moeedge.engine.turn import Answer
+from moeedge.ui.cache_meter import CacheMeter
 from moeedge.ui.console import say, typing_hidden
 from moeedge.ui.figures import join_parts, turn_parts
 from moeedge.ui.interrupt import Interrupt
@@ -34,13 +35,14 @@ def answer_once(
     with Interrupt() as interrupt:
         interrupt.arm()
         answer = Answer(session, prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
+        meter = CacheMeter(session)
         try:
             if as_json:
                 for _ in answer:
                     pass
             else:
-                view = open_view(out, session.info, lambda: answer.stats, stopping=interrupt, panel=panel)
-                with typing_hidden(), view:
+                view = open_view(out, session.info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
+                with meter, typing_hidden(), view:
                     for piece in answer:
                         view.write(piece)
         except KeyboardInterrupt:  # a second signal, between two steps
@@ -50,7 +52,7 @@ def answer_once(
             out.file.write(json.dumps(report, ensure_ascii=False) + "\n")
             out.file.flush()
         else:
-            parts = turn_parts(session.info, answer.stats, answer.stop_reason)
+            parts = turn_parts(session.info, answer.stats, answer.stop_reason, meter())
             say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
         for note in dict.fromkeys(answer.notes):
             say(err, note)

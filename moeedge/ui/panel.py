@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.box import ROUNDED
 from rich.panel import Panel
 from rich.text import Text
@@ -9,22 +11,60 @@ from rich.text import Text
 from moeedge.ui.figures import Figure
 
 _CELL_COLUMNS = 24  # label, blank and value of one figure
+_NARROW_CELL_COLUMNS = 17
+_NARROW = 60  # panels below this many columns
 _GAP = "  "
+_FRAME_ROWS = 2
+
+Row = list[tuple[Figure, int]]  # figures and how many cells each takes
 
 
-def render_panel(figures: list[Figure], *, columns: int, hint: str) -> Panel:
-    """The figures in as many columns as fit into a panel of `columns` characters, read row by row.
+def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:
+    """The figures in as many cells side by side as fit into a panel of `columns` characters, read row by row.
 
+    A figure that is too long for its cell takes several, one that is drawn takes a row. Where the panel would have more
+    than `rows` rows, figures of the highest rank are left out, the last first.
     Laid out by hand: a Rich table takes three times as long, and this is drawn while the model decodes.
     """
     inner = columns - 4  # border and padding
-    across = max(1, min(len(figures), (inner + len(_GAP)) // (_CELL_COLUMNS + len(_GAP))))
+    least = _CELL_COLUMNS if columns >= _NARROW else _NARROW_CELL_COLUMNS
+    across = max(1, (inner + len(_GAP)) // (least + len(_GAP)))
     cell = (inner + len(_GAP)) // across - len(_GAP)
+    shown = list(figures)
+    lines = _lay_out(shown, across, cell)
+    while len(lines) > max(rows - _FRAME_ROWS, 1) and len(shown) > 1:
+        shown.remove(max(reversed(shown), key=lambda figure: figure.rank))
+        lines = _lay_out(shown, across, cell)
     body = Text(no_wrap=True, overflow="ellipsis", end="")
-    for index, item in enumerate(figures):
+    for index, line in enumerate(lines):
         if index:
-            body.append(_GAP if index % across else "\n")
-        label = f"{item.label} " if item.label else ""
-        body.append(label, "dim")
-        body.append(item.value.ljust(cell - len(label)) if (index + 1) % across else item.value, "bold")
+            body.append("\n")
+        _append_line(body, line, cell, inner)
     return Panel(body, box=ROUNDED, width=columns, border_style="dim", subtitle=hint, subtitle_align="right")
+
+
+def _lay_out(figures: Sequence[Figure], across: int, cell: int) -> list[Row]:
+    lines: list[Row] = []
+    room = 0
+    for figure in figures:
+        length = len(figure.label) + 1 + len(figure.value)
+        span = across if figure.draw else min(-(-(length + len(_GAP)) // (cell + len(_GAP))), across)
+        if span > room:
+            lines.append([])
+            room = across
+        lines[-1].append((figure, span))
+        room = 0 if figure.draw else room - span
+    return lines
+
+
+def _append_line(body: Text, line: Row, cell: int, inner: int) -> None:
+    for index, (figure, span) in enumerate(line):
+        label = f"{figure.label} " if figure.label else ""
+        if figure.draw is not None:
+            value = figure.draw(inner - len(label))
+        else:
+            value = figure.value
+            if index + 1 < len(line):
+                value = value.ljust(span * (cell + len(_GAP)) - len(label))
+        body.append(label, "dim")
+        body.append(value, "bold")

@@ -13,6 +13,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.turn import Answer, prompt_tokens
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
+from moeedge.ui.cache_meter import CacheMeter
 from moeedge.ui.commands import Next, Turn, run_command
 from moeedge.ui.console import say, show_figures, typing_hidden
 from moeedge.ui.figures import join_parts, turn_parts
@@ -138,13 +139,21 @@ class Repl:
         sampling = self.settings.sampling
         if sampling.seed is not None:  # /regen with a fixed seed would say the same again
             sampling = replace(sampling, seed=sampling.seed + self._attempt)
+        meter = CacheMeter(self.session)
         self._interrupt.arm()
         try:
             answer = self._current = Answer(
                 self.session, prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
             )
-            view = open_view(self._out, self.info, lambda: answer.stats, stopping=self._interrupt, panel=self._panel)
-            with typing_hidden(), view:
+            view = open_view(
+                self._out,
+                self.info,
+                lambda: answer.stats,
+                stopping=self._interrupt,
+                cache=meter,
+                panel=self._panel,
+            )
+            with meter, typing_hidden(), view:
                 for piece in answer:
                     view.write(piece)
         except Ended:
@@ -155,9 +164,9 @@ class Repl:
         finally:
             self._interrupt.disarm()
         if self._current is not None:
-            turn = Turn(self._current.stats, self._current.stop_reason or "interrupted")
+            turn = Turn(self._current.stats, self._current.stop_reason or "interrupted", meter())
             self.turns.append(turn)
-            parts = turn_parts(self.info, turn.stats, turn.stop_reason)
+            parts = turn_parts(self.info, turn.stats, turn.stop_reason, turn.cache)
             self._say(join_parts(parts, columns=self._err.width if self._err.is_terminal else None))
             for note in dict.fromkeys(self._current.notes):  # once, however often the context was shifted
                 self._say(note)

@@ -13,7 +13,8 @@ from typing import Protocol
 import psutil
 from rich.console import Console, RenderableType
 
-from moeedge.engine.types import EngineInfo, GenerationStats
+from moeedge.engine.types import EngineInfo, GenerationStats, PlacementStats
+from moeedge.ui.cache_figures import live_cache_figures
 from moeedge.ui.console import supports_panel, visible
 from moeedge.ui.figures import live_figures
 from moeedge.ui.panel import render_panel
@@ -22,6 +23,7 @@ from moeedge.ui.wrap import complete_end, wrap_rows
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
 RAM_S = 1.0  # between two looks at this process's memory
+TEXT_ROWS = 5  # of the window that the panel leaves to the text at least
 _TAB = 4
 _HIDE_CURSOR, _SHOW_CURSOR, _ERASE_BELOW = "\x1b[?25l", "\x1b[?25h", "\x1b[J"
 
@@ -107,11 +109,13 @@ class LiveView:
         info: EngineInfo,
         stats: Callable[[], GenerationStats],
         stopping: Callable[[], bool] = lambda: False,
+        cache: Callable[[], PlacementStats | None] = lambda: None,
     ) -> None:
         self._console = console
         self._stopping = stopping  # the answer was asked to stop, and the engine finishes its step
         self._info = info
         self._stats = stats
+        self._cache = cache
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
         self._row = ""  # the row that grows
         self._region_rows = 0  # that are on the screen now, the cursor being below them
@@ -181,7 +185,11 @@ class LiveView:
             self._ram_at_s = now_s
             self._ram_bytes = self._process.memory_info().rss
         figures = live_figures(self._info, self._stats(), ram_bytes=self._ram_bytes, elapsed_s=now_s - self._started_s)
-        return render_panel(figures, columns=columns, hint="stopping" if self._stopping() else "Ctrl-C stops")
+        cache = self._cache()
+        if cache is not None:
+            figures += live_cache_figures(cache)
+        hint = "stopping" if self._stopping() else "Ctrl-C stops"
+        return render_panel(figures, columns=columns, rows=self._console.height - TEXT_ROWS, hint=hint)
 
 
 def open_view(
@@ -190,10 +198,11 @@ def open_view(
     stats: Callable[[], GenerationStats],
     *,
     stopping: Callable[[], bool] = lambda: False,
+    cache: Callable[[], PlacementStats | None] = lambda: None,
     panel: bool = True,
 ) -> View:
     """A live view where the console's terminal can show one and `panel` is wished, else a plain one."""
     stream = console.file
     if panel and supports_panel(stream, columns=console.width, rows=console.height):
-        return LiveView(console, info, stats, stopping)
+        return LiveView(console, info, stats, stopping, cache)
     return PlainView(console)

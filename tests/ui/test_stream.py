@@ -73,7 +73,8 @@ def test_the_live_view_leaves_the_whole_text_behind() -> None:
     ("env", "columns", "rows", "live"),
     [
         ({}, 80, 24, True),
-        ({}, 59, 24, False),
+        ({}, 40, 24, True),
+        ({}, 39, 24, False),
         ({}, 80, 9, False),
         ({"TERM": "dumb"}, 80, 24, False),
         ({"NO_COLOR": "1"}, 80, 24, False),

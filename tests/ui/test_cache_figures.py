@@ -1,0 +1,149 @@
+"""The expert cache in panel, stats line, /stats and header."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from moeedge.engine.types import PlacementStats
+from moeedge.ui import cache_figures, figures, header
+from moeedge.ui.panel import render_panel
+from tests.ui.test_figures import INFO, STATS
+
+MIB = 1024 * 1024
+PLACED = replace(
+    INFO,
+    device="emulated (CPU, link 2 GB/s)",
+    policy="spac",
+    cache_ratio=0.17,
+    cache_slots=1044,
+    pool_bytes=12 * MIB,
+)
+CACHE = PlacementStats(
+    device="emulated (CPU, link 2 GB/s)",
+    policy="spac",
+    cache_ratio=0.17,
+    slots_used=1040,
+    slots_total=1044,
+    pool_bytes=12 * MIB,
+    vram_used_bytes=11 * MIB,
+    vram_total_bytes=12 * MIB,
+    steps=20,
+    pairs=1000,
+    pairs_hit=812,
+    unique=400,
+    unique_hit=272,
+    uploads=800,
+    evictions=790,
+    bytes_moved=1_300_000_000,
+    transfer_s=0.65,
+    cpu_s=1.1,
+    device_s=0.4,
+    wait_s=0.08,
+    draft_s=0.3,
+    decode_s=2.0,
+    tau=tuple(2 + 2 * math.sin(layer / 5) for layer in range(48)),
+)
+
+
+def _panel(cache: PlacementStats, columns: int, rows: int) -> list[str]:
+    items = figures.live_figures(PLACED, STATS, ram_bytes=3 << 28, elapsed_s=1.0)
+    items += cache_figures.live_cache_figures(cache)
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    console.print(render_panel(items, columns=columns, rows=rows, hint="Ctrl-C stops"))
+    lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) == columns for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_panel_shows_everything_where_there_is_room(columns: int) -> None:
+    shown = "\n".join(_panel(CACHE, columns, 30))
+    for text in (
+        "device emulated",
+        "cache hits 81 %",
+        "expert hits 68 %",
+        "slots 1040/1044",
+        "uploads 40.0/step",
+        "evictions 39.5/step",
+        "link 2.0 GB/s",
+        "11 of 12 MiB, emulated",
+        "CPU 55 %, device 20 %, waiting 4 %, draft 15 %",
+        "tau ▅▅▆▆▇▇██",
+        "0-4 ",
+    ):
+        assert text in shown, text
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(40, 10), (40, 5), (40, 3), (60, 15), (60, 5), (120, 4)])
+def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None:
+    lines = _panel(CACHE, columns, rows)
+    assert len(lines) <= max(rows, 3)
+    shown = "\n".join(lines)
+    assert "decode 25.0 t/s" in shown
+    assert "…" not in shown
+    if rows >= 4:
+        assert "cache hits 81 %" in shown
+
+
+def test_narrow_lines_are_shortened() -> None:
+    shown = "\n".join(_panel(CACHE, 40, 30))
+    assert "CPU 55% dev 20% wait 4% draft 15%" in shown
+    assert "tau ▅▆▇▇███▇▆▅▄▃▂▁▁▁▂▃▄▅▇▇███▇▆▅ 0-4" in shown
+
+
+def test_before_the_first_step_there_are_dashes() -> None:
+    fresh = PlacementStats("CUDA0 (A Card)", "lru", 0.5, 0, 10, 5 * MIB, None, None)
+    shown = "\n".join(_panel(fresh, 80, 30))
+    for text in ("cache hits -", "expert hits -", "slots 0/10", "uploads -", "link -", "VRAM slots 5 MiB", "time -"):
+        assert text in shown, text
+    assert "tau" not in shown
+    assert "emulated" not in "\n".join(f"{item.label}{item.value}" for item in cache_figures.table(fresh))
+
+
+def test_the_drivers_memory_is_shown_as_a_bar() -> None:
+    card = replace(CACHE, device="CUDA0 (A Card)", vram_used_bytes=18 << 30, vram_total_bytes=24 << 30)
+    assert cache_figures.memory_line(card, 41) == "█" * 18 + "░" * 6 + " 18.0 of 24.0 GiB"
+    assert cache_figures.memory_line(card, 20) == "18.0 of 24.0 GiB"  # no room for a bar
+
+
+def test_infinite_thresholds_stand_above_all_others() -> None:
+    stats = replace(CACHE, tau=(0.0, math.inf))
+    assert cache_figures.tau_line(stats, 20) == "▁█ 0-5"
+
+
+def test_a_lost_device_is_said() -> None:
+    lost = replace(CACHE, lost=True)
+    assert "device lost" in "\n".join(_panel(lost, 40, 10))
+    assert cache_figures.table(lost)[-1].value.startswith("The device was lost")
+
+
+def test_the_table_of_stats() -> None:
+    rows = {row.label: row.value for row in cache_figures.table(CACHE)}
+    assert rows["cache"] == "emulated (CPU, link 2 GB/s), ratio 0.17, policy spac"
+    assert rows["hits"] == "81 % of pairs, 68 % of experts"
+    assert rows["slots"] == "1040 of 1044, 12 MiB"
+    assert rows["moved"] == "uploads 40.0/step, evictions 39.5/step, 1.2 GiB at 2.0 GB/s"
+    assert rows["step time"] == "CPU 55 %, device 20 %, waiting 4 %, draft 15 %"
+    assert rows["tau"].endswith(" 0-4")
+
+
+def test_the_header_says_what_the_device_holds() -> None:
+    rows = {row.label: row.value for row in header.rows(PLACED)}
+    assert rows["device"] == "emulated (CPU, link 2 GB/s)"
+    assert rows["cache"] == "1044 slots, 12 MiB, ratio 0.17, policy spac"
+    assert "emulated (CPU, link 2 GB/s): 1044 slots, 12 MiB, ratio 0.17, policy spac" in header.header_line(PLACED)
+    assert "cache" not in {row.label for row in header.rows(INFO)}
+    assert {row.label: row.value for row in header.rows(replace(PLACED, cache_slots=0))}["cache"] == "off"
+
+
+def test_hits_in_the_stats_line_and_in_totals() -> None:
+    parts = figures.turn_parts(PLACED, STATS, "eos", CACHE)
+    assert parts[-2:] == ["cache hits 81 %", "emulated (CPU, link 2 GB/s)"]
+    other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
+    assert "cache hits 25 %" in figures.total_parts(PLACED, [STATS, STATS], [CACHE, other])
