@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moeedge.bench.lanes import Lane
 from moeedge.bench.modes import REFERENCE, rotated
+from moeedge.bench.placement import counted
 from moeedge.bench.samples import Sample, from_stats
 from moeedge.data import Prompt
 from moeedge.engine.types import SamplingConfig
@@ -32,6 +33,7 @@ def run_conversation(
     rotation: int,
     n_predict: int,
     ignore_eos: bool,
+    warm: bool,
     cancel: Callable[[], bool],
 ) -> Iterator[Sample]:
     """The samples of one prompt, one per turn and mode; ends early when `cancel` says so.
@@ -42,33 +44,41 @@ def run_conversation(
     """
     for lane in lanes:
         lane.session.reset()
-    by_name = {lane.mode.name: lane for lane in lanes}
+    by_label = {lane.mode.label: lane for lane in lanes}
     order = rotated([lane.mode for lane in lanes], rotation)
-    reference = REFERENCE if REFERENCE in by_name else lanes[0].mode.name
+    reference = REFERENCE if REFERENCE in by_label else lanes[0].mode.label
     messages: list[dict[str, str]] = []
     for turn, new_messages in enumerate(prompt.turns):
         messages += [message.as_dict() for message in new_messages]
         tokens = _prompt_tokens(lanes[0], messages)
         answer: list[int] = []
         for place, mode in enumerate(order):
+            session = by_label[mode.label].session
+            before = session.placement_stats()
             cpu_before_s = time.process_time()
-            generation = by_name[mode.name].session.generate(
+            generation = session.generate(
                 tokens, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
             )
+            next(generation, None)  # the first token ends the prefill
+            prefilled = session.placement_stats()
             for _ in generation:
                 pass
+            cpu_s = time.process_time() - cpu_before_s
             if cancel():  # the answer may be cut: no sample
                 return
-            if mode.name == reference:
+            if mode.label == reference:
                 answer = generation.tokens
             yield from_stats(
                 generation.stats,
-                mode=mode.name,
+                mode=mode.label,
                 prompt=prompt.id,
                 turn=turn,
                 repetition=repetition,
                 order=place,
-                cpu_s=time.process_time() - cpu_before_s,
+                cpu_s=cpu_s,
+                warm=warm,
+                prefill_placement=counted(before, prefilled),
+                placement=counted(prefilled, session.placement_stats()),
                 stop_reason=generation.stop_reason,
                 tokens=list(generation.tokens),
                 prompt_ids=tokens,

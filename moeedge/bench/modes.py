@@ -19,6 +19,14 @@ class BenchMode:
     engine: Mode
     drafts: bool
     about: str
+    policy: str | None = None  # of the expert cache; None: the engine's configuration says
+    cache_ratio: float | None = None  # likewise
+
+    @property
+    def label(self) -> str:
+        """The name, with what tells this column of a sweep from the others."""
+        ratio = None if self.cache_ratio is None else f"{self.cache_ratio:g}"
+        return " ".join(part for part in (self.name, self.policy, ratio) if part is not None)
 
 
 MODES = {
@@ -67,10 +75,14 @@ def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tu
 
 
 def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
-    """`base` as this mode runs it."""
-    if mode.drafts:
-        return replace(base, mode=mode.engine)
-    return replace(base, mode=mode.engine, draft=None, gamma=0)
+    """`base` as this mode runs it; stock modes have no expert cache."""
+    placement = base.placement
+    if mode.policy is not None:
+        placement = replace(placement, policy=mode.policy)
+    if mode.cache_ratio is not None:
+        placement = replace(placement, cache_ratio=mode.cache_ratio, vram_bytes=None)
+    config = replace(base, mode=mode.engine, placement=placement)
+    return config if mode.drafts else replace(config, draft=None, gamma=0)
 
 
 def rotated(modes: Sequence[BenchMode], turn: int) -> tuple[BenchMode, ...]:

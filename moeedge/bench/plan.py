@@ -25,6 +25,7 @@ class BenchPlan:
     n_gen: int = 0  # synthetic decoding of this many tokens; 0: none
     repetitions: int = DEFAULT_REPETITIONS
     ignore_eos: bool = False
+    warm_up: bool = True  # every mode runs once before the first sample; otherwise the first repetition is a cold one
 
     def __post_init__(self) -> None:
         for name, value, least in (

@@ -9,13 +9,17 @@ from typing import Any
 from moeedge.bench.environment import Environment
 from moeedge.bench.modes import BenchMode
 from moeedge.bench.output_check import OutputCheck
+from moeedge.bench.placement import CacheFigures, cache_figures
 from moeedge.bench.plan import BenchPlan
 from moeedge.bench.samples import Sample
 from moeedge.bench.statistics import Spread, decode_speed, paired_ratio, prefill_speed, quotient
+from moeedge.bench.sweep import is_swept
 from moeedge.engine.llama import ModelInfo
 from moeedge.engine.types import EngineInfo
 
-SCHEMA = "moeedge-bench-1"  # changes when a key changes its meaning
+SCHEMA = "moeedge-bench-2"  # changes when a key changes its meaning
+
+_RATIO_ROUNDING = 0.01  # a ratio is a whole number of slots
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,15 @@ class BenchRow:
 
     mode: str
     test: str
+    policy: str  # of the expert cache; "none" without one
+    cache_ratio: float | None  # None without an expert cache
     pp: Spread | None  # tokens/s
     tg: Spread | None  # tokens/s
     ttft_s: float | None  # mean over turns and repetitions
     acceptance_rate: float | None
     tokens_per_step: float | None
     experts_per_verification: float | None
-    hit_rate: float | None
+    cache: CacheFigures
     output: OutputCheck | None
     ratio: float | None  # decoding speed over stock-ar's, median of pairs
     ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
@@ -39,6 +45,11 @@ class BenchRow:
     )  # stock-ar's processor time over this mode's, median of pairs; busy neighbours hardly touch it
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
+
+    @property
+    def label(self) -> str:
+        """The mode, and what tells it from the other rows of a sweep."""
+        return self.mode if self.cache_ratio is None else f"{self.mode} {self.policy} {self.cache_ratio:g}"
 
     def as_dict(self) -> dict[str, Any]:
         """The record, flat but for the lists; the order of the keys is that of the documentation."""
@@ -52,7 +63,7 @@ class BenchRow:
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_step": self.tokens_per_step,
             "experts_per_verification": self.experts_per_verification,
-            "hit_rate": self.hit_rate,
+            **asdict(self.cache),
             "output_check": None if output is None else str(output),
             "output_equal": None if output is None else output.equal,
             "output_compared": None if output is None else output.compared,
@@ -61,6 +72,7 @@ class BenchRow:
             "ratio": self.ratio,
             "ratio_pp": self.ratio_pp,
             "ratio_cpu": self.ratio_cpu,
+            "warm": all(sample.warm for sample in self.samples),
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
         }
@@ -73,23 +85,27 @@ def summarize(
     reference: Sequence[Sample],
     *,
     output: OutputCheck | None,
-    info: EngineInfo,
     setup: dict[str, Any],
 ) -> BenchRow:
-    """The row of `samples`, all of one mode and test; `reference` are stock-ar's, empty where it did not run."""
+    """The row of `samples`, all of one mode and test; `reference` are stock-ar's, empty where it did not run.
+
+    setup: what `describe_setup` says, with its policy and cache ratio.
+    """
     steps = sum(sample.steps for sample in samples)
     experts_sum = sum(sample.experts_sum for sample in samples)
     answered = [sample.ttft_s for sample in samples if sample.ttft_s > 0]
     return BenchRow(
         mode=mode.name,
         test=test,
+        policy=setup["policy"],
+        cache_ratio=setup["cache_ratio"],
         pp=prefill_speed(samples),
         tg=decode_speed(samples),
         ttft_s=quotient(sum(answered), len(answered)),
         acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
         tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
         experts_per_verification=quotient(experts_sum, steps) if experts_sum else None,
-        hit_rate=info.hit_rate,
+        cache=cache_figures(sample.placement for sample in samples),
         output=output,
         ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
         ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
@@ -100,10 +116,11 @@ def summarize(
 
 
 def describe_setup(
-    plan: BenchPlan, environment: Environment, model: ModelInfo, info: EngineInfo, *, drafts: bool
+    plan: BenchPlan, environment: Environment, mode: BenchMode, model: ModelInfo, info: EngineInfo, *, drafts: bool
 ) -> dict[str, Any]:
     """Everything that a number depends on: versions, machine, models, parameters. The same keys in every row."""
     dataset = plan.dataset
+    has_cache = info.cache_slots > 0
     return {
         "schema": SCHEMA,
         **asdict(environment),
@@ -117,8 +134,12 @@ def describe_setup(
         "n_experts_used": model.n_experts_used,
         "draft": info.draft if drafts else "none",
         "gamma": info.gamma if drafts else 0,
-        "policy": info.policy,
         "device": info.device,
+        "policy": info.policy if has_cache or mode.policy is None else mode.policy,
+        "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
+        "cache_slots": info.cache_slots if has_cache or is_swept(mode) else None,
+        "pool_bytes": info.pool_bytes if has_cache else None,
+        "vram_bytes": info.vram_bytes,
         "threads": info.n_threads,
         "n_ctx": info.n_ctx,
         "n_batch": plan.base.n_batch,
@@ -130,8 +151,7 @@ def describe_setup(
         "n_prompt": plan.n_prompt,
         "n_gen": plan.n_gen,
         "repetitions": plan.repetitions,
-        "modes": ",".join(mode.name for mode in plan.modes),
-        "warm": True,  # every mode ran once before the first sample
+        "modes": ",".join(mode.label for mode in plan.modes),
         "dataset": None if dataset is None else dataset.name,
         "dataset_variant": None if dataset is None else dataset.variant,
         "dataset_place": None if dataset is None else dataset.place,
@@ -139,6 +159,12 @@ def describe_setup(
         "dataset_sha256": None if dataset is None else dataset.sha256,
         "limit": plan.limit,
     }
+
+
+def _ratio(mode: BenchMode, info: EngineInfo) -> float:
+    """The cache ratio as it was asked for, unless the cache became smaller than that for want of memory."""
+    asked = mode.cache_ratio
+    return asked if asked is not None and abs(asked - info.cache_ratio) <= _RATIO_ROUNDING else info.cache_ratio
 
 
 def _spread_keys(name: str, spread: Spread | None) -> dict[str, Any]:

@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 from moeedge.bench.conversations import run_conversation, warm_up
 from moeedge.bench.environment import read_environment
 from moeedge.bench.lanes import Lane, fit_context, load_models, open_lanes
-from moeedge.bench.modes import REFERENCE
+from moeedge.bench.modes import REFERENCE, BenchMode
 from moeedge.bench.output_check import OutputCheck, check_output
+from moeedge.bench.passes import Pass, caches_fit, largest_cache, split_passes
 from moeedge.bench.plan import BenchPlan
 from moeedge.bench.record import BenchRow, describe_setup, summarize
 from moeedge.bench.samples import Sample
 from moeedge.bench.statistics import common_samples
-from moeedge.bench.synthetic import n_slices, run_decode, run_prefill, synthetic_lanes
+from moeedge.bench.sweep import is_swept
+from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
 from moeedge.data import Prompt
+from moeedge.engine.model import Model
 from moeedge.engine.types import Phase
 
 
@@ -47,28 +50,31 @@ class Bench:
 
     def __init__(self, plan: BenchPlan, progress: Progress) -> None:
         self.plan = plan
+        self._base = plan.base  # with the context that the prompts need
         self._progress = progress
-        self._samples: dict[str, list[Sample]] = {}  # by test
-        self._lanes: list[Lane] = []
+        self._passes: list[Pass] = []
+        self._models: tuple[Model, Model | None] | None = None
         self._prompts: tuple[Prompt, ...] = ()
         self._resources = ExitStack()
         self._environment = read_environment()
         self._end_tokens: list[int] | None = None
+        self._said: set[str] = set()
 
     def __enter__(self) -> Bench:
         plan = self.plan
         with ExitStack() as stack:
-            models = load_models(plan.base, plan.modes, stack)
+            self._models = load_models(plan.base, plan.modes, stack)
             asked = plan.dataset.prompts if plan.dataset is not None else ()
             n_synthetic = max(plan.n_prompt, plan.n_gen)
-            base, self._prompts = fit_context(plan.base, models[0], asked, plan.n_predict, n_synthetic)
+            self._base, self._prompts = fit_context(plan.base, self._models[0], asked, plan.n_predict, n_synthetic)
             if len(self._prompts) < len(asked):
                 left_out = len(asked) - len(self._prompts)
-                self._progress.note(f"{left_out} of {len(asked)} prompts do not fit the context and are left out.")
-            self._lanes = open_lanes(base, plan.modes, models, stack)
+                self._note(f"{left_out} of {len(asked)} prompts do not fit the context and are left out.")
+            # without our cache they stay open: every pass and the output check need the reference
+            lanes = self._open([mode for mode in plan.modes if not is_swept(mode)], stack)
+            self._passes = split_passes(plan.modes, together=self._open_caches(lanes, stack))
+            self._passes[0].lanes = lanes
             self._resources = stack.pop_all()
-        for note in dict.fromkeys(note for lane in self._lanes for note in lane.session.info.notes):
-            self._progress.note(note)
         return self
 
     def __exit__(
@@ -76,60 +82,112 @@ class Bench:
     ) -> None:
         self._resources.close()
 
+    def _open_caches(self, lanes: list[Lane], stack: ExitStack) -> bool:
+        """Adds the swept modes to `lanes` if all of their caches fit the device; returns whether."""
+        swept = [mode for mode in self.plan.modes if is_swept(mode)]
+        if not swept:
+            return True
+        probe = largest_cache(swept)
+        others = [mode for mode in swept if mode is not probe]
+        with ExitStack() as probing:
+            first = self._open([probe], probing)
+            if others and not caches_fit(first[0], others):
+                self._note("The caches do not fit the device at once: they are measured one after the other.")
+                return False
+            lanes += first
+            lanes += self._open(others, stack)
+            stack.enter_context(probing.pop_all())
+        return True
+
+    def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[Lane]:
+        assert self._models is not None
+        lanes = open_lanes(self._base, modes, self._models, stack)
+        for lane in lanes:
+            for note in lane.session.info.notes:
+                self._note(note)
+        return lanes
+
+    def _note(self, text: str) -> None:
+        """Tell the user, once."""
+        if text not in self._said:
+            self._said.add(text)
+            self._progress.note(text)
+
     def run(self, cancel: Callable[[], bool] = never) -> bool:
         """Measures all tests; `cancel` is asked often, True ends the run. Returns whether everything was measured."""
-        plan = self.plan
-        synthetic, notes = synthetic_lanes(self._lanes)
-        n_synthetic = len(synthetic) * plan.repetitions * (bool(plan.n_prompt) + n_slices(plan.n_gen))
-        n_turns = sum(len(prompt.turns) for prompt in self._prompts)
-        self._progress.begin(n_turns * len(self._lanes) * plan.repetitions + n_synthetic)
-        if n_synthetic:
-            for note in notes:
-                self._progress.note(note)
-        if plan.dataset is not None:
-            self._collect(plan.dataset.name, self._conversations(cancel))
-        if plan.n_prompt:
-            self._collect(f"pp{plan.n_prompt}", run_prefill(synthetic, plan.n_prompt, plan.repetitions, cancel))
-        if plan.n_gen:
-            self._collect(f"tg{plan.n_gen}", run_decode(synthetic, plan.n_gen, plan.repetitions, cancel))
+        self._progress.begin(sum(self._n_samples(one) for one in self._passes))
+        for one in self._passes:
+            if cancel():
+                break
+            with ExitStack() as stack:
+                open_now = {lane.mode.label: lane for lane in self._passes[0].lanes}
+                missing = [mode for mode in one.modes if mode.label not in open_now]
+                open_now |= {lane.mode.label: lane for lane in self._open(missing, stack)}
+                one.lanes = [open_now[mode.label] for mode in one.modes]
+                self._measure(one, cancel)
         return not cancel()
 
-    def _collect(self, test: str, samples: Iterator[Sample]) -> None:
-        kept = self._samples.setdefault(test, [])
+    def _n_samples(self, one: Pass) -> int:
+        """Samples of a finished pass."""
+        plan = self.plan
+        n_synthetic = len(synthetic_modes(one.modes)[0]) * (bool(plan.n_prompt) + n_slices(plan.n_gen))
+        n_turns = sum(len(prompt.turns) for prompt in self._prompts)
+        return plan.repetitions * (n_turns * len(one.modes) + n_synthetic)
+
+    def _measure(self, one: Pass, cancel: Callable[[], bool]) -> None:
+        plan = self.plan
+        kept, notes = synthetic_modes(one.modes)
+        synthetic = [lane for lane in one.lanes if lane.mode in kept]
+        run = SyntheticRun(synthetic, plan.repetitions, plan.warm_up, cancel)
+        if plan.n_prompt or plan.n_gen:
+            for note in notes:
+                self._note(note)
+        if plan.dataset is not None:
+            self._collect(one, plan.dataset.name, self._conversations(one, cancel))
+        if plan.n_prompt:
+            self._collect(one, f"pp{plan.n_prompt}", run.prefill(plan.n_prompt))
+        if plan.n_gen:
+            self._collect(one, f"tg{plan.n_gen}", run.decode(plan.n_gen))
+
+    def _collect(self, one: Pass, test: str, samples: Iterator[Sample]) -> None:
+        kept = one.samples.setdefault(test, [])
         for sample in samples:
             kept.append(sample)
             self._progress.advance(sample, test)
 
-    def _conversations(self, cancel: Callable[[], bool]) -> Iterator[Sample]:
-        warm_up(self._lanes, self._prompts[0], cancel)
+    def _conversations(self, one: Pass, cancel: Callable[[], bool]) -> Iterator[Sample]:
+        if self.plan.warm_up:
+            warm_up(one.lanes, self._prompts[0], cancel)
         for repetition in range(self.plan.repetitions):
             for index, prompt in enumerate(self._prompts):
                 if cancel():
                     return
                 yield from run_conversation(
-                    self._lanes,
+                    one.lanes,
                     prompt,
                     repetition=repetition,
                     rotation=repetition + index,
                     n_predict=self.plan.n_predict,
                     ignore_eos=self.plan.ignore_eos,
+                    warm=self.plan.warm_up or repetition > 0,
                     cancel=cancel,
                 )
 
     def rows(self) -> list[BenchRow]:
-        """A row per test and mode, of the work that every mode of the test has done."""
-        rows = []
-        for test, samples in self._samples.items():
-            names = list(dict.fromkeys(sample.mode for sample in samples))
-            is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
-            expected = self._expected_samples(test)
-            common = common_samples(samples, names, expected)
-            reference = [sample for sample in common if sample.mode == REFERENCE]
-            for lane in self._lanes:
-                own = [sample for sample in common if sample.mode == lane.mode.name]
-                if own:
-                    rows.append(self._row(lane, test, own, reference, is_dataset=is_dataset))
-        return rows
+        """A row per test and mode, of the work that every mode of its pass has done."""
+        tests = dict.fromkeys(test for one in self._passes for test in one.samples)
+        return [row for test in tests for one in self._passes for row in self._pass_rows(one, test)]
+
+    def _pass_rows(self, one: Pass, test: str) -> Iterator[BenchRow]:
+        samples = one.samples.get(test, [])
+        labels = list(dict.fromkeys(sample.mode for sample in samples))
+        is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
+        common = common_samples(samples, labels, self._expected_samples(test))
+        reference = [sample for sample in common if sample.mode == REFERENCE]
+        for lane in one.lanes:
+            own = [sample for sample in common if sample.mode == lane.mode.label]
+            if own and lane.mode.label != one.repeated:
+                yield self._row(lane, test, own, reference, is_dataset=is_dataset)
 
     def _expected_samples(self, test: str) -> int:
         """Samples per mode of a finished repetition."""
@@ -140,18 +198,17 @@ class Bench:
     def _row(
         self, lane: Lane, test: str, own: Sequence[Sample], reference: Sequence[Sample], *, is_dataset: bool
     ) -> BenchRow:
-        info = lane.session.info
-        setup = describe_setup(
-            self.plan, self._environment, lane.session.model.info, info, drafts=is_dataset and lane.mode.drafts
-        )
+        drafts = is_dataset and lane.mode.drafts
+        model = lane.session.model.info
+        setup = describe_setup(self.plan, self._environment, lane.mode, model, lane.session.info, drafts=drafts)
         asked = self.plan.dataset.prompts if self.plan.dataset is not None else ()
         setup["prompts"] = len({sample.prompt for sample in own}) if is_dataset else None
         setup["prompts_left_out"] = len(asked) - len(self._prompts) if is_dataset else None
         output = self._check(own, reference) if is_dataset and reference else None
-        return summarize(lane.mode, test, own, reference, output=output, info=info, setup=setup)
+        return summarize(lane.mode, test, own, reference, output=output, setup=setup)
 
     def _check(self, own: Sequence[Sample], reference: Sequence[Sample]) -> OutputCheck:
-        session = next(lane.session for lane in self._lanes if lane.mode.name == REFERENCE)
+        session = next(lane.session for lane in self._passes[0].lanes if lane.mode.name == REFERENCE)
         model = session.model
 
         def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:

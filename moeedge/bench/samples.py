@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moeedge.bench.placement import Counters
 from moeedge.engine.types import GenerationStats, StopReason
 
 
@@ -12,7 +13,7 @@ from moeedge.engine.types import GenerationStats, StopReason
 class Sample:
     """One timed answer (in a synthetic test: one timed run of decodes). All else is computed from these."""
 
-    mode: str
+    mode: str  # BenchMode.label
     prompt: str  # the prompt's id; "" in a synthetic test
     turn: int  # from 0
     repetition: int  # from 0
@@ -35,6 +36,9 @@ class Sample:
         0.0  # processor seconds of this process, all threads: far below wall time x threads, others were busy
     )
     stop_reason: StopReason | None = None
+    warm: bool = True  # this mode had run before, in the warm-up or in an earlier repetition
+    prefill_placement: Counters | None = None  # the expert cache's counters up to the first token; None: no cache
+    placement: Counters | None = None  # the same from the first token on
     # kept for the output check, no part of the record
     tokens: list[int] = field(default_factory=list)  # the answer, without the stop token
     prompt_ids: list[int] = field(default_factory=list)

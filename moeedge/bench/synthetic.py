@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from moeedge.bench.lanes import Lane
-from moeedge.bench.modes import rotated
+from moeedge.bench.modes import BenchMode, rotated
+from moeedge.bench.placement import counted
 from moeedge.bench.samples import Sample
 from moeedge.engine.types import Phase
 
@@ -25,87 +26,98 @@ def random_tokens(n: int, n_vocab: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(_SEED).integers(0, n_vocab, n)]
 
 
-def synthetic_lanes(lanes: Sequence[Lane]) -> tuple[list[Lane], list[str]]:
-    """One lane per engine mode, and one sentence for each lane that would only repeat another one's work."""
-    kept: dict[str, Lane] = {}
+def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[str]]:
+    """One mode per engine and expert cache, and one sentence for each that would only repeat another one's work."""
+    kept: dict[tuple[object, ...], BenchMode] = {}
     notes = []
-    for lane in lanes:
-        first = kept.setdefault(lane.mode.engine, lane)
-        if first is not lane:
-            notes.append(
-                f"pp and tg tests use no drafts; {lane.mode.name} would be {first.mode.name} again and is left out."
-            )
+    for mode in modes:
+        first = kept.setdefault((mode.engine, mode.policy, mode.cache_ratio), mode)
+        if first is not mode:
+            notes.append(f"pp and tg tests use no drafts; {mode.label} would be {first.label} again and is left out.")
     return list(kept.values()), notes
 
 
-def run_prefill(lanes: Sequence[Lane], n_tokens: int, repetitions: int, cancel: Callable[[], bool]) -> Iterator[Sample]:
-    """ppN: one sample per mode and repetition. A round before them warms up."""
-    tokens = random_tokens(n_tokens, lanes[0].session.model.info.n_vocab)
-    for repetition, place, lane in _rounds(lanes, repetitions):
-        if cancel():
-            return
-        lane.session.reset()
-        cpu_before_s, start_s = time.process_time(), time.perf_counter()
-        lane.session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
-        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-        if repetition >= 0:
-            yield Sample(
-                lane.mode.name, "", 0, repetition, place,
-                prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s, cpu_s=cpu_s,
-            )  # fmt: skip
+class SyntheticRun:
+    """The tests on some lanes; each yields its samples and ends early when `cancel` says so."""
 
+    def __init__(self, lanes: Sequence[Lane], repetitions: int, warm_up: bool, cancel: Callable[[], bool]) -> None:
+        self._lanes = {lane.mode.label: lane for lane in lanes}
+        self._modes = [lane.mode for lane in lanes]
+        self._repetitions = range(-1 if warm_up else 0, repetitions)  # -1 warms up and gives no samples
+        self._warm_up = warm_up
+        self._cancel = cancel
 
-def run_decode(lanes: Sequence[Lane], n_tokens: int, repetitions: int, cancel: Callable[[], bool]) -> Iterator[Sample]:
-    """tgN: N tokens per mode and repetition, from an empty KV cache; some tokens before them warm up.
-
-    The modes take turns every _SLICE_TOKENS tokens, each going on in its own KV cache, and each slice is a sample:
-    pairs of neighbours stay close in time however large N is.
-    """
-    tokens = random_tokens(n_tokens, lanes[0].session.model.info.n_vocab)
-    by_name = {lane.mode.name: lane for lane in lanes}
-    rotation = 0
-    for repetition in range(-1, repetitions):
-        for lane in lanes:
-            lane.session.reset()
-        for index, first in enumerate(range(0, n_tokens, _SLICE_TOKENS)):
-            part = tokens[first : first + _SLICE_TOKENS]
-            for place, mode in enumerate(rotated([lane.mode for lane in lanes], rotation)):
-                sample = _decode_slice(by_name[mode.name], part, index, repetition, place, cancel)
-                if sample is None:
+    def prefill(self, n_tokens: int) -> Iterator[Sample]:
+        """ppN: one sample per mode and repetition."""
+        tokens = self._tokens(n_tokens)
+        for repetition in self._repetitions:
+            for place, mode in enumerate(rotated(self._modes, repetition + 1)):
+                if self._cancel():
                     return
+                session = self._lanes[mode.label].session
+                session.reset()
+                before = session.placement_stats()
+                cpu_before_s, start_s = time.process_time(), time.perf_counter()
+                session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
+                elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
                 if repetition >= 0:
-                    yield sample
-            rotation += 1
-            if repetition < 0:
-                break  # one slice is enough to warm up
+                    yield Sample(
+                        mode.label, "", 0, repetition, place,
+                        prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s, cpu_s=cpu_s,
+                        warm=self._is_warm(repetition),
+                        prefill_placement=counted(before, session.placement_stats()),
+                    )  # fmt: skip
 
+    def decode(self, n_tokens: int) -> Iterator[Sample]:
+        """tgN: N tokens per mode and repetition, from an empty KV cache; some tokens before them warm up.
 
-def _decode_slice(
-    lane: Lane, tokens: Sequence[int], index: int, repetition: int, place: int, cancel: Callable[[], bool]
-) -> Sample | None:
-    """Decodes `tokens` one by one; None when `cancel` says so."""
-    target = lane.session.target
-    cpu_before_s, start_s = time.process_time(), time.perf_counter()
-    for token in tokens:
-        if cancel():
-            return None
-        target.decode([token], phase=Phase.DECODE, logits="last")
-    elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-    n = len(tokens)
-    return Sample(
-        lane.mode.name, "", index, repetition, place,
-        generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s,
-    )  # fmt: skip
+        The modes take turns every _SLICE_TOKENS tokens, each going on in its own KV cache, and each slice is a sample:
+        pairs of neighbours stay close in time however large N is.
+        """
+        tokens = self._tokens(n_tokens)
+        rotation = 0
+        for repetition in self._repetitions:
+            for lane in self._lanes.values():
+                lane.session.reset()
+            for index, first in enumerate(range(0, n_tokens, _SLICE_TOKENS)):
+                part = tokens[first : first + _SLICE_TOKENS]
+                for place, mode in enumerate(rotated(self._modes, rotation)):
+                    sample = self._decode_slice(mode, part, index, repetition, place)
+                    if sample is None:
+                        return
+                    if repetition >= 0:
+                        yield sample
+                rotation += 1
+                if repetition < 0:
+                    break  # one slice is enough to warm up
+
+    def _decode_slice(
+        self, mode: BenchMode, tokens: Sequence[int], index: int, repetition: int, place: int
+    ) -> Sample | None:
+        """Decodes `tokens` one by one; None when the run was cancelled."""
+        session = self._lanes[mode.label].session
+        before = session.placement_stats()
+        cpu_before_s, start_s = time.process_time(), time.perf_counter()
+        for token in tokens:
+            if self._cancel():
+                return None
+            session.target.decode([token], phase=Phase.DECODE, logits="last")
+        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+        n = len(tokens)
+        return Sample(
+            mode.label, "", index, repetition, place,
+            generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s,
+            warm=self._is_warm(repetition), placement=counted(before, session.placement_stats()),
+        )  # fmt: skip
+
+    def _tokens(self, n: int) -> list[int]:
+        session = next(iter(self._lanes.values())).session
+        return random_tokens(n, session.model.info.n_vocab)
+
+    def _is_warm(self, repetition: int) -> bool:
+        return self._warm_up or repetition > 0
 
 
 def n_slices(n_tokens: int) -> int:
     """Samples per mode and repetition of tgN."""
     return -(-n_tokens // _SLICE_TOKENS)
-
-
-def _rounds(lanes: Sequence[Lane], repetitions: int) -> Iterator[tuple[int, int, Lane]]:
-    """(repetition, place in the order, lane); repetition -1 warms up."""
-    by_name = {lane.mode.name: lane for lane in lanes}
-    for repetition in range(-1, repetitions):
-        for place, mode in enumerate(rotated([lane.mode for lane in lanes], repetition + 1)):
-            yield repetition, place, by_name[mode.name]

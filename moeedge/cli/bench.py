@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,10 +13,12 @@ from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.plan import BenchPlan
     from moeedge.bench.record import BenchRow
+    from moeedge.bench.sweep import Sweep
     from moeedge.data import Dataset
 
 # llama-bench's
@@ -35,6 +38,10 @@ def bench(
     repetitions: bench_options.Repetitions = 3,
     modes: bench_options.Modes = bench_options.DEFAULT_MODES,
     ignore_eos: bench_options.IgnoreEos = False,
+    no_warmup: bench_options.NoWarmup = False,
+    policy: bench_options.Policy = None,
+    cache_ratio: bench_options.CacheRatio = None,
+    plot: bench_options.Plot = None,
     output: bench_options.OutputFormat = bench_options.Output.MD,
     ctx_size: bench_options.CtxSize = 0,
     threads: options.Threads = 0,
@@ -45,14 +52,16 @@ def bench(
     """Measure speed, acceptance and equality of the output: one row per test and mode.
 
     Answers are greedy. The modes take turns at every prompt, so that a drift of the machine falls on all alike; ratios
-    to stock-ar are medians over pairs of neighbours. Exit code 1 when a mode's answers differ from stock-ar's by more
+    to stock-ar are medians over pairs of neighbours. --policy and --cache-ratio measure several expert caches side by
+    side, beside stock modes that have none. Exit code 1 when a mode's answers differ from stock-ar's by more
     than a near-tie.
     """
     with cli_errors():
         from moeedge.cli.prompt_input import accept_any_text
-        from moeedge.data import load_dataset, load_sample
+        from moeedge.data import load_dataset, load_sample, load_toy
 
         accept_any_text()
+        sweep = _parse_sweep(policy, cache_ratio, plot)
         check_device(device)
         pair = resolve_pair(model, model_draft)
         base = pair.engine_config(
@@ -67,6 +76,8 @@ def bench(
             prompts = load_dataset(dataset, offline_sample=offline_sample)
         elif offline_sample:
             prompts = load_sample()
+        elif sweep.asked and n_prompt is None:
+            prompts = load_toy() if pair.bundled else load_sample()
         plan, notes = make_plan(
             base,
             modes,
@@ -76,10 +87,12 @@ def bench(
             n_predict=n_predict,
             repetitions=repetitions,
             ignore_eos=ignore_eos,
+            warm_up=not no_warmup,
+            sweep=sweep,
         )
         if verbose:
             show_log()
-        code = _measure(plan, notes, output.value, bar=not verbose)
+        code = _measure(plan, notes, output.value, bar=not verbose, plot=plot)
         if code:
             raise typer.Exit(code)
 
@@ -94,6 +107,8 @@ def make_plan(
     n_predict: int | None,
     repetitions: int,
     ignore_eos: bool,
+    warm_up: bool = True,
+    sweep: Sweep | None = None,
 ) -> tuple[BenchPlan, list[str]]:
     """What the options mean together, and a sentence for each mode that was left out.
 
@@ -102,14 +117,14 @@ def make_plan(
     from moeedge.bench.modes import applicable_modes, parse_modes
     from moeedge.bench.plan import BenchPlan
 
-    chosen, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
+    kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     with_data = dataset is not None
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, not {limit}")
     length = _SYNTHETIC_ANSWER if n_predict is None else n_predict
     plan = BenchPlan(
         base=base,
-        modes=chosen,
+        modes=kept if sweep is None else sweep.modes(kept),
         dataset=dataset.limited(limit) if dataset is not None else None,
         limit=limit,
         n_predict=length if with_data else _SYNTHETIC_ANSWER,
@@ -117,13 +132,30 @@ def make_plan(
         n_gen=0 if with_data else length,
         repetitions=repetitions,
         ignore_eos=ignore_eos,
+        warm_up=warm_up,
     )
     return plan, notes
 
 
-def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool) -> int:
-    """Runs the plan, prints the rows, returns the exit code."""
+def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None) -> Sweep:
+    """What --policy, --cache-ratio and --plot ask for, checked before anything is loaded."""
+    from moeedge.bench.sweep import Sweep, parse_policies, parse_ratios
+    from moeedge.policies import POLICIES
+
+    sweep = Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
+    if plot is not None:
+        from moeedge.ui.profile_plot import check_plot_path
+
+        check_plot_path(plot)
+        if not sweep.asked:
+            raise InputError("--plot draws what --policy and --cache-ratio compare.", "Give at least one of them.")
+    return sweep
+
+
+def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None) -> int:
+    """Runs the plan, prints the rows, draws the picture if one is asked for, returns the exit code."""
     from moeedge.bench.runner import Bench
+    from moeedge.ui.bench_plot import draw_sweep
     from moeedge.ui.bench_progress import BenchProgress
     from moeedge.ui.bench_table import difference_lines, render
     from moeedge.ui.interrupt import Interrupt
@@ -140,6 +172,8 @@ def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool) -> int:
     for line in difference_lines(rows):
         progress.note(line)
     typer.echo(render(rows, form), nl=False)
+    if plot is not None and not draw_sweep(rows, plot):
+        progress.note("No mode had an expert cache: there is nothing to draw.")
     if not finished:
         progress.note("Interrupted: the rows hold what every mode had done.")
         return interrupt.exit_code
@@ -150,7 +184,7 @@ def _judge(rows: list[BenchRow]) -> int:
     wrong = [row for row in rows if row.output is not None and not row.output.passed]
     if not wrong:
         return 0
-    names = ", ".join(dict.fromkeys(row.mode for row in wrong))
+    names = ", ".join(dict.fromkeys(row.label for row in wrong))
     n = sum(len(row.output.different) for row in wrong if row.output is not None)
     places = "1 place that is no near-tie" if n == 1 else f"{n} places that are no near-ties"
     print_error(f"The output of {names} differs from stock-ar's in {places}.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 _WORK = "What is measured"
 _HARDWARE = "Hardware"  # as in options.py
+_SWEEP = "Expert cache"
 
 DEFAULT_MODES = "stock-ar,stock-sd,moeedge"
 
@@ -27,9 +29,10 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="NAME|FILE.jsonl",
-        help="Prompts to answer: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample, or a file whose lines "
-        'are objects with "prompt", "turns" or "messages". Looked for in $MOEEDGE_DATA, then in the cache, then on the '
-        "hub. Without it: llama-bench's synthetic tests.",
+        help="Prompts to answer: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (of these kinds), toy "
+        '(what the bundled pair can answer), or a file whose lines are objects with "prompt", "turns" or "messages". '
+        "Looked for in $MOEEDGE_DATA, then in the cache, then on the hub. Without it: llama-bench's synthetic tests; "
+        "with --policy or --cache-ratio toy for the bundled pair, sample for others.",
         rich_help_panel=_WORK,
     ),
 ]
@@ -82,6 +85,42 @@ Modes = Annotated[
 IgnoreEos = Annotated[
     bool,
     typer.Option("--ignore-eos", help="Answers go on behind stop tokens, to -n tokens.", rich_help_panel=_WORK),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="LIST",
+        help="Who decides which experts the device holds, several separated by commas: one row for each, side by side.",
+        rich_help_panel=_SWEEP,
+    ),
+]
+CacheRatio = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-ratio",
+        metavar="LIST",
+        help="Shares of all expert bytes that the device holds, 0 to 1, several separated by commas: one row for each, "
+        "and for each policy.",
+        rich_help_panel=_SWEEP,
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw hit rate and speed against the cache ratio, one line per policy (.png, .svg or .pdf).",
+        rich_help_panel=_SWEEP,
+    ),
+]
+NoWarmup = Annotated[
+    bool,
+    typer.Option(
+        "--no-warmup",
+        help="Do not run every mode once before the first sample: the first repetition finds an empty expert cache.",
+        rich_help_panel=_WORK,
+    ),
 ]
 OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="Format of the rows on standard output.")]
 CtxSize = Annotated[

@@ -13,6 +13,10 @@ from moeedge.bench.statistics import Spread
 
 FORMATS = ("md", "csv", "json", "jsonl")
 _NONE = "-"
+# columns of a table in which some mode had an expert cache
+_CACHE_TEXT = ("policy", "cache")
+_CACHE_NUMBERS = ("hits", "expert hits", "uploads/step", "MiB moved")
+_MIB = 1024 * 1024
 
 
 def render(rows: Sequence[BenchRow], form: str) -> str:
@@ -34,7 +38,7 @@ def difference_lines(rows: Sequence[BenchRow]) -> list[str]:
             continue
         for kind, differences in (("near-tie", row.output.near_ties), ("DIFFERENT", row.output.different)):
             lines += [
-                f"{kind}: {row.mode}, {row.test} prompt {d.prompt}, turn {d.turn + 1}, token {d.position + 1}: "
+                f"{kind}: {row.label}, {row.test} prompt {d.prompt}, turn {d.turn + 1}, token {d.position + 1}: "
                 f"{_shown_token(d.token)} instead of {_shown_token(d.reference_token)}, {d.gap:.4f} logits apart"
                 for d in differences
             ]
@@ -49,13 +53,14 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     """A table as llama-bench prints it: what is the same everywhere stands above, once."""
     if not rows:
         return ""
+    has_cache = any(row.cache_ratio is not None for row in rows)
     columns = [
-        "test", "mode", "pp t/s", "tg t/s", "TTFT ms", "accepted", "tokens/step", "experts/step", "hit rate", "output",
-        "pp ratio", "tg ratio",
+        "test", "mode", *(_CACHE_TEXT if has_cache else ()), "pp t/s", "tg t/s", "TTFT ms", "accepted", "tokens/step",
+        "experts/step", *(_CACHE_NUMBERS if has_cache else ()), "output", "pp ratio", "tg ratio",
     ]  # fmt: skip
     cells = [[_cell(column, row) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    n_text = 2  # the first columns are text and stand left
+    n_text = 3 if has_cache else 2  # the first columns are text and stand left
     lines = [
         _line(columns, widths, n_text),
         "|" + "|".join("-" * (w + 2) if i < n_text else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|",
@@ -65,6 +70,9 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
     drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
     draft = f"draft {drafted['draft']} (gamma {drafted['gamma']})" if drafted else "no draft"
+    cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
+    if cached is not None:
+        draft += f"; device {cached['device']}"
     lines += [
         "",
         f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
@@ -84,6 +92,8 @@ def _cell(column: str, row: BenchRow) -> str:
         return row.test
     if column == "mode":
         return row.mode
+    if column == "policy":
+        return _NONE if row.policy == "none" else row.policy
     if column == "output":
         near = "" if row.output is None or not row.output.near_ties else f" ({len(row.output.near_ties)} near-ties)"
         return _NONE if row.output is None else f"{row.output}{near}"
@@ -96,7 +106,11 @@ def _cell(column: str, row: BenchRow) -> str:
         "accepted": (row.acceptance_rate, ".2f"),
         "tokens/step": (row.tokens_per_step, ".2f"),
         "experts/step": (row.experts_per_verification, ".1f"),
-        "hit rate": (row.hit_rate, ".2f"),
+        "cache": (row.cache_ratio, "g"),
+        "hits": (row.cache.hit_rate_pairs, ".3f"),
+        "expert hits": (row.cache.hit_rate_unique, ".3f"),
+        "uploads/step": (row.cache.uploads_per_step, ".1f"),
+        "MiB moved": (None if row.cache.bytes_moved is None else row.cache.bytes_moved / _MIB, ".1f"),
         "pp ratio": (row.ratio_pp, ".3f"),
         "tg ratio": (row.ratio, ".3f"),
     }

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from moeedge.bench.modes import MODES
+from moeedge.bench.placement import COUNTERS
 from moeedge.bench.runner import Bench
 from moeedge.data import CATALOG
 from moeedge.engine.agreement import NEAR_TIE_GAP
@@ -24,7 +25,9 @@ def test_every_key_is_documented_and_no_other(tmp_path: Path, tiny_moe: Path) ->
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert documented == set(record)
-    assert set(re.findall(r"`(\w+)`", samples)) == set(record["samples"][0])
+    keys, counters = samples.split("The last two are objects")
+    assert set(re.findall(r"`(\w+)`", keys)) == set(record["samples"][0])
+    assert set(re.findall(r"`(\w+)`", counters)) == set(COUNTERS)
 
 
 def test_modes_datasets_and_the_bound() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.modes import REFERENCE
+from moeedge.bench.placement import CacheFigures
 from moeedge.bench.runner import Bench
 from moeedge.errors import ContextTooSmallError
 from tests.bench.recording import Recorder, make_plan, write_conversations
@@ -37,7 +38,7 @@ def test_three_modes_on_the_same_conversations(tmp_path: Path, tiny_moe: Path, t
     assert drafted.experts_per_verification is None  # stock senses nothing
     assert ours.experts_per_verification is not None
     assert 4 <= ours.experts_per_verification <= 16  # at least top-k, at most all
-    assert ours.hit_rate is None
+    assert ours.cache == CacheFigures()
 
 
 def test_turns_are_one_conversation(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
@@ -165,7 +166,7 @@ def test_the_record_says_what_the_numbers_depend_on(tmp_path: Path, tiny_moe: Pa
     assert all(list(record) == list(records[0]) for record in records)
     record = records[2]
     for key, value in {
-        "schema": "moeedge-bench-1",
+        "schema": "moeedge-bench-2",
         "mode": "moeedge",
         "test": "talk",
         "threads": 1,

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ from typer.testing import CliRunner, Result
 
 from moeedge.bench.environment import Environment
 from moeedge.bench.output_check import Difference, OutputCheck
+from moeedge.bench.placement import CacheFigures
 from moeedge.bench.record import SCHEMA, BenchRow
 from moeedge.bench.statistics import spread
 from moeedge.cli.app import app
 from moeedge.cli.bench import _judge, make_plan
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.ui.bench_plot import draw_sweep, lines_of
 from moeedge.ui.bench_table import difference_lines, render
 
 _QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]
@@ -120,6 +124,13 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
         (["--draft-max", "99"], "gamma (--draft-max) must be in 0..64"),
         (["--dataset", "sample", "-c", "16"], "No prompt fits"),
         (["-dev", "TPU7"], 'There is no device "TPU7"'),
+        (["--policy", "spac,oracle"], 'There is no policy "oracle". Choose from spac, spac-paper, lru, static'),
+        (["--policy", "none"], 'The policy "none" moves no expert'),
+        (["--cache-ratio", "0.5,1.5"], "The cache ratio must be in [0, 1], not 1.5"),
+        (["--cache-ratio", "much"], 'The cache ratio must be a number, not "much"'),
+        (["--policy", "spac", "--modes", "stock-ar"], "Stock modes have no expert cache"),
+        (["--plot", "sweep.png"], "--plot draws what --policy and --cache-ratio compare"),
+        (["--policy", "spac", "--plot", "sweep.txt"], "--plot cannot write sweep.txt"),
     ],
 )
 def test_bad_input_exits_with_2_and_a_sentence(tiny_moe: Path, arguments: list[str], said: str) -> None:
@@ -179,8 +190,9 @@ def _row(output: OutputCheck) -> BenchRow:
     environment = Environment("0.1.0", "f" * 40, True, "0.3.36", "A CPU", "Linux", "3.11", "2026-01-01T00:00:00+00:00")
     setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}
     return BenchRow(
-        mode="moeedge", test="qa", pp=spread([100.0, 200.0]), tg=spread([10.0]), ttft_s=0.25, acceptance_rate=0.5,
-        tokens_per_step=2.5, experts_per_verification=31.25, hit_rate=None, output=output, ratio=1.234,
+        mode="moeedge", test="qa", policy="none", cache_ratio=None,
+        pp=spread([100.0, 200.0]), tg=spread([10.0]), ttft_s=0.25, acceptance_rate=0.5,
+        tokens_per_step=2.5, experts_per_verification=31.25, cache=CacheFigures(), output=output, ratio=1.234,
         ratio_pp=None, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
     )  # fmt: skip
 
@@ -206,8 +218,42 @@ def test_the_table() -> None:
     assert cells["ppt/s"] == "150.00±70.71"
     assert cells["TTFTms"] == "250.0"
     assert cells["experts/step"] == "31.2"
-    assert (cells["output"], cells["tgratio"], cells["ppratio"], cells["hitrate"]) == ("8/8", "1.234", "-", "-")
+    assert (cells["output"], cells["tgratio"], cells["ppratio"]) == ("8/8", "1.234", "-")
     assert "commit ffffffffff (changed)" in text
     assert "m.gguf, draft d.gguf (gamma 4); A CPU, threads: 2, context: 256, repetitions: 2" in text
+    assert "policy" not in heads
     assert render([], "md") == ""
     assert json.loads(render([], "json")) == []
+
+
+def _swept(policy: str, ratio: float, hits: float) -> BenchRow:
+    row = _row(OutputCheck(equal=8, compared=8))
+    figures = CacheFigures(hit_rate_pairs=hits, hit_rate_unique=hits / 2, uploads_per_step=12.34, bytes_moved=3 << 20)
+    setup = row.setup | {"device": "emulated (CPU)"}
+    return replace(row, policy=policy, cache_ratio=ratio, cache=figures, setup=setup, ratio=1 + hits)
+
+
+def test_the_table_of_a_sweep() -> None:
+    text = render([_row(OutputCheck(equal=8, compared=8)), _swept("spac", 0.17, 0.5)], "md")
+    heads, _, stock, swept = text.splitlines()[:4]
+    names = heads.replace(" ", "").split("|")
+    cells = dict(zip(names, swept.replace(" ", "").split("|"), strict=True))
+    assert (cells["policy"], cells["cache"], cells["hits"], cells["experthits"]) == ("spac", "0.17", "0.500", "0.250")
+    assert (cells["uploads/step"], cells["MiBmoved"]) == ("12.3", "3.0")
+    plain = dict(zip(names, stock.replace(" ", "").split("|"), strict=True))
+    assert (plain["policy"], plain["cache"], plain["hits"], plain["MiBmoved"]) == ("-", "-", "-", "-")
+    assert "device emulated (CPU)" in text
+
+
+def test_the_picture_has_a_line_per_policy(tmp_path: Path) -> None:
+    rows = [
+        _swept(policy, ratio, ratio * best) for policy, best in (("spac", 1), ("lru", 0.5)) for ratio in (0.5, 0.17)
+    ]
+    lines = lines_of([_row(OutputCheck(equal=8, compared=8)), *rows], lambda row: row.cache.hit_rate_pairs)
+    assert lines == {"spac": [(0.17, 0.17), (0.5, 0.5)], "lru": [(0.17, 0.085), (0.5, 0.25)]}
+    picture = tmp_path / "sweep.png"
+    assert draw_sweep(rows, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not draw_sweep([_row(OutputCheck(equal=8, compared=8))], tmp_path / "none.png")
+    with pytest.raises(InputError, match="Cannot write the picture"):
+        draw_sweep(rows, tmp_path / "absent" / "sweep.png")
