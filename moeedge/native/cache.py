@@ -104,9 +104,9 @@ class CacheStats:
     blocks: int  # MoE blocks computed
     blocks_unknown: int  # not understood: on the CPU
     blocks_whole: int  # nothing resident: computed as they are
-    pairs: int  # (token, expert)
+    pairs: int  # (token, expert) pairs of batches of at most 64 tokens
     pairs_device: int
-    unique: int  # experts per block, of batches of at most 64 tokens
+    unique: int  # experts per block of such batches
     unique_device: int
     partition_s: float  # our own work: split, graphs, gather, scatter, submit
     cpu_s: float
@@ -114,6 +114,17 @@ class CacheStats:
     wait_s: float  # the CPU's part was done, the device's not
     pinned: int  # slots in use by a computation
     lost: bool
+
+
+# the fields of CacheStats that are counters, and those in seconds with their names in struct moeedge_cache_stats
+_COUNTERS = [
+    field.name for field in dataclasses.fields(CacheStats) if field.name != "lost" and not field.name.endswith("_s")
+]
+_TIMES = {
+    field.name: field.name.removesuffix("_s") + "_ns"
+    for field in dataclasses.fields(CacheStats)
+    if field.name.endswith("_s")
+}
 
 
 class ExpertCache:
@@ -218,14 +229,9 @@ class ExpertCache:
         """The counters."""
         raw = self._stats
         self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(raw)))
-        values: dict[str, int | float | bool] = {}
-        for field in dataclasses.fields(CacheStats):
-            if field.name.endswith("_s"):
-                values[field.name] = getattr(raw, field.name.removesuffix("_s") + "_ns") * 1e-9
-            else:
-                values[field.name] = getattr(raw, field.name)
-        values["lost"] = bool(raw.lost)
-        return CacheStats(**values)  # type: ignore[arg-type]
+        values = {name: getattr(raw, name) for name in _COUNTERS}
+        seconds = {name: getattr(raw, raw_name) * 1e-9 for name, raw_name in _TIMES.items()}
+        return CacheStats(**values, **seconds, lost=bool(raw.lost))
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
@@ -249,6 +255,19 @@ class ExpertCache:
     def set_prefill(self, path: PrefillPath | int, n_tokens_min: int) -> None:
         """How batches of at least `n_tokens_min` tokens are computed."""
         self._check(self._library.moeedge_cache_set_prefill(self._cache, int(path), n_tokens_min))
+
+    def acquire(self, layer: int, experts: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Pin resident experts as a computation does, for tests; their slots int32 [n], -1: not resident."""
+        wanted = np.asarray(experts, dtype=np.int32)
+        slots = np.empty(wanted.size, dtype=np.int32)
+        self._check(
+            self._library.moeedge_cache_acquire(self._cache, layer, wanted.ctypes.data, wanted.size, slots.ctypes.data)
+        )
+        return slots
+
+    def release(self, layer: int, slots: npt.NDArray[np.int32]) -> None:
+        """Give back what `acquire` pinned."""
+        self._check(self._library.moeedge_cache_release(self._cache, layer, slots.ctypes.data, slots.size))
 
     def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
         """A resident expert's bytes of one role ("ffn_up_exps.weight") as the device holds them, for tests."""

@@ -152,9 +152,9 @@ struct moeedge_cache_stats {
     int64_t blocks;          // MoE blocks computed
     int64_t blocks_unknown;  // not understood: on the CPU
     int64_t blocks_whole;    // nothing resident: computed as they are
-    int64_t pairs;           // (token, expert)
+    int64_t pairs;           // (token, expert) pairs of batches of at most 64 tokens
     int64_t pairs_device;
-    int64_t unique;          // experts per block, of batches of at most 64 tokens
+    int64_t unique;          // experts per block of such batches
     int64_t unique_device;
     int64_t partition_ns;    // our own work: split, graphs, gather, scatter, submit
     int64_t cpu_ns;
@@ -205,6 +205,10 @@ MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 MOEEDGE_API int moeedge_cache_clear(int64_t cache);
 // a path (moeedge_prefill_path) for batches of at least n_tokens_min tokens
 MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_min);
+// pins the slots of resident experts [n] as a computation does and writes them to slots [n], -1: not resident; returns how
+// many are; release gives them back. For tests
+MOEEDGE_API int moeedge_cache_acquire(int64_t cache, int layer, const int32_t * experts, int n, int32_t * slots);
+MOEEDGE_API int moeedge_cache_release(int64_t cache, int layer, const int32_t * slots, int n);
 // a resident expert's bytes as the device holds them, size bytes of one role; for tests
 MOEEDGE_API int moeedge_cache_read(int64_t cache, int layer, int expert, const char * role, void * out, int64_t size);
 // from the next graph on; cache 0 detaches

@@ -11,9 +11,9 @@ void block_records::add(const moeedge_block_record & record) {
     kept.serial = serial;
 
     sums.blocks++;
-    sums.pairs += record.pairs_cpu + record.pairs_device;
-    sums.pairs_device += record.pairs_device;
     if (record.n_tokens <= n_tokens_counted) {
+        sums.pairs += record.pairs_cpu + record.pairs_device;
+        sums.pairs_device += record.pairs_device;
         sums.unique += record.unique_cpu + record.unique_device;
         sums.unique_device += record.unique_device;
     }
