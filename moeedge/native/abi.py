@@ -176,6 +176,8 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_cache_drain": (c_int, [c_int64, c_double]),
     "moeedge_cache_clear": (c_int, [c_int64]),
     "moeedge_cache_set_prefill": (c_int, [c_int64, c_int, c_int]),
+    "moeedge_cache_acquire": (c_int, [c_int64, c_int, c_void_p, c_int, c_void_p]),
+    "moeedge_cache_release": (c_int, [c_int64, c_int, c_void_p, c_int]),
     "moeedge_cache_read": (c_int, [c_int64, c_int, c_int, c_char_p, c_void_p, c_int64]),
     "moeedge_instance_set_cache": (c_int, [c_int64, c_int64]),
 }

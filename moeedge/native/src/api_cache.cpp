@@ -190,6 +190,20 @@ int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {
     return MOEEDGE_OK;
 }
 
+int moeedge_cache_acquire(int64_t id, int layer, const int32_t * experts, int n, int32_t * slots) {
+    const auto cache = find(id);
+    return cache ? cache->acquire(layer, experts, n, slots) : no_cache();
+}
+
+int moeedge_cache_release(int64_t id, int layer, const int32_t * slots, int n) {
+    const auto cache = find(id);
+    if (!cache) {
+        return no_cache();
+    }
+    cache->release(layer, slots, n);
+    return MOEEDGE_OK;
+}
+
 int moeedge_cache_read(int64_t id, int layer, int expert, const char * role, void * out, int64_t size) {
     const auto cache = find(id);
     if (!cache) {

@@ -64,14 +64,14 @@ static ggml_backend_t start_instance(ggml_backend_dev_t dev, int n_threads) {
 }
 
 void cache_device::start(bool has_stage) {
+    buft     = is_emulated ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
+    is_host  = ggml_backend_buft_is_host(buft);
     compute  = start_instance(dev, n_threads);
-    transfer = start_instance(dev, n_threads);
-    stream   = has_stage ? start_instance(dev, n_threads) : nullptr;
-    if (compute == nullptr || transfer == nullptr || (has_stage && stream == nullptr)) {
+    transfer = is_host ? nullptr : start_instance(dev, n_threads);
+    stream   = is_host || !has_stage ? nullptr : start_instance(dev, n_threads);
+    if (compute == nullptr || (!is_host && transfer == nullptr) || (!is_host && has_stage && stream == nullptr)) {
         return;
     }
-    buft    = is_emulated ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
-    is_host = ggml_backend_buft_is_host(buft);
 
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(dev, &props);

@@ -29,8 +29,8 @@ class cache_device : public std::enable_shared_from_this<cache_device> {
 
     // an instance has its own stream where the device has streams; they are freed with the device
     ggml_backend_t compute  = nullptr;
-    ggml_backend_t transfer = nullptr; // the mover's
-    ggml_backend_t stream   = nullptr; // for staging slots; null if there are none
+    ggml_backend_t transfer = nullptr; // the mover's; null: transfers are plain copies
+    ggml_backend_t stream   = nullptr; // for staging slots; null without those, too
 
     ggml_backend_dev_t         dev          = nullptr;
     ggml_backend_buffer_type_t buft         = nullptr;

@@ -52,14 +52,17 @@ class moving_loop {
 
   private:
     struct flight {
-        upload            what;
+        upload            load;
         int64_t           ticket;
         clock::time_point begin;
     };
 
     void start(const upload & next) {
+        if (next.ahead.layer >= 0) {
+            core.source.announce(next.ahead.layer, next.ahead.expert);
+        }
         const auto    begin  = clock::now();
-        const int64_t ticket = core.moving->send(next.layer, next.expert, next.slot);
+        const int64_t ticket = core.moving->send(next.what.layer, next.what.expert, next.slot);
         if (ticket < 0) {
             core.table->finish(next, /* arrived = */ false);
             return;
@@ -72,9 +75,9 @@ class moving_loop {
         flights.pop_front();
         core.moving->wait(oldest.ticket);
         if (link.is_paced()) {
-            core.table->wait_until(link.deliver(oldest.begin, oldest.what.bytes));
+            core.table->wait_until(link.deliver(oldest.begin, oldest.load.bytes));
         }
-        core.table->finish(oldest.what, /* arrived = */ true);
+        core.table->finish(oldest.load, /* arrived = */ true);
     }
 
     cache_core &       core;

@@ -6,6 +6,9 @@
 
 namespace moeedge {
 
+// how far ahead the file is read: enough requests for a disk to be busy while one is waited for
+static constexpr size_t n_uploads_ahead = 4;
+
 residency_table::residency_table(const expert_layout & layout, const std::vector<int> & capacity)
     : n_experts(layout.n_experts), group_of(layout.group_of), groups(layout.groups.size()), n_resident(layout.n_layers) {
     const size_t n_entries = (size_t) layout.n_layers * layout.n_experts;
@@ -147,8 +150,12 @@ void residency_table::start(group_state & group, upload & out) {
         group.victims.pop_back();
         evict(group, entry);
     }
-    const int32_t entry = group.queue[group.head++].entry;
-    out = { layer_of(entry), entry % n_experts, group.free.back(), group.expert_bytes };
+    const size_t  i_ahead = group.head + n_uploads_ahead;
+    const int32_t entry   = group.queue[group.head++].entry;
+    out = { id_of(entry), group.free.back(), group.expert_bytes, { -1, -1 } };
+    if (i_ahead < group.queue.size()) {
+        out.ahead = id_of(group.queue[i_ahead].entry);
+    }
     group.free.pop_back();
     state[entry] = in_flight;
     slot[entry]  = out.slot;
@@ -168,12 +175,13 @@ void residency_table::evict(group_state & group, int32_t entry) {
 
 void residency_table::finish(const upload & done, bool arrived) {
     std::lock_guard<std::mutex> lock(mutex);
-    group_state &               group = groups[group_of[done.layer]];
-    const int32_t               entry = done.layer * n_experts + done.expert;
+    const int                   layer = done.what.layer;
+    group_state &               group = groups[group_of[layer]];
+    const int32_t               entry = layer * n_experts + done.what.expert;
     if (arrived) {
         state[entry]           = resident;
         group.owner[done.slot] = entry;
-        n_resident[done.layer].fetch_add(1, std::memory_order_relaxed);
+        n_resident[layer].fetch_add(1, std::memory_order_relaxed);
         counts.uploads++;
         counts.bytes_moved += done.bytes;
     } else {

@@ -19,9 +19,15 @@ namespace moeedge {
 
 enum residency : uint8_t { absent = 0, resident = 1, in_flight = 2 };
 
+struct expert_id {
+    int layer, expert;
+};
+
 struct upload {
-    int     layer, expert, slot;
-    int64_t bytes;
+    expert_id what;
+    int       slot;
+    int64_t   bytes;
+    expert_id ahead; // one that follows some uploads later, layer -1: none
 };
 
 class residency_table {
@@ -85,7 +91,8 @@ class residency_table {
         std::vector<std::vector<victim>> victims; // [n_groups]
     };
 
-    int  layer_of(int32_t entry) const { return entry / n_experts; }
+    int       layer_of(int32_t entry) const { return entry / n_experts; }
+    expert_id id_of(int32_t entry) const { return { entry / n_experts, entry % n_experts }; }
     int  entry_of(const int32_t * pair) const; // -1: there is no such expert
     bool sort_plan(const int32_t * uploads, const uint8_t * levels, int n_uploads, const int32_t * victims,
                    const float * utility, int n_victims, new_plan & out);
