@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moeedge import paths
+from moeedge.engine import library
 from moeedge.engine.memory import kv_bytes_per_token
 from moeedge.engine.model import Model
 from moeedge.engine.types import EngineConfig
@@ -17,6 +18,7 @@ _ALL_LAYERS = -1  # llama.cpp's word for them
 
 def resolve_device(config: EngineConfig) -> ResolvedDevice:
     """The device that -dev means for this model; raises DeviceError where there is none of that name."""
+    library.start()  # llama.cpp logs as soon as it is asked for devices
     bundled = config.emulate_bundled and paths.is_bundled(config.model)
     return resolve(DeviceSpec.parse(config.device), bundled=bundled)
 
