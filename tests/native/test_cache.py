@@ -1,0 +1,351 @@
+"""The expert cache: slots, their bytes, and what the mover does with a plan. On the emulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeedge import native
+from moeedge.engine.expert_tensors import expert_tensors
+from moeedge.errors import BackendError, DeviceError, ModelFileError
+from moeedge.native import Claims
+from moeedge.native.cache import CacheConfig, ExpertCache, Residency
+from tests.conftest import TinyFactory
+from tests.support.experts import (
+    NO_PAIRS,
+    ExpertFile,
+    ask,
+    assert_balanced,
+    assert_bytes,
+    resident,
+    write_experts,
+)
+from tests.support.sensed import model_number, sensed_context
+
+OPEN_S = 20.0  # far longer than anything here takes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def attached() -> None:
+    native.attach()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
+    """4 layers of 8 experts, all alike."""
+    return write_experts(tmp_path_factory.mktemp("experts") / "experts.bin")
+
+
+def drain(cache: ExpertCache) -> None:
+    assert cache.drain(OPEN_S)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + OPEN_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+# slots and bytes
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [("qwen3moe", {}), ("gpt-oss", {}), ("llama4", {}), ("deepseek2", {"merged": True}), ("llama", {})],
+)
+def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict[str, bool]) -> None:
+    path = tiny(arch, **options)
+    context, _ = sensed_context(path, Claims.NONE)
+    with context:
+        n_layers, n_experts = model_number(context, "block_count"), model_number(context, "expert_count")
+    tensors, files = expert_tensors(path)
+    model = ExpertFile(path, tensors, n_layers, n_experts)
+    with ExpertCache.open(
+        CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=n_layers, n_experts=n_experts, ratio=1.0)
+    ) as cache:
+        layers = sorted({tensor.layer for tensor in tensors})
+        ask(cache, list(product(layers, range(n_experts))))
+        drain(cache)
+        assert assert_bytes(cache, model) == len(layers) * n_experts == cache.info.n_slots
+        assert cache.stats().bytes_moved == sum(tensor.stride * tensor.n_experts for tensor in tensors)
+        assert cache.info.pool_bytes >= cache.stats().bytes_moved
+
+
+@pytest.mark.parametrize(("ratio", "n_slots"), [(0.0, 0), (0.001, 1), (0.17, 5), (0.5, 16), (1.0, 32)])
+def test_capacity_is_the_share_asked_for(experts: ExpertFile, ratio: float, n_slots: int) -> None:
+    with ExpertCache.open(experts.config(ratio)) as cache:
+        layer_group, capacity, expert_bytes = cache.groups()
+        assert layer_group.tolist() == [0] * 4
+        assert capacity.tolist() == [n_slots]
+        assert expert_bytes.tolist() == [sum(tensor.stride for tensor in experts.tensors[:3])]
+        assert (cache.info.n_slots, cache.info.slots_wanted) == (n_slots, n_slots)
+        ask(cache, list(product(range(4), range(8))))
+        drain(cache)
+        assert len(resident(cache)) == n_slots
+        assert_balanced(cache)
+
+
+def test_layers_of_unlike_shape_get_pools_of_their_own(tmp_path: Path) -> None:
+    mixed = write_experts(tmp_path / "mixed.bin", n_layers=6, wide_layers=(1, 4), dense_layers=(0,))
+    with ExpertCache.open(mixed.config(0.5)) as cache:
+        layer_group, capacity, expert_bytes = cache.groups()
+        assert layer_group.tolist() == [-1, 0, 1, 1, 0, 1]
+        assert capacity.tolist() == [8, 12]
+        assert expert_bytes[0] == 2 * expert_bytes[1]
+        ask(cache, list(product(range(1, 6), range(8))))
+        drain(cache)
+        assert assert_bytes(cache, mixed) == 20
+        found = resident(cache)
+        assert sum(layer in (1, 4) for layer, _ in found) == 8, "slots of one group are not another's"
+        with pytest.raises(BackendError, match="expert that the model does not have"):
+            ask(cache, [(0, 0)])
+
+
+def test_staging_slots_are_extra(experts: ExpertFile) -> None:
+    with ExpertCache.open(experts.config(0.5)) as plain, ExpertCache.open(experts.config(0.5, n_stage=4)) as staged:
+        assert staged.info.n_slots == plain.info.n_slots
+        assert staged.info.pool_bytes == plain.info.pool_bytes * 20 // 16
+
+
+# what the mover does with a plan
+
+
+def test_higher_levels_come_first_then_lower_layers_then_the_order_given(experts: ExpertFile) -> None:
+    # 5 slots: who gets one tells the order
+    uploads = [(3, 7), (2, 2), (2, 1), (0, 0), (0, 5), (1, 1), (3, 3), (1, 6)]
+    levels = [4, 1, 1, 2, 1, 2, 2, 1]
+    with ExpertCache.open(experts.config(5 / 32)) as cache:
+        ask(cache, uploads, levels=levels)
+        drain(cache)
+        assert resident(cache) == {(3, 7), (0, 0), (1, 1), (3, 3), (0, 5)}
+        assert cache.stats().queued == 3
+    with ExpertCache.open(experts.config(1 / 32)) as cache:
+        ask(cache, [(2, 2), (2, 1)])
+        drain(cache)
+        assert resident(cache) == {(2, 2)}
+
+
+def test_the_lowest_utility_goes_first_and_nothing_else(experts: ExpertFile) -> None:
+    old = list(product(range(2), range(4)))
+    with ExpertCache.open(experts.config(0.25)) as cache:
+        ask(cache, old)
+        drain(cache)
+        # victims out of order, one of them named twice, one that is not resident, one without a number
+        victims = [(1, 0), (0, 3), (0, 1), (0, 3), (3, 3), (1, 2)]
+        ask(cache, [(2, 0), (2, 1)], victims=victims, utility=[3, 1, 2, 0, -1, float("nan")])
+        drain(cache)
+        assert resident(cache) == set(old) - {(0, 3), (0, 1)} | {(2, 0), (2, 1)}
+        # one victim for two uploads: the second has to wait
+        ask(cache, [(3, 0), (3, 1)], victims=[(1, 0)])
+        drain(cache)
+        assert (3, 0) in resident(cache)
+        assert (3, 1) not in resident(cache)
+        assert cache.stats().queued == 1
+        assert cache.stats().evictions == 3
+        assert_balanced(cache)
+        assert_bytes(cache, experts)
+
+
+def test_what_is_there_already_is_left_out(experts: ExpertFile) -> None:
+    with ExpertCache.open(experts.config(0.5)) as cache:
+        for _ in range(3):
+            ask(cache, [(0, 0), (1, 1), (0, 0)])
+            drain(cache)
+        assert cache.stats().uploads == 2
+        assert cache.stats().cancelled == 0
+
+
+def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> None:
+    old = [(0, expert) for expert in range(4)]
+    with ExpertCache.open(experts.config(4 / 32)) as cache:
+        ask(cache, old)
+        drain(cache)
+        slots = cache.acquire(0, [0, 7, 1, 1, 2])
+        assert slots[1] == -1
+        assert slots[2] == slots[3]
+        assert len(set(slots[[0, 2, 4]].tolist())) == 3
+        assert cache.stats().pinned == 4
+        ask(cache, [(1, expert) for expert in range(4)], victims=old)
+        wait_for(lambda: (1, 0) in resident(cache))
+        assert not cache.drain(0.05), "three uploads wait for pinned slots"
+        assert resident(cache) == {(0, 0), (0, 1), (0, 2), (1, 0)}
+        cache.release(0, slots[[1, 2]])  # expert 1 is pinned once more
+        assert not cache.drain(0.05)
+        assert (0, 1) in resident(cache)
+        cache.release(0, slots[[0, 3]])
+        wait_for(lambda: {(1, 1), (1, 2)} <= resident(cache))
+        assert (0, 2) in resident(cache)
+        cache.release(0, slots[4:])
+        drain(cache)
+        assert resident(cache) == {(1, expert) for expert in range(4)}
+        assert cache.stats().pinned == 0
+        assert_balanced(cache)
+
+
+def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
+    bytes_per_expert = sum(tensor.stride for tensor in experts.tensors[:3])
+    with ExpertCache.open(experts.config(1.0, link_bytes_per_s=bytes_per_expert / 0.2)) as cache:
+        ask(cache, [(0, expert) for expert in range(6)])
+        wait_for(lambda: cache.stats().in_flight == 1)
+        assert cache.residency()[0, 0] == Residency.IN_FLIGHT
+        ask(cache, [(0, 1), (3, 3)], levels=[1, 2])
+        stats = cache.stats()
+        assert stats.cancelled == 4, "five were queued, and one of them is asked for again"
+        assert stats.queued == 2
+        drain(cache)
+        assert resident(cache) == {(0, 0), (3, 3), (0, 1)}
+        ask(cache, [(1, expert) for expert in range(8)])
+        wait_for(lambda: cache.stats().in_flight == 1)
+        begin_s = time.monotonic()
+        cache.plan(NO_PAIRS, np.zeros(0, np.uint8), NO_PAIRS, np.zeros(0, np.float32))
+        drain(cache)
+        assert time.monotonic() - begin_s < 0.6, "what is cancelled costs nothing"
+        assert cache.stats().cancelled == 11
+        ask(cache, [(2, expert) for expert in range(8)])
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 0.6, "closing waits for none of it"
+
+
+def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
+    model = write_experts(tmp_path / "large.bin", width=96)
+    rate = 40e6
+    with ExpertCache.open(model.config(1.0, link_bytes_per_s=rate)) as cache:
+        begin_s = time.monotonic()
+        ask(cache, list(product(range(4), range(8))))
+        drain(cache)
+        duration_s = time.monotonic() - begin_s
+        stats = cache.stats()
+    assert stats.uploads == 32
+    assert duration_s >= 0.9 * stats.bytes_moved / rate
+    assert duration_s <= 3 * stats.bytes_moved / rate, "and does not fall far behind it"
+    assert stats.transfer_s == pytest.approx(duration_s, rel=0.2)
+
+
+def test_unlike_groups_share_one_queue(tmp_path: Path) -> None:
+    """A group without room does not hold up another; otherwise the order holds across groups."""
+    mixed = write_experts(tmp_path / "mixed.bin", wide_layers=(1, 3))
+    with ExpertCache.open(mixed.config(2 / 16, link_bytes_per_s=200e3)) as cache:
+        ask(cache, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)], levels=[1, 1, 2, 2, 2])
+        seen: list[tuple[int, int]] = []
+        while len(seen) < 4:
+            seen += sorted(resident(cache) - set(seen))
+        assert seen == [(0, 1), (2, 0), (3, 0), (1, 0)]
+        assert cache.stats().queued == 1
+
+
+# emptying, failing, closing
+
+
+def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> None:
+    with ExpertCache.open(experts.config(0.5)) as cache:
+        ask(cache, [(0, expert) for expert in range(8)])
+        drain(cache)
+        slots = cache.acquire(0, [3])
+        clearing = threading.Thread(target=cache.clear)
+        clearing.start()
+        time.sleep(0.05)
+        assert clearing.is_alive()
+        cache.release(0, slots)
+        clearing.join(OPEN_S)
+        assert not clearing.is_alive()
+        assert not cache.residency().any()
+        assert cache.stats().slots_used == 0
+        assert cache.stats().evictions == 8
+        ask(cache, list(product(range(4), range(8))))
+        drain(cache)
+        assert assert_bytes(cache, experts) == 16, "all slots are in use again"
+
+
+def test_an_expert_that_cannot_be_read_stays_absent(tmp_path: Path) -> None:
+    model = write_experts(tmp_path / "short.bin")
+    with ExpertCache.open(model.config(1.0)) as cache:
+        with model.path.open("r+b") as file:
+            file.truncate(model.tensors[-1].offset)
+        ask(cache, [(0, 0), (3, 0), (3, 1), (1, 1)])
+        drain(cache)
+        assert resident(cache) == {(0, 0), (1, 1)}
+        assert cache.stats().failed == 2
+        assert_balanced(cache)
+        ask(cache, list(product(range(3), range(8))))
+        drain(cache)
+        assert assert_bytes(cache, model) == 24
+
+
+def test_a_closed_cache_says_so(experts: ExpertFile) -> None:
+    cache = ExpertCache.open(experts.config(0.5))
+    cache.close()
+    cache.close()
+    for refused in (cache.residency, cache.stats, cache.clear, cache.groups, cache.blocks, lambda: cache.drain(1)):
+        with pytest.raises(BackendError, match="closed"):
+            refused()
+
+
+def test_closing_detaches(tiny: TinyFactory) -> None:
+    path = tiny("qwen3moe")
+    tensors, files = expert_tensors(path)
+    config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
+    context, sensor = sensed_context(path, Claims.WHOLE)
+    with context:
+        with ExpertCache.open(config) as cache:
+            cache.attach(sensor)
+            ask(cache, [(layer, expert) for layer in range(3) for expert in range(8)])
+            drain(cache)
+            context.decode([1, 2, 3])
+            records = cache.blocks()
+            assert records["layer"].tolist() == [0, 1, 2]
+            assert (records["pairs_cpu"] + records["pairs_device"]).tolist() == [12, 12, 12]
+            assert len(cache.blocks()) == 0
+            assert cache.stats().blocks == 3
+            assert cache.stats().pinned == 0
+        context.decode([4])
+        second = ExpertCache.open(config)
+        second.attach(sensor)
+    second.detach()  # of a context that is closed
+    second.close()
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"device": "CUDA7"}, DeviceError, "no device CUDA7; there are emulated"),
+        ({"device": "CPU"}, DeviceError, "no device CPU"),
+        ({"ratio": 1.5}, BackendError, "ratio from 0 to 1"),
+        ({"ratio": float("nan")}, BackendError, "ratio from 0 to 1"),
+        ({"tensors": []}, BackendError, "expert tensors"),
+        ({"n_experts": 9}, BackendError, "another number of experts"),
+        ({"n_layers": 3}, BackendError, r"blk\.3\.ffn_up_exps\.weight cannot be cached"),
+        ({"files": [Path("nowhere.bin")]}, ModelFileError, "nowhere.bin cannot be opened"),
+        ({"files": [Path(__file__)]}, ModelFileError, "ends before the experts of layer"),
+    ],
+)
+def test_bad_configurations(experts: ExpertFile, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ExpertCache.open(dataclasses.replace(experts.config(0.5), **changes))
+
+
+def test_bad_plans_change_nothing(experts: ExpertFile) -> None:
+    with ExpertCache.open(experts.config(0.5)) as cache:
+        for uploads, victims in (([(4, 0)], []), ([(0, 8)], []), ([(-1, 0)], []), ([], [(0, -1)])):
+            with pytest.raises(BackendError, match="does not have"):
+                ask(cache, uploads, victims=victims)
+        with pytest.raises(ValueError, match="one level per upload"):
+            cache.plan(NO_PAIRS, np.zeros(1, np.uint8), NO_PAIRS, np.zeros(0, np.float32))
+        with pytest.raises(BackendError, match="not resident"):
+            cache.read(0, 0, "ffn_up_exps.weight", 4096)
+        with pytest.raises(BackendError, match="large batches"):
+            cache.set_prefill(3, 65)
+        assert cache.stats().plans == 0
+        assert cache.acquire(9, [0, 1]).tolist() == [-1, -1]
+        assert cache.acquire(0, [-1, 8]).tolist() == [-1, -1]

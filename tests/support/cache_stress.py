@@ -1,0 +1,131 @@
+"""Moves experts at random as fast as possible while other threads check the bytes of whatever is resident.
+
+    python -m tests.support.cache_stress SECONDS     (with MOEEDGE_LIBRARY and LD_PRELOAD also under a sanitizer)
+
+A thread replaces the plan without waiting for the last one; readers pin experts as a computation does, compare their
+slots with the file and let go; another one empties the cache now and then. Prints "done" if every byte was right.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from moeedge import native
+from moeedge.errors import BackendError
+from moeedge.native.cache import ExpertCache
+from tests.support.experts import ExpertFile, assert_balanced, assert_bytes, pairs, write_experts
+
+RATIO = 0.2
+MIN_CHECKED = 100
+
+
+class Stress:
+    """The threads' common state."""
+
+    def __init__(self, model: ExpertFile, cache: ExpertCache, end_s: float) -> None:
+        self.model, self.cache, self.end_s = model, cache, end_s
+        self.everything = pairs(*((layer, e) for layer in range(model.n_layers) for e in range(model.n_experts)))
+        self.truth = {
+            (layer, role): [model.bytes_of(layer, expert, role) for expert in range(model.n_experts)]
+            for layer in range(model.n_layers)
+            for role in model.roles(layer)
+        }
+        self.errors: list[BaseException] = []
+        self.n_checked = 0
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end_s or bool(self.errors)
+
+    def plan(self) -> None:
+        """Random uploads; everything is a victim."""
+        rng = np.random.default_rng(1)
+        while not self.is_over():
+            order = rng.permutation(len(self.everything))
+            n_uploads = int(rng.integers(1, len(order)))
+            uploads = self.everything[order[:n_uploads]]
+            levels = rng.integers(0, 5, n_uploads).astype(np.uint8)
+            utility = rng.random(len(order)).astype(np.float32)
+            self.cache.plan(uploads, levels, self.everything[np.argsort(utility)], np.sort(utility))
+            if rng.random() < 0.1:
+                self.cache.residency()
+                assert_balanced(self.cache)
+
+    def read(self, seed: int) -> None:
+        """Pins a few experts of a layer at a time, checks the bytes of those that are resident, lets go."""
+        rng = np.random.default_rng(seed)
+        while not self.is_over():
+            layer = int(rng.integers(self.model.n_layers))
+            wanted = rng.integers(0, self.model.n_experts, 8)
+            slots = self.cache.acquire(layer, wanted.tolist())
+            for expert in wanted[slots >= 0].tolist():
+                for role in self.model.roles(layer):
+                    expected = self.truth[layer, role][expert]
+                    assert self.cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
+                self.n_checked += 1
+            self.cache.release(layer, slots)
+
+    def clear(self) -> None:
+        """Empties the cache every so often."""
+        while not self.is_over():
+            time.sleep(0.05)
+            self.cache.clear()
+
+    def guard(self, work: Callable[..., None], *arguments: int) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self.errors.append(error)
+
+
+def stress(model: ExpertFile, seconds: float, *, link_bytes_per_s: float = 0.0) -> int:
+    """Runs the threads for that long; returns how many experts were checked."""
+    with ExpertCache.open(model.config(RATIO, link_bytes_per_s=link_bytes_per_s)) as cache:
+        state = Stress(model, cache, time.monotonic() + seconds)
+        jobs = [(state.plan,), (state.read, 2), (state.read, 3), (state.clear,)]
+        threads = [threading.Thread(target=state.guard, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if state.errors:
+            raise state.errors[0]
+        assert cache.drain(30)
+        assert_balanced(cache)
+        assert cache.stats().pinned == 0
+        assert cache.stats().failed == 0
+        assert_bytes(cache, model)
+        assert cache.stats().uploads > 0
+    return state.n_checked
+
+
+def churn(model: ExpertFile) -> None:
+    """Caches that are opened, used and closed in the middle of moving."""
+    for ratio in (0.0, 0.1, 1.0):
+        with ExpertCache.open(model.config(ratio, n_stage=2)) as cache:
+            cache.plan(pairs(*((0, e) for e in range(8))), np.ones(8, np.uint8), pairs((0, 0)), np.zeros(1, np.float32))
+    try:
+        cache.residency()
+    except BackendError:
+        return
+    raise AssertionError("a closed cache was read")
+
+
+def main(arguments: list[str]) -> None:
+    native.attach()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_experts(Path(folder) / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
+        n_checked = stress(model, float(arguments[0]))
+        assert n_checked >= MIN_CHECKED, n_checked
+        churn(model)
+    print("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
