@@ -1,7 +1,8 @@
 """llama-bench's tests: prefill of N random tokens (ppN) and decoding of N random tokens one by one (tgN).
 
 They time the target alone, as llama-bench does: no sampling, no drafts (nothing can guess random tokens). What is left
-is the cost of our backend beside stock's path.
+is the cost of our backend beside stock's path. With an expert cache, the policy observes and experts move as in an
+answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from moeedge.bench.lanes import Lane
 from moeedge.bench.modes import BenchMode, rotated
 from moeedge.bench.placement import counted
 from moeedge.bench.samples import Sample
-from moeedge.engine.types import Phase
+from moeedge.engine.session import Session
+from moeedge.engine.types import Phase, StepRecord
 
 _SEED = 1
 _SLICE_TOKENS = 16
@@ -59,6 +61,7 @@ class SyntheticRun:
                 before = session.placement_stats()
                 cpu_before_s, start_s = time.process_time(), time.perf_counter()
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
+                _place(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
                 if repetition >= 0:
                     yield Sample(
@@ -101,7 +104,11 @@ class SyntheticRun:
         for token in tokens:
             if self._cancel():
                 return None
+            token_s = time.perf_counter()
+            if session.placement is not None:
+                session.placement.anticipate([token])
             session.target.decode([token], phase=Phase.DECODE, logits="last")
+            _place(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
         n = len(tokens)
         return Sample(
@@ -116,6 +123,16 @@ class SyntheticRun:
 
     def _is_warm(self, repetition: int) -> bool:
         return self._warm_up or repetition > 0
+
+
+def _place(session: Session, batch: Sequence[int], *, n_verified: int, verify_s: float = 0.0) -> None:
+    """What the engine's loop does after it has decoded `batch`: the policy observes, and experts move."""
+    if session.placement is None or session.target.sensor is None:
+        return
+    counts = session.target.sensor.read_counts()
+    record = StepRecord(list(batch[-1:]), 0, 0, n_verified, 0.0, draft_s=0.0, verify_s=verify_s, observe_s=0.0)
+    session.placement.schedule(counts, batch, record)
+    session.placement.prefetch()
 
 
 def n_slices(n_tokens: int) -> int:

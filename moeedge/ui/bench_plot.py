@@ -55,6 +55,7 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     if drafted is not None:
         lower.axhline(drafted, color="0.5", linestyle="--", label="stock-sd")
     lower.set_ylim(bottom=0)
+    lower.set_xlim(0, 1.1 * max(row.cache_ratio for row in shown if row.cache_ratio is not None) or 1)
     lower.set_ylabel("decoding speed / stock-ar's")
     lower.set_xlabel("cache ratio: share of all experts that have a slot on the device")
     lower.legend(loc="best", fontsize="small")
