@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, chat, devices, profile
+from moeedge.cli import bench, chat, devices, profile, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -20,6 +20,7 @@ app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(profile.profile)
 app.command()(devices.devices)
+app.command()(worker.worker)
 
 
 def _print_version(wanted: bool) -> None:

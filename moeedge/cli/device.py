@@ -1,23 +1,23 @@
-"""The value of -dev, checked against what the installed llama.cpp lists."""
+"""The value of -dev, checked before anything is loaded."""
 
 from __future__ import annotations
 
-from moeedge.errors import DeviceError
+from moeedge.hardware.spec import DeviceSpec
 
 AUTO = "auto"
 NONE = "none"
 
 
-def check_device(name: str) -> None:
-    """Raises DeviceError, naming the known devices, unless `name` is auto, none or one that llama.cpp lists."""
-    if name in (AUTO, NONE):
+def check_device(text: str) -> None:
+    """Raises DeviceError for a device that is written wrongly or that nothing here offers, naming the known ones."""
+    spec = DeviceSpec.parse(text)
+    if spec.kind != "name":
         return
-    from moeedge import native  # loads llama.cpp
+    from moeedge.engine import library  # loads llama.cpp
+    from moeedge.hardware.resolve import check_known
 
-    native.attach()
-    known = [AUTO, NONE, *(device.name for device in native.devices())]
-    if name not in known:
-        raise DeviceError(f'There is no device "{name}".', f"Known: {', '.join(known)}.")
+    library.start()
+    check_known(spec)
 
 
 def layer_notes(n_gpu_layers: int) -> list[str]:
@@ -26,7 +26,6 @@ def layer_notes(n_gpu_layers: int) -> list[str]:
         return []
     from moeedge import native
 
-    gpus = [device.name for device in native.devices() if device.kind in ("GPU", "IGPU")]
-    if not gpus:
-        return ["llama.cpp lists no GPU here: -ngl has no effect."]
-    return [f"llama.cpp keeps whole layers on {', '.join(gpus)} (-ngl {n_gpu_layers}); single experts are not placed."]
+    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
+        return []
+    return ["llama.cpp lists no GPU here: -ngl has no effect."]

@@ -1,4 +1,4 @@
-"""`moeedge devices`: what the installed llama.cpp can compute on, and where our library lies."""
+"""`moeedge devices`: what could hold experts here, and where our library lies."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Annotated
 import typer
 
 from moeedge import native
+from moeedge.cli import options
 from moeedge.cli.common import cli_errors
-from moeedge.ui.devices_table import print_devices
 
 
 def devices(
+    output: Annotated[
+        options.Output, typer.Option("-o", "--output", help="Print a table, or a JSON list with sizes in bytes.")
+    ] = options.Output.TEXT,
     library: Annotated[
         bool,
         typer.Option(
@@ -21,10 +24,15 @@ def devices(
         ),
     ] = False,
 ) -> None:
-    """List the devices that the installed llama.cpp offers."""
+    """List the devices that can hold experts, and why the others cannot."""
     with cli_errors():
         if library:
             typer.echo(native.library_path())
             return
-        native.attach()
-        print_devices(native.devices())
+        from moeedge.engine import library as llama_library
+        from moeedge.hardware.catalog import catalog
+        from moeedge.ui.devices_table import print_devices, print_devices_json
+
+        llama_library.start()
+        show = print_devices_json if output is options.Output.JSON else print_devices
+        show(catalog())

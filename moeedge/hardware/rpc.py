@@ -206,10 +206,7 @@ class Server:
 
 def reserve_port(host: str, port: int) -> tuple[str, int]:
     """The IPv4 address and a free port there, `port` unless it is 0. Raises DeviceError where it is taken."""
-    try:
-        address = socket.gethostbyname(host)
-    except OSError as error:
-        raise DeviceError(f'There is no host "{host}".', "Give an IPv4 address of this machine.") from error
+    address = ipv4_address(host)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as llama.cpp does
         try:
@@ -221,3 +218,11 @@ def reserve_port(host: str, port: int) -> tuple[str, int]:
                 f"Cannot listen on {host}:{port} ({reason}).", "Give another port, or 0 for any."
             ) from error
         return address, probe.getsockname()[1]
+
+
+def ipv4_address(host: str) -> str:
+    """The address of a host by name. Raises DeviceError where there is none."""
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        raise DeviceError(f'There is no host "{host}".', "Give an IPv4 address of this machine.") from error

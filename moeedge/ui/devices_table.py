@@ -1,34 +1,44 @@
-"""The table of `moeedge devices`."""
+"""What `moeedge devices` prints: a table for people, a list of objects for programs."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
+import sys
 
 from rich.console import Console
 from rich.table import Table
 
-from moeedge.native import Device
+from moeedge.hardware.catalog import Entry
 
 _MIB = 1024 * 1024
 
 
-def print_devices(devices: list[Device]) -> None:
-    """One row per device, on standard output."""
+def print_devices(entries: list[Entry]) -> None:
+    """One row per device on standard output, then a line for each that says what it is for or why it cannot be used."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "type", "description"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in ("free MiB", "total MiB"):
-        table.add_column(column, justify="right")
-    for device in devices:
-        table.add_row(
-            device.name,
-            device.kind,
-            device.description,
-            f"{device.free_bytes / _MIB:.0f}" if device.total_bytes else "-",
-            f"{device.total_bytes / _MIB:.0f}" if device.total_bytes else "-",
-        )
-    console = Console(highlight=False)
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("holds experts", no_wrap=True)
+    for entry in entries:
+        memory = [_mib(entry.free_bytes), _mib(entry.total_bytes)]
+        holds = "yes" if entry.usable else "the rest" if entry.kind == "CPU" else "no"
+        table.add_row(entry.name, entry.kind, entry.description, *memory, holds)
+    # names and descriptions are the driver's: no markup
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table)
-    if not any(device.kind in ("GPU", "IGPU") for device in devices):
-        console.print(
-            "No GPU: this llama-cpp-python was built without GPU support or finds no card. "
-            'Rebuild it with CMAKE_ARGS (README, "Use your GPU").'
-        )
+    console.print()
+    for entry in entries:
+        console.print(f"{entry.name}: {entry.remark}", soft_wrap=True)  # commands in it can be copied
+
+
+def print_devices_json(entries: list[Entry]) -> None:
+    """A JSON list on standard output; sizes in bytes, null where not known."""
+    json.dump([dataclasses.asdict(entry) for entry in entries], sys.stdout, ensure_ascii=False, indent=2)
+    sys.stdout.write("\n")
+
+
+def _mib(n_bytes: int | None) -> str:
+    return "-" if n_bytes is None else f"{n_bytes / _MIB:.0f}"

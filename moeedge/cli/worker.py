@@ -1,0 +1,106 @@
+"""`moeedge worker`: serve a device of this machine to moeedge on another one."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from moeedge.cli import options
+from moeedge.cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, cli_errors
+from moeedge.cli.log import show_log
+from moeedge.errors import DeviceError, InputError
+
+DEFAULT_LISTEN = "127.0.0.1:50052"  # llama.cpp's own port for RPC
+
+
+def worker(
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 picks a free one.")
+    ] = DEFAULT_LISTEN,
+    device: Annotated[
+        str,
+        typer.Option(
+            "-dev", "--device", metavar="NAME", help="The device to serve. Default: the first GPU, else the CPU."
+        ),
+    ] = "",
+    threads: options.Threads = 0,
+    insecure_listen: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-listen",
+            help="Listen on other than loopback. The protocol has no authentication, and whoever connects can read and "
+            "write this process's memory: only in a network that you trust.",
+        ),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's messages on standard error.")] = False,
+) -> None:
+    """Serve a device of this machine; elsewhere -dev rpc://HOST:PORT places experts on it.
+
+    It runs until Ctrl-C and serves one session at a time.
+    """
+    with cli_errors():
+        from moeedge.engine import library
+        from moeedge.hardware import rpc
+
+        if threads < 0:
+            raise InputError(f"--threads must be >= 0, not {threads}.", "0: one per physical core.")
+        if verbose:
+            show_log()
+        library.start()
+        rpc.check_built_in()
+        served = _device(device)
+        address, port = rpc.reserve_port(*_endpoint(listen, insecure=insecure_listen))
+        out = _own_stdout(quiet=not verbose)
+        try:
+            server = rpc.Server(served, address, port, threads or library.physical_cores())
+            worker = server.wait_until_ready()
+            gib = f"{worker.total_bytes / 2**30:.1f} GiB"
+            os.write(out, f"Serving {served} ({gib}): use it with -dev rpc://{address}:{port}\n".encode())
+            server.wait()
+        except KeyboardInterrupt as stop:
+            # llama.cpp's server has no way to stop: its threads must not meet the destructors of an ordinary exit
+            os._exit(EXIT_TERMINATED if isinstance(stop, Terminated) else EXIT_INTERRUPTED)
+
+
+def _endpoint(listen: str, *, insecure: bool) -> tuple[str, int]:
+    """Host and port of --listen. Raises DeviceError unless it is loopback or the user insists."""
+    from moeedge.hardware import rpc, spec
+
+    try:
+        host, port = spec.parse_host_port(listen)
+    except ValueError as error:
+        raise DeviceError(f'Cannot listen on "{listen}": {error}.', f"Write for instance {DEFAULT_LISTEN}.") from error
+    if not insecure and not ipaddress.ip_address(rpc.ipv4_address(host)).is_loopback:
+        raise DeviceError(
+            f"{host} can be reached from other machines, and llama.cpp's RPC has no authentication: whoever connects "
+            "can read and write this process's memory.",
+            "Listen on 127.0.0.1 and use an SSH tunnel, or give --insecure-listen in a network that you trust.",
+        )
+    return host, port
+
+
+def _device(name: str) -> str:
+    """The device to serve: `name`, or the first GPU, or the CPU. Raises DeviceError for an unknown one."""
+    from moeedge import native
+
+    known = {device.name: device.kind for device in native.devices() if device.kind not in ("ACCEL", "RPC")}
+    if name and name not in known:
+        raise DeviceError(f'There is no device "{name}" to serve.', f"Known: {', '.join(known)}.")
+    if name:
+        return name
+    gpus = [one for one, kind in known.items() if kind == "GPU"]
+    return gpus[0] if gpus else "CPU"
+
+
+def _own_stdout(*, quiet: bool) -> int:
+    """A copy of standard output for ourselves; llama.cpp prints its own lines there, which go elsewhere from now on."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    target = os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2)
+    os.dup2(target, 1)
+    os.close(target)
+    return own

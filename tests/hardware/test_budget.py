@@ -1,0 +1,155 @@
+"""The cache's size for any model and device: never more than there is, never less than one expert per layer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeedge.errors import InputError
+from moeedge.hardware.budget import Budget, default_reserve, model_fits, plan_budget
+
+_GIB = 2**30
+# the expert tensors of Qwen3-30B-A3B in Q4_0: 48 layers of 128 experts of 2.65 MB
+_QWEN = {"expert_bytes_total": 48 * 128 * 2_654_208, "n_expert_layers": 48, "n_experts": 128}
+
+_models = st.fixed_dictionaries(
+    {
+        "expert_bytes_total": st.integers(1, 2**42),
+        "n_expert_layers": st.integers(1, 128),
+        "n_experts": st.integers(1, 512),
+    }
+)
+_memory = st.fixed_dictionaries({"free_bytes": st.integers(0, 2**40), "reserve_bytes": st.integers(0, 2**31)})
+
+
+def _check(budget: Budget, model: dict[str, int], memory: dict[str, int]) -> None:
+    """What holds for every budget."""
+    n_all = model["n_expert_layers"] * model["n_experts"]
+    room = max(0, memory["free_bytes"] - memory["reserve_bytes"])
+    assert 0 <= budget.n_slots <= n_all
+    assert budget.ratio == budget.n_slots / n_all
+    assert budget.pool_bytes <= room or budget.n_slots == 0
+    assert budget.n_slots == 0 or budget.n_slots >= model["n_expert_layers"]
+    assert math.isclose(budget.pool_bytes, budget.ratio * model["expert_bytes_total"], abs_tol=1, rel_tol=1e-9)
+    assert all(note.endswith((".", "there.")) for note in budget.notes)
+
+
+@given(_models, _memory)
+def test_what_is_free(model: dict[str, int], memory: dict[str, int]) -> None:
+    budget = plan_budget(**model, **memory)
+    _check(budget, model, memory)
+    room = max(0, memory["free_bytes"] - memory["reserve_bytes"])
+    if budget.n_slots:  # one more would not have fitted, or there is none
+        more = budget.n_slots + 1
+        n_all = model["n_expert_layers"] * model["n_experts"]
+        assert more > n_all or more * model["expert_bytes_total"] > room * n_all
+    else:
+        assert len(budget.notes) == 1
+
+
+@given(_models, _memory, st.floats(0, 1))
+def test_a_ratio(model: dict[str, int], memory: dict[str, int], ratio: float) -> None:
+    budget = plan_budget(**model, **memory, cache_ratio=ratio, holds_layers=True)
+    _check(budget, model, memory)
+    assert not budget.fits
+    wanted = int(ratio * model["n_expert_layers"] * model["n_experts"] + 1e-6)
+    assert budget.n_slots <= wanted
+    if budget.n_slots not in (0, wanted):
+        assert "shrunk" in budget.notes[0]
+    if budget.n_slots == 0 and ratio > 0:
+        assert "too small" in budget.notes[0]
+
+
+@given(_models, _memory, st.integers(0, 2**42))
+def test_a_size(model: dict[str, int], memory: dict[str, int], vram_bytes: int) -> None:
+    budget = plan_budget(**model, **memory, vram_bytes=vram_bytes)
+    _check(budget, model, memory)
+    assert budget.pool_bytes <= vram_bytes
+
+
+def test_figures_of_a_real_model() -> None:
+    budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.17)
+    assert (budget.n_slots, budget.notes) == (1044, ())
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, vram_bytes=6_000_000_000).n_slots == 6_000_000_000 // 2_654_208
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=1.0).n_slots == 48 * 128
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.0) == Budget(0.0, 0, 0)
+
+
+def test_ratios_that_binary_fractions_miss() -> None:
+    for percent in range(101):
+        budget = plan_budget(
+            expert_bytes_total=10_000, n_expert_layers=1, n_experts=100, free_bytes=10_000, cache_ratio=percent / 100
+        )
+        assert budget.n_slots == percent
+
+
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf])
+def test_ratio_outside_the_unit_interval(ratio: float) -> None:
+    with pytest.raises(InputError, match=r"outside \[0, 1\]"):
+        plan_budget(**_QWEN, free_bytes=_GIB, cache_ratio=ratio)
+
+
+def test_more_than_the_device_has() -> None:
+    with pytest.raises(InputError, match=r"--vram 30.0 GiB is larger than the device, which has 24.0 GiB"):
+        plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB)
+    with pytest.raises(InputError, match="0 or more"):
+        plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=-1)
+    with pytest.raises(InputError, match="exclude each other"):
+        plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=1, cache_ratio=0.5)
+
+
+def test_more_than_is_free_shrinks_with_a_line() -> None:
+    budget = plan_budget(
+        **_QWEN, free_bytes=4 * _GIB, total_bytes=24 * _GIB, reserve_bytes=_GIB // 2, vram_bytes=8 * _GIB
+    )
+    assert budget.pool_bytes <= 3.5 * _GIB
+    assert budget.notes == (
+        "The expert cache has shrunk from 8.0 GiB to 3.5 GiB: 4.0 GiB are free on the device, 512 MiB of them kept "
+        "in reserve.",
+    )
+
+
+def test_too_small_for_one_expert_per_layer() -> None:
+    budget = plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=47 * 2_654_208)
+    assert budget.n_slots == 0
+    assert budget.notes == (
+        "119 MiB for experts is too small: one expert per layer takes 122 MiB. The expert cache is off.",
+    )
+    assert plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=48 * 2_654_208).n_slots == 48
+    assert "too small" in plan_budget(**_QWEN, free_bytes=0).notes[0]
+
+
+def test_experts_that_fit_are_left_to_llama_cpp() -> None:
+    budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, holds_layers=True)
+    assert (budget.n_slots, budget.fits) == (0, True)
+    assert "All experts fit on the device" in budget.notes[0]
+    budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.5, experts_on_device=True)
+    assert (budget.n_slots, budget.fits) == (0, True)
+    assert "already" in budget.notes[0]
+
+
+def test_a_device_that_holds_no_layers_takes_all_experts() -> None:
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB).ratio == 1
+
+
+def test_a_dense_model_has_nothing_to_place() -> None:
+    budget = plan_budget(expert_bytes_total=0, n_expert_layers=0, n_experts=0, free_bytes=_GIB, cache_ratio=0.5)
+    assert budget.n_slots == 0
+    assert "no experts" in budget.notes[0]
+
+
+def test_the_device_s_own_default() -> None:
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, default_ratio=0.17, holds_layers=True).n_slots == 1044
+
+
+def test_reserve() -> None:
+    assert [default_reserve(gib * _GIB) // 2**20 for gib in (4, 8, 24, 141)] == [256, 256, 768, 1024]
+
+
+def test_a_model_that_fits_as_a_whole() -> None:
+    sizes = {"model_bytes": 10, "kv_bytes": 2, "reserve_bytes": 1}
+    assert model_fits(**sizes, free_bytes=13)
+    assert not model_fits(**sizes, free_bytes=12)

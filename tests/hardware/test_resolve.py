@@ -1,0 +1,225 @@
+"""From -dev to a device, on this machine and on described ones."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from moeedge import native
+from moeedge.engine import library
+from moeedge.errors import BackendError, DeviceError
+from moeedge.hardware import nvidia, rpc, vram
+from moeedge.hardware.catalog import catalog
+from moeedge.hardware.resolve import ResolvedDevice, check_known, resolve
+from moeedge.hardware.spec import DeviceSpec
+from tests.support.worker import WorkerProcess
+
+_CPU = native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")
+_BLAS = native.Device("BLAS", "ACCEL", "OpenBLAS", 0, 0, "BLAS")
+_CUDA = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 6 * 2**30, 8 * 2**30, "CUDA", "0000:01:00.0")
+_IGPU = native.Device("Vulkan0", "IGPU", "a laptop's", 4, 8, "Vulkan")
+
+
+@pytest.fixture(autouse=True)
+def llama_cpp() -> None:
+    """llama.cpp with its log in the logger."""
+    library.start()
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets llama.cpp list these devices, and the driver these cards."""
+
+    def offer(*devices: native.Device, cards: tuple[str, ...] = ()) -> None:
+        monkeypatch.setattr(native, "devices", lambda: list(devices))
+        monkeypatch.setattr(nvidia, "cards", lambda: cards)
+
+    return offer
+
+
+def _resolve(text: str, *, bundled: bool = False) -> ResolvedDevice:
+    return resolve(DeviceSpec.parse(text), bundled=bundled)
+
+
+def test_none() -> None:
+    assert _resolve("none") == ResolvedDevice("none")
+
+
+def test_auto_takes_the_first_gpu(offer: Callable[..., None]) -> None:
+    offer(_CPU, _CUDA, native.Device("CUDA1", "GPU", "another", 1, 1, "CUDA"))
+    for bundled in (False, True):
+        found = _resolve("auto", bundled=bundled)
+        assert (found.kind, found.ggml_name, found.llama_device) == ("gpu", "CUDA0", "auto")
+        assert (found.label, found.free_bytes, found.default_ratio) == ("CUDA0 (NVIDIA Made Up)", 6 * 2**30, None)
+        assert found.pci_id == "0000:01:00.0"
+        assert found.holds_layers
+        assert found.notes == []
+
+
+def test_auto_without_a_gpu_says_so(offer: Callable[..., None]) -> None:
+    offer(_CPU, _BLAS)
+    found = _resolve("auto")
+    assert found.kind == "none"
+    assert found.notes == ["No GPU: every expert stays on the CPU (moeedge devices says what there is)."]
+
+
+def test_only_the_bundled_model_is_emulated_by_itself(offer: Callable[..., None]) -> None:
+    offer(_CPU)
+    found = _resolve("auto", bundled=True)
+    assert (found.kind, found.default_ratio) == ("emulated", 0.17)
+    assert "emulated" in found.label
+    assert "emulated device" in found.notes[0]
+    assert "-dev none" in found.notes[0]
+
+
+def test_auto_passes_an_integrated_gpu_by(offer: Callable[..., None]) -> None:
+    offer(_CPU, _IGPU)
+    found = _resolve("auto")
+    assert found.kind == "none"
+    assert "-dev Vulkan0" in found.notes[0]
+    assert _resolve("Vulkan0").ggml_name == "Vulkan0"
+
+
+def test_a_driver_without_the_build_is_named(offer: Callable[..., None]) -> None:
+    offer(_CPU, cards=("NVIDIA Made Up",))
+    note = _resolve("auto").notes[0]
+    assert "The NVIDIA driver offers NVIDIA Made Up" in note
+    assert 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall' in note
+    row = next(entry for entry in catalog() if entry.name == "NVIDIA Made Up")
+    assert not row.usable
+    assert row.remark == note
+    offer(_CPU, _CUDA, cards=("NVIDIA Made Up",))
+    assert _resolve("auto").notes == []
+
+
+def test_names(offer: Callable[..., None]) -> None:
+    offer(_CPU, _BLAS, _CUDA)
+    assert (_resolve("CUDA0").kind, _resolve("CUDA0").llama_device) == ("gpu", "CUDA0")
+    assert _resolve("CPU").kind == "none"
+    with pytest.raises(DeviceError, match=r'no device "CUDA7"\. Known: auto, none, emulated, CPU, CUDA0') as caught:
+        _resolve("CUDA7")
+    assert caught.value.exit_code == 2
+    with pytest.raises(DeviceError, match="BLAS computes in the host's memory"):
+        _resolve("BLAS")
+    with pytest.raises(DeviceError, match="no device"):
+        check_known(DeviceSpec.parse("CUDA7"))
+    check_known(DeviceSpec.parse("rpc://nowhere:1"))  # not touched
+
+
+def test_emulated_is_labelled() -> None:
+    found = _resolve("emulated:link=25GB/s,threads=1")
+    assert found.label == "emulated (CPU, link 25 GB/s)"
+    assert (found.ggml_name, found.link_bytes_per_s, found.threads) == ("emulated", 25_000_000_000, 1)
+    assert 0 < found.free_bytes < found.total_bytes == psutil.virtual_memory().total
+    assert not found.holds_layers
+
+
+def test_catalog_of_this_machine() -> None:
+    entries = {entry.name: entry for entry in catalog()}
+    assert not entries["CPU"].usable
+    assert entries["emulated"].usable
+    assert entries["rpc://HOST:PORT"].usable == rpc.is_built_in()
+    for entry in entries.values():
+        assert entry.remark
+        assert entry.free_bytes is None or 0 < entry.free_bytes <= (entry.total_bytes or 0)
+
+
+def test_vram_readings(offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vram.read(_resolve("none")) is None
+    emulated = vram.read(_resolve("emulated"), pool_bytes=100, filled_bytes=40)
+    assert emulated == vram.VramReading(40, 60, 100, "pool")
+    offer(_CPU, _CUDA)
+    gpu = _resolve("auto")
+    assert vram.read(gpu) == vram.VramReading(2 * 2**30, 6 * 2**30, 8 * 2**30, "ggml")  # no driver here
+    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.Memory(3 * 2**30, 5 * 2**30, 8 * 2**30))
+    assert vram.read(gpu) == vram.VramReading(3 * 2**30, 5 * 2**30, 8 * 2**30, "nvml")
+    # a slice of a card: the driver speaks of the whole
+    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.Memory(3 * 2**30, 77 * 2**30, 80 * 2**30))
+    reading = vram.read(gpu)
+    assert reading is not None
+    assert reading.source == "ggml"
+    remote = ResolvedDevice("rpc", endpoint="h:1", free_bytes=50, total_bytes=80)
+    assert vram.read(remote, pool_bytes=10) == vram.VramReading(40, 40, 80, "worker")
+
+
+def test_without_rpc_the_build_is_named() -> None:
+    if rpc.is_built_in():
+        pytest.skip("llama.cpp was built with RPC")
+    with pytest.raises(BackendError, match=r'without RPC.*CMAKE_ARGS="-DGGML_RPC=on" pip install --no-cache-dir'):
+        _resolve("rpc://127.0.0.1:50052")
+    assert "rpc://HOST:PORT" not in str(pytest.raises(DeviceError, _resolve, "CUDA7").value)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(DeviceError, match=rf"No worker at rpc://127.0.0.1:{port} .*refused.*moeedge worker --listen"):
+        rpc.greet(f"127.0.0.1:{port}")
+    with pytest.raises(DeviceError, match="No worker at rpc://nowhere.invalid:1"):
+        rpc.greet("nowhere.invalid:1")
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(10)
+    return server
+
+
+def _endpoint(server: socket.socket) -> str:
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_busy_worker_is_not_waited_for(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_ANSWER_S", 0.2)
+    with listener, pytest.raises(DeviceError, match="busy with another session"):
+        rpc.greet(_endpoint(listener))  # accepted by the kernel, answered by nobody
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "is no moeedge worker"),
+        (b"", "is no moeedge worker"),
+        ((28).to_bytes(8, "little") + bytes([6, 0]) + bytes(26), r"speaks RPC 6\.0, llama\.cpp here 7"),
+    ],
+)
+def test_something_else_listens(listener: socket.socket, answer: bytes, complaint: str) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(64)
+            connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with listener, pytest.raises(DeviceError, match=complaint):
+        rpc.greet(_endpoint(listener))
+        thread.join()
+    thread.join()
+
+
+def test_a_worker_is_found_and_kept_from_llama_cpp_s_layers(worker: WorkerProcess) -> None:
+    found = _resolve(worker.device)
+    assert (found.kind, found.endpoint, found.label) == ("rpc", worker.endpoint, worker.device)
+    assert 0 < found.free_bytes < found.total_bytes  # a CPU calls all of its memory free
+    assert _resolve(worker.device).ggml_name == found.ggml_name
+    remote = {device.name: device for device in native.devices()}[found.ggml_name]
+    assert (remote.kind, remote.total_bytes) == ("RPC", 0)
+    assert not library.has_gpu()
+    assert list(library.device_list(worker.device)) == [None]
+    with pytest.raises(DeviceError, match=f"Name it {worker.device}"):
+        _resolve(found.ggml_name)
+
+
+def test_after_a_loss_the_next_session_connects_anew(worker: WorkerProcess) -> None:
+    before = _resolve(worker.device).ggml_name
+    rpc.mark_lost(worker.endpoint)
+    after = _resolve(worker.device)
+    assert after.ggml_name != before
+    assert after.label == worker.device

@@ -1,0 +1,119 @@
+"""What -dev may say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeedge.errors import DeviceError
+from moeedge.hardware.size import format_bytes, format_rate, parse_rate, parse_size
+from moeedge.hardware.spec import DeviceSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("auto", DeviceSpec("auto")),
+        ("none", DeviceSpec("none")),
+        ("emulated", DeviceSpec("emulated")),
+        ("emulated:link=25GB/s", DeviceSpec("emulated", link_bytes_per_s=25_000_000_000)),
+        ("emulated:threads=2", DeviceSpec("emulated", threads=2)),
+        ("emulated:threads=1,link=512MiB/s", DeviceSpec("emulated", threads=1, link_bytes_per_s=512 * 2**20)),
+        ("emulated: link = 1.5 GB/s".replace(" = ", "="), DeviceSpec("emulated", link_bytes_per_s=1_500_000_000)),
+        ("CUDA0", DeviceSpec("name", name="CUDA0")),
+        (" CUDA0 ", DeviceSpec("name", name="CUDA0")),
+        ("rpc://127.0.0.1:50052", DeviceSpec("rpc", endpoint="127.0.0.1:50052")),
+        ("rpc://gpu-box:1/", DeviceSpec("rpc", endpoint="gpu-box:1")),
+    ],
+)
+def test_known_forms(text: str, spec: DeviceSpec) -> None:
+    assert DeviceSpec.parse(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "no name"),
+        ("emulated:", "no option"),
+        ("emulated:speed=3", 'no option "speed=3"'),
+        ("emulated:link=25GB", '"25GB" is no rate'),
+        ("emulated:link=0GB/s", "is no rate"),
+        ("emulated:link=-1GB/s", "is no rate"),
+        ("emulated:link=nanGB/s", "is no rate"),
+        ("emulated:link=1GB/s,link=2GB/s", "twice"),
+        ("emulated:threads=0", 'cannot have "0" threads'),
+        ("emulated:threads=1000000", "threads"),
+        ("emulated:threads=²", "threads"),
+        ("rpc://", "not HOST:PORT"),
+        ("rpc://host", "not HOST:PORT"),
+        ("rpc://:50052", "not HOST:PORT"),
+        ("rpc://host:0", "lacks a port"),
+        ("rpc://host:65536", '"65536" is no port'),
+        ("rpc://host:port", '"port" is no port'),
+        ("rpc://[::1]:50052", "neither an IPv4 address nor a host name"),
+        ("rpc://a b:50052", "neither an IPv4 address nor a host name"),
+    ],
+)
+def test_wrong_forms_say_what_is_right(text: str, complaint: str) -> None:
+    with pytest.raises(DeviceError, match=complaint) as caught:
+        DeviceSpec.parse(text)
+    assert caught.value.mend
+
+
+@given(st.text())
+def test_any_text_is_a_spec_or_a_device_error(text: str) -> None:
+    try:
+        spec = DeviceSpec.parse(text)
+    except DeviceError:
+        return
+    assert spec.kind in ("auto", "none", "emulated", "name", "rpc")
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("0", 0),
+        ("123", 123),
+        ("123B", 123),
+        ("6GB", 6_000_000_000),
+        ("6 gb", 6_000_000_000),
+        ("6GiB", 6 * 2**30),
+        ("6G", 6 * 2**30),
+        ("1.5MiB", 3 * 2**19),
+        (".5K", 512),
+        ("2TB", 2_000_000_000_000),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_size(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e3", "1 2GB", "1XB", "inf", "nan", "1GB/s", "1" * 400])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**50), st.sampled_from(["B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]))
+def test_sizes_and_rates_agree(amount: int, unit: str) -> None:
+    size = parse_size(f"{amount}{unit}")
+    assert size >= amount
+    if size:
+        assert parse_rate(f"{amount}{unit}/s") == size
+
+
+def test_sizes_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 2**20 - 2**9, 5 * 2**20, 3 * 2**29)] == [
+        "0 KiB",
+        "1024 KiB",
+        "5 MiB",
+        "1.5 GiB",
+    ]
+    assert [format_rate(n) for n in (25e9, 1.5e9, 40e6, 2e3, 7)] == [
+        "25 GB/s",
+        "1.5 GB/s",
+        "40 MB/s",
+        "2 kB/s",
+        "7 B/s",
+    ]
