@@ -15,8 +15,8 @@ namespace {
 constexpr auto loss_interval = std::chrono::milliseconds(50);
 // a device that has not answered by then is taken for lost: the slowest block computes in a fraction of this
 constexpr int64_t answer_limit_ns = 120ll * 1000 * 1000 * 1000;
-// turns of a short wait without giving the core away: a block often takes no longer than a thread needs to wake up
-constexpr int n_spins = 200;
+// turns of a short wait (some 40 us) without giving the core away: a thread that sleeps takes as long to wake up
+constexpr int n_spins = 1000;
 
 enum class job { idle, submitted, done, failed, stop };
 
