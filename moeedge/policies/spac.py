@@ -35,12 +35,9 @@ from moeedge.scheduler.units import Units
 
 FloatArray = NDArray[np.float32]
 
-# Activations by which a newcomer must be better, chosen on the recorded runs of the bundled pair: at 0.25 pair-hit
-# falls from 0.687 to 0.683 and uploads by a sixth. Before the draft is known, moves rest on a guess: 0.5.
+# By how much a newcomer must be better, in standard deviations of a count whose mean is the marginal score
 _MARGIN_KNOWN = 0.25
-_MARGIN_GUESSED = 0.5
-# A slot serves more than one short batch: never look fewer tokens ahead than this
-_HORIZON_TOKENS = 8
+_MARGIN_GUESSED = 0.3  # the draft's tokens are not known yet
 _FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
 
 
@@ -63,10 +60,12 @@ class Spac:
         self._history = History(n, fitted=fitted)
         self._table = TokenTable(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
         self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
+        self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._used = np.zeros(cells, dtype=np.bool_)  # in the last step
         self._score: FloatArray = np.zeros(n, dtype=np.float32)
         self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
         self._n_batch = float(config.gamma + 1)  # tokens of the next batch, as far as is known
+        self._marginal = 1.0  # the score of the last that fits, of the last plan
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._balancer = None if config.units is None else _Balancer(shape, self.cap, config.units)
 
@@ -78,7 +77,8 @@ class Spac:
         if not observation.prefill:
             self._table.judge(self._history.rate, counts, observation.n_tokens)
             self._n_batch = float(observation.n_tokens)
-        self._history.observe(counts.reshape(-1), observation.n_tokens, prefill=observation.prefill)
+        refused = self._refused(observation)
+        self._history.observe(counts.reshape(-1), observation.n_tokens, refused, fit=not observation.prefill)
         if observation.tokens is not None and observation.ids is not None:
             self._table.learn(observation.tokens, observation.ids)
         if self._binary or self._first_come:
@@ -88,9 +88,10 @@ class Spac:
         """What to move; see scheduler/policy.py."""
         known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
         score = self._expected(upcoming, known)
-        margin = 0.0 if self._binary else _MARGIN_KNOWN if known else _MARGIN_GUESSED
+        margin = 0.0 if self._binary else (_MARGIN_KNOWN if known else _MARGIN_GUESSED) * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
         unit = self._unit(marginal, score)
+        self._marginal = float(np.mean(unit))
         np.multiply(score, 1.0 / unit, out=self._utility)
         np.minimum(self._utility, self.cap, out=self._utility)
         max_uploads = None
@@ -106,6 +107,16 @@ class Spac:
         """A new conversation: the table and the long memory stay."""
         self._history.reset()
 
+    def _refused(self, observation: Observation) -> NDArray[np.intp] | None:
+        """Activations [n] of the drafts that did not become text; None where there are none, or none known."""
+        first = observation.n_accepted + 1
+        if observation.prefill or observation.ids is None or first >= observation.n_tokens:
+            return None
+        ids = observation.ids[:, first:]
+        cells = ids + self._first
+        known = ids >= 0
+        return np.bincount(cells.reshape(-1) if known.all() else cells[known], minlength=self._score.size)
+
     def _expected(self, upcoming: Sequence[int], known: bool) -> FloatArray:
         """Activations that the next batch is expected to bring, [n_layers, n_experts]."""
         score = self._score.reshape(self._utility.shape)
@@ -113,7 +124,7 @@ class Spac:
             np.copyto(score, self._used)
             return score
         n_batch = float(len(upcoming)) if known else self._n_batch
-        self._table.expect(self._history.rate, upcoming, max(n_batch, _HORIZON_TOKENS), out=self._score)
+        self._table.expect(self._history.rate, upcoming, n_batch, out=self._score)
         return np.maximum(score, 0.0, out=score)
 
     def _unit(self, marginal: FloatArray, score: FloatArray) -> FloatArray | float:
@@ -159,13 +170,14 @@ class _Balancer:
         cpu_s = np.cumsum(distinct * np.interp(tokens, self._tokens, self._cpu_s), axis=1)[:, :-1]
         device_s = _from_top(distinct * np.interp(tokens, self._tokens, self._device_s))[:, 1:]
         n_uploads = _from_top(absent)[:, 1:]
-        draft_s = gamma * units.draft_token_s / shape.n_layers
+        # Eq. 10 counts drafting and experts; what else a layer computes is time for transfers as well
+        draft_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
         tau = thresholds(Workload(cpu_s, device_s, n_uploads, self._no_limit), units.transfer_expert_s, draft_s)
         if units.transfer_expert_s <= 0:
             return tau, None
         chosen = tau.astype(np.intp)[:, None] - 1
         step_s = np.maximum(np.take_along_axis(cpu_s, chosen, 1), np.take_along_axis(device_s, chosen, 1)).sum()
-        return tau, int((step_s + gamma * units.draft_token_s) / units.transfer_expert_s)
+        return tau, int((step_s + draft_s * shape.n_layers) / units.transfer_expert_s)
 
 
 def _from_top(values: NDArray[Any]) -> NDArray[np.float64]:

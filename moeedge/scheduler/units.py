@@ -19,7 +19,7 @@ SCHEMA = 1
 FloatArray = NDArray[np.float64]
 _CURVES = ("cpu_expert_s", "device_expert_s")
 _RATIOS = ("r_c", "r_g")
-_SCALARS = ("transfer_expert_s", "draft_token_s", "block_overhead_s")
+_SCALARS = ("transfer_expert_s", "draft_token_s", "block_overhead_s", "layer_rest_s")
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -38,6 +38,7 @@ class Units:
     block_overhead_s: float  # what splitting one MoE block costs
     r_c: FloatArray  # [K + 1]
     r_g: FloatArray  # [K + 1]
+    layer_rest_s: float = 0.0  # of a layer beside its experts: attention and the rest, during which experts move, too
 
     def __post_init__(self) -> None:
         for name in _CURVES:
