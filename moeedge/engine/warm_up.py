@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeedge.engine.context import Context
 from moeedge.engine.placement.observing import Watcher
@@ -41,7 +42,8 @@ _REPETITIONS = 4  # the first one warms up
 _PREFILL_TOKENS = 256
 _PREFILL_REPETITIONS = 3
 _CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
-_DRAIN_S = 0.5
+_FILLS = 4  # transfers are timed in so many parts, the best of which counts
+_DRAIN_S = 0.3
 _SHARES_S = {"steps": 0.7, "batches": 1.4, "prefill": 0.7}  # seconds that a part may take before it is cut short
 
 
@@ -70,14 +72,14 @@ def measure(
     run = _Run(target, cache, policy, n_verified)
     try:
         transfer_s = run.fill()
-        shares = run.learn(cap)
+        run.learn(cap)
         step_s, plain_step_s = run.time_batches()
         prefill_ts = run.time_prefill()
     finally:
         run.leave()
     draft_s = _time_draft(draft, run.tokens) if draft is not None else 0.0
     return Measured(
-        units=run.units(shares, transfer_s, draft_s),
+        units=run.units(transfer_s, draft_s, step_s),
         step_s=step_s,
         plain_step_s=plain_step_s,
         prefill_ts=prefill_ts,
@@ -105,29 +107,39 @@ class _Run:
         self.sensor.read_counts()
 
     def fill(self) -> float:
-        """Fills the slots with experts in order; seconds per transfer, 0 without one."""
-        before = self.cache.stats()
+        """Fills the slots with experts of all layers; seconds per transfer, 0 without one."""
         resident = self.cache.residency()
         group = self.cache.groups()[0]
         absent = np.argwhere((resident == 0) & (group >= 0)[:, None]).astype(np.int32)
-        # spread over layers and experts, so that every layer has some
         wanted = absent[np.random.default_rng(0).permutation(len(absent))[: self.cache.info.n_slots]]
-        levels = np.ones(len(wanted), dtype=np.uint8)
-        self._plan(wanted, levels)
-        self.cache.drain(_DRAIN_S)
-        self._plan(wanted[:0], levels[:0])
-        self.cache.drain(_DRAIN_S)
+        times_s = [self._time_move(wanted)]  # cold pages in the file and on the device: not what lasts
+        self.cache.clear()
+        times_s += [self._time_move(part) for part in np.array_split(wanted, _FILLS)]
+        return min((one_s for one_s in times_s if one_s > 0), default=0.0)
+
+    def _time_move(self, uploads: NDArray[np.int32]) -> float:
+        """Seconds per transfer; 0 without one."""
+        before = self.cache.stats()
+        self._move(uploads)
         after = self.cache.stats()
         moved = after.uploads - before.uploads
         return (after.transfer_s - before.transfer_s) / moved if moved else 0.0
 
-    def _plan(self, uploads: np.ndarray, levels: np.ndarray) -> None:
+    def _move(self, uploads: NDArray[np.int32]) -> None:
+        """Moves what of `uploads` there is time for, and lets nothing be queued after."""
+        self._plan(uploads)
+        if not self.cache.drain(_DRAIN_S):
+            self._plan(uploads[:0])
+            self.cache.drain(_DRAIN_S)
+
+    def _plan(self, uploads: NDArray[np.int32]) -> None:
+        levels = np.ones(len(uploads), dtype=np.uint8)
         self.cache.plan(uploads, levels, np.zeros((0, 2), np.int32), np.zeros(0, np.float32))
 
-    def learn(self, cap: int) -> ShareCurves:
+    def learn(self, cap: int) -> None:
         """Lets the policy see verifications of the text and act; how its utilities would have split each of them."""
         watcher = Watcher(self.sensor)
-        shares = ShareCurves(cap)
+        self.shares = shares = ShareCurves(cap)
         size = max(2, self.n_verified)
         prompt = self.tokens[: self.n_prompt]
         self.target.decode(prompt, phase=Phase.PREFILL, logits="last")
@@ -147,9 +159,7 @@ class _Run:
             counts = self.sensor.read_counts()
             shares.add(utility, counts)
             self.policy.observe(watcher.verification(counts, batch, size - 1))
-        self._plan(np.zeros((0, 2), np.int32), np.zeros(0, np.uint8))
-        self.cache.drain(_DRAIN_S)
-        return shares
+        self._move(np.zeros((0, 2), np.int32))
 
     def time_batches(self) -> tuple[dict[int, float], dict[int, float]]:
         """Median seconds of a decode by batch size, with the cache and without, taking turns."""
@@ -208,7 +218,7 @@ class _Run:
         self.cache.set_prefill(PrefillPath.CPU, 65)
         return {name: n / min(taken) for name, taken in times.items()}
 
-    def units(self, shares: ShareCurves, transfer_s: float, draft_s: float) -> Units | None:
+    def units(self, transfer_s: float, draft_s: float, step_s: dict[int, float]) -> Units | None:
         """The constants of the balancer; None where the backend split no block."""
         records = self.cache.blocks()
         records = records[(records["pairs_device"] > 0) & (records["n_tokens"] <= max(_BATCHES))]
@@ -223,14 +233,19 @@ class _Run:
         cpu, device = sides
         if cpu is None or device is None:
             return None
+        n_layers = self.target.model.info.n_expert_layers
+        chosen = records[records["n_tokens"] == self.n_verified]
+        chosen = chosen if chosen.size else records
+        experts_s = float(np.median(np.maximum(chosen["cpu_ns"], chosen["device_ns"]))) * 1e-9
         return Units(
             cpu_expert_s=cpu.curve(),
             device_expert_s=device.curve(),
             transfer_expert_s=transfer_s,
             draft_token_s=draft_s,
             block_overhead_s=float(np.median(records["partition_ns"])) * 1e-9 + device.fixed_s,
-            r_c=shares.r_c,
-            r_g=shares.r_g,
+            layer_rest_s=max(0.0, step_s[self.n_verified] / n_layers - experts_s),
+            r_c=self.shares.r_c,
+            r_g=self.shares.r_g,
         )
 
 
