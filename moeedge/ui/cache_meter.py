@@ -13,12 +13,14 @@ class CacheMeter:
     """A context manager around one answer; call it for the counters so far. None where there is no expert cache.
 
     Any thread may call it: the decoding thread looks at the session between its steps, every `interval_s` at most.
+    `notes` gets a sentence for whatever goes off meanwhile (a lost device), to be shown after the answer.
     """
 
     def __init__(self, session: Session, interval_s: float = 0.25) -> None:
         self._session = session
         self._interval_s = interval_s
         self._read_s = 0.0
+        self.notes: list[str] = []
         self._start: PlacementStats | None = None
         self._newest: PlacementStats | None = None
 
@@ -27,6 +29,7 @@ class CacheMeter:
         return None if start is None or newest is None else newest - start
 
     def __enter__(self) -> CacheMeter:
+        self._session.on_note = self.notes.append
         self._start = self._newest = self._session.placement_stats()
         if self._start is not None:
             self._session.observers.append(self._observe)
@@ -35,6 +38,7 @@ class CacheMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._session.on_note = None
         if self._start is not None:
             self._session.observers.remove(self._observe)
             self._newest = self._session.placement_stats()

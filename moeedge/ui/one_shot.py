@@ -38,8 +38,9 @@ def answer_once(
         meter = CacheMeter(session)
         try:
             if as_json:
-                for _ in answer:
-                    pass
+                with meter:
+                    for _ in answer:
+                        pass
             else:
                 view = open_view(out, session.info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
                 with meter, typing_hidden(), view:
@@ -54,6 +55,6 @@ def answer_once(
         else:
             parts = turn_parts(session.info, answer.stats, answer.stop_reason, meter())
             say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
-        for note in dict.fromkeys(answer.notes):
+        for note in dict.fromkeys([*answer.notes, *meter.notes]):
             say(err, note)
         return interrupt.exit_code

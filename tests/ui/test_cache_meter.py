@@ -1,0 +1,75 @@
+"""What one answer does to the expert cache, on a real session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
+from moeedge.ui.cache_meter import CacheMeter
+from tests.conftest import TinyFactory
+
+GREEDY = SamplingConfig(temperature=0)
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def session(tiny: TinyFactory) -> Iterator[Session]:
+    config = EngineConfig(
+        model=tiny("qwen3moe"),
+        draft=tiny("qwen3"),
+        n_ctx=512,
+        n_threads=1,
+        device="emulated",
+        placement=PlacementConfig(cache_ratio=0.5, calibrate=False),
+    )
+    with Session.open(config) as session:
+        yield session
+
+
+def test_the_prompt_is_not_counted(session: Session) -> None:
+    session.reset()
+    meter = CacheMeter(session, interval_s=0)
+    assert meter() is None
+    generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY)
+    with meter:
+        next(generation)
+        begun = meter()
+        for _ in generation:
+            pass
+        running = meter()
+    done = meter()
+    assert begun is not None
+    assert running is not None
+    assert done is not None
+    assert (begun.steps, begun.pairs, begun.decode_s) == (0, 0, 0)
+    assert 0 < running.pairs <= done.pairs
+    info = session.info
+    # every step verifies at least its tokens, every token has k experts in every layer with experts
+    assert done.steps == generation.stats.steps
+    verified = generation.stats.steps + generation.stats.drafted
+    assert done.pairs == verified * info.n_experts_used * info.n_expert_layers
+    assert 0 <= done.pairs_hit <= done.pairs
+    assert (done.slots_total, done.slots_used <= done.slots_total) == (info.cache_slots, True)
+    assert session.observers == []
+    assert meter() == done  # it stays what it was
+
+
+def test_without_a_cache_there_is_nothing_to_count(tiny: TinyFactory) -> None:
+    config = EngineConfig(model=tiny("qwen3moe"), n_ctx=256, n_threads=1, device="none")
+    with Session.open(config) as session:
+        with CacheMeter(session) as meter:
+            for _ in session.generate(PROMPT, n_predict=4, sampling=GREEDY):
+                pass
+        assert session.observers == []
+        assert meter() is None
+
+
+def test_what_goes_off_is_kept_for_after_the_answer(session: Session) -> None:
+    with CacheMeter(session) as meter:
+        assert session.on_note is not None
+        session.on_note("gone")
+    assert meter.notes == ["gone"]
+    assert session.on_note is None
