@@ -93,7 +93,7 @@ def assert_balanced(cache: ExpertCache) -> None:
     """What came and did not leave is what the residency table shows and what occupies slots."""
     stats = cache.stats()
     resident = int((cache.residency() == 1).sum())
-    assert stats.in_flight == stats.queued == stats.pinned == 0
+    assert stats.in_flight == stats.pinned == 0  # what is queued may wait for a free slot
     assert stats.failed == 0
     assert stats.uploads - stats.evictions == stats.slots_used == resident
 

@@ -41,6 +41,8 @@ class StockContext:
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         model_params.use_extra_bufts = repack
+        none = (ctypes.c_void_p * 1)()  # neither GPUs nor workers: a reference computes on the CPU
+        model_params.devices = ctypes.cast(none, ctypes.c_void_p)
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         assert self.model, f"llama.cpp cannot load {path.name}"
         params = llama_cpp.llama_context_default_params()
