@@ -10,7 +10,8 @@ namespace moeedge {
 
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : cache(std::move(c)), cpu_dev(dev), cpu(cpu_backend), lane(new device_lane(cache)),
-      cpu_graphs(new subgraph_set(ggml_backend_cpu_buffer_type())), device_graphs(new subgraph_set(cache->compute_buft())) {
+      cpu_graphs(new subgraph_set(dev, ggml_backend_cpu_buffer_type())),
+      device_graphs(new subgraph_set(ggml_backend_get_device(cache->compute_backend()), cache->compute_buft())) {
     if (cache->host_threads() > 0) {
         cpu_part = ggml_backend_dev_init(cpu_dev, nullptr);
     }
@@ -205,6 +206,9 @@ hybrid_executor::outcome hybrid_executor::compute(const placed_chain & placed, i
     record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
     if (result == outcome::done) {
         cache->record_block(record);
+    } else if (result == outcome::whole) {
+        cache->count_unknown_block(); // the device cannot compute it, or has no memory for it
+        record_whole(chain, phase);
     }
     return result;
 }

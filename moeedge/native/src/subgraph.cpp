@@ -20,7 +20,7 @@ subgraph::~subgraph() {
     }
 }
 
-subgraph_set::subgraph_set(ggml_backend_buffer_type_t type) : buft(type) {}
+subgraph_set::subgraph_set(ggml_backend_dev_t device, ggml_backend_buffer_type_t type) : dev(device), buft(type) {}
 
 subgraph_set::~subgraph_set() {
     if (buffer) {
@@ -45,12 +45,17 @@ subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, bool o
             built.clear();
         }
         std::unique_ptr<subgraph> sub = build(chain, n_pairs, one_token, tables);
-        if (!sub || !place(*sub)) {
-            return nullptr;
+        if (sub && !is_supported(*sub)) {
+            sub.reset();
+        } else if (!sub || !place(*sub)) {
+            return nullptr; // memory may be there the next time
         }
         found = built.emplace(key, std::move(sub)).first;
     }
     subgraph * sub = found->second.get();
+    if (sub == nullptr) {
+        return nullptr;
+    }
     for (const subgraph::table_use & use : sub->uses) {
         // written only when it changes: a device may keep what it recorded of an unchanged graph
         if (use.node->src[use.src] != tables[use.table]) {
@@ -126,6 +131,15 @@ std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_
     ggml_set_output(sub->out);
     ggml_build_forward_expand(sub->graph, sub->out);
     return sub;
+}
+
+bool subgraph_set::is_supported(const subgraph & sub) const {
+    for (int i = 0; i < ggml_graph_n_nodes(sub.graph); i++) {
+        if (!ggml_backend_dev_supports_op(dev, ggml_graph_node(sub.graph, i))) {
+            return false;
+        }
+    }
+    return true;
 }
 
 size_t subgraph_set::needed_bytes(const subgraph & sub) const {

@@ -42,12 +42,12 @@ using table_list = std::vector<ggml_tensor *>;
 
 class subgraph_set {
   public:
-    // the buffer comes from `buft`
-    explicit subgraph_set(ggml_backend_buffer_type_t buft);
+    // for `dev`, with a buffer of `buft`
+    subgraph_set(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft);
     ~subgraph_set();
 
     // for n pairs, in the layout of one token or of several; kept for the next time. Its table operands are set to
-    // `tables`, which may differ from call to call. Null when memory is short or the graph cannot be built.
+    // `tables`, which may differ from call to call. Null when memory is short or the device cannot compute it.
     subgraph * get(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables);
 
     size_t buffer_bytes() const;
@@ -57,9 +57,12 @@ class subgraph_set {
     bool                      place(subgraph & sub);
     size_t                    needed_bytes(const subgraph & sub) const;
 
+    bool                      is_supported(const subgraph & sub) const;
+
+    ggml_backend_dev_t                                         dev;
     ggml_backend_buffer_type_t                                 buft;
     ggml_backend_buffer_t                                      buffer = nullptr;
-    std::unordered_map<std::string, std::unique_ptr<subgraph>> built;
+    std::unordered_map<std::string, std::unique_ptr<subgraph>> built; // null: not supported
     std::string                                                key; // scratch
 };
 
