@@ -1,4 +1,4 @@
-"""Sessions with a worker: one after the other in one process, two at a time, and after the worker died and came back."""
+"""Sessions with a worker: one after another in one process, two at a time, and after it died and came back."""
 
 from __future__ import annotations
 
