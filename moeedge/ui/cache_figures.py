@@ -49,48 +49,66 @@ def link(stats: PlacementStats) -> str:
 
 
 def shares(stats: PlacementStats) -> list[Figure]:
-    """Parts of the steps' time in percent. The device computes beside the CPU, so that they need not add up to 100."""
+    """Parts of the steps' time in percent: experts on the CPU, the CPU's wait for the device, drafting, and the rest.
+
+    The device computes its experts beside the CPU, so that its part comes on top of the others' 100 percent.
+    """
     if stats.decode_s <= 0:
         return []
-    parts = (("CPU", stats.cpu_s), ("device", stats.device_s), ("waiting", stats.wait_s), ("draft", stats.draft_s))
+    rest_s = max(stats.decode_s - stats.cpu_s - stats.wait_s - stats.draft_s, 0.0)
+    parts = (
+        ("CPU", stats.cpu_s),
+        ("device", stats.device_s),
+        ("waiting", stats.wait_s),
+        ("draft", stats.draft_s),
+        ("rest", rest_s),
+    )
     return [Figure(label, percent(part_s / stats.decode_s)) for label, part_s in parts]
 
 
-def share_text(stats: PlacementStats) -> str:
-    """The parts in one line."""
-    return ", ".join(f"{part.label} {part.value}" for part in shares(stats)) or NONE
-
-
 def share_line(stats: PlacementStats, columns: int) -> str:
-    """The same with its label, both shortened where it is narrow."""
-    text = f"step time {share_text(stats)}"
-    if len(text) <= columns:
-        return text
+    """The parts in one line, shortened where it is narrow."""
+    parts = shares(stats)
+    whole = ", ".join(f"{part.label} {part.value}" for part in parts) or NONE
     short = {"device": "dev", "waiting": "wait"}
-    parts = (f"{short.get(part.label, part.label)} {part.value.replace(' ', '')}" for part in shares(stats))
-    return " ".join(parts)
+    cut = [f"{short.get(part.label, part.label)} {part.value.replace(' ', '')}" for part in parts]
+    forms = (f"step time: {whole}", whole, " ".join(cut), " ".join(cut[:-1]))
+    return next((form for form in forms if len(form) <= columns), forms[-1])
+
+
+def memory(stats: PlacementStats) -> tuple[float, int] | None:
+    """Used and total bytes: of the device as its driver says; of the emulated one what its slots hold."""
+    if is_emulated(stats) and stats.slots_total:
+        return stats.pool_bytes * stats.slots_used / stats.slots_total, stats.pool_bytes
+    if stats.vram_used_bytes is None or not stats.vram_total_bytes:
+        return None
+    return stats.vram_used_bytes, stats.vram_total_bytes
+
+
+def is_emulated(stats: PlacementStats) -> bool:
+    """Whether the device is a second CPU instance."""
+    return device_name(stats.device) == "emulated"
 
 
 def memory_text(stats: PlacementStats) -> str:
-    """Used and total memory of the device as its driver says, else what the slots take."""
-    if stats.vram_used_bytes is None or not stats.vram_total_bytes:
+    """The memory in words; where nobody tells, what the slots take. The emulated device is called so."""
+    known = memory(stats)
+    if known is None:
         return f"slots {size(stats.pool_bytes)}"
-    used, total = stats.vram_used_bytes, stats.vram_total_bytes
+    used, total = known
     number, unit = size(total).split(" ")
-    if unit == "GiB":
-        return f"{used / _GIB:.1f} of {number} {unit}"
-    return f"{used / _MIB:.0f} of {number} {unit}"
+    text = f"{used / _GIB:.1f}" if unit == "GiB" else f"{used / _MIB:.0f}"
+    return f"{text} of {number} {unit}" + (", emulated" if is_emulated(stats) else "")
 
 
 def memory_line(stats: PlacementStats, columns: int) -> str:
-    """The same behind a bar; the emulated device is called so."""
+    """The same behind a bar."""
     text = memory_text(stats)
-    if device_name(stats.device) == "emulated":
-        text += ", emulated"
+    known = memory(stats)
     room = min(columns - len(text) - 1, _MAX_BAR)
-    if stats.vram_used_bytes is None or not stats.vram_total_bytes or room < _MIN_BAR:
+    if known is None or room < _MIN_BAR:
         return text
-    return f"{meters.bar(stats.vram_used_bytes / stats.vram_total_bytes, room)} {text}"
+    return f"{meters.bar(known[0] / known[1], room)} {text}"
 
 
 def tau_values(stats: PlacementStats) -> list[float]:
@@ -137,13 +155,12 @@ def table(stats: PlacementStats) -> list[Figure]:
         Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
         Figure("hits", f"{hits(stats.hit_rate_pairs)} of pairs, {hits(stats.hit_rate_unique)} of experts"),
         Figure("slots", f"{stats.slots_used} of {stats.slots_total}, {size(stats.pool_bytes)}"),
-        Figure("VRAM", memory_text(stats) + (", emulated" if device_name(stats.device) == "emulated" else "")),
+        Figure("VRAM", memory_text(stats)),
         Figure("moved", moved(stats)),
-        Figure("step time", share_text(stats)),
+        Figure("step time", ", ".join(f"{part.label} {part.value}" for part in shares(stats)) or NONE),
     ]
     if stats.tau:
-        values = tau_values(stats)
-        rows.append(Figure("tau", f"{meters.sparkline(values, 48, top=max(_TAU_TOP, *values))} {tau_range(values)}"))
+        rows.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns)))
     if stats.lost:
         rows.append(Figure("", "The device was lost; the CPU went on alone."))
     return rows

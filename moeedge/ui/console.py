@@ -75,11 +75,13 @@ def show_figures(console: Console, figures: list[Figure], *, style: str = "", in
     """Labels and values in two columns."""
     if not figures:
         return
+    room = console.width - indent - max(len(item.label) for item in figures) - 2
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for item in figures:
-        table.add_row(Text(item.label), Text(item.value, style="" if style else "bold"))
+        value = item.value if item.draw is None else item.draw(max(room, 1))
+        table.add_row(Text(item.label), Text(value, style="" if style else "bold"))
     with suppress(OSError):
         console.print(Padding(table, (0, 0, 0, indent)), style=style)
 
