@@ -12,6 +12,7 @@ from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error
 from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
+from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 
@@ -45,8 +46,14 @@ def bench(
     output: bench_options.OutputFormat = bench_options.Output.MD,
     ctx_size: bench_options.CtxSize = 0,
     threads: options.Threads = 0,
-    n_gpu_layers: options.NGpuLayers = 0,
+    n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "auto",
+    vram: options.Vram = None,
+    ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
+    utility_cap: options.UtilityCap = 4,
+    forgetting: options.Forgetting = 0.1,
+    prefill_path: options.PrefillPath = "auto",
+    no_calibrate: options.NoCalibrate = False,
     verbose: bench_options.Verbose = False,
 ) -> None:
     """Measure speed, acceptance and equality of the output: one row per test and mode.
@@ -57,6 +64,7 @@ def bench(
     than a near-tie.
     """
     with cli_errors():
+        calm_idle_threads(device)
         from moeedge.cli.prompt_input import accept_any_text
         from moeedge.data import load_dataset, load_sample, load_toy
 
@@ -70,6 +78,14 @@ def bench(
             draft_max=draft_max,
             n_gpu_layers=n_gpu_layers,
             device=device,
+            placement=placement_config(
+                vram=vram,
+                ablate=ablate,
+                utility_cap=utility_cap,
+                forgetting=forgetting,
+                prefill_path=prefill_path,
+                no_calibrate=no_calibrate,
+            ),
         )
         prompts = None
         if dataset is not None:

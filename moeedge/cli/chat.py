@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -15,6 +15,7 @@ from moeedge.cli.common import cli_errors
 from moeedge.cli.device import check_device, layer_notes
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import Pair, resolve_pair
+from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.conversation import Conversation
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
@@ -46,14 +47,24 @@ def chat(
     ctx_size: options.CtxSize = 0,
     context_shift: options.ContextShift = False,
     threads: options.Threads = 0,
-    n_gpu_layers: options.NGpuLayers = 0,
+    n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "auto",
+    vram: options.Vram = None,
+    cache_ratio: options.CacheRatio = None,
+    policy: options.Policy = "spac",
+    ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
+    utility_cap: options.UtilityCap = 4,
+    forgetting: options.Forgetting = 0.1,
+    prefill_path: options.PrefillPath = "auto",
+    no_calibrate: options.NoCalibrate = False,
+    stats: options.Stats = None,
     verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model, or answer a single prompt with -p TEXT or text piped in.
 
     The answer goes to standard output, everything else to standard error.
     """
+    calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
     # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
     from moeedge.cli.prompt_input import accept_any_text, one_shot_prompt
     from moeedge.engine.session import Session
@@ -78,6 +89,16 @@ def chat(
             n_predict=n_predict,
             gamma=draft_max,
         )
+        placement = placement_config(
+            vram=vram,
+            cache_ratio=cache_ratio,
+            policy=policy,
+            ablate=ablate,
+            utility_cap=utility_cap,
+            forgetting=forgetting,
+            prefill_path=prefill_path,
+            no_calibrate=no_calibrate,
+        )
         check_device(device)
         pair = resolve_pair(model, model_draft)
         config = pair.engine_config(
@@ -87,6 +108,8 @@ def chat(
             n_gpu_layers=n_gpu_layers,
             device=device,
             context_shift=context_shift,
+            placement=placement,
+            emulate=True,
         )
         if verbose:
             show_log()
@@ -100,9 +123,23 @@ def chat(
         with Session.open(config) as session:
             notes = layer_notes(config.n_gpu_layers or 0)
             talk = _Talk(session, conversation, settings, pair, notes, raw, panel=not verbose)
+            session.on_note = lambda line: say(err, line, style="yellow")
             code = talk.interactive(single_turn=single_turn) if text is None else talk.one_shot(as_json=as_json)
+            if stats is not None:
+                _print_stats(session)
         if code:
             raise typer.Exit(code)
+
+
+def _print_stats(session: Session) -> None:
+    """One JSON line on standard error: every counter of expert placement, and those of the sensor."""
+    import json
+
+    placement = session.placement_stats()
+    sensor = session.target.sensor
+    record: dict[str, object] = {"device": "none"} if placement is None else placement.to_dict()
+    record["sensor"] = None if sensor is None else asdict(sensor.stats())
+    typer.echo(json.dumps(record), err=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The options of `moeedge chat`, named as in llama.cpp."""
+"""The options that commands share, named as in llama.cpp where it has them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ import typer
 _MODEL = "Model"
 _SAMPLING = "Sampling"
 _HARDWARE = "Hardware"
+_PLACEMENT = "Expert placement"
 
 
 class Output(str, Enum):
     """How a single answer is printed."""
 
     TEXT = "text"
+    JSON = "json"
+
+
+class StatsFormat(str, Enum):
+    """How the counters are printed."""
+
     JSON = "json"
 
 
@@ -49,6 +56,14 @@ NPredict = Annotated[
 OutputFormat = Annotated[
     Output,
     typer.Option("-o", "--output", help="Print a single answer as text, or as one JSON object with its figures."),
+]
+Stats = Annotated[
+    StatsFormat | None,
+    typer.Option(
+        "--stats",
+        metavar="json",
+        help="At the end, print all counters of expert placement as one JSON line on standard error.",
+    ),
 ]
 SingleTurn = Annotated[bool, typer.Option("-st", "--single-turn", help="Exit after one answer.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
@@ -107,16 +122,96 @@ Threads = Annotated[
     int, typer.Option("-t", "--threads", help="CPU threads; 0: one per physical core.", rich_help_panel=_HARDWARE)
 ]
 NGpuLayers = Annotated[
-    int,
-    typer.Option("-ngl", "--n-gpu-layers", help="Layers that llama.cpp keeps on the GPU.", rich_help_panel=_HARDWARE),
+    int | None,
+    typer.Option(
+        "-ngl",
+        "--n-gpu-layers",
+        help="Layers whose attention and dense weights llama.cpp keeps on the GPU. Default: all of them where experts "
+        "are placed on a GPU, otherwise none.",
+        show_default=False,
+        rich_help_panel=_HARDWARE,
+    ),
 ]
 Device = Annotated[
     str,
     typer.Option(
         "-dev",
         "--device",
-        metavar="auto|none|NAME",
-        help="The GPU that llama.cpp may use, none, or auto: all; moeedge devices lists the names.",
+        metavar="auto|none|emulated|NAME|rpc://HOST:PORT",
+        help="What may hold experts: a GPU by its name (moeedge devices lists them), a worker on another machine, the "
+        "emulated device (a second CPU instance; emulated:link=25GB/s,threads=2 slows its transfers down and sets its "
+        "threads), or none. auto: the first GPU; without one, none.",
         rich_help_panel=_HARDWARE,
+    ),
+]
+
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        "--vram",
+        metavar="SIZE",
+        help="Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, but for a reserve.",
+        rich_help_panel=_PLACEMENT,
+    ),
+]
+CacheRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-ratio",
+        metavar="R",
+        help="Instead of --vram: the share of all expert bytes that the device holds, 0 to 1. Default for the emulated "
+        "device: 0.17.",
+        rich_help_panel=_PLACEMENT,
+    ),
+]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="Who decides which experts the device holds: spac, spac-paper, lru, static or none.",
+        rich_help_panel=_PLACEMENT,
+    ),
+]
+Ablate = Annotated[
+    list[str],
+    typer.Option(
+        "--ablate",
+        metavar="NAME",
+        help="Leave a part of the policy out (MoE-SpAc, Table 4): no-spec-ue, no-ada-bc, no-het-wb, no-prefetch, "
+        "no-evict or no-sd. May be given several times.",
+        show_default=False,
+        rich_help_panel=_PLACEMENT,
+    ),
+]
+UtilityCap = Annotated[
+    int,
+    typer.Option("--utility-cap", metavar="K", help="The highest utility of an expert.", rich_help_panel=_PLACEMENT),
+]
+Forgetting = Annotated[
+    float,
+    typer.Option(
+        "--forgetting",
+        metavar="L",
+        help="How fast spac-paper's boundaries move, 0 to 1.",
+        rich_help_panel=_PLACEMENT,
+    ),
+]
+PrefillPath = Annotated[
+    str,
+    typer.Option(
+        "--prefill-path",
+        metavar="auto|cpu|resident|stream",
+        help="How prompts are computed: as without a cache, with resident experts on the device, with all experts "
+        "streamed through the device, or auto: what measured fastest.",
+        rich_help_panel=_PLACEMENT,
+    ),
+]
+NoCalibrate = Annotated[
+    bool,
+    typer.Option(
+        "--no-calibrate",
+        help="Do not measure machine and device on first use; what was measured before is used all the same.",
+        rich_help_panel=_PLACEMENT,
     ),
 ]

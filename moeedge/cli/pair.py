@@ -8,7 +8,7 @@ from typing import Literal
 
 from moeedge import paths
 from moeedge.cli.device import NONE
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import EngineConfig, PlacementConfig
 
 Draft = Path | Literal["ngram"] | None
 
@@ -26,11 +26,16 @@ class Pair:
         ctx_size: int,
         threads: int,
         draft_max: int,
-        n_gpu_layers: int,
+        n_gpu_layers: int | None,
         device: str,
         context_shift: bool = False,
+        placement: PlacementConfig | None = None,
+        emulate: bool = False,
     ) -> EngineConfig:
-        """What the options that all commands share ask of the engine."""
+        """What the options that all commands share ask of the engine.
+
+        emulate: auto without a GPU runs the bundled model on the emulated device.
+        """
         return EngineConfig(
             model=self.target,
             draft=self.draft,
@@ -39,6 +44,8 @@ class Pair:
             gamma=draft_max,
             n_gpu_layers=0 if device == NONE else n_gpu_layers,
             device=device,
+            emulate_bundled=emulate,
+            placement=placement or PlacementConfig(),
             context_shift=context_shift,
         )
 

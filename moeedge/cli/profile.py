@@ -14,6 +14,7 @@ from moeedge.cli.common import cli_errors
 from moeedge.cli.device import check_device, layer_notes
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
+from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EmptyPromptError, EngineError, InputError
 
@@ -43,8 +44,16 @@ def profile(
     seed: profile_options.Seed = -1,
     ctx_size: options.CtxSize = 0,
     threads: options.Threads = 0,
-    n_gpu_layers: options.NGpuLayers = 0,
+    n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "auto",
+    vram: options.Vram = None,
+    cache_ratio: options.CacheRatio = None,
+    policy: options.Policy = "spac",
+    ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
+    utility_cap: options.UtilityCap = 4,
+    forgetting: options.Forgetting = 0.1,
+    prefill_path: options.PrefillPath = "auto",
+    no_calibrate: options.NoCalibrate = False,
 ) -> None:
     """Look inside a model: which experts its tokens use, and how well the next step's experts can be foreseen.
 
@@ -53,6 +62,7 @@ def profile(
     from moeedge.ui.settings import seed_or_random
 
     with cli_errors():
+        calm_idle_threads(device)
         if layer is not None and layers is not None:
             raise InputError("--layer and --layers exclude each other.", "Give one of them.")
         if n_predict == 0 or n_predict < -1:
@@ -67,6 +77,16 @@ def profile(
             draft_max=draft_max,
             n_gpu_layers=n_gpu_layers,
             device=device,
+            placement=placement_config(
+                vram=vram,
+                cache_ratio=cache_ratio,
+                policy=policy,
+                ablate=ablate,
+                utility_cap=utility_cap,
+                forgetting=forgetting,
+                prefill_path=prefill_path,
+                no_calibrate=no_calibrate,
+            ),
         )
         drawn = seed_or_random(seed)
         if drawn is None and temp > 0:

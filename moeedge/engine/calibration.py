@@ -69,9 +69,11 @@ class Calibration:
                 f"an expert takes {cpu_s * 1e6:.0f} us on the CPU, {device_s * 1e6:.0f} us on the device, "
                 f"{self.units.transfer_expert_s * 1e6:.0f} us to move"
             )
-        parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
         if emulated:
-            parts[-1] += " (this is emulation on the CPU's own cores: slower is what to expect)"
+            slower = "slower than plain decoding" if self.speed < 1 else "in place of plain decoding"
+            parts.append(f"this is emulation on the CPU's own cores, {slower}: {self.speed:.2f} times its speed")
+        else:
+            parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
         paths_said = {"cpu": "on the CPU", "resident": "resident experts on the device", "stream": "on the device"}
         parts.append(f"prompts run {paths_said[self.prefill_path]}")
         return f"{when}: {'; '.join(parts)}."

@@ -15,7 +15,6 @@ from moeedge.native.cache import ExpertCache
 from moeedge.scheduler.policy import Plan, Policy
 
 _STEPS_BETWEEN_BLOCKS = 32  # the native ring holds 4096 block records: 85 steps of 48 layers
-_VRAM_AGE_S = 1.0  # a driver is asked for its memory at most so often
 
 
 class ExpertPlacement:
@@ -46,8 +45,6 @@ class ExpertPlacement:
         self._sensor = sensor
         self._expert_layers = list(expert_layers)
         self._read_vram = read_vram
-        self._vram: tuple[int, int] | None = None
-        self._vram_read_s = -_VRAM_AGE_S
         self._give_note = give_note
         self._on_lost = on_lost
         self._watcher = Watcher(sensor)
@@ -152,19 +149,15 @@ class ExpertPlacement:
             cache_ratio=self.cache_ratio,
             slots_total=self.cache.info.n_slots,
             pool_bytes=self.cache.info.pool_bytes,
-            vram=self._vram_now(),
+            vram=self._vram(),
             tau=self._tau,
         )
 
-    def _vram_now(self) -> tuple[int, int] | None:
-        now_s = time.perf_counter()
-        if not self._lost and now_s - self._vram_read_s >= _VRAM_AGE_S:
-            self._vram_read_s = now_s
-            try:
-                self._vram = self._read_vram()
-            except MoeedgeError:  # a driver that stopped answering is no reason to stop an answer
-                self._vram = None
-        return self._vram
+    def _vram(self) -> tuple[int, int] | None:
+        try:
+            return None if self._lost else self._read_vram()
+        except MoeedgeError:  # a driver that stopped answering is no reason to stop an answer
+            return None
 
     def close(self) -> None:
         """Ends the mover and frees the device's memory; must come before the target's context is freed."""
