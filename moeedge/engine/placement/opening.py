@@ -156,7 +156,8 @@ class _Opening:
     def _emulated_threads(self) -> int:
         if self.device.kind != "emulated":
             return 1
-        return self.device.threads or library.physical_cores()
+        # half the cores: the CPU's part runs beside it, and two teams on the same cores wait for each other
+        return self.device.threads or max(1, library.physical_cores() // 2)
 
     def start(self, cache: ExpertCache) -> Opened:
         """Measures, makes the policy and attaches; placement is None where measuring showed that it does not pay."""
