@@ -24,6 +24,7 @@ def placement_config(
     forgetting: float = 0.1,
     prefill_path: str = "auto",
     no_calibrate: bool = False,
+    measure_anew: bool = False,
 ) -> PlacementConfig:
     """The values of the options of the same names. Raises InputError and ValueError for what cannot be meant."""
     from moeedge import policies  # loads numpy: not needed for --help
@@ -39,6 +40,7 @@ def placement_config(
         forgetting=forgetting,
         prefill=cast(PrefillPath, prefill_path),  # PlacementConfig looks at it
         calibrate=not no_calibrate,
+        measure_anew=measure_anew,
     )
 
 

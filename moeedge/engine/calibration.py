@@ -128,8 +128,9 @@ def calibrate(
     None where nothing is kept and measuring was switched off (wish.calibrate). Leaves KV caches and slots empty.
     """
     file = _file(_conditions(target, cache, wish, settings, device_label, emulated_threads))
-    with suppress(OSError, ValueError):
-        return Calibration.from_json(file.read_text(encoding="utf-8"))
+    if not wish.measure_anew:
+        with suppress(OSError, ValueError):
+            return Calibration.from_json(file.read_text(encoding="utf-8"))
     if not wish.calibrate:
         return None
     policy = make_policy(wish.policy, shape, settings)
@@ -147,14 +148,6 @@ def calibrate(
     with suppress(OSError):  # a cache folder that cannot be written costs the next run another measurement
         _write(file, calibration.to_json())
     return calibration
-
-
-def forget() -> int:
-    """Deletes all that was measured; returns how many files there were."""
-    found = list(_folder().glob("*.json"))
-    for file in found:
-        file.unlink(missing_ok=True)
-    return len(found)
 
 
 def _conditions(

@@ -62,6 +62,7 @@ class PlacementConfig:
     forgetting: float = 0.1  # lambda
     prefill: PrefillPath = "auto"
     calibrate: bool = True  # measure on first use; False: take what was measured before, or nothing
+    measure_anew: bool = False  # whatever was measured before
 
     def __post_init__(self) -> None:
         if self.vram_bytes is not None and self.vram_bytes < 0:
