@@ -20,6 +20,7 @@ from moeedge.engine.speculative import Counts, SpeculativeLoop
 from moeedge.engine.types import EngineConfig, EngineInfo, Mode, PlacementStats, SamplingConfig, StepRecord
 from moeedge.engine.vocabulary import check_compatible
 from moeedge.errors import ContextTooSmallError, EmptyPromptError
+from moeedge.hardware import vram
 from moeedge.hardware.resolve import ResolvedDevice
 
 Observer = Callable[[StepRecord, "Session"], None]
@@ -96,12 +97,7 @@ class Session:
                 notes.append(f"{config.model.name} is dense, no experts: placement off.")
             draft_model, n_common, use_ngram = _load_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
-            n_ctx = config.n_ctx
-            if n_ctx == 0:
-                n_ctx, note = default_n_ctx(models)
-                notes.extend([note] if note else [])
-            elif not config.n_gpu_layers:  # otherwise the KV cache lies on the GPU
-                check_n_ctx(models, n_ctx)
+            n_ctx = _context_size(config, device, models, notes)
             target = stack.enter_context(_make_context(config, model, n_ctx))
             draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
             draft_context = None
@@ -220,6 +216,23 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
+    """Tokens; raises InputError where that many do not fit the memory that the KV caches will lie in."""
+    n_layers_on_gpu = config.n_gpu_layers if device.kind != "gpu" or config.n_gpu_layers is not None else -1
+    free_bytes = None  # of this machine
+    if models[0].beside_gpu and n_layers_on_gpu:
+        reading = vram.read(device)
+        if reading is None:  # llama.cpp's GPU is not the one for experts: let llama.cpp say what does not fit
+            return config.n_ctx or models[0].info.n_ctx_train
+        free_bytes = reading.free_bytes
+    if config.n_ctx:
+        check_n_ctx(models, config.n_ctx, free_bytes)
+        return config.n_ctx
+    n_ctx, note = default_n_ctx(models, free_bytes)
+    notes.extend([note] if note else [])
+    return n_ctx
 
 
 def _load_draft(
