@@ -63,6 +63,7 @@ class Spac:
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._used = np.zeros(cells, dtype=np.bool_)  # in the last step
         self._score: FloatArray = np.zeros(n, dtype=np.float32)
+        self._ones: FloatArray = np.ones(n, dtype=np.float32)
         self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
         self._n_batch = float(config.gamma + 1)  # tokens of the next batch, as far as is known
         self._marginal = 1.0  # the score of the last that fits, of the last plan
@@ -74,11 +75,11 @@ class Spac:
         counts = observation.counts
         if observation.n_tokens < 1:
             return
+        now = self._history.sense(counts.reshape(-1), observation.n_tokens)
         if not observation.prefill:
-            self._table.judge(self._history.rate, counts, observation.n_tokens)
+            self._table.judge(self._history.rate, now, observation.n_tokens)
             self._n_batch = float(observation.n_tokens)
-        refused = self._refused(observation)
-        self._history.observe(counts.reshape(-1), observation.n_tokens, refused, fit=not observation.prefill)
+        self._history.observe(observation.n_tokens, self._refused(observation), fit=not observation.prefill)
         if observation.tokens is not None and observation.ids is not None:
             self._table.learn(observation.tokens, observation.ids)
         if self._binary or self._first_come:
@@ -91,9 +92,8 @@ class Spac:
         margin = 0.0 if self._binary else (_MARGIN_KNOWN if known else _MARGIN_GUESSED) * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
         unit = self._unit(marginal, score)
-        self._marginal = float(np.mean(unit))
-        np.multiply(score, 1.0 / unit, out=self._utility)
-        np.minimum(self._utility, self.cap, out=self._utility)
+        np.divide(score, unit, out=self._utility)
+        np.minimum(self._utility, np.float32(self.cap), out=self._utility)
         max_uploads = None
         if self._fixed:
             self._tau = np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
@@ -125,16 +125,17 @@ class Spac:
             return score
         n_batch = float(len(upcoming)) if known else self._n_batch
         self._table.expect(self._history.rate, upcoming, n_batch, out=self._score)
-        return np.maximum(score, 0.0, out=score)
+        return score
 
-    def _unit(self, marginal: FloatArray, score: FloatArray) -> FloatArray | float:
+    def _unit(self, marginal: list[float], score: FloatArray) -> Any:
         """The score that has utility 1: a number for one group, else [n_layers, 1]."""
-        least = max(float(score.mean()), 1e-6)
-        if marginal.size == 1:
-            fits = float(marginal[0])
-            return max(fits, least) if math.isfinite(fits) else least
-        unit = np.where(np.isfinite(marginal), np.maximum(marginal, np.float32(least)), np.float32(least))
-        return np.asarray(unit[np.maximum(self.shape.group, 0)][:, None], dtype=np.float32)
+        least = max(float(np.dot(score.reshape(-1), self._ones)) / score.size, 1e-6)  # the mean
+        units = [max(value, least) if value < math.inf else least for value in marginal]
+        self._marginal = sum(units) / max(len(units), 1)
+        if len(units) == 1:
+            return np.float32(units[0])
+        each = np.array([*units, least], dtype=np.float32)  # the last: layers without experts, whose group is -1
+        return np.asarray(each[self.shape.group][:, None])
 
 
 class _Balancer:

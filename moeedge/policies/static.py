@@ -50,8 +50,7 @@ class Static:
         """What was learned stays."""
 
 
-def _of_layers(marginal: FloatArray, shape: CacheShape) -> FloatArray:
+def _of_layers(marginal: list[float], shape: CacheShape) -> FloatArray:
     """The least score that fits, [n_layers, 1]; nothing fits without a group."""
-    if marginal.size == 0:
-        return np.full((shape.n_layers, 1), np.inf, dtype=np.float32)
-    return np.asarray(np.maximum(marginal, np.float32(1e-30))[np.maximum(shape.group, 0)][:, None], dtype=np.float32)
+    least = np.array([*(max(value, 1e-30) for value in marginal), np.inf], dtype=np.float32)
+    return np.asarray(least[shape.group][:, None])

@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.scheduler.arrays import SERIAL_ELEMENTS, weighted_sum
+
 FloatArray = NDArray[np.float32]
 
 # Chosen on the gpt-oss-20b trace, optimistic and pessimistic tails: memories of about 3 and 20 steps. One average with
 # beta 0.7 gives pair-hits of 0.559 and 0.506 at 5 of 32, the fitted mix 0.598 and 0.508; ridge and forgetting hardly
 # matter between 0.1 and 0.0001, 0.9 and 1.
 _REFUSED, _SHORT, _LONG = 1, 2, 3  # rows of the histories; 0 is the last step
-_DECAYS = np.array([0.0, 0.0, 0.7, 0.95])
+_KEPT = (0.7, 0.95)  # of the two decayed ones, per step
 _FIRST_MIX = np.array([0.2, 0.0, 0.4, 0.4])
 _FORGET = 0.98  # per step: the fit remembers about 50 steps
 _RIDGE = 0.01  # of the mean square of a history
-_N = len(_DECAYS)
+_N = len(_FIRST_MIX)
+_IDENTITY = np.eye(_N)
 
 
 class History:
@@ -35,58 +38,65 @@ class History:
     def __init__(self, n: int, *, fitted: bool = True) -> None:
         self._fitted = fitted  # False: the mix stays as it is at the start
         self.rate: FloatArray = np.zeros(n, dtype=np.float32)
-        self._past: FloatArray = np.zeros((_N, n), dtype=np.float32)
-        self._change: FloatArray = np.zeros((2, n), dtype=np.float32)
-        self._filled = np.zeros(2)  # weight of what the decayed ones saw: 1 once they have forgotten their start
-        self._gram = np.zeros((_N, _N))
-        self._answer = np.zeros(_N)
+        self.now: FloatArray = np.zeros(n, dtype=np.float32)  # activations per token of the step observed last
+        self._rows: FloatArray = np.zeros(
+            (_N + 1, n), dtype=np.float32
+        )  # the histories, then the step that they foretell
+        self._past = self._rows[:_N]
+        self._change: FloatArray = np.zeros((_N - _SHORT, n), dtype=np.float32)
+        self._filled = [0.0] * _N  # weight of what the decayed ones saw: 1 once they have forgotten their start
+        self._gram = np.zeros((_N, _N + 1))  # products of the histories, and with what they foretell in the last column
+        self._next_part = 0
         self.mix = _FIRST_MIX.copy()
 
     def reset(self) -> None:
         """A new text: what was used lately says little now. The long memory and the mix stay."""
-        self._filled[0] = 0.0
-        self._filled[1] *= 0.5
+        self._filled[_SHORT] = 0.0
+        self._filled[_LONG] *= 0.5
 
-    def observe(
-        self, counts: NDArray[Any], n_tokens: int, refused: NDArray[Any] | None = None, *, fit: bool = True
-    ) -> None:
-        """Takes in the activations [n] of a step of `n_tokens` tokens, and of its refused drafts.
+    def sense(self, counts: NDArray[Any], n_tokens: int) -> FloatArray:
+        """Reads the activations [n] of a step of `n_tokens` tokens into `now`, before `observe`."""
+        np.copyto(self.now, counts, casting="unsafe")
+        self.now *= np.float32(1.0 / n_tokens)
+        return self.now
+
+    def observe(self, n_tokens: int, refused: NDArray[Any] | None = None, *, fit: bool = True) -> None:
+        """Takes in the step that `sense` read, and the activations [n] of its refused drafts.
 
         fit: the step is one of those that are to be foretold (a prefill is not).
         """
-        past = self._past
-        scale = np.float32(1.0 / n_tokens)
-        # the last step's own row is not needed before it is overwritten, except by the fit
-        now = np.multiply(counts, scale, out=self._change[0], casting="unsafe")
-        if fit and self._fitted and self._filled[1] > 0.0:
-            self._fit(now)
-        past[0] = now
+        rows, past = self._rows, self._past
+        if fit and self._fitted and self._filled[_LONG] > 0.0:
+            rows[_N] = self.now
+            self._fit()
+        past[0] = self.now
         if refused is None:
             past[_REFUSED] = 0.0
         else:
-            np.multiply(refused, scale, out=past[_REFUSED], casting="unsafe")
-        kept = _DECAYS[_SHORT:]
-        self._filled = kept * self._filled + (1.0 - kept)
-        share = ((1.0 - kept) / self._filled).astype(np.float32)  # the first step counts in full
-        change = np.subtract(past[0], past[_SHORT:], out=self._change)
-        change *= share[:, None]
+            np.multiply(refused, np.float32(1.0 / n_tokens), out=past[_REFUSED], casting="unsafe")
+        change = np.subtract(self.now, past[_SHORT:], out=self._change)
+        for row, kept in enumerate(_KEPT, start=_SHORT):
+            self._filled[row] = kept * self._filled[row] + (1.0 - kept)
+            change[row - _SHORT] *= np.float32((1.0 - kept) / self._filled[row])  # the first step counts in full
         past[_SHORT:] += change
-        np.dot(self.mix.astype(np.float32), past, out=self.rate)
+        weighted_sum(self.mix.astype(np.float32), past, self.rate)
 
-    def _fit(self, now: FloatArray) -> None:
-        """One step of the regression: which mix of the histories would have foretold `now`."""
-        past = self._past
-        self._gram *= _FORGET
-        self._gram += past @ past.T
-        self._answer *= _FORGET
-        self._answer += past @ now
-        pull = _RIDGE * float(np.trace(self._gram)) / _N + 1e-12
-        left = self._gram.copy()
-        left.flat[:: _N + 1] += pull
-        right = self._answer + pull * _FIRST_MIX
+    def _fit(self) -> None:
+        """One step of the regression: which mix of the histories would have foretold the step."""
+        gram = self._gram
+        gram *= _FORGET
+        width = min(SERIAL_ELEMENTS // (_N + 1), self.now.size)  # a part of the cells tells as much: the next one
+        start = self._next_part if self._next_part + width <= self.now.size else 0
+        self._next_part = start + width
+        rows = self._rows[:, start : start + width]
+        for row in range(_N):  # a product of all rows with each is faster than one of narrow matrices
+            gram[row] += np.dot(rows, rows[row])
+        pull = _RIDGE * float(gram[0, 0] + gram[1, 1] + gram[2, 2] + gram[3, 3]) / _N + 1e-12
+        left = gram[:, :_N] + pull * _IDENTITY
+        right = gram[:, _N] + pull * _FIRST_MIX
         mix = np.linalg.solve(left, right)
         if mix.min() < 0.0:  # without the negative ones, the rest anew
-            kept = mix > 0.0
-            mix[~kept] = 0.0
-            mix[kept] = np.maximum(np.linalg.solve(left[np.ix_(kept, kept)], right[kept]), 0.0)
+            kept = np.flatnonzero(mix > 0.0)
+            mix[:] = 0.0
+            mix[kept] = np.maximum(np.linalg.solve(left[kept][:, kept], right[kept]), 0.0)
         self.mix = mix

@@ -13,10 +13,11 @@ routing does not follow the token drives it to 0 and the table is without effect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from moeedge.scheduler.arrays import weighted_sum
 
 FloatArray = NDArray[np.float32]
 
@@ -25,6 +26,7 @@ FloatArray = NDArray[np.float32]
 _PRIOR = 0.5
 _HALVE_AT = 128  # occurrences
 _FORGET = 0.98  # of trust, per step
+_ONE = np.uint8(1)
 _TRUST_PULL = 1.0  # squared activations per layer that speak for full trust at the start
 
 
@@ -40,15 +42,18 @@ class TokenTable:
         self._rows: NDArray[np.uint8] = np.zeros((self.n_rows, n), dtype=np.uint8)
         self._seen: NDArray[np.float32] = np.zeros(self.n_rows, dtype=np.float32)  # occurrences in each row
         self._row_of: dict[int, int] = {}  # token -> row, the token seen longest ago first
-        self._layer_start = (np.arange(n_layers) * n_experts)[:, None, None]
+        self._layer_start = (np.arange(n_layers) * n_experts)[:, None]
+        self._bytes: NDArray[np.uint8] = np.empty((0, n), dtype=np.uint8)
+        self._floats: FloatArray = np.empty((0, n), dtype=np.float32)
         self._foreseen: FloatArray = np.zeros(n, dtype=np.float32)  # by the last `expect`: sum of the rows' rates
         self._share = 0.0  # of how many tokens that was
         self._expected_tokens = 0
-        self._above: FloatArray = np.zeros((n_layers, n_experts), dtype=np.float32)
-        self._came: FloatArray = np.zeros((n_layers, n_experts), dtype=np.float32)
+        self._above: FloatArray = np.zeros(n, dtype=np.float32)
+        self._came: FloatArray = np.zeros(n, dtype=np.float32)
         self._top = np.full(n_layers, _TRUST_PULL)
         self._bottom = np.full(n_layers, _TRUST_PULL)
-        self.trust: FloatArray = np.ones((n_layers, 1), dtype=np.float32)
+        self.trust: FloatArray = np.ones(n_layers, dtype=np.float32)
+        self._trusted = True  # in full, by all layers
 
     @property
     def n_tokens(self) -> int:
@@ -70,32 +75,47 @@ class TokenTable:
         self._expected_tokens = len(tokens)
         if not rows:
             self._share = 0.0
-            return np.multiply(rate, n_batch, out=out)
-        seen = self._seen[rows]
-        weight = 1.0 / (seen + _PRIOR)
-        self._share = float(seen @ weight)
-        foreseen = np.dot(weight, self._rows[rows].astype(np.float32), out=self._foreseen)
-        # batch * rate + trust * (foreseen - share * rate), arranged for three passes over the arrays
+            return np.multiply(rate, np.float32(n_batch), out=out)
+        weight = np.float32(1.0) / (self._seen.take(rows) + np.float32(_PRIOR))
+        self._share = len(rows) - _PRIOR * float(weight.sum())
+        foreseen = weighted_sum(weight, self._read(rows), self._foreseen)
+        # batch * rate + trust * (foreseen - share * rate)
+        if self._trusted:
+            np.multiply(rate, np.float32(n_batch - self._share), out=out)
+            return np.add(out, foreseen, out=out)
         shape = (self.n_layers, self.n_experts)
-        np.multiply(rate.reshape(shape), n_batch - self._share * self.trust, out=out.reshape(shape))
-        np.multiply(foreseen.reshape(shape), self.trust, out=self._above)
-        return np.add(out, self._above.reshape(-1), out=out)
+        trust = self.trust[:, None]
+        np.multiply(rate.reshape(shape), np.float32(n_batch) - np.float32(self._share) * trust, out=out.reshape(shape))
+        np.multiply(foreseen.reshape(shape), trust, out=self._above.reshape(shape))
+        return np.add(out, self._above, out=out)
 
-    def judge(self, rate: FloatArray, counts: NDArray[Any], n_tokens: int) -> None:
-        """Compares the last `expect` with what came: `counts` [n_layers, n_experts]; call it before history moves."""
+    def _read(self, rows: list[int]) -> FloatArray:
+        """The rows as float32 [len(rows), n]."""
+        if len(self._bytes) < len(rows):
+            self._bytes = np.empty((len(rows), self._rows.shape[1]), dtype=np.uint8)
+            self._floats = np.empty(self._bytes.shape, dtype=np.float32)
+        floats = self._floats[: len(rows)]
+        np.copyto(floats, self._rows.take(rows, axis=0, out=self._bytes[: len(rows)], mode="clip"))
+        return floats
+
+    def judge(self, rate: FloatArray, now: FloatArray, n_tokens: int) -> None:
+        """Compares the last `expect` with what came: `now` [n] activations per token; before history moves on."""
         if not self._judged or self._share == 0.0 or n_tokens != self._expected_tokens:
             return
         shape = (self.n_layers, self.n_experts)
-        above, came = self._above, self._came
-        np.multiply(rate, -self._share, out=above.reshape(-1))
-        np.add(above, self._foreseen.reshape(shape), out=above)
-        np.multiply(rate, -n_tokens, out=came.reshape(-1))
-        np.add(came, counts, out=came, casting="unsafe")
+        above = np.multiply(rate, np.float32(-self._share), out=self._above)
+        above += self._foreseen
+        came = np.subtract(now, rate, out=self._came)
         self._top *= _FORGET
-        self._top += np.einsum("ij,ij->i", above, came)
+        self._top += n_tokens * np.einsum("ij,ij->i", above.reshape(shape), came.reshape(shape))
         self._bottom *= _FORGET
-        self._bottom += np.einsum("ij,ij->i", above, above)
-        np.clip(self._top / np.maximum(self._bottom, 1e-9), 0.0, 1.0, out=self.trust[:, 0], casting="unsafe")
+        self._bottom += np.einsum("ij,ij->i", above.reshape(shape), above.reshape(shape))
+        ratio = self._top / self._bottom
+        self._trusted = bool(ratio.min() >= 1.0)
+        if self._trusted:
+            self.trust.fill(1.0)
+        else:
+            np.copyto(self.trust, np.minimum(np.maximum(ratio, 0.0), 1.0), casting="unsafe")
         self._share = 0.0
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
@@ -109,22 +129,13 @@ class TokenTable:
 
     def _learn(self, names: list[int], ids: NDArray[np.int32]) -> None:
         rows = np.array([self._claim(token) for token in names], dtype=np.int64)
-        cells = ids + self._layer_start  # int64 [n_layers, n_tokens, k]
-        cells += (rows * self._rows.shape[1])[None, :, None]
-        table = self._rows.reshape(-1)
-        blank = ids.min(initial=0) < 0
-        if blank:
-            cells = cells[ids >= 0]
-        once = len(set(names)) == len(names)
-        if once:
-            table[cells] += 1  # a token uses an expert once
-            self._seen[rows] += 1.0
-        else:
-            np.add.at(table, cells.reshape(-1), np.uint8(1))
-            np.add.at(self._seen, rows, np.float32(1.0))
-        full = self._seen[rows] >= _HALVE_AT
-        if full.any():
-            self._halve(np.unique(rows[full]))
+        cells = ids + (self._layer_start + rows * self._rows.shape[1])[:, :, None]  # int64 [n_layers, n_tokens, k]
+        flat = cells.reshape(-1) if ids.min(initial=0) >= 0 else cells[ids >= 0]
+        np.add.at(self._rows.reshape(-1), flat, _ONE)
+        np.add.at(self._seen, rows, np.float32(1.0))
+        seen = self._seen.take(rows)
+        if seen.max() >= _HALVE_AT:
+            self._halve(np.unique(rows[seen >= _HALVE_AT]))
 
     def _claim(self, token: int) -> int:
         """The token's row, now the one seen last; a new token takes a free row or that of the oldest token."""

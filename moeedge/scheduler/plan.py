@@ -14,6 +14,7 @@ A flat cell is layer * n_experts + expert.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,30 @@ from numpy.typing import NDArray
 from moeedge.scheduler.policy import CacheShape, Plan, Resident
 
 FloatArray = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
 IndexArray = NDArray[np.intp]
 
 RESIDENT, IN_FLIGHT = 1, 2
 # a slot that a computation reads cannot be given up: name some more victims than uploads
 _SPARE_VICTIMS = 16
+_LEAST = 1e-30  # a score of nothing
 _NOBODY: IndexArray = np.zeros(0, dtype=np.intp)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """One pool of slots, and the flat cells that may lie in it."""
+
+    cells: slice | IndexArray
+    capacity: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidates:
+    """Flat cells of one group."""
+
+    coming: IndexArray  # absent, and among those that fit
+    going: IndexArray  # resident, and not among them
+    free: int  # slots
 
 
 class Planner:
@@ -40,21 +58,22 @@ class Planner:
         self._evict = evict
         n = shape.n_layers * shape.n_experts
         self._boosted: FloatArray = np.empty(n, dtype=np.float32)
-        self._fits: BoolArray = np.empty(n, dtype=np.bool_)
-        self._above: BoolArray = np.empty(n, dtype=np.bool_)
-        self._cells: list[slice | IndexArray] = [_cells(shape, group) for group in range(shape.n_groups)]
+        self._masks: NDArray[np.bool_] = np.empty((2, n), dtype=np.bool_)
+        cells = np.arange(n)
+        self._pair_of = np.stack((cells // shape.n_experts, cells % shape.n_experts), axis=1).astype(np.int32)
+        self._groups = [_Group(_cells(shape, group), size) for group, size in enumerate(shape.capacity.tolist())]
         # the score from which on an expert fits, per group; 0 where there are more slots than experts with a score
-        self.marginal: FloatArray = np.zeros(shape.n_groups, dtype=np.float32)
+        self.marginal = [0.0] * shape.n_groups
 
-    def fit(self, score: FloatArray, resident: Resident, margin: float) -> FloatArray:
+    def fit(self, score: FloatArray, resident: Resident, margin: float) -> list[float]:
         """Works out `marginal` [n_groups] from `score` [n_layers, n_experts], which must be >= 0."""
         boosted, there = self._boosted, resident.reshape(-1)
         np.multiply(there, np.float32(margin), out=boosted)
         np.add(boosted, score.reshape(-1), out=boosted)
         if there.dtype != np.bool_ and there.max(initial=0) == IN_FLIGHT:
             boosted[there == IN_FLIGHT] = np.inf  # comes in any case
-        for group, capacity in enumerate(self.shape.capacity.tolist()):
-            self.marginal[group] = _nth_largest(boosted[self._cells[group]], capacity)
+        for index, group in enumerate(self._groups):
+            self.marginal[index] = _nth_largest(boosted[group.cells], group.capacity)
         return self.marginal
 
     def moves(
@@ -64,7 +83,7 @@ class Planner:
         tau: FloatArray,
         resident: Resident,
         max_uploads: int | None = None,
-        allowed: BoolArray | None = None,
+        allowed: NDArray[np.bool_] | None = None,
     ) -> Plan:
         """The plan.
 
@@ -73,99 +92,91 @@ class Planner:
         tau      [n_layers]
         allowed  [n_layers, n_experts] may be uploaded at all
         """
-        there = resident.reshape(-1)
-        coming: list[IndexArray] = []
-        going: list[IndexArray] = []
-        free: list[int] = []
-        for group, capacity in enumerate(self.shape.capacity.tolist()):
-            up, down, room = self._candidates(group, capacity, there, allowed)
-            coming.append(up)
-            going.append(down)
-            free.append(room)
-        flat_score = score.reshape(-1)
-        up = coming[0] if len(coming) == 1 else np.concatenate(coming)
-        up, levels = self._hot(up, utility.reshape(-1), tau)
+        flat_score, flat_utility, there = score.reshape(-1), utility.reshape(-1), resident.reshape(-1)
+        found = [
+            self._candidates(group, marginal, there, allowed)
+            for group, marginal in zip(self._groups, self.marginal, strict=True)
+        ]
+        up = found[0].coming if len(found) == 1 else np.concatenate([each.coming for each in found])
+        up, levels = self._hot(up, flat_utility, tau)
         if max_uploads is not None and up.size > max_uploads:
             best = np.sort(np.argpartition(flat_score[up], up.size - max_uploads)[up.size - max_uploads :])
             up, levels = up[best], levels[best]
-        down = self._needed(up, going, free, flat_score)
+        down = self._needed(up, found, flat_score)
         # FIFO by layer within a level: cells are in the order of layers, and a stable sort keeps it
-        order = np.argsort(np.uint8(self._cap) - levels, kind="stable")
-        n_experts = self.shape.n_experts
+        order = np.argsort(self._cap - levels, kind="stable")
         return Plan(
             tau=tau,
             utility=utility,
-            uploads=_pairs(up[order], n_experts),
+            uploads=self._pair_of.take(up[order], axis=0),
             levels=levels[order],
-            victims=_pairs(down, n_experts),
-            victim_utility=utility.reshape(-1)[down],
+            victims=self._pair_of.take(down, axis=0),
+            victim_utility=flat_utility[down],
         )
 
     def _candidates(
-        self, group: int, capacity: int, there: NDArray[Any], allowed: BoolArray | None
-    ) -> tuple[IndexArray, IndexArray, int]:
-        """Cells that belong into the group's slots and are absent, those there that do not, and the free slots."""
-        marginal, cells = self.marginal[group], self._cells[group]
-        fits, above = self._fits, self._above
-        boosted = self._boosted[cells]
-        if not isinstance(cells, slice):
-            fits, above, there = fits[: boosted.size], above[: boosted.size], there[cells]
-            allowed = None if allowed is None else allowed.reshape(-1)[cells]
-        elif allowed is not None:
-            allowed = allowed.reshape(-1)
-        free = capacity - int(np.count_nonzero(there))
-        absent = np.equal(there, 0, out=fits)
-        np.greater_equal(boosted, max(marginal, np.float32(1e-30)), out=above)
-        if allowed is None:
-            up = np.flatnonzero(np.logical_and(above, absent, out=above))
-        else:
-            up = np.flatnonzero(above & absent & allowed)
-        down = np.flatnonzero((boosted < marginal) & (there == RESIDENT)) if self._evict else _NOBODY
+        self, group: _Group, marginal: float, there: NDArray[Any], allowed: NDArray[np.bool_] | None
+    ) -> _Candidates:
+        """What belongs into the group's slots and what does not."""
+        boosted, there = self._boosted[group.cells], there[group.cells]
+        above, mask = self._masks[:, : boosted.size]
+        free = group.capacity - int(np.count_nonzero(there))
+        np.greater_equal(boosted, np.float32(max(marginal, _LEAST)), out=above)
+        np.equal(there, 0, out=mask)
+        mask &= above
+        if allowed is not None:
+            mask &= allowed.reshape(-1)[group.cells]
+        up = mask.nonzero()[0]
+        down = _NOBODY
+        if self._evict and up.size > free:
+            np.equal(there, RESIDENT, out=mask)
+            mask &= np.less(boosted, np.float32(marginal), out=above)
+            down = mask.nonzero()[0]
         room = max(free + down.size, 0)
-        if up.size > room:  # several are exactly at the margin
+        if up.size > room:  # several are exactly at the margin, or nothing may be evicted
             better = boosted[up] > marginal
             n_better = int(np.count_nonzero(better))
-            if n_better > room:  # these come in any case, for some of those at the margin
-                up = up[better]
-                if self._evict:
-                    tied = np.flatnonzero((boosted == marginal) & (there == RESIDENT))
-                    down = np.concatenate((down, tied[: n_better - room]))
-                    room = max(free + down.size, 0)
-                up = up[:room]
-            else:
+            if n_better <= room:
                 better[np.flatnonzero(~better)[: room - n_better]] = True
                 up = up[better]
-        return (up, down, free) if isinstance(cells, slice) else (cells[up], cells[down], free)
+            else:  # these come in any case, for some of those at the margin
+                up = up[better]
+                if self._evict:
+                    tied = np.flatnonzero((boosted == np.float32(marginal)) & (there == RESIDENT))
+                    down = np.concatenate((down, tied[: n_better - room]))
+                up = up[: max(free + down.size, 0)]
+        if not isinstance(group.cells, slice):
+            up, down = group.cells[up], group.cells[down]
+        return _Candidates(up, down, free)
 
     def _hot(self, up: IndexArray, utility: FloatArray, tau: FloatArray) -> tuple[IndexArray, NDArray[np.uint8]]:
         """Those of the cells whose utility reaches the threshold of their layer, and their levels."""
-        reached = utility[up]
-        threshold = tau[up // self.shape.n_experts]
-        hot = reached >= threshold
-        hot |= threshold <= 1.0
-        if not hot.all():
+        reached = utility.take(up)
+        if tau.max(initial=1.0) > 1.0:
+            threshold = tau.take(up // self.shape.n_experts)
+            hot = (reached >= threshold) | (threshold <= 1.0)
             up, reached = up[hot], reached[hot]
-        return up, np.clip(reached, 1, self._cap).astype(np.uint8)
+        return up, np.maximum(reached, np.float32(1.0)).astype(np.uint8)
 
-    def _needed(self, up: IndexArray, going: list[IndexArray], free: list[int], score: FloatArray) -> IndexArray:
+    def _needed(self, up: IndexArray, found: list[_Candidates], score: FloatArray) -> IndexArray:
         """The victims, lowest score first: as many as the uploads need, and some to spare."""
         chosen: list[IndexArray] = []
-        for group, down in enumerate(going):
-            if len(going) == 1:
+        for group, candidates in enumerate(found):
+            down = candidates.going
+            if len(found) == 1:
                 n_up = up.size
             else:
                 n_up = int(np.count_nonzero(self.shape.group[up // self.shape.n_experts] == group))
-            n_needed = n_up - free[group]
-            if n_needed <= 0 or not down.size:
-                continue
-            n_named = n_needed + _SPARE_VICTIMS
-            if n_named < down.size:
-                down = down[np.argpartition(score[down], n_named)[:n_named]]
-            chosen.append(down)
+            n_needed = n_up - candidates.free
+            if n_needed > 0 and down.size:
+                n_named = n_needed + _SPARE_VICTIMS
+                if n_named < down.size:
+                    down = down[np.argpartition(score.take(down), n_named)[:n_named]]
+                chosen.append(down)
         if not chosen:
             return _NOBODY
         down = chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
-        return down[np.argsort(score[down])]
+        return down[np.argsort(score.take(down))]
 
 
 def _cells(shape: CacheShape, group: int) -> slice | IndexArray:
@@ -186,11 +197,3 @@ def _nth_largest(values: FloatArray, n: int) -> float:
     if n >= values.size:
         return 0.0
     return float(np.partition(values, values.size - n)[values.size - n])
-
-
-def _pairs(cells: IndexArray, n_experts: int) -> NDArray[np.int32]:
-    """Flat cells as int32 [n, 2], layer and expert."""
-    pairs = np.empty((cells.size, 2), dtype=np.int32)
-    np.floor_divide(cells, n_experts, out=pairs[:, 0], casting="unsafe")
-    np.remainder(cells, n_experts, out=pairs[:, 1], casting="unsafe")
-    return pairs
