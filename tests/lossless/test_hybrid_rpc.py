@@ -119,6 +119,7 @@ def chat(target: Path, draft: Path, device: list[str], n_predict: int, cache: Pa
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
+        bufsize=0,  # communicate() knows nothing of what a buffer holds
         cwd=ROOT,
         env=os.environ | {"MOEEDGE_CACHE": str(cache), "PYTHONUNBUFFERED": "1"},
     )
@@ -133,7 +134,9 @@ def test_the_answer_survives_the_death_of_the_worker(tiny: TinyFactory, tiny_dra
     worker = Worker()
     answer = chat(target, tiny_draft, ["-dev", worker.device, "--cache-ratio", "0.5"], n_predict, tmp_path)
     assert answer.stdout is not None
-    said = answer.stdout.read(200)
+    said = b""
+    while len(said) < 200 and (piece := answer.stdout.read(200 - len(said))):
+        said += piece
     worker.kill()
     rest, errors = answer.communicate(timeout=120)
     text = errors.decode()
