@@ -1,9 +1,10 @@
 """The GPU benchmark: stock with its experts on the CPU, stock with the same VRAM filled layer by layer, moeedge.
 
-    python -m tests.gpu.checks --folder DIR --device CUDA0 --layers 24 --out record.json
+    python -m tests.gpu.checks --folder DIR --device CUDA0 --out record.json
 
-Each with and without speculation, on a random-weight file of the Qwen3-30B-A3B layer shape. The lanes take turns in an
-order that rotates; every answer has a prompt of its own. run_gpu_checks.sh calls this and documents the record.
+Each with and without speculation, on a file of the shape of Qwen3-30B-A3B: the bundled target widened, or random
+weights. The lanes take turns in an order that rotates; every repetition has a prompt of its own. run_gpu_checks.sh
+calls this and documents the record.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from moeedge import paths
 from moeedge.bench.environment import read_environment
+from moeedge.data.load import load_toy
 from moeedge.engine.agreement import NEAR_TIE_GAP
 from moeedge.engine.model import Model
 from moeedge.engine.session import Session
@@ -37,13 +40,11 @@ from tests.gpu.lanes import (
     run_answer,
     vram_bytes,
 )
-from tests.support import tiny
+from tests.support import tiny, widen
 
 SCHEMA = "moeedge-gpu-checks-1"
 ROOT = Path(__file__).parents[2]
-SHAPE = {"embd": 2048, "head-dim": 128, "heads": 32, "heads-kv": 4, "experts": 128, "used": 8, "expert-ff": 768}
-TINY_SHAPE = {"embd": 64, "experts": 64, "used": 8, "expert-ff": 32}  # of a dry run
-PROMPT_TOKENS = 256
+PROMPT_TOKENS = 256  # of a random model
 REFERENCE = "cpu-moe"
 
 
@@ -59,17 +60,26 @@ class Lane:
 
 
 def write_models(folder: Path, options: argparse.Namespace) -> tuple[Path, Path]:
-    """The target and a dense draft of one layer with the same vocabulary; kept between runs."""
-    shape = TINY_SHAPE if options.dry_run else SHAPE
+    """The target and its draft, kept between runs.
+
+    widened: the bundled target in the wide shape, which routes and answers as it does, and its draft. random: random
+    weights, of any number of layers, and a draft of one layer; such a model soon repeats itself.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"random-{options.layers}x{shape['experts']}-{shape['embd']}.gguf"
-    draft = folder / f"random-draft-{shape['embd']}.gguf"
-    # dense matrices as quantised files of that model have them; the draft's width is the target's
-    common = ["--embd", shape["embd"], "--dense-type", "Q8_0", "--seed", options.seed]
-    experts = [word for key, value in shape.items() if key != "embd" for word in (f"--{key}", value)]
+    embd, expert_ff = (256, 64) if options.dry_run else (2048, 768)
+    if options.source == "widened":
+        target, draft = folder / f"widened-{embd}.gguf", paths.bundled_draft()
+        if not target.exists():
+            unfinished = target.with_suffix(".part")
+            widen.main(["--embd", str(embd), "--expert-ff", str(expert_ff), "--out", str(unfinished)])
+            unfinished.rename(target)
+        return target, draft
+    target, draft = (folder / f"random-{kind}-{options.layers}-{embd}.gguf" for kind in ("target", "draft"))
+    common = ["--embd", embd, "--dense-type", "Q8_0", "--seed", options.seed]
+    experts = ["--experts", 128, "--used", 8, "--expert-ff", expert_ff]
     wanted = {
         target: ["--arch", "qwen3moe", "--layers", options.layers, *common, *experts],
-        draft: ["--arch", "qwen3", "--layers", 1, "--ff", 2 * shape["embd"], *common],
+        draft: ["--arch", "qwen3", "--layers", 1, "--ff", 2 * embd, *common],
     }
     for path, arguments in wanted.items():
         if not path.exists():
@@ -77,6 +87,16 @@ def write_models(folder: Path, options: argparse.Namespace) -> tuple[Path, Path]
             tiny.main([*map(str, arguments), "--out", str(unfinished)])
             unfinished.rename(path)
     return target, draft
+
+
+def prompt_of(model: Model, repetition: int, options: argparse.Namespace) -> list[int]:
+    """A question that the bundled pair can answer; of a random model a random text."""
+    if options.source == "random":
+        rng = np.random.default_rng([options.seed, repetition + 1])
+        return rng.integers(0, 256, PROMPT_TOKENS).tolist()
+    prompts = load_toy().prompts
+    chosen = prompts[(options.seed + repetition) % len(prompts)]
+    return model.tokenize(model.render_chat([message.as_dict() for message in chosen.turns[0]]))
 
 
 def open_lanes(settings: Settings, stack: ExitStack) -> list[Lane]:
@@ -107,12 +127,11 @@ def open_lanes(settings: Settings, stack: ExitStack) -> list[Lane]:
     return lanes
 
 
-def measure(lanes: list[Lane], options: argparse.Namespace, n_vocab: int) -> dict[str, list[Answer]]:
+def measure(lanes: list[Lane], options: argparse.Namespace) -> dict[str, list[Answer]]:
     """All answers by lane; each repetition asks every lane the same."""
     answers: dict[str, list[Answer]] = {lane.name: [] for lane in lanes}
     for repetition in range(-1, options.repeats):  # the first round warms caches up and is not kept
-        rng = np.random.default_rng([options.seed, repetition + 1])
-        prompt = rng.integers(0, min(n_vocab, 256), PROMPT_TOKENS).tolist()
+        prompt = prompt_of(lanes[0].session.model, repetition, options)
         shift = repetition % len(lanes)
         for order, lane in enumerate(lanes[shift:] + lanes[:shift]):
             answer = run_answer(lane.session, lane.gamma, prompt, options.n_predict, repetition=repetition, order=order)
@@ -122,7 +141,7 @@ def measure(lanes: list[Lane], options: argparse.Namespace, n_vocab: int) -> dic
     return answers
 
 
-def check_output(lanes: list[Lane], answers: dict[str, list[Answer]], options: argparse.Namespace, n_vocab: int) -> Any:
+def check_output(lanes: list[Lane], answers: dict[str, list[Answer]], options: argparse.Namespace) -> Any:
     """Whether the lanes say the same; where not, by how much stock's own logits prefer their token.
 
     Stock's logits on CPU and GPU differ, too; how far, on the reference's answers, bounds a near-tie.
@@ -130,8 +149,7 @@ def check_output(lanes: list[Lane], answers: dict[str, list[Answer]], options: a
     sessions = {lane.name: lane.session for lane in lanes}
     equal, departures, scatter = 0, [], 0.0
     for repetition, reference in enumerate(answers[REFERENCE]):
-        rng = np.random.default_rng([options.seed, repetition + 1])
-        prompt = rng.integers(0, min(n_vocab, 256), PROMPT_TOKENS).tolist()
+        prompt = prompt_of(lanes[0].session.model, repetition, options)
         rows = forced_logits(sessions[REFERENCE], prompt, reference.tokens)
         other = forced_logits(sessions["n-cpu-moe"], prompt, reference.tokens)
         scatter = max(scatter, float(np.abs(rows - other).max()))
@@ -181,7 +199,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="models and test reports")
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model, no GPU")
-    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--source", choices=("widened", "random"), default="widened")
+    parser.add_argument("--layers", type=int, default=24, help="of a random model; the widened one has 48")
     parser.add_argument("--ratio", type=float, default=0.17)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--n-predict", type=int, default=96)
@@ -189,10 +208,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
-    if options.layers is None:
-        options.layers = 6 if options.dry_run else 24
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -203,9 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(target, draft, options.device, options.ratio, options.gamma, n_threads=options.threads)
     with ExitStack() as stack:
         lanes = open_lanes(settings, stack)
-        n_vocab = lanes[0].session.model.info.n_vocab
-        answers = measure(lanes, options, n_vocab)
-        output = check_output(lanes, answers, options, n_vocab)
+        answers = measure(lanes, options)
+        output = check_output(lanes, answers, options)
         build_s = options.folder / "build_s"
         record = {
             "schema": SCHEMA,
@@ -215,8 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
             "build_s": int(build_s.read_text()) if build_s.exists() else None,
             "tests": read_tests(options.folder / "tests.xml"),
             "model": asdict(lanes[0].session.model.info),
-            "settings": {key: value for key, value in vars(options).items() if key not in ("folder", "out")}
-            | {"prompt_tokens": PROMPT_TOKENS},
+            "settings": {key: value for key, value in vars(options).items() if key not in ("folder", "out")},
             "lanes": {lane.name: summarize(lane, answers[lane.name], answers[REFERENCE]) for lane in lanes},
             "output": output,
             "seconds": time.monotonic() - start_s,

@@ -12,8 +12,9 @@
 #   --arch 90       compile for this compute capability instead of the GPU's that is here
 #   --jobs N        compile N files at once; as many as there are processors unless given
 #   --python 3.12   with --pack: the Python version of the other machine
-#   --layers N      with --check: layers of the benchmark's random-weight file (Qwen3-30B-A3B has 48)
-#   --repeats N, --n-predict N, --ratio R, --seed N     of the benchmark
+#   --source widened|random, --layers N, --repeats N, --n-predict N, --ratio R, --seed N, --threads N
+#                   of the benchmark: the bundled target widened to the shape of Qwen3-30B-A3B (48 layers, 16 GB), or
+#                   random weights in that shape with N layers
 #   --bench-only, --tests-only, --tests EXPRESSION      parts of --check; the latter is pytest's -k
 #   --out FILE      with --check: the record; docs/benchmarks/gpu-GPUNAME.json unless given
 #
@@ -172,7 +173,7 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=yes ;;
     --bench-only) bench_only=yes ;;
     --tests-only) tests_only=yes ;;
-    --layers | --repeats | --n-predict | --ratio | --seed | --embd | --threads | --out) bench_options+=("$1" "${2:?}") && shift ;;
+    --source | --layers | --repeats | --n-predict | --ratio | --seed | --threads | --out) bench_options+=("$1" "${2:?}") && shift ;;
     -h | --help) usage && exit ;;
     -*) fail "unknown option $1; --help lists them" ;;
     *) mode=all folder=$1 ;;
