@@ -38,6 +38,8 @@ FloatArray = NDArray[np.float32]
 # By how much a newcomer must be better, in standard deviations of a count whose mean is the marginal score
 _MARGIN_KNOWN = 0.25
 _MARGIN_GUESSED = 0.3  # the draft's tokens are not known yet
+# Mix and trust change slowly: after the first steps every fourth one is enough to follow them
+_FIT_EAGERLY, _FIT_EVERY = 24, 4
 _FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
 
 
@@ -61,6 +63,7 @@ class Spac:
         self._table = TokenTable(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
         self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
+        self._n_steps = 0
         self._used = np.zeros(cells, dtype=np.bool_)  # in the last step
         self._score: FloatArray = np.zeros(n, dtype=np.float32)
         self._ones: FloatArray = np.ones(n, dtype=np.float32)
@@ -76,10 +79,14 @@ class Spac:
         if observation.n_tokens < 1:
             return
         now = self._history.sense(counts.reshape(-1), observation.n_tokens)
+        fit = False
         if not observation.prefill:
-            self._table.judge(self._history.rate, now, observation.n_tokens)
+            fit = self._n_steps < _FIT_EAGERLY or self._n_steps % _FIT_EVERY == 0
+            self._n_steps += 1
             self._n_batch = float(observation.n_tokens)
-        self._history.observe(observation.n_tokens, self._refused(observation), fit=not observation.prefill)
+            if fit:
+                self._table.judge(self._history.rate, now, observation.n_tokens)
+        self._history.observe(observation.n_tokens, self._refused(observation), fit=fit)
         if observation.tokens is not None and observation.ids is not None:
             self._table.learn(observation.tokens, observation.ids)
         if self._binary or self._first_come:
