@@ -21,7 +21,7 @@ from tests.support.cases import MOE_CASES
 from tests.support.hybrid import GAMMAS, MANY_EXPERTS, RATIOS, assert_greedy, greedy_answer, hybrid_config
 from tests.support.stock import StockContext
 
-N_PREDICT = 40  # more than gpt-oss's sliding window holds together with the prompt
+N_PREDICT = 64  # more than gpt-oss's sliding window holds together with the prompt
 PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2  # copies: n-gram lookup has something to find
 
 
@@ -79,3 +79,19 @@ def test_ngram_drafts(gamma: int, case: Loaded) -> None:
     with Session.open(config, model=case.model) as session:
         tokens = greedy_answer(session, PROMPT, N_PREDICT)
     assert_greedy(case.stock, PROMPT, tokens, case.expected, "ngram")
+
+
+def test_the_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
+    """48 layers of 128 experts, as a new user starts: an answer of some length and a second turn."""
+    target, draft = bundled_pair
+    library.start()
+    with StockContext(target, n_ctx=512) as stock:
+        prompt = stock.tokenize("<|im_start|>user\nTell me a story.<|im_end|>\n<|im_start|>assistant\n")
+        expected, _ = stock.greedy(prompt, 96)
+        with Session.open(hybrid_config(target, draft, 0.17)) as session:
+            for turn in range(2):
+                tokens = greedy_answer(session, prompt, len(expected))
+                assert_greedy(stock, prompt, tokens, expected, f"turn {turn}")
+            stats = session.placement_stats()
+            assert stats is not None and stats.pairs_hit > 0
+            assert stats.evictions > 0

@@ -19,12 +19,13 @@ from tests.conftest import TinyFactory
 from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_greedy, hybrid_context, random_prompt
 from tests.support.stock import StockContext, transcript
 
-N_ANSWERS = 12
+N_ANSWERS = 30
 N_PREDICT = 24
 MODELS = {
     "plain": ("qwen3moe", {"expert_type": "F32"}),  # the same kernels on both sides: bit-identical
     "repacked": ("qwen3moe", {}),
     "biases": ("gpt-oss", {}),
+    "unlike": ("qwen3moe", {"odd_down_type": "Q8_0"}),
     "merged": ("deepseek2", {"merged": True}),
 }
 
@@ -87,6 +88,19 @@ def test_batches_are_bit_identical_while_experts_move(tiny: TinyFactory) -> None
         for _ in range(20):
             assert np.array_equal(transcript(context), expected)
             context.trim(0)
+
+
+def test_the_test_can_fail(tiny: TinyFactory) -> None:
+    """Another model's experts on the device give other answers: what lies there is what is computed with."""
+    path, other = (tiny("qwen3moe", experts=MANY_EXPERTS, seed=seed) for seed in (0, 1))
+    prompt = random_prompt(9, 0)
+    library.start()
+    with StockContext(path) as stock, hybrid_context(path, 0.5, experts_from=other) as (context, cache):
+        RandomPlans(cache, 1).fill()
+        expected, _ = stock.greedy(prompt, N_PREDICT)
+        tokens, _ = context.greedy(prompt, N_PREDICT)
+        with pytest.raises(AssertionError, match="not greedy"):
+            assert_greedy(stock, prompt, tokens, expected, "other experts")
 
 
 def assert_balanced(cache: ExpertCache) -> None:

@@ -64,12 +64,17 @@ class Stress:
             layer = int(rng.integers(self.model.n_layers))
             wanted = rng.integers(0, self.model.n_experts, 8)
             slots = self.cache.acquire(layer, wanted.tolist())
-            for expert in wanted[slots >= 0].tolist():
-                for role in self.model.roles(layer):
-                    expected = self.truth[layer, role][expert]
-                    assert self.cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
-                self.n_checked += 1
-            self.cache.release(layer, slots)
+            try:
+                for expert in wanted[slots >= 0].tolist():
+                    self.check(layer, expert)
+            finally:
+                self.cache.release(layer, slots)
+
+    def check(self, layer: int, expert: int) -> None:
+        for role in self.model.roles(layer):
+            expected = self.truth[layer, role][expert]
+            assert self.cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
+        self.n_checked += 1
 
     def clear(self) -> None:
         """Empties the cache every so often."""

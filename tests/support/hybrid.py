@@ -84,16 +84,25 @@ def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int],
 
 @contextmanager
 def hybrid_context(
-    path: Path, ratio: float, *, n_stage: int = 0, device: str | None = None, **options: Any
+    path: Path,
+    ratio: float,
+    *,
+    n_stage: int = 0,
+    device: str | None = None,
+    experts_from: Path | None = None,
+    **options: Any,
 ) -> Iterator[tuple[StockContext, ExpertCache]]:
-    """A bare context and its expert cache, attached; the caller plans."""
+    """A bare context and its expert cache, attached; the caller plans.
+
+    experts_from: another model of the same shape, whose experts the device gets.
+    """
     library.start()
     resolved = resolve(DeviceSpec.parse(device or test_device()), bundled=False)
     claims = Claims.BLOCK if library.has_gpu() else Claims.WHOLE
     context, sensor = sensed_context(path, claims, **options)
     with context:
         n_layers = model_number(context, "block_count")
-        tensors, files = expert_tensors(path, n_layers=n_layers)
+        tensors, files = expert_tensors(experts_from or path, n_layers=n_layers)
         config = CacheConfig(
             device=resolved.ggml_name,
             emulated_threads=resolved.threads or 1,

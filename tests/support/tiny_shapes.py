@@ -28,6 +28,7 @@ class TinyDims:
     shared_ff: int = 64  # of the shared experts, where the architecture has them
     ctx: int = 4096  # tokens "trained with"
     expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0 or MXFP4
+    odd_down_type: str = ""  # of the down experts of odd layers where it differs, as mixed quantisations do
     dense_type: str = "F32"  # ggml type of the other matrices, embeddings included
     residual: float = 0.25  # what attention and feed-forward add to the residual stream, against embeddings of 1
     logit_std: float = 4.0  # spread of the logits over the vocabulary
@@ -174,7 +175,8 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
     else:
         yield TensorSpec("ffn_gate_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
         yield TensorSpec("ffn_up_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
-    yield TensorSpec("ffn_down_exps.weight", (experts, d.embd, ff), down_std, d.expert_type)
+    down_type = (d.odd_down_type if layer % 2 else "") or d.expert_type
+    yield TensorSpec("ffn_down_exps.weight", (experts, d.embd, ff), down_std, down_type)
     if arch == "gpt-oss":
         yield TensorSpec("ffn_gate_inp.bias", (experts,), 0.3)
         yield TensorSpec("ffn_gate_exps.bias", (experts, ff), 0.3)
