@@ -27,7 +27,7 @@ class ResolvedDevice:
     label: str = "none"  # for the screen and for records; contains "emulated" where it is
     llama_device: str = "none"  # for llama.cpp's layers: "none", "auto" (its GPUs, never a worker's) or a GPU's name
     link_bytes_per_s: int = 0  # emulated only; 0: not paced
-    threads: int = 0  # emulated only; 0: as many as physical cores
+    threads: int = 0  # emulated only; 0: half the physical cores
     endpoint: str = ""  # rpc only: HOST:PORT
     pci_id: str = ""  # of a GPU, where its backend tells
     free_bytes: int = 0  # when it was resolved; 0: not known

@@ -23,7 +23,7 @@ class DeviceSpec:
     kind: SpecKind
     name: str = ""  # of a device that llama.cpp lists; kind "name" only
     link_bytes_per_s: int = 0  # of the emulated device; 0: not paced
-    threads: int = 0  # of the emulated device; 0: as many as physical cores
+    threads: int = 0  # of the emulated device; 0: half the physical cores
     endpoint: str = ""  # HOST:PORT of a worker; kind "rpc" only
 
     @classmethod
