@@ -26,12 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.policies import PolicyConfig
-from moeedge.scheduler.balancer import Workload, thresholds
+from moeedge.policies.workload import ExpectedWorkload
 from moeedge.scheduler.history import History
 from moeedge.scheduler.lookahead import TokenTable
 from moeedge.scheduler.plan import Planner
 from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
-from moeedge.scheduler.units import Units
 
 FloatArray = NDArray[np.float32]
 
@@ -55,7 +54,6 @@ class Spac:
         self._first_come = "no-prefetch" in without
         self.shape = shape
         self.cap = 1 if self._binary else config.cap
-        self._gamma = config.gamma
         cells = (shape.n_layers, shape.n_experts)
         n = shape.n_layers * shape.n_experts
         fitted = "no-ada-bc" not in without
@@ -64,6 +62,8 @@ class Spac:
         self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_steps = 0
+        self._n_expert_layers = int(np.count_nonzero(shape.group >= 0))
+        self._layer_pairs = 0.0  # expected activations per layer, of the last plan
         self._used = np.zeros(cells, dtype=np.bool_)  # in the last step
         self._score: FloatArray = np.zeros(n, dtype=np.float32)
         self._ones: FloatArray = np.ones(n, dtype=np.float32)
@@ -71,13 +71,16 @@ class Spac:
         self._n_batch = float(config.gamma + 1)  # tokens of the next batch, as far as is known
         self._marginal = 1.0  # the score of the last that fits, of the last plan
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
-        self._balancer = None if config.units is None else _Balancer(shape, self.cap, config.units)
+        self._workload = None if config.units is None else ExpectedWorkload(shape, self.cap, config.units, config.gamma)
+        self._max_uploads: int | None = None
+        self._n_planned = 0  # plans since the last step
 
     def observe(self, observation: Observation) -> None:
         """Learns from a step; call it once per verification, decode or prefill."""
         counts = observation.counts
         if observation.n_tokens < 1:
             return
+        self._n_planned = 0
         now = self._history.sense(counts.reshape(-1), observation.n_tokens)
         fit = False
         if not observation.prefill:
@@ -101,14 +104,18 @@ class Spac:
         unit = self._unit(marginal, score)
         np.divide(score, unit, out=self._utility)
         np.minimum(self._utility, np.float32(self.cap), out=self._utility)
-        max_uploads = None
+        if self._n_planned == 0:  # once per step, and the threshold of a step holds for its second plan
+            self._threshold(score, resident)
+        self._n_planned += 1
+        allowed = self._used if self._first_come else None
+        return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed)
+
+    def _threshold(self, score: FloatArray, resident: Resident) -> None:
+        """tau of every layer, and how many uploads fit a step's time."""
         if self._fixed:
             self._tau = np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
-        elif self._balancer is not None and not self._binary:
-            self._tau, max_uploads = self._balancer.solve(score, self._utility, resident, self._gamma)
-        return self._planner.moves(
-            score, self._utility, self._tau, resident, max_uploads, self._used if self._first_come else None
-        )
+        elif self._workload is not None and not self._binary:
+            self._tau, self._max_uploads = self._workload.solve(score, self._utility, resident, self._layer_pairs)
 
     def reset(self) -> None:
         """A new conversation: the table and the long memory stay."""
@@ -136,58 +143,12 @@ class Spac:
 
     def _unit(self, marginal: list[float], score: FloatArray) -> Any:
         """The score that has utility 1: a number for one group, else [n_layers, 1]."""
-        least = max(float(np.dot(score.reshape(-1), self._ones)) / score.size, 1e-6)  # the mean
+        total = float(np.dot(score.reshape(-1), self._ones))
+        self._layer_pairs = total / max(self._n_expert_layers, 1)
+        least = max(total / score.size, 1e-6)
         units = [max(value, least) if value < math.inf else least for value in marginal]
         self._marginal = sum(units) / max(len(units), 1)
         if len(units) == 1:
             return np.float32(units[0])
         each = np.array([*units, least], dtype=np.float32)  # the last: layers without experts, whose group is -1
         return np.asarray(each[self.shape.group][:, None])
-
-
-class _Balancer:
-    """The workload of every tau, from the expected activations of every expert and the measured time curves."""
-
-    def __init__(self, shape: CacheShape, cap: int, units: Units) -> None:
-        self._shape, self._cap, self._units = shape, cap, units
-        self._n_levels = cap + 1
-        self._first = np.repeat(np.arange(shape.n_layers) * self._n_levels, shape.n_experts)
-        self._keys = np.empty(self._first.size, dtype=np.intp)
-        # time per expert by tokens, in steps of one token, for np.interp
-        self._tokens = np.arange(max(units.cpu_expert_s.size, units.device_expert_s.size), dtype=np.float64)
-        self._cpu_s = np.array([units.cpu_s(t) for t in self._tokens])
-        self._device_s = np.array([units.device_s(t) for t in self._tokens])
-        self._no_limit = np.array([np.inf])
-
-    def solve(
-        self, score: FloatArray, utility: FloatArray, resident: Resident, gamma: int
-    ) -> tuple[FloatArray, int | None]:
-        """tau per layer, and how many uploads fit the time of a step."""
-        units, shape, n_levels = self._units, self._shape, self._n_levels
-        keys = self._keys
-        np.copyto(keys, utility.reshape(-1), casting="unsafe")
-        keys += self._first
-        n = shape.n_layers * n_levels
-        cells = (shape.n_layers, n_levels)
-        pairs = np.bincount(keys, weights=score.reshape(-1), minlength=n).reshape(cells)
-        experts = np.bincount(keys, minlength=n).reshape(cells)
-        absent = np.bincount(keys[resident.reshape(-1) == 0], minlength=n).reshape(cells)
-        # an expert expected less than once is used by one token or none
-        distinct = np.minimum(pairs, experts)
-        tokens = pairs / np.maximum(distinct, 1e-9)
-        cpu_s = np.cumsum(distinct * np.interp(tokens, self._tokens, self._cpu_s), axis=1)[:, :-1]
-        device_s = _from_top(distinct * np.interp(tokens, self._tokens, self._device_s))[:, 1:]
-        n_uploads = _from_top(absent)[:, 1:]
-        # Eq. 10 counts drafting and experts; what else a layer computes is time for transfers as well
-        draft_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
-        tau = thresholds(Workload(cpu_s, device_s, n_uploads, self._no_limit), units.transfer_expert_s, draft_s)
-        if units.transfer_expert_s <= 0:
-            return tau, None
-        chosen = tau.astype(np.intp)[:, None] - 1
-        step_s = np.maximum(np.take_along_axis(cpu_s, chosen, 1), np.take_along_axis(device_s, chosen, 1)).sum()
-        return tau, int((step_s + draft_s * shape.n_layers) / units.transfer_expert_s)
-
-
-def _from_top(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Sums over this level and those above, [n_layers, n_levels]."""
-    return np.asarray(np.cumsum(values[:, ::-1], axis=1)[:, ::-1], dtype=np.float64)

@@ -74,14 +74,15 @@ def thresholds(work: Workload, transfer_expert_s: float, draft_share_s: float) -
     fits = feasible(work, transfer_expert_s, draft_share_s)
     n_tau = fits.shape[-1]
     difference = work.cpu_s - work.device_s  # rises with tau
+    if fits[..., 0].all() and (difference[..., 0] > 0).all():  # the crossing lies below tau = 1, as with fast devices
+        return np.ones(fits.shape[:-1], dtype=np.float32)
     before = fits & (difference <= 0)
     after = fits & (difference > 0)
     floor = n_tau - 1 - before[..., ::-1].argmax(axis=-1)  # the last feasible one before the crossing
     ceiling = after.argmax(axis=-1)  # the first behind it
-    gap = np.where(fits, np.abs(difference), np.inf)
-    at_floor = np.take_along_axis(gap, floor[..., None], axis=-1)[..., 0]
-    at_ceiling = np.take_along_axis(gap, ceiling[..., None], axis=-1)[..., 0]
+    gap = np.where(fits, np.abs(difference), np.inf).reshape(-1)
+    first = np.arange(0, gap.size, n_tau).reshape(floor.shape)
     # where one side is empty, argmax names an end of the range, which is worse or infeasible or the same tau
-    best = np.where(at_floor <= at_ceiling, floor, ceiling)
+    best = np.where(gap.take(first + floor) <= gap.take(first + ceiling), floor, ceiling)
     best[~fits.any(axis=-1)] = n_tau - 1
     return np.asarray(best + 1, dtype=np.float32)

@@ -97,7 +97,7 @@ class Planner:
             self._candidates(group, marginal, there, allowed)
             for group, marginal in zip(self._groups, self.marginal, strict=True)
         ]
-        up = found[0].coming if len(found) == 1 else np.concatenate([each.coming for each in found])
+        up = found[0].coming if len(found) == 1 else np.sort(np.concatenate([each.coming for each in found]))
         up, levels = self._hot(up, flat_utility, tau)
         if max_uploads is not None and up.size > max_uploads:
             best = np.sort(np.argpartition(flat_score[up], up.size - max_uploads)[up.size - max_uploads :])
