@@ -231,6 +231,10 @@ void expert_cache::on_lost(std::function<void()> call) {
     self->core->device->loss->on_lost(std::move(call));
 }
 
+bool expert_cache::run_on_device(std::function<void()> work) {
+    return self->core->device->loss->run(std::move(work));
+}
+
 std::string expert_cache::loss_reason() const {
     return "The device " + self->core->device->name + " is lost: " + self->core->device->loss->reason() + ".";
 }

@@ -70,6 +70,10 @@ class expert_cache {
     // called once, by the thread that finds the device lost; at once if it is lost already
     void on_lost(std::function<void()> call);
 
+    // runs work that waits for the device; false if the device is lost before it is done, which then never ends: it owns
+    // what it uses, or that is never freed
+    bool run_on_device(std::function<void()> work);
+
     // how prefill batches are computed: moeedge_cache_set_prefill
     std::atomic<int> prefill_path{ 0 };
     std::atomic<int> prefill_tokens_min{ 65 };

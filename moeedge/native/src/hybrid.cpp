@@ -8,10 +8,16 @@
 
 namespace moeedge {
 
+static bool run_here(const std::function<void()> & work) {
+    work();
+    return true;
+}
+
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : cache(std::move(c)), cpu_dev(dev), cpu(cpu_backend), lane(new device_lane(cache)),
-      cpu_graphs(new subgraph_set(dev, ggml_backend_cpu_buffer_type())),
-      device_graphs(new subgraph_set(ggml_backend_get_device(cache->compute_backend()), cache->compute_buft())) {
+      cpu_graphs(new subgraph_set(dev, ggml_backend_cpu_buffer_type(), run_here)),
+      device_graphs(new subgraph_set(ggml_backend_get_device(cache->compute_backend()), cache->compute_buft(),
+                                     [c = cache.get()](std::function<void()> work) { return c->run_on_device(std::move(work)); })) {
     if (cache->host_threads() > 0) {
         cpu_part = ggml_backend_dev_init(cpu_dev, nullptr);
     }
@@ -19,9 +25,8 @@ hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t
 
 hybrid_executor::~hybrid_executor() {
     lane.reset();
-    if (cache->lost()) {
-        device_graphs.release(); // freeing its buffer would wait for the lost device
-    }
+    // freeing its buffer waits for the device: never, if it is lost
+    cache->run_on_device([graphs = device_graphs.release()] { delete graphs; });
     if (cpu_part) {
         ggml_backend_free(cpu_part);
     }

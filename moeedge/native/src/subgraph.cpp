@@ -20,7 +20,8 @@ subgraph::~subgraph() {
     }
 }
 
-subgraph_set::subgraph_set(ggml_backend_dev_t device, ggml_backend_buffer_type_t type) : dev(device), buft(type) {}
+subgraph_set::subgraph_set(ggml_backend_dev_t device, ggml_backend_buffer_type_t type, runner device_run)
+    : dev(device), buft(type), run(std::move(device_run)) {}
 
 subgraph_set::~subgraph_set() {
     if (buffer) {
@@ -47,7 +48,7 @@ subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, bool o
         std::unique_ptr<subgraph> sub = build(chain, n_pairs, one_token, tables);
         if (sub && !is_supported(*sub)) {
             sub.reset();
-        } else if (!sub || !place(*sub)) {
+        } else if (!sub || !place(sub)) {
             return nullptr; // memory may be there the next time
         }
         found = built.emplace(key, std::move(sub)).first;
@@ -153,8 +154,17 @@ size_t subgraph_set::needed_bytes(const subgraph & sub) const {
     return bytes + alignment;
 }
 
+bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
+    auto is_placed = std::make_shared<bool>(false);
+    if (!run([this, at = sub.get(), is_placed] { *is_placed = try_place(*at); })) {
+        sub.release(); // the thread that was left behind may still look at it
+        return false;
+    }
+    return *is_placed;
+}
+
 // gives the tensors their addresses, in a larger buffer if need be
-bool subgraph_set::place(subgraph & sub) {
+bool subgraph_set::try_place(subgraph & sub) {
     const size_t bytes = needed_bytes(sub);
     if (bytes > buffer_bytes()) {
         built.clear(); // they lie in the old buffer

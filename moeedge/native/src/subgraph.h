@@ -3,10 +3,13 @@
 // Layouts  one token: its pairs share a column, ids [n, 1] (CUDA keeps its fused kernels for this one);
 //          several tokens: a column per pair, ids [1, n]. No column ever holds an expert twice: kernels rely on that.
 // Memory   all subgraphs of a set lie in one growing buffer, since only one of them runs at a time.
+// Lost     placing a subgraph and freeing the buffer wait for a device; of one that is lost they never end (loss.h). The
+//          set is given what runs such work, and must not be destroyed once its device is lost.
 
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -42,8 +45,11 @@ using table_list = std::vector<ggml_tensor *>;
 
 class subgraph_set {
   public:
+    // runs what waits for the device; false if it is lost
+    using runner = std::function<bool(std::function<void()>)>;
+
     // for `dev`, with a buffer of `buft`
-    subgraph_set(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft);
+    subgraph_set(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft, runner run);
     ~subgraph_set();
 
     // for n pairs, in the layout of one token or of several; kept for the next time. Its table operands are set to
@@ -54,13 +60,15 @@ class subgraph_set {
 
   private:
     std::unique_ptr<subgraph> build(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables);
-    bool                      place(subgraph & sub);
+    bool                      place(std::unique_ptr<subgraph> & sub);
+    bool                      try_place(subgraph & sub);
     size_t                    needed_bytes(const subgraph & sub) const;
 
     bool                      is_supported(const subgraph & sub) const;
 
     ggml_backend_dev_t                                         dev;
     ggml_backend_buffer_type_t                                 buft;
+    runner                                                     run;
     ggml_backend_buffer_t                                      buffer = nullptr;
     std::unordered_map<std::string, std::unique_ptr<subgraph>> built; // null: not supported
     std::string                                                key; // scratch
