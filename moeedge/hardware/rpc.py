@@ -30,7 +30,8 @@ _CONNECT_S, _ANSWER_S = 3.0, 5.0
 _START_S = 30.0  # a GPU may take its time to wake up
 
 _lock = threading.Lock()
-_spellings: dict[str, str] = {}  # endpoint -> how llama.cpp knows it in this process
+_spellings: dict[str, str] = {}  # endpoint -> how llama.cpp was told it last
+_lost: set[str] = set()  # endpoints of which the last connection is dead
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,17 @@ def add_worker(endpoint: str) -> tuple[str, Worker | None]:
     Raises BackendError without RPC and DeviceError for a worker that cannot be used.
     """
     check_built_in()
-    worker = None if _is_connected(endpoint) else greet(endpoint)
+    is_shared = _is_connected(endpoint) and endpoint not in _lost
+    worker = None if is_shared else greet(endpoint)
     with _lock:
-        spelling = _spellings.setdefault(endpoint, endpoint)
+        spelling = _spellings.get(endpoint, endpoint)
+        if endpoint in _spellings and not is_shared:
+            # llama.cpp keeps one connection per spelling, and uses it even when it died unnoticed; another zero before
+            # the port makes another
+            host, port = spelling.rsplit(":", 1)
+            spelling = f"{host}:0{port}"
+        _spellings[endpoint] = spelling
+        _lost.discard(endpoint)
         add = _procedure("ggml_backend_rpc_add_server", c_void_p, c_char_p)
         registry = add(spelling.encode())
         if not registry:
@@ -135,13 +144,9 @@ def add_worker(endpoint: str) -> tuple[str, Worker | None]:
 
 
 def mark_lost(endpoint: str) -> None:
-    """To be called when a worker was lost: later sessions of this process then connect anew.
-
-    llama.cpp keeps one connection per spelling of an endpoint, a dead one too; a zero before the port makes another.
-    """
+    """To be called when a worker was lost: the next session of this process then connects anew in any case."""
     with _lock:
-        host, port = _spellings.get(endpoint, endpoint).rsplit(":", 1)
-        _spellings[endpoint] = f"{host}:0{port}"
+        _lost.add(endpoint)
 
 
 def _is_connected(endpoint: str) -> bool:

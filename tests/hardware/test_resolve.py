@@ -210,7 +210,6 @@ def test_a_worker_is_found_and_kept_from_llama_cpp_s_layers(worker: WorkerProces
     found = _resolve(worker.device)
     assert (found.kind, found.endpoint, found.label) == ("rpc", worker.endpoint, worker.device)
     assert 0 < found.free_bytes < found.total_bytes  # a CPU calls all of its memory free
-    assert _resolve(worker.device).ggml_name == found.ggml_name
     remote = {device.name: device for device in native.devices()}[found.ggml_name]
     assert (remote.kind, remote.total_bytes) == ("RPC", 0)
     assert not library.has_gpu()
@@ -219,9 +218,19 @@ def test_a_worker_is_found_and_kept_from_llama_cpp_s_layers(worker: WorkerProces
         _resolve(found.ggml_name)
 
 
-def test_after_a_loss_the_next_session_connects_anew(worker: WorkerProcess) -> None:
-    before = _resolve(worker.device).ggml_name
+def test_a_connection_is_shared_while_it_lives_and_never_used_again(worker: WorkerProcess) -> None:
+    first = _resolve(worker.device)
+    host, port = worker.endpoint.split(":")
+    with socket.create_connection((host, int(port))):  # as a session has it
+        assert _resolve(worker.device).ggml_name == first.ggml_name
+    again = _resolve(worker.device)
+    assert again.ggml_name != first.ggml_name
+    assert again.label == first.label == worker.device
     rpc.mark_lost(worker.endpoint)
-    after = _resolve(worker.device)
-    assert after.ggml_name != before
-    assert after.label == worker.device
+    with (
+        socket.create_connection((host, int(port))),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(DeviceError, match="busy"),  # greeted in spite of the connection, which may be dead
+    ):
+        patch.setattr(rpc, "_ANSWER_S", 0.2)
+        _resolve(worker.device)

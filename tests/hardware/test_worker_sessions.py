@@ -69,3 +69,27 @@ def test_a_worker_that_died_and_came_back(tiny_moe: Path, tiny_draft: Path, work
         assert stats is not None
         assert not stats.lost
         assert stats.uploads > 0
+
+
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["answer", "close"])
+def test_a_worker_that_died_between_two_answers(
+    tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess, is_noticed: bool
+) -> None:
+    """The next answer goes on without it, and so does the end of the session; then it comes back."""
+    with Session.open(_config(tiny_moe, tiny_draft, worker.device)) as session:
+        expected, _ = _answer(session)
+        worker.process.kill()
+        worker.process.wait(timeout=10)
+        if is_noticed:
+            tokens, stats = _answer(session)
+            assert tokens == expected
+            assert stats is not None
+            assert stats.lost
+    with (
+        start_worker(listen=worker.endpoint) as again,
+        Session.open(_config(tiny_moe, tiny_draft, again.device)) as session,
+    ):
+        tokens, stats = _answer(session)
+        assert tokens == expected
+        assert stats is not None
+        assert stats.uploads > 0
