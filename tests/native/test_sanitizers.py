@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import TinyFactory
 
 ROOT = Path(__file__).parents[2]
+STRESS_S = 4.0  # of moving experts at random, see cache_stress
 CASES = ("qwen3moe", "llama", "deepseek2", "gpt-oss", "llama4")
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 MARKS = {"address": b"__asan_", "undefined": b"__ubsan_", "thread": b"__tsan_"}
@@ -83,8 +84,14 @@ def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> No
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=99",
         "TSAN_OPTIONS": f"exitcode=99:suppressions={suppressions}",
     }
+    run_driver("sanitizer_driver", [str(tiny(arch)) for arch in CASES], environment)
+    run_driver("cache_stress", [str(STRESS_S)], environment)
+
+
+def run_driver(name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """That a driver of tests/support ends as it should and the sanitizer has nothing to say."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.support.sanitizer_driver", *(str(tiny(arch)) for arch in CASES)],
+        [sys.executable, "-m", f"tests.support.{name}", *arguments],
         env=environment,
         cwd=ROOT,
         capture_output=True,
