@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.types import PlacementStats
+from moeedge.engine.types import PlacementStats, StepRecord
 from moeedge.native.cache import CacheStats
 
 _WATCHED_TOKENS = (1, 9)  # plain decoding, and a verification with gamma 8
@@ -25,6 +25,17 @@ class Counters:
         self.decode_s = 0.0
         self._start = start
         self._partition_us: dict[int, deque[float]] = {n: deque(maxlen=_KEPT_BLOCKS) for n in _WATCHED_TOKENS}
+
+    def add_step(self, record: StepRecord) -> None:
+        """A verification or plain decode; its scheduling is added by itself."""
+        self.steps += 1
+        self.draft_s += record.draft_s
+        self.decode_s += record.draft_s + record.verify_s + record.observe_s
+
+    def add_schedule(self, seconds: float) -> None:
+        """Time that the policy and its plan took, which is part of a step's."""
+        self.schedule_s += seconds
+        self.decode_s += seconds
 
     def take_blocks(self, records: NDArray[Any]) -> None:
         """Keeps the partition times of `records` (BLOCK_RECORD) whose pairs were split."""

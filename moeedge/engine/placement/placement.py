@@ -81,7 +81,7 @@ class ExpertPlacement:
             start_s = time.perf_counter()
             self._replan(tokens)
             self._push()
-            self._counters.schedule_s += time.perf_counter() - start_s
+            self._counters.add_schedule(time.perf_counter() - start_s)
 
     def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
         """Tells the policy what `batch` activated and plans for the token that comes next."""
@@ -89,9 +89,7 @@ class ExpertPlacement:
             return
         start_s = time.perf_counter()
         if record.n_verified:
-            self._counters.steps += 1
-            self._counters.draft_s += record.draft_s
-            self._counters.decode_s += record.draft_s + record.verify_s + record.observe_s
+            self._counters.add_step(record)
         self._look_for_trouble()
         if not self._lost:
             if record.n_verified:
@@ -102,14 +100,14 @@ class ExpertPlacement:
             self._replan(record.tokens[-1:])
         if self._counters.steps % _STEPS_BETWEEN_BLOCKS == 0:
             self._counters.take_blocks(self.cache.blocks())
-        self._counters.schedule_s += time.perf_counter() - start_s
+        self._counters.add_schedule(time.perf_counter() - start_s)
 
     def prefetch(self) -> None:
         """Starts the transfers of the plan; they go on while the draft model works."""
         if self.active:
             start_s = time.perf_counter()
             self._push()
-            self._counters.schedule_s += time.perf_counter() - start_s
+            self._counters.add_schedule(time.perf_counter() - start_s)
 
     def _replan(self, upcoming: Sequence[int]) -> None:
         self._plan = self.policy.plan(self.cache.residency(), upcoming)

@@ -1,0 +1,155 @@
+"""The warm-up on a tiny model: what it measures, where it is kept, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeedge import paths
+from moeedge.engine.calibration import Calibration
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.scheduler.units import Units
+from tests.conftest import TinyFactory
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def config(tiny: TinyFactory, *, n_ctx: int = 512, gamma: int = 4, **placement: Any) -> EngineConfig:
+    return EngineConfig(
+        model=tiny("qwen3moe"),
+        draft=tiny("qwen3"),
+        gamma=gamma,
+        n_ctx=n_ctx,
+        n_threads=1,
+        device="emulated:threads=1",
+        placement=PlacementConfig(cache_ratio=0.5, **placement),
+    )
+
+
+def files() -> list[Path]:
+    return sorted((paths.cache_dir() / "calibration").glob("*.json"))
+
+
+def made(**changes: Any) -> Calibration:
+    values: dict[str, Any] = {
+        "units": None,
+        "step_s": {1: 0.010, 5: 0.020},
+        "plain_step_s": {1: 0.012, 5: 0.018},
+        "prefill_ts": {"cpu": 100.0, "resident": 101.0},
+        "n_tokens": 5,
+        "seconds": 1.5,
+    }
+    return Calibration(**values | changes)
+
+
+def test_measured_once_and_kept(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny)) as session:
+        first = session.calibration
+        assert first is not None and not first.from_file
+        assert any(note.startswith("Measured in ") and "emulation" in note for note in session.info.notes)
+        # nothing of it is left behind
+        stats = session.placement_stats()
+        assert stats is not None
+        assert (stats.slots_used, stats.uploads, stats.pairs, stats.blocks, stats.steps) == (0, 0, 0, 0, 0)
+        assert session.target.tokens == []
+        assert session.draft_context is not None and session.draft_context.tokens == []
+    assert len(files()) == 1
+    with Session.open(config(tiny)) as session:
+        assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
+        assert any(note.startswith("Measured before") for note in session.info.notes)
+
+
+def test_what_is_measured(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny)) as session:
+        calibration = session.calibration
+    assert calibration is not None
+    units = calibration.units
+    assert units is not None
+    assert units.transfer_expert_s > 0 and units.draft_token_s > 0 and units.block_overhead_s > 0
+    assert units.cpu_expert_s[0] == 0 and np.all(np.diff(units.cpu_expert_s) >= 0)
+    assert np.all(np.diff(units.r_c) >= 0) and np.all(np.diff(units.r_g) <= 0)
+    assert (units.r_c[0], units.r_g[0]) == (0, 1)
+    assert set(calibration.step_s) == set(calibration.plain_step_s) == {1, 2, 4, 5, 9, 16}
+    assert set(calibration.prefill_ts) == {"cpu", "resident"}
+
+
+def test_another_cache_is_measured_anew(tiny: TinyFactory) -> None:
+    for gamma in (4, 2):
+        with Session.open(config(tiny, gamma=gamma)):
+            pass
+    assert len(files()) == 2
+
+
+def test_measure_anew_replaces_what_is_kept(tiny: TinyFactory) -> None:
+    for anew in (False, True):
+        with Session.open(config(tiny, measure_anew=anew)) as session:
+            assert session.calibration is not None and not session.calibration.from_file
+    assert len(files()) == 1
+
+
+def test_without_calibration_nothing_is_measured(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny, calibrate=False)) as session:
+        assert session.calibration is None and session.placement_stats() is not None
+    assert files() == []
+    with Session.open(config(tiny)):
+        pass
+    with Session.open(config(tiny, calibrate=False)) as session:
+        assert session.calibration is not None  # measured before
+
+
+def test_a_small_context_leaves_no_room(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny, n_ctx=64)) as session:
+        assert session.calibration is None and session.placement_stats() is not None
+
+
+def test_a_damaged_file_is_measured_again(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny)):
+        pass
+    (file,) = files()
+    for text in ("", "[]", "{}", json.dumps({"schema": 1, "units": 3})):
+        file.write_text(text)
+        with Session.open(config(tiny)) as session:
+            assert session.calibration is not None and not session.calibration.from_file
+
+
+def test_json_keeps_everything() -> None:
+    units = Units(
+        cpu_expert_s=np.array([0, 1e-5, 2e-5]),
+        device_expert_s=np.array([0, 2e-5, 3e-5]),
+        transfer_expert_s=1e-4,
+        draft_token_s=1e-3,
+        block_overhead_s=1e-5,
+        r_c=np.array([0, 0.5, 1]),
+        r_g=np.array([1, 0.5, 0]),
+        layer_rest_s=2e-4,
+    )
+    read = Calibration.from_json(made(units=units).to_json())
+    assert replace(read, units=None) == made(from_file=True)
+    assert read.units is not None and read.units.to_json() == units.to_json()
+
+
+def test_the_path_of_prompts_must_clearly_win() -> None:
+    assert made().prefill_path == "cpu"
+    assert made(prefill_ts={"cpu": 100.0, "resident": 90.0, "stream": 110.0}).prefill_path == "stream"
+    assert made(prefill_ts={}).prefill_path == "cpu"
+
+
+def test_whether_it_pays_is_judged_by_a_verification() -> None:
+    assert made().speed == pytest.approx(0.9) and not made().pays
+    assert made(n_tokens=1).pays
+    assert made(step_s={}, plain_step_s={}).speed == 1
+
+
+def test_the_line_says_that_it_is_emulation() -> None:
+    assert "emulation on the CPU's own cores, slower than plain decoding: 0.90 times" in made().sentence(emulated=True)
+    assert "emulation" not in made().sentence(emulated=False)

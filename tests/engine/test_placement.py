@@ -1,0 +1,293 @@
+"""Sessions whose experts lie partly on the emulated device: what is planned, counted, said, and switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeedge.engine.placement.observing import count_ids
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, PlacementConfig, PlacementStats, SamplingConfig
+from moeedge.errors import InputError
+from moeedge.native.cache import CacheStats
+from moeedge.scheduler.policy import Observation, Plan, Policy, Resident
+from tests.conftest import TinyFactory
+from tests.support.stock import StockContext
+
+GREEDY = SamplingConfig(temperature=0)
+PROMPT = np.random.default_rng(5).integers(0, 256, 24).tolist()
+N_PREDICT = 40
+N_LAYERS, N_EXPERTS = 3, 16  # of the tiny model
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TinyFactory) -> tuple[Path, Path]:
+    return tiny("qwen3moe"), tiny("qwen3")
+
+
+@pytest.fixture(scope="module")
+def reference(pair: tuple[Path, Path]) -> list[int]:
+    with StockContext(pair[0]) as stock:
+        return stock.greedy(PROMPT, N_PREDICT)[0]
+
+
+def config(pair: tuple[Path, Path], ratio: float | None = 0.5, **changes: Any) -> EngineConfig:
+    placement = PlacementConfig(cache_ratio=ratio, calibrate=False, **changes.pop("placement", {}))
+    values = {"draft": pair[1], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "emulated:threads=1"} | changes
+    return EngineConfig(model=pair[0], placement=placement, **values)
+
+
+@pytest.fixture
+def session(pair: tuple[Path, Path]) -> Iterator[Session]:
+    with Session.open(config(pair)) as session:
+        yield session
+
+
+def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_PREDICT) -> list[int]:
+    generation = session.generate(prompt, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+    for _ in generation:
+        pass
+    return generation.tokens
+
+
+def stats_of(session: Session) -> PlacementStats:
+    stats = session.placement_stats()
+    assert stats is not None
+    return stats
+
+
+class Recorder:
+    """A policy that passes everything on to another one and keeps what it saw."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.name = policy.name
+        self.observations: list[Observation] = []
+        self.upcoming: list[list[int]] = []
+        self.resets = 0
+        self._policy = policy
+
+    def observe(self, observation: Observation) -> None:
+        self.observations.append(replace(observation, counts=observation.counts.copy()))
+        self._policy.observe(observation)
+
+    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+        self.upcoming.append(list(upcoming))
+        return self._policy.plan(resident, upcoming)
+
+    def reset(self) -> None:
+        self.resets += 1
+        self._policy.reset()
+
+
+def record(session: Session) -> Recorder:
+    assert session.placement is not None
+    recorder = Recorder(session.placement.policy)
+    session.placement.policy = recorder
+    return recorder
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_greedy_is_stocks(pair: tuple[Path, Path], reference: list[int], ratio: float, gamma: int) -> None:
+    with Session.open(config(pair, ratio, gamma=gamma)) as session:
+        assert answer(session) == reference
+        assert stats_of(session).pairs_hit > 0
+
+
+def test_what_is_said_about_it(session: Session) -> None:
+    info = session.info
+    assert "emulated" in info.device and info.policy == "spac"
+    assert (info.cache_slots, info.cache_ratio) == (24, 0.5)
+    assert info.pool_bytes > 0 and info.vram_bytes is not None
+    assert any(
+        "Experts on emulated" in note and "24 of 48" in note and "50.0%" in note and "policy spac" in note
+        for note in info.notes
+    )
+
+
+def test_counters(session: Session) -> None:
+    before = stats_of(session)
+    assert (before.steps, before.pairs, before.uploads, before.slots_used) == (0, 0, 0, 0)
+    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+    n_steps = len(list(generation)) - 1  # the first one is the prompt
+    assert session.placement is not None
+    session.placement.cache.drain(5.0)
+    stats = stats_of(session)
+    assert stats.steps == n_steps
+    assert 0 < stats.pairs_hit <= stats.pairs and 0 < stats.unique_hit <= stats.unique
+    assert stats.uploads - stats.evictions == stats.slots_used <= stats.slots_total == 24
+    assert stats.bytes_moved > 0 and stats.link_bytes_per_s is not None
+    assert len(stats.tau) == N_LAYERS and min(stats.tau) >= 1
+    assert 0 < stats.schedule_s < stats.decode_s and 0 < stats.draft_s < stats.decode_s
+    assert stats.hit_rate_pairs is not None and 0 < stats.hit_rate_pairs <= 1
+    interval = stats_of(session) - stats
+    assert (interval.steps, interval.pairs, interval.slots_used) == (0, 0, stats.slots_used)
+    assert set(stats.to_dict()) >= {"hit_rate_pairs", "partition_us_median_1", "tau", "lost"}
+
+
+def test_partition_times_by_batch_size(pair: tuple[Path, Path]) -> None:
+    with Session.open(config(pair, 0.5, gamma=0)) as session:
+        answer(session)
+        stats = stats_of(session)
+        assert stats.partition_us_median_1 is not None and stats.partition_us_median_1 > 0
+        assert stats.partition_us_median_9 is None
+
+
+def test_the_policy_sees_every_batch(session: Session) -> None:
+    """The prompt, every verification with its tokens and routing, and each batch again before it is verified."""
+    recorder = record(session)
+    text = [*PROMPT]
+    batches = []
+    for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
+        if step.n_verified:
+            batches.append([text[-1], *step.drafts])
+        text.extend(step.tokens)
+    prompt, *steps = recorder.observations
+    assert prompt.prefill and prompt.tokens is not None and prompt.tokens.tolist() == PROMPT
+    assert [step.tokens.tolist() for step in steps if step.tokens is not None] == batches
+    for seen in recorder.observations:
+        assert seen.ids is not None and seen.weights is not None
+        assert seen.ids.shape == (N_LAYERS, seen.n_tokens, 4) == seen.weights.shape
+        assert np.array_equal(count_ids(seen.ids, N_EXPERTS), seen.counts)
+    assert recorder.upcoming[1::2] == batches  # the even ones know only the token that the target added
+    assert all(len(upcoming) == 1 for upcoming in recorder.upcoming[::2])
+
+
+def test_a_long_prompt_is_told_in_pieces(pair: tuple[Path, Path]) -> None:
+    """The sensor keeps the newest 8 graphs; what came before is told as one sum."""
+    prompt = np.random.default_rng(6).integers(0, 256, 10 * 32 + 7).tolist()
+    with Session.open(config(pair, n_ubatch=32)) as session:
+        recorder = record(session)
+        answer(session, prompt, 2)
+        pieces = [seen for seen in recorder.observations if seen.prefill]
+        assert [piece.n_tokens for piece in pieces] == [3 * 32, *[32] * 7, 7]
+        # the last layer computes nothing for pieces whose logits nobody asked for
+        assert pieces[0].ids is None and pieces[0].counts.sum() == 3 * 32 * (N_LAYERS - 1) * 4
+        told = [token for piece in pieces[1:] if piece.tokens is not None for token in piece.tokens.tolist()]
+        assert told == prompt[3 * 32 :]
+
+
+def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
+    recorder = record(session)
+    answer(session)
+    assert session.placement is not None
+    session.placement.cache.drain(5.0)
+    used = stats_of(session).slots_used
+    session.reset()
+    assert recorder.resets == 1
+    assert stats_of(session).slots_used == used > 0
+
+
+def test_stock_mode_computes_without_the_cache(session: Session, reference: list[int]) -> None:
+    answer(session)
+    session.set_mode("stock")
+    session.reset()
+    before = stats_of(session)
+    assert answer(session) == reference
+    interval = stats_of(session) - before
+    assert (interval.pairs, interval.steps, interval.uploads) == (0, 0, 0)
+    session.set_mode("moeedge")
+    session.reset()
+    assert answer(session) == reference
+    assert (stats_of(session) - before).pairs_hit > 0
+
+
+@pytest.mark.parametrize("policy", ["spac-paper", "lru", "static"])
+def test_other_policies(pair: tuple[Path, Path], reference: list[int], policy: str) -> None:
+    with Session.open(config(pair, placement={"policy": policy})) as session:
+        assert session.info.policy == policy
+        assert answer(session) == reference
+        assert stats_of(session).uploads > 0
+
+
+def test_policy_none_moves_nothing(pair: tuple[Path, Path], reference: list[int]) -> None:
+    with Session.open(config(pair, placement={"policy": "none"})) as session:
+        assert answer(session) == reference
+        assert (stats_of(session).uploads, stats_of(session).pairs_hit) == (0, 0)
+
+
+def test_no_sd_switches_speculation_off(pair: tuple[Path, Path]) -> None:
+    with Session.open(config(pair, placement={"ablations": frozenset({"no-sd"})})) as session:
+        assert (session.gamma, session.info.gamma) == (0, 0)
+        assert "The draft length is 0: speculation off." in session.info.notes
+
+
+@pytest.mark.parametrize("path", ["cpu", "resident", "stream"])
+def test_every_path_of_a_prompt(pair: tuple[Path, Path], path: str) -> None:
+    prompt = np.random.default_rng(7).integers(0, 256, 120).tolist()
+    with StockContext(pair[0]) as stock:
+        expected = stock.greedy(prompt, 8)[0]
+    with Session.open(config(pair, placement={"prefill": path})) as session:
+        for _ in range(2):  # with empty slots and with filled ones
+            session.reset()
+            assert answer(session, prompt, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ratio": 0.0}, "The expert cache is off, as asked"),
+        ({"ratio": None, "placement": {"vram_bytes": 1000}}, "is too small: one expert per layer takes"),
+        ({"ratio": 0.01}, "is too small: one expert per layer takes"),
+        ({"device": "CPU"}, "as -dev none"),
+    ],
+)
+def test_why_it_is_off(pair: tuple[Path, Path], reference: list[int], changes: dict[str, Any], sentence: str) -> None:
+    with Session.open(config(pair, **changes)) as session:
+        assert any(sentence in note for note in session.info.notes), session.info.notes
+        assert session.placement_stats() is None
+        assert (session.info.device, session.info.policy, session.info.cache_slots) == ("none", "none", 0)
+        assert answer(session) == reference
+
+
+def test_a_dense_model_has_nothing_to_place(pair: tuple[Path, Path]) -> None:
+    with Session.open(config((pair[1], pair[1]), draft=None)) as session:
+        assert session.placement_stats() is None
+        assert session.info.notes == [f"{pair[1].name} is dense, no experts: placement off."]
+
+
+def test_an_unknown_policy_is_refused_before_loading(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    with pytest.raises(InputError, match='no policy "best"'):
+        Session.open(EngineConfig(model=missing, placement=PlacementConfig(policy="best")))
+
+
+def test_more_memory_than_the_device_has(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(InputError, match="larger than the device"):
+        Session.open(config(pair, None, placement={"vram_bytes": 1 << 50}))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"), [({"lost": True}, "is lost"), ({"blocks_unknown": 5}, "does not understand")]
+)
+def test_trouble_is_told_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], sentence: str
+) -> None:
+    """In mid-answer: the listener hears it, the notes keep it, a lost device gets no further plans."""
+    assert session.placement is not None
+    recorder = record(session)
+    told: list[str] = []
+    session.on_note = told.append
+    answer(session, n_predict=8)
+    assert told == []
+    real = session.placement.cache.stats
+
+    def stats() -> CacheStats:
+        return replace(real(), **change)
+
+    monkeypatch.setattr(session.placement.cache, "stats", stats)
+    generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
+    next(generation)
+    n_plans = len(recorder.upcoming)
+    for _ in generation:
+        pass
+    assert len(told) == 1 and sentence in told[0]
+    assert session.info.notes[-1] == told[0]
+    lost = "lost" in change
+    assert stats_of(session).lost == lost == (not session.placement.active)
+    assert (len(recorder.upcoming) == n_plans) == lost

@@ -1,0 +1,66 @@
+"""The fit of unit times, against records made from known constants."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moeedge.engine.unit_fit import CURVE_TOKENS, ShareCurves, fit_side
+
+
+def blocks(
+    fixed_s: float, expert_s: float, token_s: float, *, noise: float = 0.0, n: int = 400
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Records of batches of 1 to 16 tokens: n_tokens, distinct experts, pairs, seconds."""
+    rng = np.random.default_rng(0)
+    n_tokens = rng.choice([1, 2, 4, 9, 16], n)
+    unique = rng.integers(1, 8, n)
+    pairs = unique + rng.integers(0, 1 + 2 * n_tokens)
+    time_s = fixed_s + expert_s * unique + token_s * (pairs - unique)
+    return n_tokens, unique, pairs, time_s * np.exp(noise * rng.standard_normal(n))
+
+
+@pytest.mark.parametrize("constants", [(5e-6, 20e-6, 3e-6), (0.0, 1e-3, 0.0), (2e-4, 3e-5, 1e-5)])
+def test_known_constants_come_back(constants: tuple[float, float, float]) -> None:
+    fit = fit_side(*blocks(*constants))
+    assert fit is not None
+    assert (fit.fixed_s, fit.expert_s, fit.token_s) == pytest.approx(constants, rel=1e-6, abs=1e-10)
+
+
+def test_noise_and_interruptions_hardly_matter() -> None:
+    n_tokens, unique, pairs, time_s = blocks(5e-6, 20e-6, 3e-6, noise=0.1)
+    time_s[::10] *= 50  # another program had the processor
+    fit = fit_side(n_tokens, unique, pairs, time_s)
+    assert fit is not None
+    assert fit.expert_s == pytest.approx(20e-6, rel=0.2)
+
+
+def test_no_coefficient_is_negative() -> None:
+    """Times that fall with the tokens per expert make no sense: the part is left out."""
+    n_tokens, unique, pairs, time_s = blocks(1e-5, 2e-5, 0.0)
+    fit = fit_side(n_tokens, unique, pairs, np.maximum(time_s - 1e-7 * (pairs - unique), 1e-6))
+    assert fit is not None
+    assert min(fit.fixed_s, fit.expert_s, fit.token_s) >= 0
+
+
+def test_too_few_blocks_give_nothing() -> None:
+    n_tokens, unique, pairs, time_s = blocks(1e-5, 2e-5, 0.0, n=5)
+    assert fit_side(n_tokens, unique, pairs, time_s) is None
+    assert fit_side(n_tokens, 0 * unique, pairs, time_s) is None
+
+
+def test_the_curve_starts_at_nothing_and_grows_by_tokens() -> None:
+    fit = fit_side(*blocks(0.0, 20e-6, 3e-6))
+    assert fit is not None
+    curve = fit.curve()
+    assert curve.shape == (CURVE_TOKENS + 1,)
+    assert curve[:4] == pytest.approx([0, 20e-6, 23e-6, 26e-6])
+
+
+def test_share_curves() -> None:
+    """Two steps of one layer with four experts, worked out by hand."""
+    shares = ShareCurves(2)
+    shares.add(np.array([[2.0, 1.0, 0.0, 2.0]], np.float32), np.array([[3, 1, 2, 0]]))
+    shares.add(np.array([[2.0, 0.5, 0.0, 0.0]], np.float32), np.array([[1, 1, 0, 0]]))
+    assert shares.r_c == pytest.approx([0, 3 / 8, 4 / 8])
+    assert shares.r_g == pytest.approx([1, 3 / 5, 2 / 5])
