@@ -1,0 +1,156 @@
+"""The options of expert placement, from the command line to what is printed; and moeedge calibrate."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moeedge.cli.app import app
+from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.engine.types import PlacementConfig
+
+EMULATED = ["-dev", "emulated:threads=1"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def chat(pair: list[str], *arguments: str) -> Any:
+    return run("chat", *pair, "-p", "tell me", "--temp", "0", "-n", "24", *arguments)
+
+
+def test_an_answer_with_experts_on_the_emulated_device(pair: list[str]) -> None:
+    plain = json.loads(chat(pair, "-dev", "none", "-o", "json").stdout)
+    result = chat(pair, *EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["tokens"] == plain["tokens"]
+    assert (plain["stats"]["device"], plain["stats"]["policy"]) == ("none", "none")
+    assert "emulated" in report["stats"]["device"] and report["stats"]["policy"] == "spac"
+    assert any("24 of 48 have a slot" in note for note in report["stats"]["notes"])
+
+
+def test_everything_is_said_on_stderr(pair: list[str]) -> None:
+    result = chat(pair, *EMULATED, "--cache-ratio", "0.5", "--policy", "lru")
+    assert result.exit_code == 0
+    assert "24 of 48 have a slot (50.0%" in result.stderr and "policy lru" in result.stderr
+    assert "Measured in " in result.stderr and "emulation" in result.stderr
+    assert "Measured before" in chat(pair, *EMULATED, "--cache-ratio", "0.5", "--policy", "lru").stderr
+
+
+def test_stats_as_json(pair: list[str]) -> None:
+    """Every counter in one line on standard error; the medians by batch size come from the backend's records."""
+    options = [*EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "--stats", "json"]
+    result = chat(pair, *options, "--draft-max", "0")
+    assert result.exit_code == 0
+    stats = json.loads(result.stderr.splitlines()[-1])
+    assert stats["steps"] == 23 and stats["pairs_hit"] > 0
+    assert stats["partition_us_median_1"] > 0 and stats["partition_us_median_9"] is None
+    assert len(stats["tau"]) == 3 and stats["lost"] is False
+    assert stats["sensor"]["blocks"] > 0
+
+
+def test_stats_without_a_device(pair: list[str]) -> None:
+    result = chat(pair, "-dev", "none", "--stats", "json")
+    assert json.loads(result.stderr.splitlines()[-1])["device"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["-dev", "nonsense"], 'There is no device "nonsense". Known: auto, none, emulated'),
+        (["-dev", "emulated:link=fast"], "no such link speed"),
+        (["-dev", "emulated:cores=3"], 'no option "cores=3"'),
+        (["-dev", "rpc://"], "names no worker"),
+        ([*EMULATED, "--vram", "4000TB"], "is larger than the device"),
+        ([*EMULATED, "--vram", "much"], '"much" is no size'),
+        ([*EMULATED, "--vram", "1GB", "--cache-ratio", "0.5"], "exclude each other"),
+        ([*EMULATED, "--cache-ratio", "1.01"], "must be in [0, 1], not 1.01"),
+        ([*EMULATED, "--cache-ratio", "-0.01"], "must be in [0, 1], not -0.01"),
+        ([*EMULATED, "--cache-ratio", "nan"], "must be in [0, 1], not nan"),
+        ([*EMULATED, "--policy", "best"], 'There is no policy "best". Known: spac, spac-paper, lru, static, none.'),
+        ([*EMULATED, "--ablate", "no-luck"], 'no ablation "no-luck"; known are no-ada-bc'),
+        ([*EMULATED, "--utility-cap", "0"], "utility cap must be in 1..64"),
+        ([*EMULATED, "--forgetting", "1.5"], "forgetting factor must be in [0, 1]"),
+        ([*EMULATED, "--prefill-path", "fast"], "prefill path must be auto, cpu, resident or stream"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "profile"])
+def test_bad_input(pair: list[str], command: str, options: list[str], sentence: str) -> None:
+    result = run(command, *pair, "-p", "tell me", "-n", "4", *options)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_too_small_is_off_with_a_line(pair: list[str]) -> None:
+    result = chat(pair, *EMULATED, "--vram", "100")
+    assert result.exit_code == 0
+    assert "too small: one expert per layer takes" in result.stderr and "no device" in result.stderr
+
+
+def test_ablations_reach_the_engine(pair: list[str]) -> None:
+    result = chat(pair, *EMULATED, "--no-calibrate", "--ablate", "no-sd", "--ablate", "no-evict", "--stats", "json")
+    assert result.exit_code == 0
+    stats = json.loads(result.stderr.splitlines()[-1])
+    assert stats["evictions"] == 0
+    assert stats["steps"] == 23  # one token at a time
+
+
+def test_profile_takes_a_device(pair: list[str]) -> None:
+    plain = run("profile", *pair, "-p", "tell me", "-n", "16", "-dev", "none", "-o", "json", "--layer", "1")
+    placed = run(
+        "profile", *pair, "-p", "tell me", "-n", "16", *EMULATED, "--no-calibrate", "-o", "json", "--layer", "1"
+    )
+    assert placed.exit_code == 0, placed.stderr
+    assert "have a slot" in placed.stderr
+    assert json.loads(placed.stdout)["unique_experts"] == json.loads(plain.stdout)["unique_experts"]
+
+
+def test_calibrate_as_json(pair: list[str]) -> None:
+    result = run("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5", "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    measured = json.loads(result.stdout)
+    assert (measured["threads"], measured["cache_slots"], measured["policy"]) == (1, 24, "spac")
+    assert "emulated" in measured["device"]
+    units = measured["units"]
+    assert units["transfer_expert_s"] > 0 and len(units["r_c"]) == len(units["r_g"]) == 5
+    assert measured["speed"] > 0 and measured["prefill_path"] in ("cpu", "resident")
+    assert "Measured before" in chat(pair, *EMULATED, "--cache-ratio", "0.5").stderr  # it is kept
+
+
+def test_calibrate_as_tables(pair: list[str]) -> None:
+    result = run("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5")
+    assert result.exit_code == 0, result.stderr
+    for heading in ("us per expert", "move an expert", "r_c: pairs on the CPU", "ms per step", "Chosen for prompts"):
+        assert heading in result.stdout
+
+
+def test_calibrate_needs_a_device(pair: list[str]) -> None:
+    result = run("calibrate", *pair, "-dev", "none")
+    assert result.exit_code == 2
+    assert "Nothing was measured" in result.stderr
+
+
+def test_defaults_of_the_options_are_those_of_the_configuration() -> None:
+    assert placement_config() == PlacementConfig()
+
+
+@pytest.mark.parametrize(
+    ("device", "may_emulate", "calm"),
+    [("emulated", False, True), ("emulated:link=25GB/s", False, True), ("auto", True, True), ("auto", False, False)],
+)
+def test_idle_threads_beside_the_emulated_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, may_emulate: bool, calm: bool
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    calm_idle_threads(device, may_emulate=may_emulate)
+    assert ("GOMP_SPINCOUNT" in os.environ) == calm
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    calm_idle_threads("emulated")
+    assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's wish stands

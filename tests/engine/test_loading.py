@@ -1,0 +1,112 @@
+"""Where models are loaded to: a GPU is not needed to see what llama.cpp is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeedge import paths
+from moeedge.engine import loading
+from moeedge.engine.model import Model
+from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.hardware.resolve import ResolvedDevice
+
+_GIB = 2**30
+SMALL_GPU = ResolvedDevice(
+    "gpu", ggml_name="GPU0", label="GPU0", llama_device="none", free_bytes=_GIB // 4, total_bytes=_GIB
+)
+LARGE_GPU = ResolvedDevice(
+    "gpu", ggml_name="GPU0", label="GPU0", llama_device="none", free_bytes=24 * _GIB, total_bytes=24 * _GIB
+)
+NO_DEVICE = ResolvedDevice("none", llama_device="auto")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of every load that is no look at a header."""
+    calls: list[dict[str, Any]] = []
+    load = Model.load
+
+    def remember(path: Path, **options: Any) -> Model:
+        if not options.get("header_only"):
+            calls.append({"name": path.name, **options})
+        return load(path, **{key: value for key, value in options.items() if key == "header_only"})
+
+    monkeypatch.setattr(Model, "load", remember)
+    return calls
+
+
+def config(model: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(**{"model": model, "n_ctx": 256} | changes)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "n_gpu_layers", "experts_on_cpu"),
+    [
+        (NO_DEVICE, {}, 0, None),
+        (NO_DEVICE, {"n_gpu_layers": 7}, 7, None),
+        (SMALL_GPU, {}, -1, True),
+        (SMALL_GPU, {"n_gpu_layers": 2}, 2, True),
+        (LARGE_GPU, {}, -1, None),  # all of it fits: nothing to place
+        (LARGE_GPU, {"n_gpu_layers": 2}, 2, True),
+        (LARGE_GPU, {"placement": PlacementConfig(cache_ratio=0.5)}, -1, True),
+        (LARGE_GPU, {"placement": PlacementConfig(cache_ratio=0.0)}, -1, True),
+        (LARGE_GPU, {"placement": PlacementConfig(cache_ratio=0.0), "n_gpu_layers": 9}, 9, False),
+    ],
+)
+def test_the_target(
+    tiny_moe: Path,
+    asked: list[dict[str, Any]],
+    device: ResolvedDevice,
+    changes: dict[str, Any],
+    n_gpu_layers: int,
+    experts_on_cpu: bool | None,
+) -> None:
+    with loading.load_target(config(tiny_moe, **changes), device):
+        pass
+    (options,) = asked
+    assert options["n_gpu_layers"] == n_gpu_layers
+    assert options.get("experts_on_cpu") == experts_on_cpu
+    assert options["device"] == device.llama_device
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "n_gpu_layers"),
+    [(NO_DEVICE, {}, 0), (SMALL_GPU, {}, -1), (SMALL_GPU, {"n_gpu_layers": 0}, 0)],
+)
+def test_the_draft_lies_whole_beside_the_experts(
+    tiny_moe: Path,
+    tiny_draft: Path,
+    asked: list[dict[str, Any]],
+    device: ResolvedDevice,
+    changes: dict[str, Any],
+    n_gpu_layers: int,
+) -> None:
+    with loading.load_draft(config(tiny_moe, draft=tiny_draft, **changes), device):
+        pass
+    (options,) = asked
+    assert (options["name"], options["n_gpu_layers"]) == (tiny_draft.name, n_gpu_layers)
+    assert "experts_on_cpu" not in options
+
+
+def test_a_context_that_does_not_fit_beside_it_keeps_experts_off_the_gpu(
+    tiny_moe: Path, asked: list[dict[str, Any]]
+) -> None:
+    with loading.load_target(config(tiny_moe, n_ctx=1 << 30), LARGE_GPU):
+        pass
+    assert asked[0]["experts_on_cpu"]
+
+
+def test_the_bundled_model_is_emulated_only_where_that_is_asked_for(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "is_bundled", lambda path: path == tiny_moe)
+    device = loading.resolve_device(config(tiny_moe, emulate_bundled=True))
+    if device.kind == "gpu":
+        pytest.skip("a GPU is here")
+    assert device.kind == "emulated"
+    assert any("emulated" in note and "17%" in note for note in device.notes)
+    assert loading.resolve_device(config(tiny_moe)).kind == "none"
+    assert loading.resolve_device(config(tiny_moe, emulate_bundled=True, device="none")).kind == "none"
