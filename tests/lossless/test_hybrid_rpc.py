@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from tests.support.hybrid import (
     hybrid_config,
 )
 from tests.support.stock import StockContext
+from tests.support.worker import WorkerProcess, start_worker
 
 ROOT = Path(__file__).parents[2]
 PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2
@@ -46,53 +46,15 @@ pytestmark = [
 ]
 
 
-class Worker:
-    """`moeedge worker` in a process of its own."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moeedge", "worker", "--listen", f"127.0.0.1:{self.port}"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd=ROOT,
-        )
-        self._wait_until_listening()
-
-    @property
-    def device(self) -> str:
-        return f"rpc://127.0.0.1:{self.port}"
-
-    def _wait_until_listening(self) -> None:
-        import socket
-
-        deadline_s = time.monotonic() + 20
-        while time.monotonic() < deadline_s:
-            assert self.process.poll() is None, "the worker ended at once"
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.05)
-        raise AssertionError("the worker never listened")
-
-    def kill(self) -> None:
-        """kill -9."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
-
-
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator[WorkerProcess]:
     """One for the tests that only compute: llama.cpp never forgets a worker, and asking a dead one ends the process."""
-    worker = Worker()
-    try:
+    with start_worker() as worker:
         yield worker
-    finally:
-        worker.kill()
 
 
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_greedy_equals_stock(case: str, tiny: TinyFactory, tiny_draft: Path, worker: Worker) -> None:
+def test_greedy_equals_stock(case: str, tiny: TinyFactory, tiny_draft: Path, worker: WorkerProcess) -> None:
     arch, dimensions = MOE_CASES[case]
     path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
     library.start()
@@ -131,14 +93,14 @@ def test_the_answer_survives_the_death_of_the_worker(tiny: TinyFactory, tiny_dra
     target = tiny("qwen3moe", experts=MANY_EXPERTS, expert_type="F32")
     n_predict = 1500
     stock_out, _ = chat(target, tiny_draft, ["-dev", "none"], n_predict, tmp_path).communicate(timeout=120)
-    worker = Worker()
-    answer = chat(target, tiny_draft, ["-dev", worker.device, "--cache-ratio", "0.5"], n_predict, tmp_path)
-    assert answer.stdout is not None
-    said = b""
-    while len(said) < 200 and (piece := answer.stdout.read(200 - len(said))):
-        said += piece
-    worker.kill()
-    rest, errors = answer.communicate(timeout=120)
+    with start_worker() as worker:
+        answer = chat(target, tiny_draft, ["-dev", worker.device, "--cache-ratio", "0.5"], n_predict, tmp_path)
+        assert answer.stdout is not None
+        said = b""
+        while len(said) < 200 and (piece := answer.stdout.read(200 - len(said))):
+            said += piece
+        worker.process.send_signal(signal.SIGKILL)
+        rest, errors = answer.communicate(timeout=120)
     text = errors.decode()
     assert answer.returncode == 0, text
     lost = [line for line in text.splitlines() if "lost" in line.lower()]

@@ -5,9 +5,6 @@ No scheduler takes part: another thread pushes plans that mean nothing, so that 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from moeedge.engine import library
 from moeedge.native.cache import ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_greedy, hybrid_context, random_prompt
+from tests.support.hybrid_driver import churn
 from tests.support.stock import StockContext, transcript
 
 N_ANSWERS = 30
@@ -28,30 +26,6 @@ MODELS = {
     "unlike": ("qwen3moe", {"odd_down_type": "Q8_0"}),
     "merged": ("deepseek2", {"merged": True}),
 }
-
-
-@contextmanager
-def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
-    """Random plans from another thread for as long as the body runs; small ones, so that experts leave soon again."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def move() -> None:
-        plans = RandomPlans(cache, seed)
-        try:
-            while not stop.is_set():
-                plans.push(4)
-        except BaseException as error:  # handed to the test, which a thread's exception would not fail
-            failures.append(error)
-
-    mover = threading.Thread(target=move)
-    mover.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        mover.join()
-    assert not failures, failures[0]
 
 
 @pytest.mark.parametrize("ratio", [0.17, 0.5])

@@ -15,6 +15,7 @@ from tests.conftest import TinyFactory
 ROOT = Path(__file__).parents[2]
 STRESS_S = 4.0  # of moving experts at random, see cache_stress
 CASES = ("qwen3moe", "llama", "deepseek2", "gpt-oss", "llama4")
+HYBRID_CASES = (("qwen3moe", {}), ("gpt-oss", {}), ("deepseek2", {"merged": True}))
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 MARKS = {"address": b"__asan_", "undefined": b"__ubsan_", "thread": b"__tsan_"}
 
@@ -86,6 +87,8 @@ def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> No
     }
     run_driver("sanitizer_driver", [str(tiny(arch)) for arch in CASES], environment)
     run_driver("cache_stress", [str(STRESS_S)], environment)
+    models = [tiny(arch, experts=32, **dimensions) for arch, dimensions in HYBRID_CASES]
+    run_driver("hybrid_driver", list(map(str, models)), environment)
 
 
 def run_driver(name: str, arguments: list[str], environment: dict[str, str]) -> None:

@@ -1,0 +1,77 @@
+"""Blocks computed on two devices while their experts move: run by the sanitizer tests, see test_sanitizers.
+
+MOEEDGE_LIBRARY=libmoeedge.so LD_PRELOAD=libtsan.so python -m tests.support.hybrid_driver MODEL...
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from moeedge.native.cache import ExpertCache, PrefillPath
+from tests.support.hybrid import RandomPlans, hybrid_context
+from tests.support.stock import StockContext, transcript
+
+TOLERANCE = 5e-3  # of the largest logit, where the CPU's side computes with repacked weights
+N_ROUNDS = 6
+
+
+@contextmanager
+def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
+    """Random plans from another thread for as long as the body runs; small ones, so that experts leave soon again."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def move() -> None:
+        try:
+            plans = RandomPlans(cache, seed)
+            while not stop.is_set():
+                plans.push(4)
+        except BaseException as error:  # a thread's exception would not fail the caller
+            failures.append(error)
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        mover.join()
+    if failures:
+        raise failures[0]
+
+
+def exercise(path: Path, n_threads: int) -> None:
+    """Transcripts on every prefill path while experts move; the cache attached, taken away, attached again."""
+    with StockContext(path, n_ubatch=32) as stock:
+        expected = transcript(stock)
+    limit = TOLERANCE * np.abs(expected).max()
+    with hybrid_context(path, 0.5, n_stage=8, n_ubatch=32, n_threads=n_threads) as (context, cache):
+        with churn(cache, seed=n_threads):
+            for i in range(N_ROUNDS):
+                cache.set_prefill(list(PrefillPath)[i % 3], 20)
+                error = np.abs(transcript(context) - expected).max()
+                assert error < limit, f"{path.name}: {error:.3g}"
+                context.trim(0)
+                cache.blocks()
+        assert cache.stats().pairs_device > 0
+        RandomPlans(cache, 1).push(1000)
+        cache.clear()
+        RandomPlans(cache, 2).push(1000)  # the mover is at work while the cache is closed
+
+
+def main(arguments: list[str]) -> None:
+    """Exercises each model with one thread and with two."""
+    for argument in arguments:
+        for n_threads in (1, 2):
+            exercise(Path(argument), n_threads)
+    print("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
