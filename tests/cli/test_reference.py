@@ -36,4 +36,4 @@ def test_help_says_the_same(command: Command, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_command_is_there() -> None:
-    assert [command.name for command in commands(app)] == ["chat", "bench", "profile", "devices", "worker"]
+    assert [command.name for command in commands(app)] == ["chat", "bench", "profile", "calibrate", "devices", "worker"]
