@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import sys
 from typing import Annotated
 
@@ -45,6 +46,7 @@ def worker(
     with cli_errors():
         from moeedge.engine import library
         from moeedge.hardware import rpc
+        from moeedge.hardware.size import format_bytes
 
         if threads < 0:
             raise InputError(f"--threads must be >= 0, not {threads}.", "0: one per physical core.")
@@ -58,8 +60,13 @@ def worker(
         try:
             server = rpc.Server(served, address, port, threads or library.physical_cores())
             worker = server.wait_until_ready()
-            gib = f"{worker.total_bytes / 2**30:.1f} GiB"
-            os.write(out, f"Serving {served} ({gib}): use it with -dev rpc://{address}:{port}\n".encode())
+            reached_at = socket.gethostname() if address == "0.0.0.0" else address
+            line = (
+                f"Serving {served} ({format_bytes(worker.total_bytes)}): use it with -dev rpc://{reached_at}:{port}\n"
+            )
+            os.write(out, line.encode())
+            if insecure_listen:
+                typer.echo("Whoever reaches this port can read and write this process's memory.", err=True)
             server.wait()
         except KeyboardInterrupt as stop:
             # llama.cpp's server has no way to stop: its threads must not meet the destructors of an ordinary exit

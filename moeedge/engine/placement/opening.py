@@ -59,6 +59,8 @@ def open_placement(
         return Opened(None)
     notes = list(device.notes)
     if device.kind == "none":
+        if config.placement.asked:
+            notes.append("There is no device for experts: --vram and --cache-ratio have no effect.")
         return Opened(None, notes)
     opening = _Opening(config, device, target, draft, gamma, give_note, notes)
     with ExitStack() as stack:
