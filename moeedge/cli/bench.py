@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from moeedge import paths
 from moeedge.cli import bench_options, options
 from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error
 from moeedge.cli.device import check_device
@@ -64,7 +65,8 @@ def bench(
     than a near-tie.
     """
     with cli_errors():
-        calm_idle_threads(device)
+        sweeps = policy is not None or cache_ratio is not None
+        calm_idle_threads(device, may_emulate=sweeps and (model is None or paths.is_bundled(model)))
         from moeedge.cli.prompt_input import accept_any_text
         from moeedge.data import load_dataset, load_sample, load_toy
 
@@ -78,6 +80,7 @@ def bench(
             draft_max=draft_max,
             n_gpu_layers=n_gpu_layers,
             device=device,
+            emulate=sweeps,
             placement=placement_config(
                 vram=vram,
                 ablate=ablate,
@@ -87,12 +90,14 @@ def bench(
                 no_calibrate=no_calibrate,
             ),
         )
+        if sweeps:
+            _check_room(base, cache_ratio)
         prompts = None
         if dataset is not None:
             prompts = load_dataset(dataset, offline_sample=offline_sample)
         elif offline_sample:
             prompts = load_sample()
-        elif sweep.asked and n_prompt is None:
+        elif sweeps and n_prompt is None:
             prompts = load_toy() if pair.bundled else load_sample()
         plan, notes = make_plan(
             base,
@@ -166,6 +171,19 @@ def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None)
         if not sweep.asked:
             raise InputError("--plot draws what --policy and --cache-ratio compare.", "Give at least one of them.")
     return sweep
+
+
+def _check_room(base: EngineConfig, cache_ratio: str | None) -> None:
+    """Raises InputError where a sweep would find no cache to measure, or two sizes for it."""
+    from moeedge.engine.loading import resolve_device
+
+    if cache_ratio is not None and base.placement.vram_bytes is not None:
+        raise InputError("--vram and --cache-ratio exclude each other.", "Leave out one of them.")
+    if resolve_device(base).kind == "none":
+        raise InputError(
+            "--policy and --cache-ratio measure what a device holds, and there is none.",
+            "-dev emulated stands in for one; moeedge devices lists what there is.",
+        )
 
 
 def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None) -> int:

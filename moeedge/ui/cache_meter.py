@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from moeedge.engine.session import Session
@@ -21,6 +22,7 @@ class CacheMeter:
         self._interval_s = interval_s
         self._read_s = 0.0
         self.notes: list[str] = []
+        self._listener: Callable[[str], None] | None = None
         self._start: PlacementStats | None = None
         self._newest: PlacementStats | None = None
 
@@ -29,6 +31,7 @@ class CacheMeter:
         return None if start is None or newest is None else newest - start
 
     def __enter__(self) -> CacheMeter:
+        self._listener = self._session.on_note
         self._session.on_note = self.notes.append
         self._start = self._newest = self._session.placement_stats()
         if self._start is not None:
@@ -38,7 +41,7 @@ class CacheMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.on_note = None
+        self._session.on_note = self._listener
         if self._start is not None:
             self._session.observers.remove(self._observe)
             self._newest = self._session.placement_stats()

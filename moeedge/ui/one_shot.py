@@ -49,12 +49,14 @@ def answer_once(
         except KeyboardInterrupt:  # a second signal, between two steps
             answer.close()
         if as_json:
-            report = answer_report(answer, session.info, settings.sampling)
+            report = answer_report(answer, session.info, settings.sampling, meter())
             out.file.write(json.dumps(report, ensure_ascii=False) + "\n")
             out.file.flush()
         else:
             parts = turn_parts(session.info, answer.stats, answer.stop_reason, meter())
             say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
-        for note in dict.fromkeys([*answer.notes, *meter.notes]):
+        for note in dict.fromkeys(answer.notes):
             say(err, note)
+        for note in meter.notes:
+            say(err, note, style="yellow")
         return interrupt.exit_code

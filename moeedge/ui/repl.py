@@ -168,8 +168,10 @@ class Repl:
             self.turns.append(turn)
             parts = turn_parts(self.info, turn.stats, turn.stop_reason, turn.cache)
             self._say(join_parts(parts, columns=self._err.width if self._err.is_terminal else None))
-            for note in dict.fromkeys([*self._current.notes, *meter.notes]):  # once, however often the context shifted
+            for note in dict.fromkeys(self._current.notes):  # once, however often the context was shifted
                 self._say(note)
+            for note in meter.notes:
+                say(self._err, note, style="yellow")
             self._say("")
 
     def _close_question(self) -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from moeedge.engine.turn import Answer
-from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
+from moeedge.engine.types import EngineInfo, GenerationStats, PlacementStats, SamplingConfig
 
 
-def answer_report(answer: Answer, info: EngineInfo, sampling: SamplingConfig) -> dict[str, Any]:
-    """Text, token ids, prompt length, why it stopped, and the figures."""
+def answer_report(
+    answer: Answer, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
+) -> dict[str, Any]:
+    """Text, token ids, prompt length, why it stopped, and the figures; `cache` counts this answer's decoding."""
     return {
         "text": answer.text,
         "tokens": list(answer.tokens),
         "prompt_tokens": answer.stats.prompt_tokens,
         "stop_reason": answer.stop_reason or "interrupted",
-        "stats": stats_report(answer.stats, info) | sampling_report(sampling),
+        "stats": stats_report(answer.stats, info, cache) | sampling_report(sampling),
     }
 
 
-def stats_report(stats: GenerationStats, info: EngineInfo) -> dict[str, Any]:
+def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats | None = None) -> dict[str, Any]:
     """The figures of one answer and what it ran on; null where there is nothing to report."""
     return {
         "pp_ts": stats.pp_ts,
@@ -31,8 +33,12 @@ def stats_report(stats: GenerationStats, info: EngineInfo) -> dict[str, Any]:
         "acceptance_rate": stats.acceptance_rate,
         "tokens_per_step": stats.tokens_per_step,
         "experts_per_verification": stats.experts_per_verification,
-        "hit_rate": info.hit_rate,
+        "hit_rate": None if cache is None else cache.hit_rate_pairs,
         "device": info.device,
+        "cache_ratio": info.cache_ratio,
+        "cache_slots": info.cache_slots,
+        "pool_bytes": info.pool_bytes,
+        "vram_bytes": info.vram_bytes,
         "gamma": info.gamma,
         "draft": info.draft,
         "policy": info.policy,
@@ -54,6 +60,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo) -> dict[str, Any]:
         "observe_s": stats.observe_s,
         "sense_s": stats.sense_s,
         "overhead_share": stats.overhead_share,
+        "placement": None if cache is None else cache.to_dict(),
         "notes": list(info.notes),
     }
 

@@ -128,7 +128,12 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
         (["--policy", "none"], 'The policy "none" moves no expert'),
         (["--cache-ratio", "0.5,1.5"], "The cache ratio must be in [0, 1], not 1.5"),
         (["--cache-ratio", "much"], 'The cache ratio must be a number, not "much"'),
-        (["--policy", "spac", "--modes", "stock-ar"], "Stock modes have no expert cache"),
+        (["--policy", "spac", "-dev", "emulated", "--modes", "stock-ar"], "Stock modes have no expert cache"),
+        (
+            ["--policy", "lru", "-dev", "none"],
+            "a device holds, and there is none. -dev emulated stands in",
+        ),
+        (["--cache-ratio", "0.5", "--vram", "1GB", "-dev", "emulated"], "--vram and --cache-ratio exclude each other"),
         (["--plot", "sweep.png"], "--plot draws what --policy and --cache-ratio compare"),
         (["--policy", "spac", "--plot", "sweep.txt"], "--plot cannot write sweep.txt"),
     ],
@@ -224,6 +229,29 @@ def test_the_table() -> None:
     assert "policy" not in heads
     assert render([], "md") == ""
     assert json.loads(render([], "json")) == []
+
+
+def test_a_sweep_from_the_command_line(tiny_moe: Path, tiny_draft: Path, talk: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--policy",
+        "lru,static",
+        "--cache-ratio",
+        "0.25,0.5",
+        "-dev",
+        "emulated",
+        "--no-calibrate",
+        "-o",
+        "json",
+    ]
+    picture = tmp_path / "sweep.svg"
+    result = _bench("-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, *arguments, "--plot", picture)
+    assert result.exit_code == 0, result.stderr
+    swept = [row for row in json.loads(result.stdout) if row["mode"] == "moeedge"]
+    assert [(row["policy"], row["cache_ratio"]) for row in swept] == [
+        ("lru", 0.25), ("lru", 0.5), ("static", 0.25), ("static", 0.5),
+    ]  # fmt: skip
+    assert all(0 <= row["hit_rate_pairs"] <= 1 and row["device"].startswith("emulated") for row in swept)
+    assert "<svg" in picture.read_text()
 
 
 def _swept(policy: str, ratio: float, hits: float) -> BenchRow:

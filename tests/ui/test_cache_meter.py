@@ -72,4 +72,4 @@ def test_what_goes_off_is_kept_for_after_the_answer(session: Session) -> None:
         assert session.on_note is not None
         session.on_note("gone")
     assert meter.notes == ["gone"]
-    assert session.on_note is None
+    assert session.on_note is None  # as before
