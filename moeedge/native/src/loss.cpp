@@ -108,7 +108,7 @@ void remember_lost(const void * device) {
 std::shared_ptr<device_loss> device_loss::create(const void * device, bool is_remote) {
     auto loss = std::make_shared<device_loss>(device, is_remote);
     if (is_remote && watch(loss, device)) {
-        loss->mark("its worker stopped answering earlier; start this program again to use it");
+        loss->mark("its worker stopped answering earlier");
     }
     return loss;
 }

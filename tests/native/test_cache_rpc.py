@@ -1,0 +1,96 @@
+"""The expert cache on a device in another process, over llama.cpp's own RPC on loopback; its loss, too.
+
+Needs a llama-cpp-python built with CMAKE_ARGS=-DGGML_RPC=on; skips visibly without.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from moeedge import native
+from moeedge.hardware import rpc
+from moeedge.hardware.resolve import resolve
+from moeedge.hardware.spec import DeviceSpec
+from moeedge.native.cache import ExpertCache
+from tests.support.experts import ask, assert_balanced, assert_bytes, write_experts
+from tests.support.worker import start_worker
+
+ROOT = Path(__file__).parents[2]
+END_S = 60
+
+pytestmark = pytest.mark.skipif(not rpc.is_built_in(), reason="llama-cpp-python was built without -DGGML_RPC=on")
+
+
+def test_remote_slots_hold_the_files_bytes(tmp_path: Path) -> None:
+    native.attach()
+    # up to 2 MiB per tensor, so that one is sent in several pieces
+    model = write_experts(tmp_path / "experts.bin", n_layers=3, n_experts=6, width=512, wide_layers=(1,))
+    with start_worker() as worker:
+        device = resolve(DeviceSpec.parse(worker.device)).ggml_name
+        with ExpertCache.open(model.config(0.5, device=device, n_stage=2)) as cache:
+            assert not cache.info.is_host
+            assert not cache.info.host_pinned
+            assert cache.info.staging_bytes > 0
+            everything = list(product(range(3), range(6)))
+            for turn in range(6):
+                ask(cache, everything[turn::2], victims=everything[(turn + 1) % 2 :: 2])
+                assert cache.drain(END_S)
+                assert assert_bytes(cache, model) > 0
+                assert_balanced(cache)
+            assert cache.stats().evictions > 0
+            cache.clear()
+        with ExpertCache.open(model.config(1.0, device=device)) as again:
+            ask(again, everything)
+            assert again.drain(END_S)
+            assert assert_bytes(again, model) == 18
+
+
+def test_more_than_the_worker_has_shrinks(tmp_path: Path) -> None:
+    """A worker refuses what does not fit; here the address space that it may use is limited."""
+    pytest.importorskip("resource")
+    native.attach()
+    model = write_experts(tmp_path / "sparse.bin", n_layers=2, n_experts=1024, width=512, sparse=True)
+    with start_worker() as worker:
+        limit_address_space(worker.process.pid, 512 << 20)
+        device = resolve(DeviceSpec.parse(worker.device)).ggml_name
+        with ExpertCache.open(model.config(1.0, device=device)) as cache:
+            assert 1 <= cache.info.n_slots < cache.info.slots_wanted == 2048
+            ask(cache, [(0, 0), (1, 1023)])
+            assert cache.drain(END_S)
+            assert assert_bytes(cache, model) == 2
+
+
+def limit_address_space(process: int, more_bytes: int) -> None:
+    import resource
+
+    status = Path(f"/proc/{process}/status").read_text()
+    used_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmSize"))
+    limit = used_kib * 1024 + more_bytes
+    resource.prlimit(process, resource.RLIMIT_AS, (limit, limit))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+def test_the_death_of_the_worker_is_survived(delay_s: float) -> None:
+    with start_worker() as worker:
+        user = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.cache_loss", worker.device],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert user.stdout is not None
+            assert user.stdout.readline() == "moving\n", user.communicate(timeout=END_S)[1]
+            time.sleep(delay_s)
+            worker.process.kill()
+            out, errors = user.communicate(timeout=END_S)
+        finally:
+            user.kill()
+        assert (out, user.returncode) == ("done\n", 0), errors

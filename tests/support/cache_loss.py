@@ -1,0 +1,83 @@
+"""A cache whose remote worker dies while the mover uploads: what lives on, in a process of its own.
+
+    python -m tests.support.cache_loss rpc://HOST:PORT
+
+Prints "moving" once uploads are under way; whoever started it then kills the worker. Prints "done" at the end, and has
+to exit by itself: nothing may wait for the worker any more.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moeedge import native
+from moeedge.errors import MoeedgeError
+from moeedge.hardware.resolve import resolve
+from moeedge.hardware.spec import DeviceSpec
+from moeedge.native.cache import CacheConfig, ExpertCache
+from tests.support.experts import ask, write_experts
+
+PATIENCE_S = 20.0
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The message of the error that the call raises, promptly."""
+    begin_s = time.monotonic()
+    try:
+        call()
+    except MoeedgeError as error:
+        assert time.monotonic() - begin_s < 1.0, "a lost device is not waited for"
+        return error.message
+    raise AssertionError("a lost device was used")
+
+
+def lose(config: CacheConfig) -> None:
+    """Moves experts to and fro until the device is lost, then uses the cache all the same, and closes it."""
+    everything = [(layer, expert) for layer in range(config.n_layers) for expert in range(config.n_experts)]
+    cache = ExpertCache.open(config)
+    ask(cache, everything, victims=everything)
+    assert cache.drain(PATIENCE_S)
+    print("moving", flush=True)
+    turn = 0
+    while not cache.stats().lost:
+        assert turn < 10_000, "the worker lives on"
+        turn += 1
+        ask(cache, everything[turn % 7 :: 2], victims=everything[(turn + 1) % 2 :: 2])
+        time.sleep(0.002)
+    assert "its worker does not answer" in refused(lambda: cache.drain(PATIENCE_S))
+    assert "is lost" in refused(cache.clear)
+    assert (cache.acquire(0, [0, 1, 2]) == -1).all(), "nothing is resident any more"
+    ask(cache, everything)
+    assert cache.residency().shape == (config.n_layers, config.n_experts)
+    begin_s = time.monotonic()
+    cache.close()
+    assert time.monotonic() - begin_s < 1.0
+    assert "is lost" in refused(lambda: ExpertCache.open(config))
+
+
+def main(arguments: list[str]) -> None:
+    native.attach()
+    device = resolve(DeviceSpec.parse(arguments[0])).ggml_name
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_experts(Path(folder) / "experts.bin", n_experts=16, width=256)
+        lose(model.config(0.5, device=device))
+        with ExpertCache.open(model.config(0.5)) as cache:  # another device is not touched by it
+            ask(cache, [(0, 0)])
+            wait_for(lambda: cache.stats().uploads == 1, "the emulated device works")
+            assert not cache.stats().lost
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
