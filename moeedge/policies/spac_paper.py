@@ -105,8 +105,8 @@ class SpacPaper:
             n_uploads,
             self._room(hot, absent),
         )
-        draft_s = self._gamma * units.draft_token_s / self.shape.n_layers
-        return np.asarray(thresholds(work, units.transfer_expert_s, draft_s), dtype=np.float32)
+        draft_share_s = self._gamma * units.draft_token_s / self.shape.n_layers
+        return thresholds(work, units.transfer_expert_s, draft_share_s)
 
     def _room(self, hot: NDArray[np.bool_], absent: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Slots that may be filled at each tau, [n_layers, K]."""

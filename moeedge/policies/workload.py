@@ -29,7 +29,8 @@ class ExpectedWorkload:
         self._first = np.repeat(np.arange(shape.n_layers) * cap + cap, shape.n_experts)
         self._cpu_s = _affine(units.cpu_expert_s)
         self._device_s = _affine(units.device_expert_s)
-        self._draft_s = gamma * units.draft_token_s
+        # what else a layer's share of a step has for transfers: drafting (Eq. 10) and the layer's other operations
+        self._beside_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
         self._no_limit = np.array([np.inf])  # Eq. 11 holds already: what is hot at tau = 1 is what fits the slots
         self._sums = np.zeros((3, shape.n_layers, cap))
 
@@ -58,11 +59,11 @@ class ExpectedWorkload:
         cpu_s = self._cpu_s[0] * (all_distinct - distinct) + self._cpu_s[1] * (all_pairs - pairs)
         transfer_s = self._units.transfer_expert_s
         work = Workload(cpu_s, device_s, absent, self._no_limit)
-        tau = thresholds(work, transfer_s, self._draft_s / self._shape.n_layers)
+        tau = thresholds(work, transfer_s, self._beside_s)
         if transfer_s <= 0:
             return tau, None
         step_s = float(np.maximum(cpu_s[:, 0], device_s[:, 0]).sum())
-        return tau, int((step_s + self._draft_s) / transfer_s)
+        return tau, max(int((step_s + self._shape.n_layers * self._beside_s) / transfer_s), 1)
 
 
 def _affine(curve_s: NDArray[Any]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ _PRIOR = 0.5
 _HALVE_AT = 128  # occurrences
 _FORGET = 0.98  # of trust, per step
 _ONE = np.uint8(1)
+_TOKEN_BYTES = 104  # bookkeeping of a token: its entry in a dictionary and the number of its occurrences
 _TRUST_PULL = 1.0  # squared activations per layer that speak for full trust at the start
 
 
@@ -35,7 +36,7 @@ class TokenTable:
         self._judged = judged  # False: full trust, whatever comes
         self.n_layers, self.n_experts = n_layers, n_experts
         n = n_layers * n_experts
-        self.n_rows = min(n_bytes // n, 1 << 20)
+        self.n_rows = n_bytes // (n + _TOKEN_BYTES)
         # zeroed pages cost no memory before they are written
         self._rows: NDArray[np.uint8] = np.zeros((self.n_rows, n), dtype=np.uint8)
         self._seen: NDArray[np.float32] = np.zeros(self.n_rows, dtype=np.float32)  # occurrences in each row
@@ -60,8 +61,8 @@ class TokenTable:
 
     @property
     def n_bytes(self) -> int:
-        """Of the rows written so far, with their bookkeeping of about 100 bytes a token."""
-        return len(self._row_of) * (int(self._rows.shape[1]) + 104)
+        """Of the rows written so far, with their bookkeeping."""
+        return len(self._row_of) * (int(self._rows.shape[1]) + _TOKEN_BYTES)
 
     def expect(self, rate: FloatArray, tokens: Sequence[int], n_batch: float, out: FloatArray) -> FloatArray:
         """Expected activations [n] of a batch of `n_batch` tokens, of which `tokens` are known, in `out`.

@@ -97,12 +97,13 @@ class Planner:
             self._candidates(group, marginal, there, allowed)
             for group, marginal in zip(self._groups, self.marginal, strict=True)
         ]
-        up = found[0].coming if len(found) == 1 else np.sort(np.concatenate([each.coming for each in found]))
+        up = found[0].coming if len(found) == 1 else np.sort(np.concatenate([_NOBODY, *(each.coming for each in found)]))
         up, levels = self._hot(up, flat_utility, tau)
         if max_uploads is not None and up.size > max_uploads:
-            best = np.sort(np.argpartition(flat_score[up], up.size - max_uploads)[up.size - max_uploads :])
+            n_left = up.size - max_uploads
+            best = np.sort(np.argpartition(flat_score[up], n_left - 1)[n_left:])
             up, levels = up[best], levels[best]
-        down = self._needed(up, found, flat_score)
+        down = self._needed(up, found, flat_score, flat_utility)
         # FIFO by layer within a level: cells are in the order of layers, and a stable sort keeps it
         order = np.argsort(self._cap - levels, kind="stable")
         return Plan(
@@ -158,8 +159,8 @@ class Planner:
             up, reached = up[hot], reached[hot]
         return up, np.maximum(reached, np.float32(1.0)).astype(np.uint8)
 
-    def _needed(self, up: IndexArray, found: list[_Candidates], score: FloatArray) -> IndexArray:
-        """The victims, lowest score first: as many as the uploads need, and some to spare."""
+    def _needed(self, up: IndexArray, found: list[_Candidates], score: FloatArray, utility: FloatArray) -> IndexArray:
+        """The victims, lowest utility first: as many as the uploads need, and some to spare."""
         chosen: list[IndexArray] = []
         for group, candidates in enumerate(found):
             down = candidates.going
@@ -175,8 +176,10 @@ class Planner:
                 chosen.append(down)
         if not chosen:
             return _NOBODY
-        down = chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
-        return down[np.argsort(score.take(down))]
+        if len(chosen) == 1:  # utility rises with the score within a group
+            return chosen[0][np.argsort(score.take(chosen[0]))]
+        down = np.concatenate(chosen)
+        return down[np.lexsort((score.take(down), utility.take(down)))]
 
 
 def _cells(shape: CacheShape, group: int) -> slice | IndexArray:

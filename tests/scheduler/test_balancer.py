@@ -29,7 +29,7 @@ def workloads(draw: st.DrawFn) -> tuple[Workload, float, float]:
 
 
 def brute_force(work: Workload, layer: int, transfer_s: float, draft_share_s: float) -> tuple[int, float | None]:
-    """Eq. 9-12 as they stand, one tau after the other: the best and its objective; K and None where none is feasible."""
+    """Eq. 9-12, one tau after the other: the best and its objective; K and None where none is feasible."""
     n_tau = work.cpu_s.shape[1]
     best, least = n_tau, None
     for tau in range(1, n_tau + 1):
