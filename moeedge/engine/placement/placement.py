@@ -126,7 +126,7 @@ class ExpertPlacement:
             self._plan = None
             self._on_lost()
             self._give_note(f"The device {self.device} is lost: all experts are computed on the CPU from here on.")
-        if stats.blocks_unknown and not self._told_unknown:
+        if stats.blocks_unknown and not self._told_unknown and not self._lost:
             self._told_unknown = True
             self._give_note(
                 "This model computes its experts in a way that moeedge does not understand: "
