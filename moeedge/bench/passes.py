@@ -29,6 +29,7 @@ class Pass:
     repeated: str | None = None  # label of a mode
     lanes: list[Lane] = field(default_factory=list)
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # by test
+    vram_bytes: dict[str, int] = field(default_factory=dict)  # in use on the device at the end, by label
 
 
 def split_passes(modes: Sequence[BenchMode], *, together: bool) -> list[Pass]:

@@ -139,7 +139,7 @@ def describe_setup(
         "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
         "cache_slots": info.cache_slots if has_cache or is_swept(mode) else None,
         "pool_bytes": info.pool_bytes if has_cache else None,
-        "vram_bytes": info.vram_bytes,
+        "vram_bytes": None,  # filled in where a driver was asked
         "threads": info.n_threads,
         "n_ctx": info.n_ctx,
         "n_batch": plan.base.n_batch,

@@ -148,6 +148,10 @@ class Bench:
             self._collect(one, f"pp{plan.n_prompt}", run.prefill(plan.n_prompt))
         if plan.n_gen:
             self._collect(one, f"tg{plan.n_gen}", run.decode(plan.n_gen))
+        for lane in one.lanes:
+            stats = lane.session.placement_stats()
+            if stats is not None and stats.vram_used_bytes is not None:
+                one.vram_bytes[lane.mode.label] = stats.vram_used_bytes
 
     def _collect(self, one: Pass, test: str, samples: Iterator[Sample]) -> None:
         kept = one.samples.setdefault(test, [])
@@ -187,7 +191,9 @@ class Bench:
         for lane in one.lanes:
             own = [sample for sample in common if sample.mode == lane.mode.label]
             if own and lane.mode.label != one.repeated:
-                yield self._row(lane, test, own, reference, is_dataset=is_dataset)
+                row = self._row(lane, test, own, reference, is_dataset=is_dataset)
+                row.setup["vram_bytes"] = one.vram_bytes.get(lane.mode.label)
+                yield row
 
     def _expected_samples(self, test: str) -> int:
         """Samples per mode of a finished repetition."""
