@@ -208,6 +208,7 @@ class Session:
     def close(self) -> None:
         """Frees contexts and models; closing twice is harmless."""
         self._resources.close()
+        self._loop = None  # it holds us: what the policy learned would stay until Python looks for circles
 
     def __enter__(self) -> Session:
         return self
