@@ -55,12 +55,15 @@ bool allocate(cache_core & core, const std::vector<int> & wanted, int n_stage) {
     return core.moving->allocate() && (n_stage == 0 || core.streaming->allocate()) && core.pools->allocate(wanted);
 }
 
+// of a worker that was told to free its memory
+constexpr auto freeing_patience = std::chrono::seconds(30);
+
 // frees what the core holds on the device, if nobody else (a thread that was left behind) still does
 void release_core(std::shared_ptr<cache_core> & core) {
     const std::shared_ptr<device_loss> loss = core->device->loss;
     // the thread that may be left behind holds the last reference, so that it is the one that waits for the device
     auto last = std::make_shared<std::shared_ptr<cache_core>>(std::move(core));
-    loss->run([last] { last->reset(); });
+    loss->run([last] { last->reset(); }, freeing_patience);
 }
 
 } // namespace

@@ -157,13 +157,20 @@ void device_loss::set(bool & flag) {
     changed.notify_all();
 }
 
-bool device_loss::wait(const bool & flag) {
+bool device_loss::wait(const bool & flag, std::chrono::seconds patience) {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return flag || lost.load(); });
+    const auto                   is_over = [&] { return flag || lost.load(); };
+    if (!is_remote) {
+        changed.wait(lock, is_over);
+    } else if (!changed.wait_for(lock, patience, is_over)) {
+        lock.unlock();
+        mark("its worker does not answer any more");
+        return false;
+    }
     return flag;
 }
 
-bool device_loss::run(std::function<void()> work) {
+bool device_loss::run(std::function<void()> work, std::chrono::seconds patience) {
     if (!is_remote) {
         work();
         return true;
@@ -177,7 +184,7 @@ bool device_loss::run(std::function<void()> work) {
         work();
         self->set(*done);
     });
-    if (!wait(*done)) {
+    if (!wait(*done, patience)) {
         thread.detach();
         return false;
     }

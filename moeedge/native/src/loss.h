@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -33,11 +34,12 @@ class device_loss : public std::enable_shared_from_this<device_loss> {
 
     // runs `work`, which talks to the device, and waits for it; false if the device is lost before it is done. The work of
     // a remote device runs in another thread, which may never end: it must own what it uses.
-    bool run(std::function<void()> work);
+    bool run(std::function<void()> work, std::chrono::seconds patience = std::chrono::hours(24));
 
-    // a flag that one thread sets and another waits for; wait returns whether it is set, false meaning lost
+    // a flag that one thread sets and another waits for; false: the device is lost, or is now taken for lost since a remote
+    // worker did not answer within the patience (one that is stopped keeps its connection)
     void set(bool & flag);
-    bool wait(const bool & flag);
+    bool wait(const bool & flag, std::chrono::seconds patience = std::chrono::hours(24));
 
     const bool is_remote;
 

@@ -94,9 +94,12 @@ mover::mover(std::shared_ptr<cache_core> c) : core(std::move(c)) {
     });
 }
 
+// the slowest upload that is still worth making takes a fraction of this
+constexpr auto closing_patience = std::chrono::seconds(30);
+
 mover::~mover() {
     core->table->stop();
-    if (core->device->loss->wait(core->is_moved)) {
+    if (core->device->loss->wait(core->is_moved, closing_patience)) {
         thread.join();
     } else {
         thread.detach();
