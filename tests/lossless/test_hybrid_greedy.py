@@ -81,6 +81,22 @@ def test_ngram_drafts(gamma: int, case: Loaded) -> None:
     assert_greedy(case.stock, PROMPT, tokens, case.expected, "ngram")
 
 
+def test_a_slow_link(tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Transfers that take as long as several blocks: most experts are wanted before they have arrived."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    library.start()
+    with StockContext(path) as stock:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        with Session.open(hybrid_config(path, tiny_draft, 0.17, device="emulated:link=5MB/s,threads=1")) as session:
+            for turn in range(3):
+                tokens = greedy_answer(session, PROMPT, N_PREDICT)
+                assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")
+            stats = session.placement_stats()
+            assert stats is not None and stats.pairs_hit > 0
+            assert stats.link_bytes_per_s is not None and stats.link_bytes_per_s < 6e6
+            assert stats.cancelled > 0, "the link must have been too slow for some plan"
+
+
 def test_the_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
     """48 layers of 128 experts, as a new user starts: an answer of some length and a second turn."""
     target, draft = bundled_pair
