@@ -163,7 +163,7 @@ def test_a_wide_terminal_gets_the_panel(endless: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("env", "columns"),
-    [({"TERM": "dumb"}, 100), ({"NO_COLOR": "1"}, 100), ({}, 50)],
+    [({"TERM": "dumb"}, 100), ({"NO_COLOR": "1"}, 100), ({}, 39)],
     ids=["dumb", "no-color", "narrow"],
 )
 def test_other_terminals_get_plain_text(endless: list[str], env: dict[str, str], columns: int) -> None:

@@ -1,0 +1,78 @@
+"""The expert cache in the chat's terminal: header, panel in windows of several sizes, /stats; and in a pipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moeedge.cli.app import app
+from tests.conftest import TinyFactory
+
+if sys.platform == "win32":
+    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
+
+from tests.cli.terminal import Terminal
+
+PROMPT = ">>>"
+DEVICE = ["-dev", "emulated:link=1GB/s", "--cache-ratio", "0.5", "--no-calibrate"]
+
+
+@pytest.fixture
+def endless(tiny: TinyFactory) -> list[str]:
+    """Options under which an answer with drafts runs until it is stopped."""
+    models = ["-m", str(tiny("qwen3moe")), "-md", str(tiny("qwen3"))]
+    return ["chat", *models, *DEVICE, "-t", "1", "-c", "512", "--context-shift", "--temp", "0"]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(120, 40), (60, 20), (40, 15)])
+def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) -> None:
+    with Terminal(endless, env={}, columns=columns, rows=rows) as terminal:
+        at = terminal.expect(PROMPT)
+        assert "24 slots" in terminal.text  # of 3 x 16 experts
+        terminal.type("tell me\r")
+        for label in (
+            "decode",
+            "device emulated",
+            "cache hits",
+            "expert hits",
+            "slots 24/24",
+            "VRAM",
+            "emulated",
+            "tau",
+        ):
+            terminal.expect(label, after=at)
+        terminal.type("\x03")
+        at = terminal.expect("stopped", after=at)
+        terminal.expect(PROMPT, after=at)
+        terminal.type("/stats\r")
+        for label in ("cache", "of pairs", "slots", "24 of 24", "VRAM", "uploads", "step time", "tau"):
+            at = terminal.expect(label, after=at)
+        terminal.expect(PROMPT, after=at)
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    # rows never run over the window's edge
+    assert {len(line) for line in terminal.text.split("\n") if line.startswith("╭")} == {columns}
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["no-color", "dumb"])
+def test_plain_terminals_get_the_figures_behind_the_answer(endless: list[str], env: dict[str, str]) -> None:
+    with Terminal([*endless, "-n", "60"], env=env) as terminal:
+        at = terminal.expect(PROMPT)
+        terminal.type("tell me\r")
+        at = terminal.expect("cache hits", after=at)
+        terminal.expect(PROMPT, after=at)
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    assert "╭" not in terminal.raw
+
+
+def test_a_pipe_gets_the_answer_alone(endless: list[str], cache: Path) -> None:
+    result = CliRunner().invoke(app, [*endless, "-p", "tell me", "-n", "40"])
+    assert result.exit_code == 0
+    assert "cache hits" not in result.stdout
+    assert "24 slots" in result.stderr
+    assert "cache hits" in result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
