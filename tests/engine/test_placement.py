@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import moeedge.engine.session as session_module
+from moeedge.engine.calibration import Calibration
 from moeedge.engine.placement.observing import count_ids
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, PlacementConfig, PlacementStats, SamplingConfig
 from moeedge.errors import InputError
+from moeedge.hardware import vram
+from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.hardware.vram import VramReading
 from moeedge.native.cache import CacheStats
 from moeedge.scheduler.policy import Observation, Plan, Policy, Resident
 from tests.conftest import TinyFactory
@@ -260,6 +265,29 @@ def test_an_unknown_policy_is_refused_before_loading(tmp_path: Path) -> None:
 def test_more_memory_than_the_device_has(pair: tuple[Path, Path]) -> None:
     with pytest.raises(InputError, match="larger than the device"):
         Session.open(config(pair, None, placement={"vram_bytes": 1 << 50}))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_cache_that_does_not_pay_on_a_real_device(
+    pair: tuple[Path, Path], reference: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool
+) -> None:
+    """It is switched off with a line, unless the user gave it a size; the device is a stand-in for a GPU."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    gpu = ResolvedDevice(
+        "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
+    )
+    reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
+    monkeypatch.setattr(session_module, "resolve_device", lambda config: gpu)
+    monkeypatch.setattr(vram, "read", lambda device, **sizes: reading)
+    monkeypatch.setattr(Calibration, "pays", False)
+    placement = PlacementConfig(cache_ratio=0.5 if asked else None)
+    with Session.open(EngineConfig(model=pair[0], n_ctx=512, n_threads=1, placement=placement)) as session:
+        assert any("the cache does not pay here: it is off" in note for note in session.info.notes) != asked, (
+            session.info.notes
+        )
+        assert (session.info.device == "GPU0") == asked == (session.placement is not None)
+        assert session.calibration is not None and "stream" in session.calibration.prefill_ts
+        assert answer(session) == reference
 
 
 @pytest.mark.parametrize(
