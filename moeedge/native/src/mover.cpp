@@ -1,13 +1,17 @@
 #include "mover.h"
 
+#include <algorithm>
+
+#include "timing.h"
+
 namespace moeedge {
 
 namespace {
 
 using clock = std::chrono::steady_clock;
 
-// a sleep lasts longer than asked for; what was overslept, up to this much, is made good at once
-constexpr auto pace_credit = std::chrono::milliseconds(1);
+// a thread sleeps longer than it asks for; the link does not, and up to this much is made good at once
+constexpr int64_t oversleep_ns = 20 * 1000 * 1000;
 
 // The time at which a link of a given rate has delivered what was sent over it.
 class paced_link {
@@ -16,15 +20,15 @@ class paced_link {
 
     bool is_paced() const { return bytes_per_s > 0; }
 
-    clock::time_point deliver(clock::time_point begin, int64_t bytes) {
-        const auto duration = std::chrono::duration<double>((double) bytes / bytes_per_s);
-        free_at = std::max(free_at, begin - pace_credit) + std::chrono::duration_cast<clock::duration>(duration);
-        return free_at;
+    clock::time_point deliver(const upload & load) {
+        const int64_t begin_ns = std::max({ free_ns, load.ready_ns, now_ns() - oversleep_ns });
+        free_ns                = begin_ns + (int64_t) ((double) load.bytes / bytes_per_s * 1e9);
+        return clock::time_point(std::chrono::nanoseconds(free_ns));
     }
 
   private:
-    double            bytes_per_s;
-    clock::time_point free_at{};
+    double  bytes_per_s;
+    int64_t free_ns = 0;
 };
 
 // The loop: start uploads as long as there are any worth starting, then wait for the oldest.
@@ -52,30 +56,29 @@ class moving_loop {
 
   private:
     struct flight {
-        upload            load;
-        int64_t           ticket;
-        clock::time_point begin;
+        upload  load;
+        int64_t ticket;
     };
 
     void start(const upload & next) {
         if (next.ahead.layer >= 0) {
             core.source.announce(next.ahead.layer, next.ahead.expert);
         }
-        const auto    begin  = clock::now();
         const int64_t ticket = core.moving->send(next.what.layer, next.what.expert, next.slot);
         if (ticket < 0) {
             core.table->finish(next, /* arrived = */ false);
             return;
         }
-        flights.push_back({ next, ticket, begin });
+        flights.push_back({ next, ticket });
     }
 
+    // The link is paced from when the upload could begin: the copy itself is part of its time.
     void finish_oldest() {
         const flight oldest = flights.front();
         flights.pop_front();
         core.moving->wait(oldest.ticket);
         if (link.is_paced()) {
-            core.table->wait_until(link.deliver(oldest.begin, oldest.load.bytes));
+            core.table->wait_until(link.deliver(oldest.load));
         }
         core.table->finish(oldest.load, /* arrived = */ true);
     }

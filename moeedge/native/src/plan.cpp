@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "table.h"
+#include "timing.h"
 
 namespace moeedge {
 
@@ -72,6 +73,7 @@ bool residency_table::plan(const int32_t * uploads, const uint8_t * levels, int 
             groups[g].deferred.reserve(groups[g].victims.size());
         }
         is_resting = false;
+        ready_ns   = now_ns();
     }
     work.notify_one();
     return true;

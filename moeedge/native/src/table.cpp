@@ -76,6 +76,7 @@ void residency_table::restore_deferred(group_state & group, int32_t freed) {
             group.deferred[i] = group.deferred.back();
             group.deferred.pop_back();
             is_resting = false;
+            ready_ns   = now_ns();
             work.notify_one();
             return;
         }
@@ -152,7 +153,7 @@ void residency_table::start(group_state & group, upload & out) {
     }
     const size_t  i_ahead = group.head + n_uploads_ahead;
     const int32_t entry   = group.queue[group.head++].entry;
-    out = { id_of(entry), group.free.back(), group.expert_bytes, { -1, -1 } };
+    out = { id_of(entry), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
     if (i_ahead < group.queue.size()) {
         out.ahead = id_of(group.queue[i_ahead].entry);
     }

@@ -27,7 +27,8 @@ struct upload {
     expert_id what;
     int       slot;
     int64_t   bytes;
-    expert_id ahead; // one that follows some uploads later, layer -1: none
+    int64_t   ready_ns; // it could have begun then
+    expert_id ahead;    // one that follows some uploads later, layer -1: none
 };
 
 class residency_table {
@@ -126,6 +127,7 @@ class residency_table {
     int64_t                       n_in_flight = 0;
     int64_t                       n_pins      = 0;
     int64_t                       busy_from_ns = 0;
+    int64_t                       ready_ns     = 0; // when a plan or a free slot came last
     moeedge_cache_stats           counts = {};
 };
 
