@@ -153,7 +153,7 @@ check() { # DIR
     if [ -z "$bench_only" ]; then
         MOEEDGE_TEST_DEVICE=$device "$python" -m pytest -p no:cacheprovider -q --junitxml="$1/tests.xml" \
             ${tests_filter:+-k "$tests_filter"} tests/lossless/test_hybrid_greedy.py tests/lossless/test_hybrid_stress.py \
-            tests/lossless/test_hybrid_prefill.py
+            tests/lossless/test_hybrid_prefill.py tests/native/test_cache_stress.py
     fi
     if [ -z "$tests_only" ]; then
         "${checks[@]}" --device "$device" "${options[@]}"

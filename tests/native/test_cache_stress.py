@@ -1,4 +1,7 @@
-"""Experts moved at random as fast as possible: every byte that could be computed with is the right one."""
+"""Experts moved at random as fast as possible: every byte that could be computed with is the right one.
+
+On the device that $MOEEDGE_TEST_DEVICE names, the emulated one unless it is set.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,39 @@ from pathlib import Path
 
 import pytest
 
-from moeedge import native
+from moeedge.hardware.resolve import resolve
+from moeedge.hardware.spec import DeviceSpec
+from moeedge.native.cache import ExpertCache
 from tests.support.cache_stress import MIN_CHECKED, churn, stress
-from tests.support.experts import write_experts
+from tests.support.experts import ask, assert_balanced, assert_bytes, write_experts
+from tests.support.hybrid import test_device
 
 
-@pytest.mark.parametrize("link_bytes_per_s", [0.0, 100e6])
-def test_no_expert_is_seen_half_written(tmp_path: Path, link_bytes_per_s: float) -> None:
-    native.attach()
+@pytest.fixture(scope="module")
+def device() -> str:
+    """As ggml names it."""
+    return resolve(DeviceSpec.parse(test_device())).ggml_name
+
+
+@pytest.mark.parametrize("width", [32, 320], ids=["small", "large"])
+def test_no_expert_is_seen_half_written(tmp_path: Path, device: str, width: int) -> None:
+    model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, width=width, wide_layers=(1, 4))
+    assert stress(model, 2.0, device=device) >= MIN_CHECKED
+    churn(model, device=device)
+
+
+def test_pacing_changes_nothing_about_it(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
-    assert stress(model, 2.0, link_bytes_per_s=link_bytes_per_s) >= MIN_CHECKED
-    churn(model)
+    resolve(DeviceSpec.parse("emulated"))
+    assert stress(model, 2.0, link_bytes_per_s=100e6) >= MIN_CHECKED
+
+
+def test_experts_of_several_staging_chunks(tmp_path: Path, device: str) -> None:
+    model = write_experts(tmp_path / "experts.bin", n_layers=2, n_experts=3, width=1200)  # 5.8 MB a matrix
+    with ExpertCache.open(model.config(0.5, device=device)) as cache:
+        everything = [(layer, expert) for layer in range(2) for expert in range(3)]
+        for turn in range(4):
+            ask(cache, everything[turn % 2 :], victims=everything[:: 1 + turn % 2])
+            assert cache.drain(60)
+            assert assert_bytes(cache, model) == 3
+        assert_balanced(cache)

@@ -89,9 +89,10 @@ class Stress:
             self.errors.append(error)
 
 
-def stress(model: ExpertFile, seconds: float, *, link_bytes_per_s: float = 0.0) -> int:
+def stress(model: ExpertFile, seconds: float, *, device: str = "emulated", link_bytes_per_s: float = 0.0) -> int:
     """Runs the threads for that long; returns how many experts were checked."""
-    with ExpertCache.open(model.config(RATIO, link_bytes_per_s=link_bytes_per_s)) as cache:
+    config = model.config(RATIO, device=device, link_bytes_per_s=link_bytes_per_s)
+    with ExpertCache.open(config) as cache:
         state = Stress(model, cache, time.monotonic() + seconds)
         jobs = [(state.plan,), (state.read, 2), (state.read, 3), (state.clear,)]
         threads = [threading.Thread(target=state.guard, args=job) for job in jobs]
@@ -110,10 +111,10 @@ def stress(model: ExpertFile, seconds: float, *, link_bytes_per_s: float = 0.0) 
     return state.n_checked
 
 
-def churn(model: ExpertFile) -> None:
+def churn(model: ExpertFile, *, device: str = "emulated") -> None:
     """Caches that are opened, used and closed in the middle of moving."""
     for ratio in (0.0, 0.1, 1.0):
-        with ExpertCache.open(model.config(ratio, n_stage=2)) as cache:
+        with ExpertCache.open(model.config(ratio, device=device, n_stage=2)) as cache:
             cache.plan(pairs(*((0, e) for e in range(8))), np.ones(8, np.uint8), pairs((0, 0)), np.zeros(1, np.float32))
     try:
         cache.residency()
