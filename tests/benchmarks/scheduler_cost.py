@@ -1,0 +1,199 @@
+"""What scheduling costs: time per step of every policy, one observation and two plans, and what it buys.
+
+    python -m tests.benchmarks.scheduler_cost --layers 48 --experts 128 --used 8 --gamma 8 --steps 200 --out RECORD.json
+
+Routing is synthetic and token-determined in part, drawn from a fixed seed; transfers take no time. Every policy runs
+twice: once with every plan checked against the mover's rules, once timed, with the same plans. One line per policy goes
+to standard output, the record with all raw samples to --out. Run it where nothing else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.bench.environment import read_environment
+from moeedge.policies import POLICIES, PolicyConfig, make_policy
+from moeedge.scheduler.policy import CacheShape, Observation, Plan, check_plan
+from moeedge.scheduler.units import Units
+
+VOCABULARY = 400
+SHARE_OF_TOKEN = 0.8  # of a token's experts that it uses every time
+WARM_UP_STEPS = 40
+CAP = 4
+
+# of a 24 GB card beside a desktop CPU, with Qwen3-30B-A3B's experts: only proportions matter here
+UNITS = Units(
+    cpu_expert_s=np.r_[0.0, np.linspace(80e-6, 160e-6, 9)],
+    device_expert_s=np.r_[0.0, np.linspace(8e-6, 12e-6, 9)],
+    transfer_expert_s=110e-6,
+    draft_token_s=4e-3,
+    block_overhead_s=20e-6,
+    r_c=np.linspace(0.2, 0.9, CAP + 1),
+    r_g=np.linspace(0.9, 0.1, CAP + 1),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One verification."""
+
+    tokens: NDArray[np.int32]  # [n_tokens]
+    ids: NDArray[np.int32]  # [n_layers, n_tokens, k]
+    counts: NDArray[np.uint32]  # [n_layers, n_experts]
+    n_accepted: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Medians are over steps, raw samples beside them."""
+
+    policy: str
+    step_us: float  # observe and both plans
+    mean_us: float
+    observe_us: float
+    first_plan_us: float
+    second_plan_us: float
+    pair_hit: float
+    uploads_per_step: float
+    samples_us: list[float]
+
+
+def make_batches(n_layers: int, n_experts: int, n_used: int, n_tokens: int, n_steps: int, seed: int) -> list[Batch]:
+    """Tokens by Zipf's law, each with experts of its own that it mostly uses."""
+    rng = np.random.default_rng(seed)
+    own = rng.random((VOCABULARY, n_layers, n_experts)).argsort(axis=2)[:, :, :n_used]
+    popularity = 1.0 / np.arange(1, VOCABULARY + 1)
+    batches = []
+    for _ in range(n_steps):
+        tokens = rng.choice(VOCABULARY, n_tokens, p=popularity / popularity.sum())
+        score = rng.random((n_tokens, n_layers, n_experts))
+        stays = rng.random((n_tokens, n_layers, n_used)) < SHARE_OF_TOKEN
+        np.put_along_axis(score, own[tokens], np.where(stays, 2.0, 0.0), axis=2)
+        ids = score.argsort(axis=2)[:, :, -n_used:].transpose(1, 0, 2)
+        cells = np.arange(n_layers)[:, None, None] * n_experts + ids
+        counts = np.bincount(cells.reshape(-1), minlength=n_layers * n_experts).reshape(n_layers, n_experts)
+        batches.append(
+            Batch(
+                tokens.astype(np.int32),
+                np.ascontiguousarray(ids, dtype=np.int32),
+                counts.astype(np.uint32),
+                int(rng.integers(0, n_tokens)),
+            )
+        )
+    return batches
+
+
+def execute(plan: Plan, shape: CacheShape, resident: NDArray[np.uint8]) -> None:
+    """The mover's work for one group of slots."""
+    n_free = int(shape.capacity[0]) - int(np.count_nonzero(resident))
+    n_victims = min(max(len(plan.uploads) - n_free, 0), len(plan.victims))
+    resident[tuple(plan.victims[:n_victims].T)] = 0
+    resident[tuple(plan.uploads[: n_free + n_victims].T)] = 1
+
+
+def measure(name: str, batches: list[Batch], shape: CacheShape, units: Units | None) -> Cost:
+    """Replays the batches, checked and then timed; the first are warm-up."""
+    checked = _run(name, batches, shape, units, check=True)
+    gc.collect()
+    gc.disable()
+    try:
+        timed = _run(name, batches, shape, units, check=False)
+    finally:
+        gc.enable()
+    assert (timed.pair_hit, timed.uploads_per_step) == (checked.pair_hit, checked.uploads_per_step), "another plan"
+    return timed
+
+
+def _run(name: str, batches: list[Batch], shape: CacheShape, units: Units | None, *, check: bool) -> Cost:
+    policy = make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, units=units))
+    resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
+    times: list[tuple[float, float, float]] = []
+    pairs = hits = uploads = 0
+
+    def plan(upcoming: list[int]) -> float:
+        nonlocal uploads
+        start_s = time.perf_counter()
+        made = policy.plan(resident, upcoming)
+        taken_s = time.perf_counter() - start_s
+        if check:
+            check_plan(made, shape, resident, CAP)
+        execute(made, shape, resident)
+        assert np.count_nonzero(resident) <= shape.capacity[0], "more experts than slots"
+        uploads += len(made.uploads)
+        return taken_s
+
+    for step, batch in enumerate(batches):
+        tokens = batch.tokens.tolist()
+        observation = Observation(batch.counts, len(tokens), batch.n_accepted, batch.tokens, batch.ids)
+        if step == WARM_UP_STEPS:
+            times.clear()
+            pairs = hits = uploads = 0
+        first_s = plan(tokens[:1])
+        second_s = plan(tokens)
+        pairs += int(batch.counts.sum())
+        hits += int(batch.counts[resident > 0].sum())
+        start_s = time.perf_counter()
+        policy.observe(observation)
+        times.append((time.perf_counter() - start_s, first_s, second_s))
+    samples_us = [sum(parts) * 1e6 for parts in times]
+    medians_us = [statistics.median(column) * 1e6 for column in zip(*times, strict=True)]
+    return Cost(
+        name,
+        statistics.median(samples_us),
+        statistics.fmean(samples_us),
+        *medians_us,
+        pair_hit=hits / pairs,
+        uploads_per_step=uploads / len(times),
+        samples_us=samples_us,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--used", type=int, default=8)
+    parser.add_argument("--gamma", type=int, default=8)
+    parser.add_argument("--ratio", type=float, default=0.17)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--unbalanced", action="store_true", help="without units, so without the balancer")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    batches = make_batches(
+        options.layers, options.experts, options.used, options.gamma + 1, options.steps, options.seed
+    )
+    n_slots = int(options.ratio * options.layers * options.experts)
+    shape = CacheShape.uniform(options.layers, options.experts, n_slots)
+    units = None if options.unbalanced else UNITS
+    costs = [measure(name, batches, shape, units) for name in options.policies.split(",")]
+    for cost in costs:
+        print(
+            f"{cost.policy:11s} {cost.step_us:6.1f} us per step (mean {cost.mean_us:.1f}): "
+            f"observe {cost.observe_us:.1f}, plans {cost.first_plan_us:.1f} and {cost.second_plan_us:.1f}; "
+            f"pair hit {cost.pair_hit:.3f}, {cost.uploads_per_step:.1f} uploads per step"
+        )
+    if options.out:
+        settings = {key: value for key, value in vars(options).items() if key != "out"}
+        record = {
+            "schema": "moeedge-scheduler-cost-1",
+            "environment": asdict(read_environment()),
+            "settings": settings,
+            "results": [asdict(cost) for cost in costs],
+        }
+        options.out.write_text(json.dumps(record, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

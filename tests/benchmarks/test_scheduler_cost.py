@@ -1,0 +1,29 @@
+"""Benchmark, off unless asked for with -m bench: the scheduler's time per step at 48 layers of 128 experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeedge.scheduler.policy import CacheShape
+from tests.benchmarks.scheduler_cost import UNITS, make_batches, measure
+
+LIMIT_US = 150.0
+
+
+@pytest.mark.bench
+def test_the_default_policy_schedules_a_step_in_150_us() -> None:
+    """The plans are checked against the mover's rules, and they have to be worth something."""
+    batches = make_batches(48, 128, 8, 9, 240, seed=1)
+    shape = CacheShape.uniform(48, 128, int(0.17 * 48 * 128))
+    spac, lru, static = (measure(name, batches, shape, UNITS) for name in ("spac", "lru", "static"))
+    assert spac.pair_hit > max(lru.pair_hit, static.pair_hit)
+    assert spac.step_us < LIMIT_US, f"{spac.step_us:.0f} us: {spac}"
+
+
+def test_a_short_run_keeps_the_rules() -> None:
+    """The same with small shapes and no clock, in every run of the suite."""
+    batches = make_batches(6, 16, 2, 5, 60, seed=1)
+    shape = CacheShape.uniform(6, 16, 20)
+    for name in ("spac", "spac-paper", "lru", "static"):
+        for units in (None, UNITS):
+            assert measure(name, batches, shape, units).pair_hit > 0.15
