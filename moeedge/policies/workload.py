@@ -32,7 +32,8 @@ class ExpectedWorkload:
         # what else a layer's share of a step has for transfers: drafting (Eq. 10) and the layer's other operations
         self._beside_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
         self._no_limit = np.array([np.inf])  # Eq. 11 holds already: what is hot at tau = 1 is what fits the slots
-        self._sums = np.zeros((3, shape.n_layers, cap))
+        self._n_cells = shape.n_layers * cap
+        self._sums = np.zeros((3, shape.n_layers * cap))
 
     def solve(
         self, score: FloatArray, utility: FloatArray, resident: Resident, all_pairs: float
@@ -43,21 +44,25 @@ class ExpectedWorkload:
         utility  [n_layers, n_experts], hot from 1 on
         all_pairs  expected activations of each layer: batch times experts per token, the same for all
         """
-        hot = (utility.reshape(-1) >= 1.0).nonzero()[0]
+        units, n = self._units, self._n_cells
+        reached = utility.reshape(-1)
+        hot = (reached >= 1.0).nonzero()[0]
         cells = self._first.take(hot)
-        cells -= utility.reshape(-1).take(hot).astype(np.intp)  # level K is column 0
-        expected = score.reshape(-1).take(hot)
-        n = self._sums[0].size
+        cells -= reached.take(hot).astype(np.intp)  # level K is column 0
         sums = self._sums
-        sums[0].reshape(-1)[:] = np.bincount(cells, weights=np.minimum(expected, 1.0), minlength=n)
-        sums[1].reshape(-1)[:] = np.bincount(cells, weights=expected, minlength=n)
-        sums[2].reshape(-1)[:] = np.bincount(cells, weights=resident.reshape(-1).take(hot) == 0, minlength=n)
-        distinct, pairs, absent = np.cumsum(sums, axis=2)[:, :, ::-1]  # [n_layers, K]: at and above tau = j + 1
-        # below tau 1 hardly any expert is expected twice: a pair is an expert
-        all_distinct = distinct[:, :1] + (all_pairs - pairs[:, :1])
-        device_s = self._device_s[0] * distinct + self._device_s[1] * pairs
-        cpu_s = self._cpu_s[0] * (all_distinct - distinct) + self._cpu_s[1] * (all_pairs - pairs)
-        transfer_s = self._units.transfer_expert_s
+        sums[0] = np.bincount(cells, weights=score.reshape(-1).take(hot), minlength=n)
+        sums[1] = np.bincount(cells, minlength=n)
+        sums[2] = np.bincount(cells[resident.reshape(-1).take(hot) == 0], minlength=n)
+        # an expert expected less than once is used by one token or none
+        np.minimum(sums[0], sums[1], out=sums[1])
+        # [n_layers, K]: at and above tau = j + 1
+        pairs, distinct, absent = sums.reshape(3, self._shape.n_layers, self._cap).cumsum(axis=2)[:, :, ::-1]
+        # below tau = 1 hardly any expert is expected twice: a pair is an expert
+        all_distinct = distinct[:, :1] - pairs[:, :1] + all_pairs
+        (cpu_fixed_s, cpu_pair_s), (device_fixed_s, device_pair_s) = self._cpu_s, self._device_s
+        device_s = device_fixed_s * distinct + device_pair_s * pairs
+        cpu_s = (cpu_fixed_s * all_distinct + cpu_pair_s * all_pairs) - (cpu_fixed_s * distinct + cpu_pair_s * pairs)
+        transfer_s = units.transfer_expert_s
         work = Workload(cpu_s, device_s, absent, self._no_limit)
         tau = thresholds(work, transfer_s, self._beside_s)
         if transfer_s <= 0:

@@ -29,6 +29,7 @@ RESIDENT, IN_FLIGHT = 1, 2
 # a slot that a computation reads cannot be given up: name some more victims than uploads
 _SPARE_VICTIMS = 16
 _LEAST = 1e-30  # a score of nothing
+_LOWEST = np.uint8(1)  # level
 _NOBODY: IndexArray = np.zeros(0, dtype=np.intp)
 
 
@@ -97,7 +98,9 @@ class Planner:
             self._candidates(group, marginal, there, allowed)
             for group, marginal in zip(self._groups, self.marginal, strict=True)
         ]
-        up = found[0].coming if len(found) == 1 else np.sort(np.concatenate([_NOBODY, *(each.coming for each in found)]))
+        up = (
+            found[0].coming if len(found) == 1 else np.sort(np.concatenate([_NOBODY, *(each.coming for each in found)]))
+        )
         up, levels = self._hot(up, flat_utility, tau)
         if max_uploads is not None and up.size > max_uploads:
             n_left = up.size - max_uploads
@@ -105,14 +108,14 @@ class Planner:
             up, levels = up[best], levels[best]
         down = self._needed(up, found, flat_score, flat_utility)
         # FIFO by layer within a level: cells are in the order of layers, and a stable sort keeps it
-        order = np.argsort(self._cap - levels, kind="stable")
+        order = (self._cap - levels).argsort(kind="stable")
         return Plan(
             tau=tau,
             utility=utility,
             uploads=self._pair_of.take(up[order], axis=0),
             levels=levels[order],
             victims=self._pair_of.take(down, axis=0),
-            victim_utility=flat_utility[down],
+            victim_utility=flat_utility.take(down),
         )
 
     def _candidates(
@@ -120,44 +123,54 @@ class Planner:
     ) -> _Candidates:
         """What belongs into the group's slots and what does not."""
         boosted, there = self._boosted[group.cells], there[group.cells]
-        above, mask = self._masks[:, : boosted.size]
-        free = group.capacity - int(np.count_nonzero(there))
-        np.greater_equal(boosted, np.float32(max(marginal, _LEAST)), out=above)
-        np.equal(there, 0, out=mask)
-        mask &= above
+        fits, held = self._masks[:, : boosted.size]
+        np.greater_equal(boosted, np.float32(max(marginal, _LEAST)), out=fits)
+        np.not_equal(there, 0, out=held)
+        free = group.capacity - int(np.count_nonzero(held))
+        changes = np.not_equal(fits, held, out=held).nonzero()[0]  # what should come or go, found in one pass
+        comes = fits.take(changes)
+        up, down = changes[comes], changes[~comes]
         if allowed is not None:
-            mask &= allowed.reshape(-1)[group.cells]
-        up = mask.nonzero()[0]
-        down = _NOBODY
-        if self._evict and up.size > free:
-            np.equal(there, RESIDENT, out=mask)
-            mask &= np.less(boosted, np.float32(marginal), out=above)
-            down = mask.nonzero()[0]
-        room = max(free + down.size, 0)
-        if up.size > room:  # several are exactly at the margin, or nothing may be evicted
-            better = boosted[up] > marginal
-            n_better = int(np.count_nonzero(better))
-            if n_better <= room:
-                better[np.flatnonzero(~better)[: room - n_better]] = True
-                up = up[better]
-            else:  # these come in any case, for some of those at the margin
-                up = up[better]
-                if self._evict:
-                    tied = np.flatnonzero((boosted == np.float32(marginal)) & (there == RESIDENT))
-                    down = np.concatenate((down, tied[: n_better - room]))
-                up = up[: max(free + down.size, 0)]
+            up = up[allowed.reshape(-1)[group.cells].take(up)]
+        if not self._evict:
+            down = _NOBODY
+        if up.size > free + down.size:
+            up, down = self._settle_ties(up, down, free, boosted, there, marginal)
         if not isinstance(group.cells, slice):
             up, down = group.cells[up], group.cells[down]
         return _Candidates(up, down, free)
 
+    def _settle_ties(
+        self,
+        up: IndexArray,
+        down: IndexArray,
+        free: int,
+        boosted: FloatArray,
+        there: NDArray[Any],
+        marginal: float,
+    ) -> tuple[IndexArray, IndexArray]:
+        """Too many come: several cells are exactly at the margin, or nothing may be evicted."""
+        room = max(free + down.size, 0)
+        better = boosted[up] > np.float32(marginal)
+        n_better = int(np.count_nonzero(better))
+        if n_better <= room:
+            better[np.flatnonzero(~better)[: room - n_better]] = True
+            return up[better], down
+        up = up[better]  # these come in any case, for some of those at the margin
+        if self._evict:
+            tied = np.flatnonzero((boosted == np.float32(marginal)) & (there == RESIDENT))
+            down = np.concatenate((down, tied[: n_better - room]))
+        return up[: max(free + down.size, 0)], down
+
     def _hot(self, up: IndexArray, utility: FloatArray, tau: FloatArray) -> tuple[IndexArray, NDArray[np.uint8]]:
         """Those of the cells whose utility reaches the threshold of their layer, and their levels."""
         reached = utility.take(up)
-        if tau.max(initial=1.0) > 1.0:
+        if tau.max() > 1.0:
             threshold = tau.take(up // self.shape.n_experts)
             hot = (reached >= threshold) | (threshold <= 1.0)
             up, reached = up[hot], reached[hot]
-        return up, np.maximum(reached, np.float32(1.0)).astype(np.uint8)
+        levels = reached.astype(np.uint8)
+        return up, np.maximum(levels, _LOWEST, out=levels)
 
     def _needed(self, up: IndexArray, found: list[_Candidates], score: FloatArray, utility: FloatArray) -> IndexArray:
         """The victims, lowest utility first: as many as the uploads need, and some to spare."""
@@ -177,7 +190,7 @@ class Planner:
         if not chosen:
             return _NOBODY
         if len(chosen) == 1:  # utility rises with the score within a group
-            return chosen[0][np.argsort(score.take(chosen[0]))]
+            return chosen[0][score.take(chosen[0]).argsort()]
         down = np.concatenate(chosen)
         return down[np.lexsort((score.take(down), utility.take(down)))]
 
@@ -199,4 +212,6 @@ def _nth_largest(values: FloatArray, n: int) -> float:
         return math.inf
     if n >= values.size:
         return 0.0
-    return float(np.partition(values, values.size - n)[values.size - n])
+    values = values.copy()
+    values.partition(values.size - n)
+    return float(values[values.size - n])
