@@ -13,6 +13,9 @@ using clock = std::chrono::steady_clock;
 // a thread sleeps longer than it asks for; the link does not, and up to this much is made good at once
 constexpr int64_t oversleep_ns = 20 * 1000 * 1000;
 
+// how long an upload to a remote worker lets computation go first; blocks take a fraction of it
+constexpr auto most_courtesy = std::chrono::milliseconds(20);
+
 // The time at which a link of a given rate has delivered what was sent over it.
 class paced_link {
   public:
@@ -34,7 +37,11 @@ class paced_link {
 // The loop: start uploads as long as there are any worth starting, then wait for the oldest.
 class moving_loop {
   public:
-    explicit moving_loop(cache_core & c) : core(c), link(c.link_bytes_per_s) {}
+    explicit moving_loop(cache_core & c) : core(c), link(c.link_bytes_per_s) {
+        if (core.device->is_remote) {
+            core.moving->set_courtesy([this] { core.table->wait_unpinned(most_courtesy); });
+        }
+    }
 
     void run() {
         residency_table::found found = residency_table::found::nothing;

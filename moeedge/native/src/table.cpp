@@ -205,6 +205,11 @@ bool residency_table::wait_until(std::chrono::steady_clock::time_point time) {
     return !is_stopped;
 }
 
+void residency_table::wait_unpinned(std::chrono::milliseconds at_most) {
+    std::unique_lock<std::mutex> lock(mutex);
+    rest.wait_for(lock, at_most, [this] { return is_stopped || n_pins == 0; });
+}
+
 void residency_table::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex);

@@ -62,6 +62,8 @@ class residency_table {
     void  finish(const upload & done, bool arrived);
     // false: stopped before
     bool wait_until(std::chrono::steady_clock::time_point time);
+    // until nothing is computed with, but not longer than that
+    void wait_unpinned(std::chrono::milliseconds at_most);
 
     // nothing is taken, found or pinned any more
     void stop();

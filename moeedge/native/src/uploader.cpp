@@ -4,9 +4,9 @@
 
 namespace moeedge {
 
-// Large enough that a transfer's fixed cost is small beside it; what a remote computation waits for at most is one chunk.
+// Large enough that a transfer's fixed cost is small beside it. A remote one is what a computation may have to wait for.
 static constexpr size_t stream_chunk_bytes = 4u << 20;
-static constexpr size_t remote_chunk_bytes = 1u << 20;
+static constexpr size_t remote_chunk_bytes = 512u << 10;
 static constexpr int    n_stream_chunks    = 4;
 
 uploader::uploader(const cache_device & dev, ggml_backend_t be, const expert_source & from, const expert_layout & of,
@@ -91,7 +91,7 @@ bool uploader::send_piece(int layer, int role, int expert, size_t begin, size_t 
     }
     c.sent = ++n_sent;
     if (!device.is_async) {
-        ggml_backend_tensor_set(pool, c.data, offset, size);
+        send_and_wait(c, size, pool, offset);
         n_arrived = n_sent;
         return true;
     }
@@ -100,6 +100,17 @@ bool uploader::send_piece(int layer, int role, int expert, size_t begin, size_t 
         ggml_backend_event_record(c.event, backend);
     }
     return true;
+}
+
+// ggml's client calls bytes sent once the socket has taken them, and a socket takes megabytes, behind which a computation
+// would queue; one byte read back tells that they have arrived.
+void uploader::send_and_wait(const chunk & c, size_t size, ggml_tensor * pool, size_t offset) {
+    courtesy();
+    ggml_backend_tensor_set(pool, c.data, offset, size);
+    if (device.is_remote) {
+        char last;
+        ggml_backend_tensor_get(pool, &last, offset + size - 1, 1);
+    }
 }
 
 void uploader::wait(int64_t ticket) {

@@ -2,11 +2,12 @@
 //
 // Host memory (emulated): read straight into the slot. Devices with streams: through a ring of staging chunks, pinned where
 // offered, so that reading a chunk overlaps with the transfer of the ones before. Remote workers: chunk by chunk, each
-// waited for, since computation shares the connection and must get in between.
+// acknowledged before the next, since computation shares the connection, first come first served.
 
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -26,6 +27,8 @@ class uploader {
 
     // allocates the staging ring; false if there is no memory
     bool allocate();
+    // to be called before each chunk for a remote worker: the place to wait until the connection is free
+    void set_courtesy(std::function<void()> call) { courtesy = std::move(call); }
 
     // starts to write an expert to a slot; a ticket for wait, or -1 where its file cannot be read (what was sent before
     // stays valid). Waits where the ring is full.
@@ -45,6 +48,7 @@ class uploader {
     };
 
     bool send_role(int layer, int role, int expert, int slot);
+    void send_and_wait(const chunk & c, size_t size, ggml_tensor * pool, size_t offset);
     bool send_piece(int layer, int role, int expert, size_t begin, size_t size, ggml_tensor * pool, size_t offset);
 
     const cache_device &  device;
@@ -53,8 +57,9 @@ class uploader {
     const expert_layout & layout;
     const slot_pools &    pools;
 
-    ggml_backend_buffer_t buffer = nullptr;
-    bool                  pinned = false;
+    std::function<void()> courtesy = [] {};
+    ggml_backend_buffer_t buffer   = nullptr;
+    bool                  pinned   = false;
     std::vector<chunk>    chunks;
     size_t                chunk_bytes = 0;
     int64_t               n_sent      = 0; // tickets: pieces sent so far
