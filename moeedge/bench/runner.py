@@ -105,6 +105,7 @@ class Bench:
         for lane in lanes:
             for note in lane.session.info.notes:
                 self._note(note)
+            lane.session.on_note = self._note  # what goes off later: a lost device
         return lanes
 
     def _note(self, text: str) -> None:
