@@ -132,6 +132,8 @@ def tau_line(stats: PlacementStats, columns: int) -> str:
 
 def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     """What the panel adds; `rank` says what a small window drops first."""
+    if stats.lost:
+        return [Figure("", "device lost: all on CPU")]
     figures = [
         Figure("cache hits", hits(stats.hit_rate_pairs)),
         Figure("expert hits", hits(stats.hit_rate_unique), rank=1),
@@ -142,8 +144,6 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
         Figure("VRAM", memory_text(stats), draw=lambda columns: memory_line(stats, columns), rank=1),
         Figure("", "", draw=lambda columns: share_line(stats, columns), rank=3),
     ]
-    if stats.lost:
-        figures.insert(0, Figure("", "device lost"))
     if stats.tau:
         figures.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
     return figures

@@ -121,7 +121,9 @@ def test_infinite_thresholds_stand_above_all_others() -> None:
 
 def test_a_lost_device_is_said() -> None:
     lost = replace(CACHE, lost=True)
-    assert "device lost" in "\n".join(_panel(lost, 40, 10))
+    shown = "\n".join(_panel(lost, 40, 10))
+    assert "device lost: all on CPU" in shown
+    assert "slots" not in shown
     assert cache_figures.table(lost)[-1].value.startswith("The device was lost")
 
 
