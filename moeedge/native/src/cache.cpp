@@ -26,11 +26,10 @@ struct expert_cache::impl {
 namespace {
 
 bool is_valid(const moeedge_cache_config & config) {
-    const bool has_arrays = config.device && (config.files || config.n_files == 0) && (config.tensors || config.n_tensors == 0);
+    const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
     // a comparison with NaN is false
     const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0;
-    return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0 &&
-           config.n_files > 0 && config.n_tensors > 0;
+    return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0;
 }
 
 // slots per group: the same share of each, at least one where there are to be any
@@ -44,7 +43,23 @@ std::vector<int> wanted_slots(const expert_layout & layout, double ratio) {
     return wanted;
 }
 
-// everything that talks to the device while the cache is made; may run in another thread, see device_loss::run
+// the model's layout, its files and the device; null with the reason
+std::shared_ptr<cache_core> open_core(const moeedge_cache_config & config, std::string & error, int & status) {
+    auto core = std::make_shared<cache_core>();
+    status    = MOEEDGE_BAD_ARGUMENT;
+    if (!core->layout.read(config, error)) {
+        return nullptr;
+    }
+    status = MOEEDGE_FILE_ERROR;
+    if (!core->source.open(config, core->layout, error)) {
+        return nullptr;
+    }
+    status       = MOEEDGE_NO_DEVICE;
+    core->device = cache_device::open(config, error);
+    return core->device ? core : nullptr;
+}
+
+// everything that talks to the device while the cache is made
 bool allocate(cache_core & core, const std::vector<int> & wanted, int n_stage) {
     cache_device & device = *core.device;
     core.pools.reset(new slot_pools(core.device, core.layout, n_stage));
@@ -68,53 +83,50 @@ void release_core(std::shared_ptr<cache_core> & core) {
 
 } // namespace
 
-expert_cache::expert_cache(std::unique_ptr<impl> parts) : self(std::move(parts)) {}
-
-std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & config, std::string & error, int & status) {
-    status = MOEEDGE_BAD_ARGUMENT;
-    if (!is_valid(config)) {
-        error = "The expert cache needs a device, files, expert tensors, a ratio from 0 to 1 and no negative sizes.";
-        return nullptr;
-    }
-    auto core = std::make_shared<cache_core>();
-    if (!core->layout.read(config, error)) {
-        return nullptr;
-    }
-    status = MOEEDGE_FILE_ERROR;
-    if (!core->source.open(config, core->layout, error)) {
-        return nullptr;
-    }
-    status       = MOEEDGE_NO_DEVICE;
-    core->device = cache_device::open(config, error);
-    if (!core->device) {
-        return nullptr;
-    }
-    const std::shared_ptr<device_loss> loss   = core->device->loss;
-    const std::vector<int>             wanted = wanted_slots(core->layout, config.ratio);
-
-    auto is_allocated = std::make_shared<bool>(false);
-    if (!loss->run([core, wanted, n_stage = config.n_stage, is_allocated] {
-            *is_allocated = allocate(*core, wanted, n_stage);
-        })) {
+// allocates in a thread that can be left behind; false with the reason
+static bool allocate_or_lose(std::shared_ptr<cache_core> & core, const std::vector<int> & wanted, int n_stage,
+                             std::string & error, int & status) {
+    const std::shared_ptr<cache_device> device       = core->device;
+    auto                                is_allocated = std::make_shared<bool>(false);
+    if (!device->loss->run([core, wanted, n_stage, is_allocated] { *is_allocated = allocate(*core, wanted, n_stage); })) {
         status = MOEEDGE_DEVICE_LOST;
-        error  = "The device " + std::string(config.device) + " is lost: " + loss->reason() + ".";
-        return nullptr;
+        error  = "The device " + device->name + " is lost: " + device->loss->reason() + ".";
+        return false;
     }
     if (!*is_allocated) {
         status = MOEEDGE_OUT_OF_MEMORY;
-        error  = "The device " + core->device->name + " has no memory for even one expert.";
+        error  = "The device " + device->name + " has no memory for even one expert.";
         release_core(core);
+        return false;
+    }
+    return true;
+}
+
+expert_cache::expert_cache(std::unique_ptr<impl> parts) : self(std::move(parts)) {}
+
+std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & config, std::string & error, int & status) {
+    if (!is_valid(config)) {
+        status = MOEEDGE_BAD_ARGUMENT;
+        error  = "The expert cache needs a device, files, expert tensors, a ratio from 0 to 1 and no negative sizes.";
         return nullptr;
     }
-    std::vector<int> capacity;
+    std::shared_ptr<cache_core> core = open_core(config, error, status);
+    if (!core) {
+        return nullptr;
+    }
+    const std::vector<int> wanted = wanted_slots(core->layout, config.ratio);
+    if (!allocate_or_lose(core, wanted, config.n_stage, error, status)) {
+        return nullptr;
+    }
     auto             parts = std::make_unique<impl>();
+    std::vector<int> capacity;
     for (size_t g = 0; g < wanted.size(); g++) {
         capacity.push_back(core->pools->capacity((int) g));
         parts->slots_wanted += wanted[g];
     }
     core->table.reset(new residency_table(core->layout, capacity));
     core->link_bytes_per_s = core->device->is_emulated ? config.link_bytes_per_s : 0.0;
-    loss->on_lost([weak = std::weak_ptr<cache_core>(core)] {
+    core->device->loss->on_lost([weak = std::weak_ptr<cache_core>(core)] {
         if (auto live = weak.lock()) {
             live->table->stop();
         }
@@ -325,31 +337,36 @@ int expert_cache::clear() {
     return status_of(self->core->table->clear());
 }
 
+// bytes of a slot; false if the device is lost
+static bool read_slot(const std::shared_ptr<cache_core> & core, ggml_tensor * pool, size_t offset, void * out, size_t size) {
+    if (core->device->is_host) {
+        std::memcpy(out, (const char *) pool->data + offset, size);
+        return true;
+    }
+    auto bytes = std::make_shared<std::vector<char>>(size);
+    if (!core->device->loss->run(
+            [core, bytes, pool, offset] { ggml_backend_tensor_get(pool, bytes->data(), offset, bytes->size()); })) {
+        return false;
+    }
+    std::memcpy(out, bytes->data(), size);
+    return true;
+}
+
 int expert_cache::read(int layer, int expert, const char * role, void * out, int64_t size) {
-    const int group = group_of(layer);
-    const int index = group < 0 ? -1 : self->core->layout.role_index(group, role);
-    if (index < 0 || size != (int64_t) self->core->layout.groups[group].roles[index].bytes) {
+    const cache_core & core  = *self->core;
+    const int          group = group_of(layer);
+    const int          index = group < 0 ? -1 : core.layout.role_index(group, role);
+    if (index < 0 || size != (int64_t) core.layout.groups[group].roles[index].bytes) {
         return MOEEDGE_BAD_ARGUMENT;
     }
     int32_t slot;
     if (acquire(layer, &expert, 1, &slot) == 0) {
         return MOEEDGE_BAD_ARGUMENT;
     }
-    ggml_tensor * tensor = self->core->pools->tensor(group, index);
-    const size_t  offset = (size_t) slot * (size_t) size;
-    if (is_host()) {
-        std::memcpy(out, (const char *) tensor->data + offset, (size_t) size);
-        release(layer, &slot, 1);
-        return MOEEDGE_OK;
-    }
-    auto       bytes       = std::make_shared<std::vector<char>>(size);
-    const bool is_answered = self->core->device->loss->run(
-        [core = self->core, bytes, tensor, offset] { ggml_backend_tensor_get(tensor, bytes->data(), offset, bytes->size()); });
-    if (is_answered) {
-        std::memcpy(out, bytes->data(), bytes->size());
-    }
+    ggml_tensor * pool    = core.pools->tensor(group, index);
+    const bool    is_read = read_slot(self->core, pool, (size_t) slot * (size_t) size, out, (size_t) size);
     release(layer, &slot, 1);
-    return is_answered ? MOEEDGE_OK : MOEEDGE_DEVICE_LOST;
+    return is_read ? MOEEDGE_OK : MOEEDGE_DEVICE_LOST;
 }
 
 } // namespace moeedge
