@@ -63,10 +63,10 @@ class Spac:
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_steps = 0
         self._n_expert_layers = int(np.count_nonzero(shape.group >= 0))
+        self._n_used = 0.0  # experts per token
         self._layer_pairs = 0.0  # expected activations per layer, of the last plan
         self._used = np.zeros(cells, dtype=np.bool_)  # in the last step
         self._score: FloatArray = np.zeros(n, dtype=np.float32)
-        self._ones: FloatArray = np.ones(n, dtype=np.float32)
         self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
         self._n_batch = float(config.gamma + 1)  # tokens of the next batch, as far as is known
         self._marginal = 1.0  # the score of the last that fits, of the last plan
@@ -81,6 +81,8 @@ class Spac:
         if observation.n_tokens < 1:
             return
         self._n_planned = 0
+        if self._n_used == 0.0:
+            self._n_used = float(counts.sum()) / observation.n_tokens / max(self._n_expert_layers, 1)
         now = self._history.sense(counts.reshape(-1), observation.n_tokens)
         fit = False
         if not observation.prefill:
@@ -101,7 +103,7 @@ class Spac:
         score = self._expected(upcoming, known)
         margin = 0.0 if self._binary else (_MARGIN_KNOWN if known else _MARGIN_GUESSED) * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
-        unit = self._unit(marginal, score)
+        unit = self._unit(marginal)
         np.divide(score, unit, out=self._utility)
         np.minimum(self._utility, np.float32(self.cap), out=self._utility)
         if self._n_planned == 0:  # once per step, and the threshold of a step holds for its second plan
@@ -139,13 +141,12 @@ class Spac:
             return score
         n_batch = float(len(upcoming)) if known else self._n_batch
         self._table.expect(self._history.rate, upcoming, n_batch, out=self._score)
+        self._layer_pairs = n_batch * self._n_used
         return score
 
-    def _unit(self, marginal: list[float], score: FloatArray) -> Any:
+    def _unit(self, marginal: list[float]) -> Any:
         """The score that has utility 1: a number for one group, else [n_layers, 1]."""
-        total = float(np.dot(score.reshape(-1), self._ones))
-        self._layer_pairs = total / max(self._n_expert_layers, 1)
-        least = max(total / score.size, 1e-6)
+        least = max(self._layer_pairs / self.shape.n_experts, 1e-6)
         units = [max(value, least) if value < math.inf else least for value in marginal]
         self._marginal = sum(units) / max(len(units), 1)
         if len(units) == 1:

@@ -20,20 +20,21 @@ from moeedge.scheduler.units import Units
 FloatArray = NDArray[np.float32]
 
 
+# Eq. 11 holds without it: what is hot at tau = 1 is what fits the slots
+_NO_LIMIT = np.array([np.inf])
+
+
 class ExpectedWorkload:
     """Call `solve` once per step."""
 
     def __init__(self, shape: CacheShape, cap: int, units: Units, gamma: int) -> None:
         self._shape, self._cap, self._units = shape, cap, units
-        # where layer and level of a hot cell are summed up: [n_layers, K], level K first, so that sums run downwards
-        self._first = np.repeat(np.arange(shape.n_layers) * cap + cap, shape.n_experts)
+        self._layer_of = np.repeat(np.arange(shape.n_layers), shape.n_experts)
         self._cpu_s = _affine(units.cpu_expert_s)
         self._device_s = _affine(units.device_expert_s)
         # what else a layer's share of a step has for transfers: drafting (Eq. 10) and the layer's other operations
         self._beside_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
-        self._no_limit = np.array([np.inf])  # Eq. 11 holds already: what is hot at tau = 1 is what fits the slots
-        self._n_cells = shape.n_layers * cap
-        self._sums = np.zeros((3, shape.n_layers * cap))
+        self._ones: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
 
     def solve(
         self, score: FloatArray, utility: FloatArray, resident: Resident, all_pairs: float
@@ -44,31 +45,49 @@ class ExpectedWorkload:
         utility  [n_layers, n_experts], hot from 1 on
         all_pairs  expected activations of each layer: batch times experts per token, the same for all
         """
-        units, n = self._units, self._n_cells
-        reached = utility.reshape(-1)
+        reached, amount, there = utility.reshape(-1), score.reshape(-1), resident.reshape(-1)
         hot = (reached >= 1.0).nonzero()[0]
-        cells = self._first.take(hot)
-        cells -= reached.take(hot).astype(np.intp)  # level K is column 0
-        sums = self._sums
-        sums[0] = np.bincount(cells, weights=score.reshape(-1).take(hot), minlength=n)
-        sums[1] = np.bincount(cells, minlength=n)
-        sums[2] = np.bincount(cells[resident.reshape(-1).take(hot) == 0], minlength=n)
+        hot_amount = amount.take(hot)
+        layers, absent = self._layer_of.take(hot), there.take(hot) == 0
+        pairs, distinct, n_uploads = self._sums(layers, hot_amount, absent, self._shape.n_layers)
+        all_distinct = distinct - pairs + all_pairs  # below tau = 1 hardly any expert is expected twice
+        cpu_s, device_s = self._times_s(pairs, distinct, all_pairs, all_distinct)
+        busy_s = np.maximum(cpu_s, device_s)
+        transfer_s = self._units.transfer_expert_s
+        max_uploads = None
+        if transfer_s > 0:
+            step_s = float(busy_s.sum()) + self._shape.n_layers * self._beside_s
+            max_uploads = max(int(step_s / transfer_s), 1)
+        busy_s += self._beside_s
+        # the usual case: at tau = 1 the CPU is the slower side already, and the transfers fit; every higher tau leaves
+        # it more, so that 1 is the solution
+        if (cpu_s > device_s).all() and (n_uploads * transfer_s <= busy_s).all():
+            return self._ones, max_uploads
+        cells = layers * self._cap + (self._cap - reached.take(hot).astype(np.intp))  # level K first
+        by_level = self._sums(cells, hot_amount, absent, self._shape.n_layers * self._cap)
+        shape = (3, self._shape.n_layers, self._cap)
+        pairs, distinct, n_uploads = by_level.reshape(shape).cumsum(axis=2)[:, :, ::-1]  # at and above tau = j + 1
+        cpu_s, device_s = self._times_s(pairs, distinct, all_pairs, all_distinct[:, None])
+        return thresholds(Workload(cpu_s, device_s, n_uploads, _NO_LIMIT), transfer_s, self._beside_s), max_uploads
+
+    def _sums(
+        self, cells: NDArray[np.intp], amount: FloatArray, absent: NDArray[np.bool_], n: int
+    ) -> NDArray[np.float64]:
+        """Expected activations, distinct experts expected to be used, and absent experts of each cell, [3, n]."""
+        sums = np.empty((3, n))
+        sums[0] = np.bincount(cells, weights=amount, minlength=n)
         # an expert expected less than once is used by one token or none
-        np.minimum(sums[0], sums[1], out=sums[1])
-        # [n_layers, K]: at and above tau = j + 1
-        pairs, distinct, absent = sums.reshape(3, self._shape.n_layers, self._cap).cumsum(axis=2)[:, :, ::-1]
-        # below tau = 1 hardly any expert is expected twice: a pair is an expert
-        all_distinct = distinct[:, :1] - pairs[:, :1] + all_pairs
+        np.minimum(sums[0], np.bincount(cells, minlength=n), out=sums[1])
+        sums[2] = np.bincount(cells[absent], minlength=n)
+        return sums
+
+    def _times_s(
+        self, pairs: NDArray[Any], distinct: NDArray[Any], all_pairs: float, all_distinct: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """T_cpu and T_gpu where `pairs` and `distinct` of all are on the device."""
         (cpu_fixed_s, cpu_pair_s), (device_fixed_s, device_pair_s) = self._cpu_s, self._device_s
-        device_s = device_fixed_s * distinct + device_pair_s * pairs
-        cpu_s = (cpu_fixed_s * all_distinct + cpu_pair_s * all_pairs) - (cpu_fixed_s * distinct + cpu_pair_s * pairs)
-        transfer_s = units.transfer_expert_s
-        work = Workload(cpu_s, device_s, absent, self._no_limit)
-        tau = thresholds(work, transfer_s, self._beside_s)
-        if transfer_s <= 0:
-            return tau, None
-        step_s = float(np.maximum(cpu_s[:, 0], device_s[:, 0]).sum())
-        return tau, max(int((step_s + self._shape.n_layers * self._beside_s) / transfer_s), 1)
+        cpu_s = cpu_fixed_s * (all_distinct - distinct) + cpu_pair_s * (all_pairs - pairs)
+        return cpu_s, device_fixed_s * distinct + device_pair_s * pairs
 
 
 def _affine(curve_s: NDArray[Any]) -> tuple[float, float]:

@@ -62,6 +62,7 @@ class Planner:
         self._masks: NDArray[np.bool_] = np.empty((2, n), dtype=np.bool_)
         cells = np.arange(n)
         self._pair_of = np.stack((cells // shape.n_experts, cells % shape.n_experts), axis=1).astype(np.int32)
+        self._in_flight = False
         self._groups = [_Group(_cells(shape, group), size) for group, size in enumerate(shape.capacity.tolist())]
         # the score from which on an expert fits, per group; 0 where there are more slots than experts with a score
         self.marginal = [0.0] * shape.n_groups
@@ -69,9 +70,11 @@ class Planner:
     def fit(self, score: FloatArray, resident: Resident, margin: float) -> list[float]:
         """Works out `marginal` [n_groups] from `score` [n_layers, n_experts], which must be >= 0."""
         boosted, there = self._boosted, resident.reshape(-1)
+        self._in_flight = False
         np.multiply(there, np.float32(margin), out=boosted)
         np.add(boosted, score.reshape(-1), out=boosted)
         if there.dtype != np.bool_ and there.max(initial=0) == IN_FLIGHT:
+            self._in_flight = True
             boosted[there == IN_FLIGHT] = np.inf  # comes in any case
         for index, group in enumerate(self._groups):
             self.marginal[index] = _nth_largest(boosted[group.cells], group.capacity)
@@ -125,11 +128,14 @@ class Planner:
         boosted, there = self._boosted[group.cells], there[group.cells]
         fits, held = self._masks[:, : boosted.size]
         np.greater_equal(boosted, np.float32(max(marginal, _LEAST)), out=fits)
-        np.not_equal(there, 0, out=held)
+        if self._in_flight:
+            np.not_equal(there, 0, out=held)
+        else:
+            held = there.view(np.bool_)
         free = group.capacity - int(np.count_nonzero(held))
-        changes = np.not_equal(fits, held, out=held).nonzero()[0]  # what should come or go, found in one pass
-        comes = fits.take(changes)
-        up, down = changes[comes], changes[~comes]
+        changes = np.not_equal(fits, held, out=fits).nonzero()[0]  # what should come or go, found in one pass
+        goes = held.take(changes)
+        up, down = changes[~goes], changes[goes]
         if allowed is not None:
             up = up[allowed.reshape(-1)[group.cells].take(up)]
         if not self._evict:
