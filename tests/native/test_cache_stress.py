@@ -14,13 +14,13 @@ from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
 from tests.support.cache_stress import MIN_CHECKED, churn, stress
 from tests.support.experts import ask, assert_balanced, assert_bytes, write_experts
-from tests.support.hybrid import test_device
+from tests.support.hybrid import device_under_test
 
 
 @pytest.fixture(scope="module")
 def device() -> str:
     """As ggml names it."""
-    return resolve(DeviceSpec.parse(test_device())).ggml_name
+    return resolve(DeviceSpec.parse(device_under_test())).ggml_name
 
 
 @pytest.mark.parametrize("width", [32, 320], ids=["small", "large"])

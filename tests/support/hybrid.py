@@ -6,7 +6,7 @@ $MOEEDGE_TEST_DEVICE names the device as -dev takes it, for instance CUDA0; the 
 from __future__ import annotations
 
 import os
-import random
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +34,9 @@ GAMMAS = (0, 1, 4, 8)
 MANY_EXPERTS = 32
 
 
-def test_device() -> str:
+def device_under_test() -> str:
     """What the hybrid tests run on."""
     return os.environ.get("MOEEDGE_TEST_DEVICE") or "emulated:threads=1"
-
-
-test_device.__test__ = False  # type: ignore[attr-defined]  # its name is no test's
 
 
 def hybrid_config(
@@ -52,7 +49,7 @@ def hybrid_config(
         gamma=gamma,
         n_ctx=512,
         n_threads=1,
-        device=device or test_device(),
+        device=device or device_under_test(),
         placement=PlacementConfig(cache_ratio=ratio, calibrate=False, **placement),
     )
 
@@ -97,7 +94,7 @@ def hybrid_context(
     experts_from: another model of the same shape, whose experts the device gets.
     """
     library.start()
-    resolved = resolve(DeviceSpec.parse(device or test_device()), bundled=False)
+    resolved = resolve(DeviceSpec.parse(device or device_under_test()), bundled=False)
     claims = Claims.BLOCK if library.has_gpu() else Claims.WHOLE
     context, sensor = sensed_context(path, claims, **options)
     with context:
@@ -147,8 +144,6 @@ class RandomPlans:
 
 def free_port() -> int:
     """A port of the loopback device that nobody listens on, as far as one can know."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -156,4 +151,4 @@ def free_port() -> int:
 
 def random_prompt(n_tokens: int, seed: int) -> list[int]:
     """Bytes as tokens."""
-    return [random.Random(seed + i).randrange(256) for i in range(n_tokens)]
+    return np.random.default_rng(seed).integers(0, 256, n_tokens).tolist()
