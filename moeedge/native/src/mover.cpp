@@ -1,6 +1,8 @@
 #include "mover.h"
 
 #include <algorithm>
+#include <chrono>
+#include <deque>
 
 #include "timing.h"
 

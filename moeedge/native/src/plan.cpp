@@ -48,7 +48,10 @@ bool residency_table::sort_plan(const int32_t * uploads, const uint8_t * levels,
         return a.level != b.level ? a.level > b.level : layer_of(a.entry) < layer_of(b.entry);
     };
     for (size_t g = 0; g < groups.size(); g++) {
-        std::stable_sort(out.queues[g].begin(), out.queues[g].end(), comes_first);
+        std::vector<queued> & queue = out.queues[g];
+        if (!std::is_sorted(queue.begin(), queue.end(), comes_first)) { // as policies give it
+            std::stable_sort(queue.begin(), queue.end(), comes_first);
+        }
         std::make_heap(out.victims[g].begin(), out.victims[g].end());
     }
     return true;

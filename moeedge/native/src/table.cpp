@@ -197,12 +197,11 @@ void residency_table::finish(const upload & done, bool arrived) {
     }
 }
 
-bool residency_table::wait_until(std::chrono::steady_clock::time_point time) {
+void residency_table::wait_until(std::chrono::steady_clock::time_point time) {
     std::unique_lock<std::mutex> lock(mutex);
     while (!is_stopped && std::chrono::steady_clock::now() < time) {
         work.wait_until(lock, time);
     }
-    return !is_stopped;
 }
 
 void residency_table::wait_unpinned(std::chrono::milliseconds at_most) {

@@ -60,8 +60,8 @@ class residency_table {
     // the upload to do next, whose expert is now in flight; waits for one if `may_wait`
     found take(upload & out, bool may_wait);
     void  finish(const upload & done, bool arrived);
-    // false: stopped before
-    bool wait_until(std::chrono::steady_clock::time_point time);
+    // or until stopped
+    void wait_until(std::chrono::steady_clock::time_point time);
     // until nothing is computed with, but not longer than that
     void wait_unpinned(std::chrono::milliseconds at_most);
 
