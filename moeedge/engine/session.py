@@ -87,7 +87,7 @@ class Session:
         """
         check_policy(config.placement)
         device = resolve_device(config)
-        if "no-sd" in config.placement.ablations:
+        if "no-sd" in config.placement.ablations and config.mode == "moeedge":
             config = replace(config, gamma=0)
         with ExitStack() as stack:
             if model is None:

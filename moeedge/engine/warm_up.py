@@ -40,6 +40,7 @@ _STEPS = 12  # that the policy learns from and is judged by
 _BATCHES = (1, 2, 4, 9, 16)
 _REPETITIONS = 4  # the first one warms up
 _PREFILL_TOKENS = 256
+_PREFILL_TOKENS_MIN = 96
 _PREFILL_REPETITIONS = 3
 _CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
 _FILLS = 4  # transfers are timed in so many parts, the best of which counts
@@ -74,7 +75,7 @@ def measure(
         transfer_s = run.fill()
         run.learn(cap)
         step_s, plain_step_s = run.time_batches()
-        prefill_ts = run.time_prefill()
+        prefill_ts = run.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
     finally:
         run.leave()
     draft_s = _time_draft(draft, run.tokens) if draft is not None else 0.0
@@ -172,11 +173,9 @@ class _Run:
                 for with_cache in (True, False) if repetition % 2 else (False, True):
                     self._use_cache(with_cache)
                     self._rewind()
-                    taken_s = self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE)
-                    if repetition > 0:
-                        times[n, with_cache].append(taken_s)
-            if repetition > 0 and time.perf_counter() - start_s > _SHARES_S["batches"]:
-                break
+                    times[n, with_cache].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
+            if time.perf_counter() - start_s > _SHARES_S["batches"]:
+                break  # on a large model one repetition takes longer than warming up could distort it
         self._use_cache(True)
         return ({n: min(times[n, True]) for n in sizes}, {n: min(times[n, False]) for n in sizes})
 
@@ -198,9 +197,13 @@ class _Run:
         self.target.decode(self.tokens[first : first + n], phase=phase, logits="all" if n <= 64 else "last")
         return time.perf_counter() - start_s
 
-    def time_prefill(self) -> dict[str, float]:
-        """Tokens/s of a prompt by path, taking turns; empty where the context has no room for one."""
-        n = min(_PREFILL_TOKENS, self.target.n_ubatch, self.target.n_ctx)
+    def time_prefill(self, token_s: float) -> dict[str, float]:
+        """Tokens/s of a prompt by path, taking turns; empty where the context has no room for one.
+
+        token_s: what a token takes in a small batch, to keep the prompt short where that is long.
+        """
+        wanted = int(np.clip(_SHARES_S["prefill"] / max(token_s, 1e-9), _PREFILL_TOKENS_MIN, _PREFILL_TOKENS))
+        n = min(wanted, self.target.n_ubatch, self.target.n_ctx)
         if n <= 64:
             return {}
         chosen = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT}

@@ -46,10 +46,10 @@ def test_everything_is_said_on_stderr(pair: list[str]) -> None:
 def test_stats_as_json(pair: list[str]) -> None:
     """Every counter in one line on standard error; the medians by batch size come from the backend's records."""
     options = [*EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "--stats", "json"]
-    result = chat(pair, *options, "--draft-max", "0")
+    result = chat(pair, *options, "--draft-max", "0", "-n", "300")  # long enough for the first transfers
     assert result.exit_code == 0
     stats = json.loads(result.stderr.splitlines()[-1])
-    assert stats["steps"] == 23 and stats["pairs_hit"] > 0
+    assert stats["steps"] > 23 and stats["pairs_hit"] > 0
     assert stats["partition_us_median_1"] > 0 and stats["partition_us_median_9"] is None
     assert len(stats["tau"]) == 3 and stats["lost"] is False
     assert stats["sensor"]["blocks"] > 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import moeedge.engine.session as session_module
+from moeedge.engine.agreement import ReferenceGap, compare
 from moeedge.engine.calibration import Calibration
 from moeedge.engine.placement.observing import count_ids
 from moeedge.engine.session import Session
@@ -60,10 +61,22 @@ def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_
     return generation.tokens
 
 
+def check(session: Session, prompt: list[int], expected: list[int], tokens: list[int]) -> None:
+    """Equal, up to near-ties: the device's kernels round differently, and transfers decide what it computes."""
+    result = compare(expected, tokens, ReferenceGap(session.target, prompt, expected, tokens))
+    assert result.equal or result.near_tie, result
+
+
 def stats_of(session: Session) -> PlacementStats:
     stats = session.placement_stats()
     assert stats is not None
     return stats
+
+
+def settle(session: Session) -> None:
+    """Waits for the transfers; on a busy machine a short answer is over before the first one."""
+    assert session.placement is not None
+    assert session.placement.cache.drain(10.0)
 
 
 class Recorder:
@@ -100,8 +113,14 @@ def record(session: Session) -> Recorder:
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_greedy_is_stocks(pair: tuple[Path, Path], reference: list[int], ratio: float, gamma: int) -> None:
     with Session.open(config(pair, ratio, gamma=gamma)) as session:
-        assert answer(session) == reference
+        answers = [answer(session)]  # with slots that fill while it runs
+        settle(session)
+        session.reset()
+        answers.append(answer(session))
         assert stats_of(session).pairs_hit > 0
+        session.set_mode("stock")
+        for tokens in answers:
+            check(session, PROMPT, reference, tokens)
 
 
 def test_what_is_said_about_it(session: Session) -> None:
@@ -118,10 +137,11 @@ def test_what_is_said_about_it(session: Session) -> None:
 def test_counters(session: Session) -> None:
     before = stats_of(session)
     assert (before.steps, before.pairs, before.uploads, before.slots_used) == (0, 0, 0, 0)
-    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
-    n_steps = len(list(generation)) - 1  # the first one is the prompt
-    assert session.placement is not None
-    session.placement.cache.drain(5.0)
+    n_steps = 0
+    for _ in range(2):
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        n_steps += len(list(generation)) - 1  # the first one is the prompt
+        settle(session)
     stats = stats_of(session)
     assert stats.steps == n_steps
     assert 0 < stats.pairs_hit <= stats.pairs and 0 < stats.unique_hit <= stats.unique
@@ -137,7 +157,9 @@ def test_counters(session: Session) -> None:
 
 def test_partition_times_by_batch_size(pair: tuple[Path, Path]) -> None:
     with Session.open(config(pair, 0.5, gamma=0)) as session:
-        answer(session)
+        for _ in range(2):
+            answer(session)
+            settle(session)
         stats = stats_of(session)
         assert stats.partition_us_median_1 is not None and stats.partition_us_median_1 > 0
         assert stats.partition_us_median_9 is None
@@ -180,8 +202,7 @@ def test_a_long_prompt_is_told_in_pieces(pair: tuple[Path, Path]) -> None:
 def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
     recorder = record(session)
     answer(session)
-    assert session.placement is not None
-    session.placement.cache.drain(5.0)
+    settle(session)
     used = stats_of(session).slots_used
     session.reset()
     assert recorder.resets == 1
@@ -190,6 +211,7 @@ def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
 
 def test_stock_mode_computes_without_the_cache(session: Session, reference: list[int]) -> None:
     answer(session)
+    settle(session)
     session.set_mode("stock")
     session.reset()
     before = stats_of(session)
@@ -207,6 +229,7 @@ def test_other_policies(pair: tuple[Path, Path], reference: list[int], policy: s
     with Session.open(config(pair, placement={"policy": policy})) as session:
         assert session.info.policy == policy
         assert answer(session) == reference
+        settle(session)
         assert stats_of(session).uploads > 0
 
 
