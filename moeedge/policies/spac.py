@@ -130,8 +130,8 @@ class Spac:
             return None
         ids = observation.ids[:, first:]
         cells = ids + self._first
-        known = ids >= 0
-        return np.bincount(cells.reshape(-1) if known.all() else cells[known], minlength=self._score.size)
+        flat = cells.reshape(-1) if ids.min() >= 0 else cells[ids >= 0]
+        return np.bincount(flat, minlength=self._score.size)
 
     def _expected(self, upcoming: Sequence[int], known: bool) -> FloatArray:
         """Activations that the next batch is expected to bring, [n_layers, n_experts]."""

@@ -25,7 +25,7 @@ _PRIOR = 0.5
 _HALVE_AT = 128  # occurrences
 _FORGET = 0.98  # of trust, per step
 _ONE = np.uint8(1)
-_TOKEN_BYTES = 104  # bookkeeping of a token: its entry in a dictionary and the number of its occurrences
+_TOKEN_BYTES = 136  # bookkeeping of a token: its entry in a dictionary and the number of its occurrences
 _TRUST_PULL = 1.0  # squared activations per layer that speak for full trust at the start
 
 
@@ -39,7 +39,7 @@ class TokenTable:
         self.n_rows = n_bytes // (n + _TOKEN_BYTES)
         # zeroed pages cost no memory before they are written
         self._rows: NDArray[np.uint8] = np.zeros((self.n_rows, n), dtype=np.uint8)
-        self._seen: NDArray[np.float32] = np.zeros(self.n_rows, dtype=np.float32)  # occurrences in each row
+        self._seen: list[int] = []  # occurrences in each row that was ever used
         self._row_of: dict[int, int] = {}  # token -> row, the token seen longest ago first
         self._layer_start = (np.arange(n_layers) * n_experts)[:, None]
         self._bytes: NDArray[np.uint8] = np.empty((0, n), dtype=np.uint8)
@@ -70,15 +70,16 @@ class TokenTable:
         A token with w occurrences is believed w / (w + prior); what remains, and every token unknown, is expected to
         behave as history says: `rate` [n], activations per token.
         """
-        rows = [row for row in map(self._row_of.get, tokens) if row is not None]
+        known = [row for row in map(self._row_of.get, tokens) if row is not None]
         self._expected_tokens = len(tokens)
-        if not rows:
+        if not known:
             self._share = 0.0
             np.multiply(rate, np.float32(n_batch), out=out)
             return out
-        weight = np.float32(1.0) / (self._seen.take(rows) + np.float32(_PRIOR))
-        self._share = len(rows) - _PRIOR * float(weight.sum())
-        foreseen = np.einsum("i,ij->j", weight, self._read(rows), out=self._foreseen)
+        weight = [1.0 / (self._seen[row] + _PRIOR) for row in known]
+        self._share = len(known) - _PRIOR * sum(weight)
+        foreseen = self._foreseen
+        np.einsum("i,ij->j", np.array(weight, dtype=np.float32), self._read(known), out=foreseen)
         # batch * rate + trust * (foreseen - share * rate)
         if self._trusted:
             np.multiply(rate, np.float32(n_batch - self._share), out=out)
@@ -130,14 +131,17 @@ class TokenTable:
             self._learn(tokens[start : start + piece].tolist(), ids[:, start : start + piece])
 
     def _learn(self, names: list[int], ids: NDArray[np.int32]) -> None:
-        rows = np.array([self._claim(token) for token in names], dtype=np.int64)
-        cells = ids + (self._layer_start + rows * self._rows.shape[1])[:, :, None]  # int64 [n_layers, n_tokens, k]
+        places = [self._claim(token) for token in names]
+        starts = self._layer_start + np.array(places) * self._rows.shape[1]
+        cells = ids + starts[:, :, None]  # int64 [n_layers, n_tokens, k]
         flat = cells.reshape(-1) if ids.min(initial=0) >= 0 else cells[ids >= 0]
         np.add.at(self._rows.reshape(-1), flat, _ONE)
-        np.add.at(self._seen, rows, np.float32(1.0))
-        seen = self._seen.take(rows)
-        if seen.max() >= _HALVE_AT:
-            self._halve(np.unique(rows[seen >= _HALVE_AT]))
+        seen, full = self._seen, False
+        for row in places:
+            seen[row] += 1
+            full = full or seen[row] >= _HALVE_AT
+        if full:
+            self._halve({row for row in places if seen[row] >= _HALVE_AT})
 
     def _claim(self, token: int) -> int:
         """The token's row, now the one seen last; a new token takes a free row or that of the oldest token."""
@@ -148,10 +152,13 @@ class TokenTable:
                 oldest = next(iter(self._row_of))
                 row = self._row_of.pop(oldest)
                 self._rows[row] = 0
-                self._seen[row] = 0.0
+                self._seen[row] = 0
+            else:
+                self._seen.append(0)
         self._row_of[token] = row
         return row
 
-    def _halve(self, rows: NDArray[np.int64]) -> None:
-        self._rows[rows] >>= 1
-        self._seen[rows] *= 0.5
+    def _halve(self, rows: set[int]) -> None:
+        for row in rows:
+            self._rows[row] >>= 1
+            self._seen[row] >>= 1

@@ -59,7 +59,7 @@ def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
 
 
 def test_the_oldest_token_gives_up_its_row() -> None:
-    table = TokenTable(N_LAYERS, N_EXPERTS, 4 * (N + 104))
+    table = TokenTable(N_LAYERS, N_EXPERTS, 4 * (N + 136))
     assert table.n_rows == 4
     for token in (1, 2, 3, 4, 1, 5):
         tokens = np.array([token], dtype=np.int32)
@@ -79,7 +79,7 @@ def test_a_large_vocabulary_stays_within_its_bytes() -> None:
     for _ in range(40):
         tokens = rng.integers(0, 150_000, 1000).astype(np.int32)
         table.learn(tokens, routed(tokens))
-    assert table.n_tokens == table.n_rows == n_bytes // (N + 104)
+    assert table.n_tokens == table.n_rows == n_bytes // (N + 136)
     assert table.n_bytes <= n_bytes
 
 
