@@ -30,6 +30,9 @@ from tests.support.stock import StockContext
 GREEDY = SamplingConfig(temperature=0.0)
 RATIOS = (0.0, 0.05, 0.17, 0.5, 1.0)
 GAMMAS = (0, 1, 4, 8)
+# a GPU's arithmetic differs more (TF32, fp16 accumulation), enough to turn a router's near-tie around now and then
+GPU_GAP = 0.5  # logits of spread 4
+GPU_DEPARTURES = 0.05  # of the tokens
 # the smallest ratio still gives every layer of the tiny models a slot
 MANY_EXPERTS = 32
 
@@ -37,6 +40,11 @@ MANY_EXPERTS = 32
 def device_under_test() -> str:
     """What the hybrid tests run on."""
     return os.environ.get("MOEEDGE_TEST_DEVICE") or "emulated:threads=1"
+
+
+def on_cpu() -> bool:
+    """Whether the device computes with the CPU's kernels, be it in another process."""
+    return device_under_test().startswith(("emulated", "rpc://"))
 
 
 def hybrid_config(
@@ -66,16 +74,18 @@ def greedy_answer(session: Session, prompt: Sequence[int], n_predict: int) -> li
 def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int], expected: list[int], what: str) -> int:
     """That `tokens` are stock's up to near-ties; returns how many tokens were ties.
 
-    Judged by a stock context: as close as its own batches scatter, or as the engine's rule for near-ties allows.
+    Judged by a stock context: as close as its own batches scatter, or as the engine's rule for near-ties allows; on a
+    GPU a little further, but seldom.
     """
     if tokens == expected:
         return 0
     assert len(tokens) == len(expected), f"{what}: {len(tokens)} tokens instead of {len(expected)}"
     verdict = judge(stock, prompt, tokens)
-    limit = max(NEAR_TIE_GAP, 2 * verdict.noise)
+    limit = max(NEAR_TIE_GAP if on_cpu() else GPU_GAP, 2 * verdict.noise)
     worst = max(verdict.gaps.values(), default=0.0)
     assert verdict.gaps, f"{what}: the sequences differ, so stock must have seen a tie"
     assert worst <= limit, f"{what}: not greedy, {worst:.3g} below the best logit; noise {verdict.noise:.2g}"
+    assert on_cpu() or len(verdict.gaps) <= GPU_DEPARTURES * len(tokens), f"{what}: {len(verdict.gaps)} departures"
     return len(verdict.gaps)
 
 
