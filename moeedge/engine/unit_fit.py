@@ -45,7 +45,11 @@ def fit_side(
     unique, pairs, time_s = unique[used].astype(float), pairs[used].astype(float), time_s[used]
     columns = np.stack([np.ones_like(unique), unique, pairs - unique], axis=1)
     # relative errors count: blocks of one token matter as much as those of sixteen
-    fixed_s, expert_s, token_s = _nonnegative_fit(columns / time_s[:, None], np.ones_like(time_s))
+    columns, ones = columns / time_s[:, None], np.ones_like(time_s)
+    fixed_s, expert_s, token_s = _nonnegative_fit(columns, ones)
+    if token_s > expert_s > 0:  # noise: a further token is never dearer than one with weights of its own to read
+        fixed_s, expert_s = _nonnegative_fit(np.stack([columns[:, 0], columns[:, 1] + columns[:, 2]], axis=1), ones)
+        token_s = expert_s
     if expert_s <= 0:  # too noisy to tell the parts apart
         return SideFit(0.0, float(np.median(time_s / unique)), 0.0)
     return SideFit(fixed_s, expert_s, token_s)

@@ -43,6 +43,12 @@ def test_no_coefficient_is_negative() -> None:
     assert min(fit.fixed_s, fit.expert_s, fit.token_s) >= 0
 
 
+def test_a_further_token_costs_no_more_than_an_expert_with_one() -> None:
+    fit = fit_side(*blocks(0.0, 10e-6, 40e-6))
+    assert fit is not None
+    assert fit.token_s == fit.expert_s > 10e-6
+
+
 def test_too_few_blocks_give_nothing() -> None:
     n_tokens, unique, pairs, time_s = blocks(1e-5, 2e-5, 0.0, n=5)
     assert fit_side(n_tokens, unique, pairs, time_s) is None
