@@ -51,6 +51,7 @@ class ExpertPlacement:
         self._counters = Counters(cache.stats())
         self._plan: Plan | None = None  # not given to the mover yet
         self._tau: tuple[float, ...] = ()
+        self._in_step = False  # or at a prompt
         self._lost = False
         self._told_unknown = False
         self._attached = False
@@ -77,17 +78,18 @@ class ExpertPlacement:
 
     def anticipate(self, tokens: Sequence[int]) -> None:
         """Plans for the whole batch that is verified next, and starts the transfers."""
-        if self.active:
+        if self.active and len(tokens) > 1:  # for a single one `schedule` has planned
             start_s = time.perf_counter()
             self._replan(tokens)
             self._push()
-            self._counters.add_schedule(time.perf_counter() - start_s)
+            self._took(start_s)
 
     def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
         """Tells the policy what `batch` activated and plans for the token that comes next."""
         if not self._attached:
             return
         start_s = time.perf_counter()
+        self._in_step = record.n_verified > 0
         if record.n_verified:
             self._counters.add_step(record)
         self._look_for_trouble()
@@ -100,13 +102,18 @@ class ExpertPlacement:
             self._replan(record.tokens[-1:])
         if self._counters.steps % _STEPS_BETWEEN_BLOCKS == 0:
             self._counters.take_blocks(self.cache.blocks())
-        self._counters.add_schedule(time.perf_counter() - start_s)
+        self._took(start_s)
 
     def prefetch(self) -> None:
         """Starts the transfers of the plan; they go on while the draft model works."""
         if self.active:
             start_s = time.perf_counter()
             self._push()
+            self._took(start_s)
+
+    def _took(self, start_s: float) -> None:
+        """Counts scheduling since `start_s`, unless it was for a prompt."""
+        if self._in_step:
             self._counters.add_schedule(time.perf_counter() - start_s)
 
     def _replan(self, upcoming: Sequence[int]) -> None:
