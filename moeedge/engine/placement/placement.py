@@ -80,6 +80,7 @@ class ExpertPlacement:
         """Plans for the whole batch that is verified next, and starts the transfers."""
         if self.active and len(tokens) > 1:  # for a single one `schedule` has planned
             start_s = time.perf_counter()
+            self._in_step = True
             self._replan(tokens)
             self._push()
             self._took(start_s)
