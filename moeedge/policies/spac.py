@@ -147,9 +147,10 @@ class Spac:
     def _unit(self, marginal: list[float]) -> Any:
         """The score that has utility 1: a number for one group, else [n_layers, 1]."""
         least = max(self._layer_pairs / self.shape.n_experts, 1e-6)
+        if len(marginal) == 1:
+            self._marginal = max(marginal[0], least) if marginal[0] < math.inf else least
+            return np.float32(self._marginal)
         units = [max(value, least) if value < math.inf else least for value in marginal]
         self._marginal = sum(units) / max(len(units), 1)
-        if len(units) == 1:
-            return np.float32(units[0])
         each = np.array([*units, least], dtype=np.float32)  # the last: layers without experts, whose group is -1
         return np.asarray(each[self.shape.group][:, None])

@@ -75,7 +75,8 @@ class History:
         if refused is None:
             past[_REFUSED] = 0.0
         else:
-            np.multiply(refused, np.float32(1.0 / n_tokens), out=past[_REFUSED], casting="unsafe")
+            np.copyto(past[_REFUSED], refused, casting="unsafe")
+            past[_REFUSED] *= np.float32(1.0 / n_tokens)
         change = np.subtract(self.now, past[_SHORT:], out=self._change)
         for row, kept in enumerate(_KEPT, start=_SHORT):
             self._filled[row] = kept * self._filled[row] + (1.0 - kept)

@@ -52,6 +52,7 @@ class TokenTable:
         self._top = np.full(n_layers, _TRUST_PULL)
         self._bottom = np.full(n_layers, _TRUST_PULL)
         self.trust: FloatArray = np.ones(n_layers, dtype=np.float32)
+        self._trust_of: FloatArray = np.ones(n, dtype=np.float32)  # the same for every cell
         self._trusted = True  # in full, by all layers
 
     @property
@@ -85,11 +86,12 @@ class TokenTable:
             np.multiply(rate, np.float32(n_batch - self._share), out=out)
             out += foreseen
             return out
-        shape = (self.n_layers, self.n_experts)
-        trust = self.trust[:, None]
-        np.multiply(rate.reshape(shape), np.float32(n_batch) - np.float32(self._share) * trust, out=out.reshape(shape))
-        np.multiply(foreseen.reshape(shape), trust, out=self._above.reshape(shape))
-        out += self._above
+        above = np.multiply(rate, np.float32(-self._share), out=self._above)
+        above += foreseen
+        above *= self._trust_of
+        np.multiply(rate, np.float32(n_batch), out=out)
+        out += above
+        np.maximum(out, 0.0, out=out)  # rounding
         return out
 
     def _read(self, rows: list[int]) -> FloatArray:
@@ -119,6 +121,7 @@ class TokenTable:
             self.trust.fill(1.0)
         else:
             np.copyto(self.trust, np.minimum(np.maximum(ratio, 0.0), 1.0), casting="unsafe")
+            self._trust_of.reshape(shape)[:] = self.trust[:, None]
         self._share = 0.0
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:

@@ -115,8 +115,8 @@ class Planner:
         return Plan(
             tau=tau,
             utility=utility,
-            uploads=self._pair_of.take(up[order], axis=0),
-            levels=levels[order],
+            uploads=self._pair_of.take(up.take(order), axis=0),
+            levels=levels.take(order),
             victims=self._pair_of.take(down, axis=0),
             victim_utility=flat_utility.take(down),
         )
@@ -135,7 +135,8 @@ class Planner:
         free = group.capacity - int(np.count_nonzero(held))
         changes = np.not_equal(fits, held, out=fits).nonzero()[0]  # what should come or go, found in one pass
         goes = held.take(changes)
-        up, down = changes[~goes], changes[goes]
+        down = changes.take(goes.nonzero()[0])
+        up = changes.take(np.logical_not(goes, out=goes).nonzero()[0])
         if allowed is not None:
             up = up[allowed.reshape(-1)[group.cells].take(up)]
         if not self._evict:
@@ -196,7 +197,7 @@ class Planner:
         if not chosen:
             return _NOBODY
         if len(chosen) == 1:  # utility rises with the score within a group
-            return chosen[0][score.take(chosen[0]).argsort()]
+            return chosen[0].take(score.take(chosen[0]).argsort())
         down = np.concatenate(chosen)
         return down[np.lexsort((score.take(down), utility.take(down)))]
 
