@@ -36,7 +36,8 @@ FloatArray = NDArray[np.float32]
 
 # By how much a newcomer must be better, in standard deviations of a count whose mean is the marginal score
 _MARGIN_KNOWN = 0.25
-_MARGIN_GUESSED = 0.3  # the draft's tokens are not known yet
+_MARGIN_GUESSED = 0.3  # the tokens are not known, and will not be
+_MARGIN_AHEAD = 1.0  # a second plan follows, which will know the draft: only what is clearly better
 # Mix and trust change slowly: after the first steps every fourth one is enough to follow them
 _FIT_EAGERLY, _FIT_EVERY = 24, 4
 _FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
@@ -74,12 +75,15 @@ class Spac:
         self._workload = None if config.units is None else ExpectedWorkload(shape, self.cap, config.units, config.gamma)
         self._max_uploads: int | None = None
         self._n_planned = 0  # plans since the last step
+        self._n_plans = 1  # plans of the last step: more than one where drafts become known
 
     def observe(self, observation: Observation) -> None:
         """Learns from a step; call it once per verification, decode or prefill."""
         counts = observation.counts
         if observation.n_tokens < 1:
             return
+        if not observation.prefill:
+            self._n_plans = self._n_planned
         self._n_planned = 0
         if self._n_used == 0.0:
             self._n_used = float(counts.sum()) / observation.n_tokens / max(self._n_expert_layers, 1)
@@ -101,7 +105,7 @@ class Spac:
         """What to move; see scheduler/policy.py."""
         known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
         score = self._expected(upcoming, known)
-        margin = 0.0 if self._binary else (_MARGIN_KNOWN if known else _MARGIN_GUESSED) * math.sqrt(self._marginal)
+        margin = 0.0 if self._binary else self._margin(known) * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
         unit = self._unit(marginal)
         np.divide(score, unit, out=self._utility)
@@ -111,6 +115,11 @@ class Spac:
         self._n_planned += 1
         allowed = self._used if self._first_come else None
         return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed)
+
+    def _margin(self, known: bool) -> float:
+        if known:
+            return _MARGIN_KNOWN
+        return _MARGIN_AHEAD if self._n_plans > 1 else _MARGIN_GUESSED
 
     def _threshold(self, score: FloatArray, resident: Resident) -> None:
         """tau of every layer, and how many uploads fit a step's time."""

@@ -82,7 +82,12 @@ class History:
             self._filled[row] = kept * self._filled[row] + (1.0 - kept)
             change[row - _SHORT] *= np.float32((1.0 - kept) / self._filled[row])  # the first step counts in full
         past[_SHORT:] += change
-        np.einsum("i,ij->j", self.mix.astype(np.float32), past, out=self.rate)
+        rate, term = self.rate, self._rows[_N]
+        rate.fill(0.0)
+        for row, part in enumerate(self.mix.tolist()):
+            if part > 0.0:  # some are not
+                np.multiply(past[row], np.float32(part), out=term)
+                rate += term
 
     def _fit(self) -> None:
         """One step of the regression: which mix of the histories would have foretold the step."""
