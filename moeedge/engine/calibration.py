@@ -59,8 +59,8 @@ class Calibration:
         best = max(self.prefill_ts, key=lambda name: self.prefill_ts[name], default="cpu")
         return cast(PathName, best) if self.prefill_ts.get(best, 0.0) * _MARGIN > plain_ts else "cpu"
 
-    def sentence(self, *, emulated: bool) -> str:
-        """One line for the user."""
+    def sentence(self, *, emulated: bool, prefill: PathName) -> str:
+        """One line for the user; `prefill` is the path in use."""
         when = "Measured before" if self.from_file else f"Measured in {self.seconds:.1f} s"
         parts = []
         if self.units is not None:
@@ -75,7 +75,7 @@ class Calibration:
         else:
             parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
         paths_said = {"cpu": "on the CPU", "resident": "resident experts on the device", "stream": "on the device"}
-        parts.append(f"prompts run {paths_said[self.prefill_path]}")
+        parts.append(f"prompts run {paths_said[prefill]}")
         return f"{when}: {'; '.join(parts)}."
 
     def to_json(self) -> str:

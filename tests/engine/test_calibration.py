@@ -151,5 +151,7 @@ def test_whether_it_pays_is_judged_by_a_verification() -> None:
 
 
 def test_the_line_says_that_it_is_emulation() -> None:
-    assert "emulation on the CPU's own cores, slower than plain decoding: 0.90 times" in made().sentence(emulated=True)
-    assert "emulation" not in made().sentence(emulated=False)
+    said = made().sentence(emulated=True, prefill="cpu")
+    assert "emulation on the CPU's own cores, slower than plain decoding: 0.90 times" in said
+    assert "prompts run on the CPU" in said
+    assert "emulation" not in made().sentence(emulated=False, prefill="stream")

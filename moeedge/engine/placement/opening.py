@@ -183,8 +183,10 @@ class _Opening:
             emulated_threads=self._emulated_threads() if self.device.kind == "emulated" else 0,
         )
         self._describe(cache)
+        prefill = wish.prefill if wish.prefill != "auto" else calibration.prefill_path if calibration else "cpu"
+        cache.set_prefill(_PATHS[prefill], _PREFILL_TOKENS_MIN)
         if calibration is not None:
-            self.notes.append(calibration.sentence(emulated=self.device.kind == "emulated"))
+            self.notes.append(calibration.sentence(emulated=self.device.kind == "emulated", prefill=prefill))
             settings = replace(settings, units=calibration.units)
             if self.device.kind in ("gpu", "rpc") and not calibration.pays and not wish.asked:
                 self.notes.append(
@@ -192,7 +194,6 @@ class _Opening:
                     "keeps it on."
                 )
                 return Opened(None, self.notes, calibration)
-        self._choose_prefill(cache, calibration)
         placement = ExpertPlacement(
             cache,
             sensor,
@@ -215,11 +216,6 @@ class _Opening:
             f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}); "
             f"policy {self.config.placement.policy}."
         )
-
-    def _choose_prefill(self, cache: ExpertCache, calibration: Calibration | None) -> None:
-        wish = self.config.placement.prefill
-        chosen = wish if wish != "auto" else calibration.prefill_path if calibration is not None else "cpu"
-        cache.set_prefill(_PATHS[chosen], _PREFILL_TOKENS_MIN)
 
     def _memory(self, cache: ExpertCache) -> tuple[int, int] | None:
         stats = cache.stats()
