@@ -1,6 +1,6 @@
 """The default policy foresees more than the others, on recorded routing and with transfers that take no time.
 
-Slices small enough for every run of the suite; the whole traces are compared in docs/log.md.
+Slices small enough for every run of the suite.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_gpt_oss_20b(data_folder: Path, pessimistic: bool) -> None:
 
 
 def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
-    """As good as the best decayed count that docs/log.md knows of (0.50), and with fewer transfers (0.4)."""
+    """A single decayed count with beta 0.9 hits 0.51 of the pairs with 0.36 uploads, each layer with slots of its own."""
     steps = gptoss_windows(data_folder, 30, pessimistic=True)
     shape = shape_of(steps, 32, 5 / 32)
     found = replay(make_policy("spac", shape), steps, shape)
