@@ -10,10 +10,11 @@ units of the marginal one, the score of the last expert that fits the slots, cut
   tau = 1   everything that fits is hot: memory alone decides
   tau = j   only what is expected to be used j times as often as the last that fits
 
-so the balancer (scheduler/balancer.py) can keep work on the CPU where the device is slow, or hold back transfers where
-the link is, and where both are fast it changes nothing. Where more slots exist than experts that are used, the mean
-score is the unit instead. The workload of each tau is worked out from the scores themselves, per layer and step,
-with the measured time curves; the warm-up ratios r_c and r_g of the units are not needed here.
+so the balancer (scheduler/balancer.py) can keep work on the CPU where the device is slow, and where it is fast it
+changes nothing. A slow link limits the uploads of a plan instead, for all layers together. Where more slots exist than
+experts that are used, the mean score is the unit. The workload of each tau is worked out from the scores themselves,
+per layer and step, with the measured time curves (policies/workload.py); the warm-up ratios r_c and r_g of the units
+are not needed here.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Spac:
         np.divide(score, unit, out=self._utility)
         np.minimum(self._utility, np.float32(self.cap), out=self._utility)
         if self._n_planned == 0:  # once per step, and the threshold of a step holds for its second plan
-            self._threshold(score, resident)
+            self._threshold(score)
         self._n_planned += 1
         allowed = self._used if self._first_come else None
         return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed)
@@ -121,12 +122,12 @@ class Spac:
             return _MARGIN_KNOWN
         return _MARGIN_AHEAD if self._n_plans > 1 else _MARGIN_GUESSED
 
-    def _threshold(self, score: FloatArray, resident: Resident) -> None:
+    def _threshold(self, score: FloatArray) -> None:
         """tau of every layer, and how many uploads fit a step's time."""
         if self._fixed:
             self._tau = np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
         elif self._workload is not None and not self._binary:
-            self._tau, self._max_uploads = self._workload.solve(score, self._utility, resident, self._layer_pairs)
+            self._tau, self._max_uploads = self._workload.solve(score, self._utility, self._layer_pairs)
 
     def reset(self) -> None:
         """A new conversation: the table and the long memory stay."""

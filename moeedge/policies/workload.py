@@ -4,6 +4,11 @@ MoE-SpAc takes r_c(tau), r_g(tau) and b from a warm-up and the last step (Append
 activations for every expert they follow for each layer and step from the scores: the pairs and the distinct experts on
 either side of tau. Unit times are affine in the tokens per expert, a time to fetch the expert's weights and one per
 token, fitted to the measured curves; a sum over experts is then a sum of experts and one of pairs.
+
+The link (Eq. 10) is one for all layers, so its constraint is taken over the whole step, as the number of uploads that
+fit the time: of more, the best go. Layer by layer, as printed, a layer with two uploads would raise its tau while the
+link idles for the others, and a cold cache behind a slow link would stay empty (measured: pair-hit 0.55 for 0.62 on
+gpt-oss-20b at 2 ms an expert, and 0.06 at 20 ms).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.scheduler.balancer import Workload, thresholds
-from moeedge.scheduler.policy import CacheShape, Resident
+from moeedge.scheduler.policy import CacheShape
 from moeedge.scheduler.units import Units
 
 FloatArray = NDArray[np.float32]
@@ -22,6 +27,7 @@ FloatArray = NDArray[np.float32]
 
 # Eq. 11 holds without it: what is hot at tau = 1 is what fits the slots
 _NO_LIMIT = np.array([np.inf])
+_NO_UPLOADS = np.zeros(1)
 
 
 class ExpectedWorkload:
@@ -36,49 +42,40 @@ class ExpectedWorkload:
         self._beside_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
         self._ones: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
 
-    def solve(
-        self, score: FloatArray, utility: FloatArray, resident: Resident, all_pairs: float
-    ) -> tuple[FloatArray, int | None]:
+    def solve(self, score: FloatArray, utility: FloatArray, all_pairs: float) -> tuple[FloatArray, int | None]:
         """tau [n_layers], and how many uploads fit the time of a step (None: any number).
 
         score    [n_layers, n_experts], expected activations
         utility  [n_layers, n_experts], hot from 1 on
         all_pairs  expected activations of each layer: batch times experts per token, the same for all
         """
-        reached, amount, there = utility.reshape(-1), score.reshape(-1), resident.reshape(-1)
+        reached, amount = utility.reshape(-1), score.reshape(-1)
         hot = (reached >= 1.0).nonzero()[0]
-        hot_amount = amount.take(hot)
-        layers, absent = self._layer_of.take(hot), there.take(hot) == 0
-        pairs, distinct, n_uploads = self._sums(layers, hot_amount, absent, self._shape.n_layers)
+        hot_amount, layers = amount.take(hot), self._layer_of.take(hot)
+        pairs, distinct = self._sums(layers, hot_amount, self._shape.n_layers)
         all_distinct = distinct - pairs + all_pairs  # below tau = 1 hardly any expert is expected twice
         cpu_s, device_s = self._times_s(pairs, distinct, all_pairs, all_distinct)
-        busy_s = np.maximum(cpu_s, device_s)
         transfer_s = self._units.transfer_expert_s
         max_uploads = None
         if transfer_s > 0:
-            step_s = float(busy_s.sum()) + self._shape.n_layers * self._beside_s
+            step_s = float(np.maximum(cpu_s, device_s).sum()) + self._shape.n_layers * self._beside_s
             max_uploads = max(int(step_s / transfer_s), 1)
-        busy_s += self._beside_s
-        # the usual case: at tau = 1 the CPU is the slower side already, and the transfers fit; every higher tau leaves
-        # it more, so that 1 is the solution
-        if (cpu_s > device_s).all() and (n_uploads * transfer_s <= busy_s).all():
+        # the usual case: at tau = 1 the CPU is the slower side already, and every higher tau leaves it more
+        if (cpu_s > device_s).all():
             return self._ones, max_uploads
         cells = layers * self._cap + (self._cap - reached.take(hot).astype(np.intp))  # level K first
-        by_level = self._sums(cells, hot_amount, absent, self._shape.n_layers * self._cap)
-        shape = (3, self._shape.n_layers, self._cap)
-        pairs, distinct, n_uploads = by_level.reshape(shape).cumsum(axis=2)[:, :, ::-1]  # at and above tau = j + 1
+        by_level = self._sums(cells, hot_amount, self._shape.n_layers * self._cap)
+        shape = (2, self._shape.n_layers, self._cap)
+        pairs, distinct = by_level.reshape(shape).cumsum(axis=2)[:, :, ::-1]  # at and above tau = j + 1
         cpu_s, device_s = self._times_s(pairs, distinct, all_pairs, all_distinct[:, None])
-        return thresholds(Workload(cpu_s, device_s, n_uploads, _NO_LIMIT), transfer_s, self._beside_s), max_uploads
+        return thresholds(Workload(cpu_s, device_s, _NO_UPLOADS, _NO_LIMIT), 0.0, 0.0), max_uploads
 
-    def _sums(
-        self, cells: NDArray[np.intp], amount: FloatArray, absent: NDArray[np.bool_], n: int
-    ) -> NDArray[np.float64]:
-        """Expected activations, distinct experts expected to be used, and absent experts of each cell, [3, n]."""
-        sums = np.empty((3, n))
+    def _sums(self, cells: NDArray[np.intp], amount: FloatArray, n: int) -> NDArray[np.float64]:
+        """Expected activations, and distinct experts expected to be used, of each cell, [2, n]."""
+        sums = np.empty((2, n))
         sums[0] = np.bincount(cells, weights=amount, minlength=n)
         # an expert expected less than once is used by one token or none
         np.minimum(sums[0], np.bincount(cells, minlength=n), out=sums[1])
-        sums[2] = np.bincount(cells[absent], minlength=n)
         return sums
 
     def _times_s(

@@ -17,6 +17,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.policies import PolicyConfig, make_policy
 from moeedge.profiling.run import Question, record_routing
 from moeedge.scheduler.policy import CacheShape
+from moeedge.scheduler.units import Units
 from tests.policies.replay import Replayed, Step, gptoss_windows, oracle, recorded, replay, windows
 
 RATIO = 0.17
@@ -42,7 +43,7 @@ def test_gpt_oss_20b(data_folder: Path, pessimistic: bool) -> None:
 
 
 def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
-    """A single decayed count with beta 0.9 hits 0.51 of the pairs with 0.36 uploads, each layer with slots of its own."""
+    """A single decayed count hits 0.51 of the pairs with 0.36 uploads, each layer with slots of its own."""
     steps = gptoss_windows(data_folder, 30, pessimistic=True)
     shape = shape_of(steps, 32, 5 / 32)
     found = replay(make_policy("spac", shape), steps, shape)
@@ -112,3 +113,36 @@ def test_ablations_lose(bundled_steps: list[Step], ablation: str) -> None:
         make_policy("spac", shape, PolicyConfig(ablations=frozenset({ablation}))), bundled_steps, shape, checked_cap=4
     )
     assert cut.pair_hit < whole.pair_hit
+
+
+def of_speed(device_s: float, transfer_s: float) -> PolicyConfig:
+    """A machine whose CPU takes 80 us for an expert with one token."""
+    units = Units(
+        cpu_expert_s=np.r_[0.0, np.linspace(80e-6, 160e-6, 9)],
+        device_expert_s=np.r_[0.0, np.linspace(1.0, 1.5, 9)] * device_s,
+        transfer_expert_s=transfer_s,
+        draft_token_s=4e-3,
+        block_overhead_s=2e-5,
+        r_c=np.linspace(0.2, 0.9, 5),
+        r_g=np.linspace(0.9, 0.1, 5),
+    )
+    return PolicyConfig(units=units)
+
+
+def test_a_slow_device_gets_less_and_a_slow_link_moves_less(data_folder: Path) -> None:
+    steps = gptoss_windows(data_folder, 8, pessimistic=False)
+    shape = shape_of(steps, 32)
+
+    def run(device_s: float, transfer_s: float) -> tuple[Replayed, float]:
+        policy = make_policy("spac", shape, of_speed(device_s, transfer_s))
+        found = replay(policy, steps, shape, checked_cap=4)
+        return found, float(policy.plan(np.zeros((24, 32), dtype=np.bool_), []).tau.mean())
+
+    fast, fast_tau = run(8e-6, 110e-6)
+    slow, slow_tau = run(800e-6, 110e-6)
+    assert fast_tau == 1.0 < slow_tau
+    assert slow.pair_hit < fast.pair_hit and slow.uploads < fast.uploads
+    narrow, narrow_tau = run(8e-6, 20e-3)
+    assert narrow_tau == 1.0
+    assert narrow.uploads < 0.5 * fast.uploads
+    assert narrow.pair_hit > 0.7 * fast.pair_hit  # few uploads, the best ones
