@@ -90,8 +90,7 @@ class TokenTable:
         above += foreseen
         above *= self._trust_of
         np.multiply(rate, np.float32(n_batch), out=out)
-        out += above
-        np.maximum(out, 0.0, out=out)  # rounding
+        out += above  # never below 0: the prior keeps the share below the number of tokens
         return out
 
     def _read(self, rows: list[int]) -> FloatArray:
@@ -135,7 +134,8 @@ class TokenTable:
 
     def _learn(self, names: list[int], ids: NDArray[np.int32]) -> None:
         places = [self._claim(token) for token in names]
-        starts = self._layer_start + np.array(places) * self._rows.shape[1]
+        width = self._rows.shape[1]
+        starts = self._layer_start + np.array([row * width for row in places])
         cells = ids + starts[:, :, None]  # int64 [n_layers, n_tokens, k]
         flat = cells.reshape(-1) if ids.min(initial=0) >= 0 else cells[ids >= 0]
         np.add.at(self._rows.reshape(-1), flat, _ONE)
