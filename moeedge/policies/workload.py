@@ -53,8 +53,10 @@ class ExpectedWorkload:
         hot = (reached >= 1.0).nonzero()[0]
         hot_amount, layers = amount.take(hot), self._layer_of.take(hot)
         pairs, distinct = self._sums(layers, hot_amount, self._shape.n_layers)
-        all_distinct = distinct - pairs + all_pairs  # below tau = 1 hardly any expert is expected twice
-        cpu_s, device_s = self._times_s(pairs, distinct, all_pairs, all_distinct)
+        (cpu_fixed_s, cpu_pair_s), (device_fixed_s, device_pair_s) = self._cpu_s, self._device_s
+        # below tau = 1 hardly any expert is expected twice: a pair is an expert
+        cpu_s = (cpu_fixed_s + cpu_pair_s) * (all_pairs - pairs)
+        device_s = device_fixed_s * distinct + device_pair_s * pairs
         transfer_s = self._units.transfer_expert_s
         max_uploads = None
         if transfer_s > 0:
@@ -66,8 +68,11 @@ class ExpectedWorkload:
         cells = layers * self._cap + (self._cap - reached.take(hot).astype(np.intp))  # level K first
         by_level = self._sums(cells, hot_amount, self._shape.n_layers * self._cap)
         shape = (2, self._shape.n_layers, self._cap)
-        pairs, distinct = by_level.reshape(shape).cumsum(axis=2)[:, :, ::-1]  # at and above tau = j + 1
-        cpu_s, device_s = self._times_s(pairs, distinct, all_pairs, all_distinct[:, None])
+        pairs_on, distinct_on = by_level.reshape(shape).cumsum(axis=2)[:, :, ::-1]  # at and above tau = j + 1
+        device_s = device_fixed_s * distinct_on + device_pair_s * pairs_on
+        # what is hot at 1 but not at tau is on the CPU as well
+        back_s = cpu_fixed_s * (distinct[:, None] - distinct_on) + cpu_pair_s * (pairs[:, None] - pairs_on)
+        cpu_s = cpu_s[:, None] + np.maximum(back_s, 0.0)
         return thresholds(Workload(cpu_s, device_s, _NO_UPLOADS, _NO_LIMIT), 0.0, 0.0), max_uploads
 
     def _sums(self, cells: NDArray[np.intp], amount: FloatArray, n: int) -> NDArray[np.float64]:
@@ -77,14 +82,6 @@ class ExpectedWorkload:
         # an expert expected less than once is used by one token or none
         np.minimum(sums[0], np.bincount(cells, minlength=n), out=sums[1])
         return sums
-
-    def _times_s(
-        self, pairs: NDArray[Any], distinct: NDArray[Any], all_pairs: float, all_distinct: NDArray[Any]
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """T_cpu and T_gpu where `pairs` and `distinct` of all are on the device."""
-        (cpu_fixed_s, cpu_pair_s), (device_fixed_s, device_pair_s) = self._cpu_s, self._device_s
-        cpu_s = cpu_fixed_s * (all_distinct - distinct) + cpu_pair_s * (all_pairs - pairs)
-        return cpu_s, device_fixed_s * distinct + device_pair_s * pairs
 
 
 def _affine(curve_s: NDArray[Any]) -> tuple[float, float]:

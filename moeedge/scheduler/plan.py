@@ -73,7 +73,7 @@ class Planner:
         self._in_flight = False
         np.multiply(there, np.float32(margin), out=boosted)
         np.add(boosted, score.reshape(-1), out=boosted)
-        if there.dtype != np.bool_ and there.max(initial=0) == IN_FLIGHT:
+        if there.dtype != np.bool_ and there.max() == IN_FLIGHT:
             self._in_flight = True
             boosted[there == IN_FLIGHT] = np.inf  # comes in any case
         for index, group in enumerate(self._groups):
