@@ -154,7 +154,10 @@ class Spac:
             np.copyto(score, self._used)
             return score
         n_batch = float(len(upcoming)) if known else self._n_batch
-        self._table.expect(self._history.rate, upcoming, n_batch, out=self._score)
+        if known or self._n_plans == 1:
+            self._table.expect(self._history.rate, upcoming, n_batch, out=self._score)
+        else:  # one token of many, and a plan that knows them all follows
+            np.multiply(self._history.rate, np.float32(n_batch), out=self._score)
         self._layer_pairs = n_batch * self._n_used
         return score
 

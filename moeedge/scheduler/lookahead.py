@@ -39,6 +39,7 @@ class TokenTable:
         self.n_rows = n_bytes // (n + _TOKEN_BYTES)
         # zeroed pages cost no memory before they are written
         self._rows: NDArray[np.uint8] = np.zeros((self.n_rows, n), dtype=np.uint8)
+        self._cells = self._rows.reshape(-1)  # the same bytes
         self._seen: list[int] = []  # occurrences in each row that was ever used
         self._row_of: dict[int, int] = {}  # token -> row, the token seen longest ago first
         self._layer_start = (np.arange(n_layers) * n_experts)[:, None]
@@ -137,8 +138,8 @@ class TokenTable:
         width = self._rows.shape[1]
         starts = self._layer_start + np.array([row * width for row in places])
         cells = ids + starts[:, :, None]  # int64 [n_layers, n_tokens, k]
-        flat = cells.reshape(-1) if ids.min(initial=0) >= 0 else cells[ids >= 0]
-        np.add.at(self._rows.reshape(-1), flat, _ONE)
+        flat = cells.reshape(-1) if ids.min() >= 0 else cells[ids >= 0]
+        np.add.at(self._cells, flat, _ONE)
         seen, full = self._seen, False
         for row in places:
             seen[row] += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,7 @@ class _Group:
     capacity: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidates:
+class _Candidates(NamedTuple):
     """Flat cells of one group."""
 
     coming: IndexArray  # absent, and among those that fit
@@ -59,7 +58,7 @@ class Planner:
         self._evict = evict
         n = shape.n_layers * shape.n_experts
         self._boosted: FloatArray = np.empty(n, dtype=np.float32)
-        self._masks: NDArray[np.bool_] = np.empty((2, n), dtype=np.bool_)
+        self._fits: NDArray[np.bool_] = np.empty(n, dtype=np.bool_)
         cells = np.arange(n)
         self._pair_of = np.stack((cells // shape.n_experts, cells % shape.n_experts), axis=1).astype(np.int32)
         self._in_flight = False
@@ -126,12 +125,9 @@ class Planner:
     ) -> _Candidates:
         """What belongs into the group's slots and what does not."""
         boosted, there = self._boosted[group.cells], there[group.cells]
-        fits, held = self._masks[:, : boosted.size]
+        fits = self._fits[: boosted.size]
         np.greater_equal(boosted, np.float32(max(marginal, _LEAST)), out=fits)
-        if self._in_flight:
-            np.not_equal(there, 0, out=held)
-        else:
-            held = there.view(np.bool_)
+        held = there != 0 if self._in_flight else there.view(np.bool_)
         free = group.capacity - int(np.count_nonzero(held))
         changes = np.not_equal(fits, held, out=fits).nonzero()[0]  # what should come or go, found in one pass
         goes = held.take(changes)
