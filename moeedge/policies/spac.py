@@ -39,7 +39,8 @@ FloatArray = NDArray[np.float32]
 _MARGIN_KNOWN = 0.25
 _MARGIN_GUESSED = 0.3  # the tokens are not known, and will not be
 _MARGIN_AHEAD = 1.0  # a second plan follows, which will know the draft: only what is clearly better
-# Mix and trust change slowly: after the first steps every fourth one is enough to follow them
+# Mix and trust change slowly: after the first steps every fourth one is enough to follow them; and so it is for tau
+# where the CPU is the slower side by far
 _FIT_EAGERLY, _FIT_EVERY = 24, 4
 _FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
 
@@ -77,6 +78,7 @@ class Spac:
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._workload = None if config.units is None else ExpectedWorkload(shape, self.cap, config.units, config.gamma)
         self._max_uploads: int | None = None
+        self._n_balanced = 0  # steps
         self._n_planned = 0  # plans since the last step
         self._n_plans = 1  # plans of the last step: more than one where drafts become known
 
@@ -129,6 +131,9 @@ class Spac:
         if self._fixed:
             self._tau = np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
         elif self._workload is not None and not self._binary:
+            self._n_balanced += 1
+            if self._workload.sure and self._n_balanced % _FIT_EVERY != 0:
+                return  # the solution of the step before stands
             self._tau, self._max_uploads = self._workload.solve(score, self._utility, self._layer_pairs)
 
     def reset(self) -> None:

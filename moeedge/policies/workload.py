@@ -28,6 +28,7 @@ FloatArray = NDArray[np.float32]
 # Eq. 11 holds without it: what is hot at tau = 1 is what fits the slots
 _NO_LIMIT = np.array([np.inf])
 _NO_UPLOADS = np.zeros(1)
+_SURE = 2.0  # a CPU that takes so many times as long as the device will not be the faster side a step later
 
 
 class ExpectedWorkload:
@@ -40,6 +41,7 @@ class ExpectedWorkload:
         self._device_s = _affine(units.device_expert_s)
         # what else a layer's share of a step has for transfers: drafting (Eq. 10) and the layer's other operations
         self._beside_s = gamma * units.draft_token_s / shape.n_layers + units.layer_rest_s
+        self.sure = False  # the last solution was tau = 1 for every layer, by far
         self._ones: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
 
     def solve(self, score: FloatArray, utility: FloatArray, all_pairs: float) -> tuple[FloatArray, int | None]:
@@ -63,7 +65,9 @@ class ExpectedWorkload:
             step_s = float(np.maximum(cpu_s, device_s).sum()) + self._shape.n_layers * self._beside_s
             max_uploads = max(int(step_s / transfer_s), 1)
         # the usual case: at tau = 1 the CPU is the slower side already, and every higher tau leaves it more
-        if (cpu_s > device_s).all():
+        slower = float((cpu_s - _SURE * device_s).min())
+        self.sure = slower > 0.0
+        if self.sure or (cpu_s > device_s).all():
             return self._ones, max_uploads
         cells = layers * self._cap + (self._cap - reached.take(hot).astype(np.intp))  # level K first
         by_level = self._sums(cells, hot_amount, self._shape.n_layers * self._cap)
