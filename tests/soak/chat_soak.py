@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from moeedge.native.cache import ExpertCache
 
 SCHEMA = "moeedge-soak-1"
 N_CTX = 2048
+MAX_TURNS_PER_S = 100
 WARM_UP = 1 / 3  # of the run: caches of graphs and Python's own pools fill
 # growth that is no growth: a page per ten turns over the run; shorter runs leave the allocator more to settle
 RSS_LIMIT_BYTES = 8 << 20
@@ -69,6 +70,22 @@ class Sample:
             and self.pinned == 0
             and self.failed == 0
         )
+
+
+class Samples:
+    """Rows of numbers in memory that is touched beforehand: the samples themselves must not be what grows."""
+
+    def __init__(self, n_max: int) -> None:
+        self._rows = np.full((n_max, len(fields(Sample))), -1.0)
+        self._n = 0
+
+    def append(self, sample: Sample) -> None:
+        self._rows[self._n] = astuple(sample)
+        self._n += 1
+
+    def take(self) -> list[Sample]:
+        """All of them, as they were appended."""
+        return [Sample(float(row[0]), *(int(value) for value in row[1:])) for row in self._rows[: self._n]]
 
 
 def questions(seed: int) -> Iterator[str]:
@@ -114,7 +131,7 @@ def chat(session: Session, seconds: float, seed: int) -> list[Sample]:
     process = psutil.Process()
     rng = random.Random(seed)
     asked = questions(seed)
-    samples: list[Sample] = []
+    samples = Samples(int(seconds * MAX_TURNS_PER_S) + 100)
     tokens = turns = 0
     start_s = time.monotonic()
     while time.monotonic() - start_s < seconds:
@@ -137,7 +154,7 @@ def chat(session: Session, seconds: float, seed: int) -> list[Sample]:
             tokens += len(answer.tokens)
             samples.append(take(session, cache, process, start_s, turns, tokens))
         session.reset()
-    return samples
+    return samples.take()
 
 
 def conclude(samples: list[Sample]) -> dict[str, Any]:
