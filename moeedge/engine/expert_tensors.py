@@ -51,3 +51,22 @@ def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[Exp
 def expert_bytes(tensors: list[ExpertTensor]) -> int:
     """Bytes of all experts together: what a cache ratio of 1 would hold."""
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
+
+
+def n_groups(tensors: list[ExpertTensor]) -> int:
+    """Groups of layers whose experts have the same tensors; a cache has staging slots for each of them."""
+    layers: dict[int, set[tuple[str, int, int, int]]] = {}
+    for tensor in tensors:
+        layers.setdefault(tensor.layer, set()).add((tensor.role, tensor.type, tensor.ne0, tensor.ne1))
+    return len({frozenset(roles) for roles in layers.values()})
+
+
+def scratch_bytes(tensors: list[ExpertTensor], n_pairs: int) -> int:
+    """Bytes of float32 for the columns of `n_pairs` (token, expert) pairs in the widest layer, on the safe side.
+
+    Every matrix has an input and an output column; one that two matrices share is counted twice.
+    """
+    values: dict[int, int] = {}
+    for tensor in tensors:
+        values[tensor.layer] = values.get(tensor.layer, 0) + (tensor.ne0 + tensor.ne1 if tensor.ne1 > 1 else 0)
+    return 4 * n_pairs * max(values.values(), default=0)

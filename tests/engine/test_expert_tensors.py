@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from moeedge.engine.expert_tensors import expert_bytes, expert_tensors
+from moeedge.engine.expert_tensors import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.engine.gguf_file import summarize
 from moeedge.errors import ModelFileError
 from moeedge.native.expert_tensor import ExpertTensor
@@ -121,3 +121,22 @@ def test_split_files_scales_and_unlike_shapes(tmp_path: Path) -> None:
 def test_bad_files_get_the_sentences_of_any_model(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="There is no model file"):
         expert_tensors(tmp_path / "none.gguf")
+
+
+def test_groups_as_the_cache_makes_them(tiny: TinyFactory) -> None:
+    def tensor(layer: int, role: str, kind: int) -> ExpertTensor:
+        return ExpertTensor(layer, kind, 64, 32, 8, 0, 0, 1024, f"blk.{layer}.{role}")
+
+    alike = [tensor(layer, role, 2) for layer in range(3) for role in ("ffn_up_exps.weight", "ffn_down_exps.weight")]
+    assert n_groups(alike) == 1
+    assert n_groups([*alike[:-1], tensor(2, "ffn_up_exps.weight", 8)]) == 2  # llama.cpp's mixed quantisations
+    assert n_groups([]) == 0
+
+
+def test_scratch_holds_the_columns_of_every_matrix(tiny: TinyFactory) -> None:
+    found = expert_tensors(tiny("qwen3moe"))[0]
+    up = next(tensor for tensor in found if tensor.role == "ffn_up_exps.weight")
+    # an input, up, gate, their product and an output
+    needed = 4 * (2 * up.ne0 + 3 * up.ne1)
+    assert 7 * needed <= scratch_bytes(found, 7) <= 2 * 7 * needed
+    assert scratch_bytes([], 7) == 0

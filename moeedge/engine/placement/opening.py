@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from moeedge.engine import library
 from moeedge.engine.calibration import Calibration, calibrate
 from moeedge.engine.context import Context
-from moeedge.engine.expert_tensors import expert_bytes, expert_tensors
+from moeedge.engine.expert_tensors import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.types import EngineConfig, PlacementConfig
 from moeedge.errors import EngineError, InputError
@@ -18,11 +18,13 @@ from moeedge.hardware.budget import Budget, default_reserve, plan_budget
 from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.size import format_bytes
 from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
+from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.policies import POLICIES, PolicyConfig, make_policy
 from moeedge.scheduler.policy import CacheShape
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
 _STAGE_EXPERTS = 32  # per half of the staging slots, for streaming prefill
+_DEVICE_PAIRS_MAX = 2048  # that the backend gives a device at once (native/src/hybrid.h)
 _PATHS = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT, "stream": PrefillPath.STREAM}
 
 
@@ -89,7 +91,7 @@ class _Opening:
         tensors, files = expert_tensors(self.target.model.path, n_layers=info.n_layers)
         n_stage = self._stage_slots()
         total_bytes = expert_bytes(tensors)
-        budget = self._budget(total_bytes, n_stage)
+        budget = self._budget(total_bytes, self._scratch_bytes(tensors, n_stage))
         self.notes.extend(budget.notes)
         if budget.n_slots == 0:
             if not budget.notes:
@@ -120,21 +122,27 @@ class _Opening:
         if cache.info.n_slots < cache.info.slots_wanted:
             self.notes.append(
                 f"The expert cache has shrunk from {cache.info.slots_wanted:,} slots to {cache.info.n_slots:,}: "
-                f"{self.device.label} has no memory for more."
+                f"{self.device.label} has no room for more."
             )
         return cache
 
-    def _budget(self, expert_bytes_total: int, n_stage: int) -> Budget:
+    def _scratch_bytes(self, tensors: list[ExpertTensor], n_stage: int) -> int:
+        """What the cache takes beside its slots: staging slots of every group and the columns that are computed."""
+        info = self.target.model.info
+        expert = expert_bytes(tensors) // max(1, info.n_expert_layers * info.n_experts)
+        n_pairs = min(self.target.n_ubatch * info.n_experts_used, _DEVICE_PAIRS_MAX)
+        # the backend's buffer for columns has room for half as many again
+        return n_stage * n_groups(tensors) * expert + scratch_bytes(tensors, n_pairs) * 3 // 2
+
+    def _budget(self, expert_bytes_total: int, scratch: int) -> Budget:
         info = self.target.model.info
         wish = self.config.placement
         reading = vram.read(self.device) if self.device.kind == "gpu" else None
         free_bytes = reading.free_bytes if reading is not None else self.device.free_bytes
         total_bytes = reading.total_bytes if reading is not None else self.device.total_bytes
+        reserve_bytes = scratch + (default_reserve(total_bytes) if self.device.kind == "gpu" else 0)
         if total_bytes == 0:  # a device that does not tell: as much as is asked for, and less if that fails
-            free_bytes = expert_bytes_total
-        reserve_bytes = default_reserve(total_bytes) if self.device.kind == "gpu" else 0
-        if n_stage:
-            reserve_bytes += n_stage * expert_bytes_total // max(1, info.n_expert_layers * info.n_experts)
+            free_bytes = expert_bytes_total + reserve_bytes
         return plan_budget(
             expert_bytes_total=expert_bytes_total,
             n_expert_layers=info.n_expert_layers,
