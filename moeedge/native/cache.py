@@ -233,6 +233,12 @@ class ExpertCache:
         seconds = {name: getattr(raw, raw_name) * 1e-9 for name, raw_name in _TIMES.items()}
         return CacheStats(**values, **seconds, lost=bool(raw.lost))
 
+    def trouble(self) -> tuple[bool, int]:
+        """Whether the device is lost, and how many blocks were not understood: cheap enough for every step."""
+        raw = self._stats
+        self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(raw)))
+        return bool(raw.lost), raw.blocks_unknown
+
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
         records = np.zeros(MAX_BLOCKS, dtype=BLOCK_RECORD)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moeedge.policies import PolicyConfig
+from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
 
 

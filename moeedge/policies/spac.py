@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig
+from moeedge.policies.config import PolicyConfig
 from moeedge.policies.workload import ExpectedWorkload
 from moeedge.scheduler.history import History
 from moeedge.scheduler.lookahead import TokenTable

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig
+from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler import utility
 from moeedge.scheduler.balancer import Workload, thresholds
 from moeedge.scheduler.plan import RESIDENT, Planner

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig
+from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler.plan import Planner
 from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
 

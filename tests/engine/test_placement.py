@@ -333,6 +333,7 @@ def test_trouble_is_told_once(
         return replace(real(), **change)
 
     monkeypatch.setattr(session.placement.cache, "stats", stats)
+    monkeypatch.setattr(session.placement.cache, "trouble", lambda: (stats().lost, stats().blocks_unknown))
     generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
     next(generation)
     n_plans = len(recorder.upcoming)

@@ -72,6 +72,8 @@ def routing(frame: Frame) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     for, in the last layer of a prompt.
     """
     ids, weights = frame.ids.copy(), frame.weights.copy()
+    if int(frame.layer_tokens.min()) == frame.n_tokens:  # the usual case, in every step
+        return ids, weights
     for layer in np.flatnonzero(frame.layer_tokens < frame.n_tokens):
         seen = int(frame.layer_tokens[layer])
         first = frame.n_tokens - seen

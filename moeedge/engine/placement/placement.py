@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeedge.engine.placement.counters import Counters
 from moeedge.engine.placement.observing import Watcher
 from moeedge.engine.speculative import Counts
@@ -50,7 +53,7 @@ class ExpertPlacement:
         self._watcher = Watcher(sensor)
         self._counters = Counters(cache.stats())
         self._plan: Plan | None = None  # not given to the mover yet
-        self._tau: tuple[float, ...] = ()
+        self._tau: NDArray[np.float32] | None = None  # of the plan that the mover was given last, per layer
         self._in_step = False  # or at a prompt
         self._lost = False
         self._told_unknown = False
@@ -124,17 +127,17 @@ class ExpertPlacement:
         plan, self._plan = self._plan, None
         if plan is not None:
             self.cache.plan(plan.uploads, plan.levels, plan.victims, plan.victim_utility)
-            self._tau = tuple(plan.tau[self._expert_layers].tolist())
+            self._tau = plan.tau
 
     def _look_for_trouble(self) -> None:
         """Says once that the device is gone, or that this model's blocks are not understood."""
-        stats = self.cache.stats()
-        if stats.lost and not self._lost:
+        lost, n_unknown = self.cache.trouble()
+        if lost and not self._lost:
             self._lost = True
             self._plan = None
             self._on_lost()
             self._give_note(f"The device {self.device} is lost: all experts are computed on the CPU from here on.")
-        if stats.blocks_unknown and not self._told_unknown and not self._lost:
+        if n_unknown and not self._told_unknown and not self._lost:
             self._told_unknown = True
             self._give_note(
                 "This model computes its experts in a way that moeedge does not understand: "
@@ -156,7 +159,7 @@ class ExpertPlacement:
             slots_total=self.cache.info.n_slots,
             pool_bytes=self.cache.info.pool_bytes,
             vram=self._vram(),
-            tau=self._tau,
+            tau=() if self._tau is None else tuple(self._tau[self._expert_layers].tolist()),
         )
 
     def _vram(self) -> tuple[int, int] | None:

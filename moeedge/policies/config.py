@@ -1,0 +1,45 @@
+"""What a policy may be told, and the ablations that it may be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from moeedge.scheduler.units import Units
+
+ABLATIONS: dict[str, str] = {  # MoE-SpAc, Table 4
+    "no-spec-ue": "binary utilities: used in the last step or not (K = 1)",
+    "no-ada-bc": "fixed boundaries of the utility's transitions, 3 up and 1 down (spac-paper)",
+    "no-het-wb": "a fixed threshold, tau = 2",
+    "no-prefetch": "what was used first stays for good",
+    "no-evict": "nothing makes room for anything once the slots are full",
+    "no-sd": "no speculation (the engine's draft length is 0)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyConfig:
+    """What a policy may be told; the defaults are MoE-SpAc's (section 4.1)."""
+
+    gamma: int = 8  # draft length
+    cap: int = 4  # K, the highest utility
+    forgetting: float = 0.1  # lambda: how fast spac-paper's boundaries move
+    ablations: frozenset[str] = frozenset()
+    units: Units | None = None  # None: no balancing, every expert likely to be used is hot
+    profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static
+    lookahead_bytes: int = 64 << 20  # memory of spac's table of tokens; 0: no lookahead
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+        if not 1 <= self.cap <= 64:
+            raise ValueError(f"the utility cap K must be in 1..64, not {self.cap}")
+        if not 0 <= self.forgetting <= 1:
+            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        if self.lookahead_bytes < 0:
+            raise ValueError(f"the lookahead table cannot have {self.lookahead_bytes} bytes")
+        unknown = sorted(self.ablations - set(ABLATIONS))
+        if unknown:
+            raise ValueError(f'unknown ablation "{unknown[0]}"; there are {", ".join(ABLATIONS)}')
