@@ -66,6 +66,23 @@ def test_logits_of_every_path(ratio: float, model: Path, stock: StockContext) ->
             assert (on_device > 0) == (path != "cpu"), f"{path}: {on_device} pairs on the device"
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_more_pairs_than_a_device_takes_at_once(ratio: float, tiny: TinyFactory) -> None:
+    """150 tokens with 16 experts each, of which the backend gives a device 2,048 pairs at a time."""
+    model = tiny("qwen3moe", experts=MANY_EXPERTS, used=16)
+    library.start()
+    with StockContext(model) as stock:
+        expected = stock.decode(PROMPT)
+    with hybrid_context(model, ratio, n_stage=8) as (context, cache):
+        RandomPlans(cache, 1).fill()
+        for path in ("resident", "stream"):
+            cache.set_prefill(PATHS[path], 33)
+            errors = np.abs(context.decode(PROMPT) - expected).max(axis=1) / np.abs(expected).max()
+            context.trim(0)
+            assert (errors >= TOLERANCE).mean() <= EXCHANGED_ROWS, f"{path}: {errors.max():.2g}"
+            assert errors.max() < EXCHANGED_TOLERANCE, f"{path}: {errors.max():.2g}"
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_greedy_after_every_path(path: str, tiny: TinyFactory, tiny_draft: Path) -> None:
     """Through the session: a prompt of 150 tokens, then drafts."""

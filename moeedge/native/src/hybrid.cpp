@@ -176,11 +176,27 @@ bool hybrid_executor::finish(const placed_chain & placed, const index_list & pai
     return true;
 }
 
+// pairs in pieces that a device takes at once; the CPU computes what it does not take. The block's input must have been
+// kept, since the columns of a piece may be written over it.
+bool hybrid_executor::compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record) {
+    bool ok = true;
+    for (size_t begin = 0; ok && begin < pairs.size(); begin += n_pairs_max) {
+        const size_t     end = std::min(begin + n_pairs_max, pairs.size());
+        const index_list piece(pairs.begin() + begin, pairs.begin() + end);
+        if (!cache->lost() && submit(placed, piece)) {
+            ok = finish(placed, piece, record);
+        } else {
+            ok = compute_on_cpu(placed, piece, record);
+        }
+    }
+    return ok;
+}
+
 hybrid_executor::outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
     const int64_t        begin_ns = now_ns();
     const expert_chain & chain    = placed.chain;
     read_experts(chain);
-    read_input(chain, /* keep = */ false);
+    read_input(chain, /* keep = */ experts.size() > n_pairs_max);
     slots.resize(experts.size());
     if (cache->acquire(chain.layer, experts.data(), (int) experts.size(), slots.data()) == 0) {
         record_whole(chain, phase);
@@ -201,11 +217,17 @@ hybrid_executor::outcome hybrid_executor::compute(const placed_chain & placed, i
     record.unique_device        = count_unique(experts.data(), on_device);
     record.unique_cpu           = count_unique(experts.data(), on_cpu);
 
+    index_list later;
+    if (on_device.size() > n_pairs_max) {
+        later.assign(on_device.begin() + n_pairs_max, on_device.end());
+        on_device.resize(n_pairs_max);
+    }
     outcome result = outcome::whole;
     if (submit(placed, on_device)) {
         const bool cpu_ok    = on_cpu.empty() || compute_on_cpu(placed, on_cpu, record);
         const bool device_ok = finish(placed, on_device, record);
-        result               = cpu_ok && device_ok ? outcome::done : outcome::aborted;
+        const bool ok        = cpu_ok && device_ok && compute_on_device(placed, later, record);
+        result               = ok ? outcome::done : outcome::aborted;
     }
     cache->release(chain.layer, slots.data(), (int) slots.size());
     record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;

@@ -24,6 +24,10 @@ struct placed_chain {
 
 class hybrid_executor {
   public:
+    // A device gets no more at once. CUDA's kernels for experts keep an integer per column in a block's shared memory, of
+    // which older cards have 48 KiB, and abort when that is short; and a device's buffer for columns stays small.
+    static constexpr size_t n_pairs_max = 2048;
+
     enum class outcome {
         whole,   // nothing was computed: the graph's own nodes have to
         done,    // the chain's output is there
@@ -67,6 +71,7 @@ class hybrid_executor {
                         const float * gathered = nullptr);
     bool submit(const placed_chain & placed, const index_list & pairs);
     bool finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
+    bool compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
 
     std::shared_ptr<expert_cache> cache;
     ggml_backend_dev_t            cpu_dev;

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <cstdint>
 
 namespace moeedge {
 
@@ -24,12 +25,24 @@ void slot_pools::free() {
     n_bytes = 0;
 }
 
+// Kernels count a tensor's blocks, or its values in pieces of four bytes, in 32 bits: an expert further back would be read
+// from elsewhere.
+static int addressable_slots(const expert_group & group, int n_stage) {
+    int64_t most = INT32_MAX;
+    for (const expert_role & role : group.roles) {
+        const size_t unit = std::max<size_t>(ggml_type_size(role.type), 4);
+        most              = std::min<int64_t>(most, INT32_MAX / (int64_t) (role.bytes / unit + 1));
+    }
+    return (int) std::max<int64_t>(most - n_stage, 1);
+}
+
 bool slot_pools::allocate(const std::vector<int> & wanted) {
     const int most = wanted.empty() ? 0 : *std::max_element(wanted.begin(), wanted.end());
     for (double share = 1.0;; share *= shrink_factor) {
         slots.clear();
-        for (int n : wanted) {
-            slots.push_back(n == 0 ? 0 : std::max(1, (int) (n * share)));
+        for (size_t g = 0; g < wanted.size(); g++) {
+            const int n = std::max(1, (int) (wanted[g] * share));
+            slots.push_back(wanted[g] == 0 ? 0 : std::min(n, addressable_slots(layout.groups[g], n_stage)));
         }
         if (try_allocate()) {
             clear();

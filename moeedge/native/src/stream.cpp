@@ -45,7 +45,7 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
     if (!chunks.empty()) {
         staged = std::async(std::launch::async, stage, std::cref(chunks[0]));
     }
-    bool ok = on_device.empty() || (submit(placed, on_device) && finish(placed, on_device, record));
+    bool ok = compute_on_device(placed, on_device, record);
     for (size_t c = 0; c < chunks.size(); c++) {
         const int64_t begin_ns = now_ns();
         const bool    is_there = staged.get();
@@ -54,11 +54,7 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
             staged = std::async(std::launch::async, stage, std::cref(chunks[c + 1]));
         }
         const index_list & pairs = chunks[c].pairs;
-        if (ok && is_there && submit(placed, pairs)) {
-            ok = finish(placed, pairs, record);
-        } else {
-            ok = ok && compute_on_cpu(placed, pairs, record);
-        }
+        ok = ok && (is_there ? compute_on_device(placed, pairs, record) : compute_on_cpu(placed, pairs, record));
     }
     return ok;
 }
