@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.engine import library
+from moeedge.engine import gguf_file, library
 from moeedge.engine.memory import kv_bytes_per_token
 from moeedge.engine.model import Model
 from moeedge.engine.types import EngineConfig
@@ -27,13 +27,15 @@ def load_target(config: EngineConfig, device: ResolvedDevice | None = None) -> M
     """The target model, its dense weights where -ngl says.
 
     With a GPU for experts: all layers unless -ngl says less, and the experts stay in host memory, from where placement
-    moves them, unless the GPU can hold the whole model.
+    moves them, unless the GPU can hold the whole model. A dense one that it cannot hold stays on the CPU.
     """
     device = device or resolve_device(config)
     if device.kind != "gpu":
         return Model.load(config.model, n_gpu_layers=config.n_gpu_layers or 0, device=device.llama_device)
     if _whole_model_fits(config, device):
         return Model.load(config.model, n_gpu_layers=_ALL_LAYERS, device=device.llama_device)
+    if config.n_gpu_layers is None and not gguf_file.summarize(config.model).expert_layers:
+        return Model.load(config.model, n_gpu_layers=0, device=device.llama_device)
     # a cache that is switched off leaves a wish for layers to llama.cpp, experts included
     whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None
     return Model.load(

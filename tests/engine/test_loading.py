@@ -74,6 +74,18 @@ def test_the_target(
 
 @pytest.mark.parametrize(
     ("device", "changes", "n_gpu_layers"),
+    [(SMALL_GPU, {}, 0), (SMALL_GPU, {"n_gpu_layers": 2}, 2), (LARGE_GPU, {}, -1)],
+)
+def test_a_dense_target_lies_on_the_gpu_as_a_whole_or_as_asked(
+    tiny_draft: Path, asked: list[dict[str, Any]], device: ResolvedDevice, changes: dict[str, Any], n_gpu_layers: int
+) -> None:
+    with loading.load_target(config(tiny_draft, **changes), device):
+        pass
+    assert asked[0]["n_gpu_layers"] == n_gpu_layers
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "n_gpu_layers"),
     [(NO_DEVICE, {}, 0), (SMALL_GPU, {}, -1), (SMALL_GPU, {"n_gpu_layers": 0}, 0)],
 )
 def test_the_draft_lies_whole_beside_the_experts(
