@@ -45,6 +45,7 @@ _PREFILL_REPETITIONS = 3
 _CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
 _FILLS = 4  # transfers are timed in so many parts, the best of which counts
 _DRAIN_S = 0.3
+_STREAM_S = 10.0  # what a prompt may take on the CPU where it is compared with streaming
 _SHARES_S = {"steps": 0.7, "batches": 1.4, "prefill": 0.7}  # seconds that a part may take before it is cut short
 
 
@@ -191,6 +192,15 @@ class _Run:
         else:
             self.target.clear()
 
+    def _forget_graph(self) -> None:
+        """Empties the context and has llama.cpp plan the next batch anew.
+
+        It would reuse its last graph for a batch of the same size, on the devices that took it under the last path.
+        """
+        self.target.clear()
+        self.target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
+        self.target.clear()
+
     def _time_decode(self, n: int, phase: Phase) -> float:
         first = self.target.n_past
         start_s = time.perf_counter()
@@ -202,19 +212,22 @@ class _Run:
 
         token_s: what a token takes in a small batch, to keep the prompt short where that is long.
         """
-        wanted = int(np.clip(_SHARES_S["prefill"] / max(token_s, 1e-9), _PREFILL_TOKENS_MIN, _PREFILL_TOKENS))
+        chosen = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT}
+        share_s, most = _SHARES_S["prefill"], _PREFILL_TOKENS
+        if self.cache.info.n_stage >= 2:
+            # moving all experts takes as long for a short prompt as for a whole graph: only the latter compares
+            chosen["stream"] = PrefillPath.STREAM
+            share_s, most = _STREAM_S, self.target.n_ubatch
+        wanted = min(max(int(share_s / max(token_s, 1e-9)), _PREFILL_TOKENS_MIN), most)
         n = min(wanted, self.target.n_ubatch, self.target.n_ctx)
         if n <= 64:
             return {}
-        chosen = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT}
-        if self.cache.info.n_stage >= 2:
-            chosen["stream"] = PrefillPath.STREAM
         times: dict[str, list[float]] = defaultdict(list)
         start_s = time.perf_counter()
         for repetition in range(_PREFILL_REPETITIONS):
             for name in list(chosen) if repetition % 2 else reversed(list(chosen)):
                 self.cache.set_prefill(chosen[name], min(n, 65))
-                self.target.clear()
+                self._forget_graph()
                 times[name].append(self._time_decode(n, Phase.PREFILL))
             if time.perf_counter() - start_s > _SHARES_S["prefill"]:
                 break

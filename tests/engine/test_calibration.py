@@ -12,6 +12,7 @@ import pytest
 
 from moeedge import paths
 from moeedge.engine.calibration import Calibration
+from moeedge.engine.context import Context
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, PlacementConfig
 from moeedge.scheduler.units import Units
@@ -155,3 +156,21 @@ def test_the_line_says_that_it_is_emulation() -> None:
     assert "emulation on the CPU's own cores, slower than plain decoding: 0.90 times" in said
     assert "prompts run on the CPU" in said
     assert "emulation" not in made().sentence(emulated=False, prefill="stream")
+
+
+def test_streaming_is_compared_over_a_whole_graph(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decode = Context.decode
+
+    def remember(self: Context, tokens: Any, **options: Any) -> Any:
+        sizes.append(len(tokens))
+        return decode(self, tokens, **options)
+
+    monkeypatch.setattr(Context, "decode", remember)
+    settings = replace(config(tiny, prefill="stream"), n_ubatch=300)
+    with Session.open(settings) as session:
+        assert session.calibration is not None
+        assert sorted(session.calibration.prefill_ts) == ["cpu", "resident", "stream"]
+    measured = [i for i, n in enumerate(sizes) if n == 300]
+    assert len(measured) >= 3
+    assert all(sizes[i - 1] == 1 for i in measured)  # so that llama.cpp plans anew, for another path
