@@ -3,8 +3,9 @@
     python -m tests.soak.chat_soak --minutes 30 --out docs/benchmarks/soak-bundled.json
 
 After every turn the process's memory, threads and open files and the native counters are sampled. The record (schema
-moeedge-soak-1) holds the raw `samples` beside what was concluded from them: `slopes` over the second two thirds, each
-with its limit, and `unbalanced`, the turns after which the counters did not add up.
+moeedge-soak-1) holds what was concluded from all samples, `slopes` over the second two thirds, each with its limit, and
+`unbalanced`, the turns after which the counters did not add up; and the raw `samples`, column by column, of a long run
+an even choice of them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from moeedge.native.cache import ExpertCache
 SCHEMA = "moeedge-soak-1"
 N_CTX = 2048
 MAX_TURNS_PER_S = 100
+KEPT_SAMPLES = 600
 WARM_UP = 1 / 3  # of the run: caches of graphs and Python's own pools fill
 # growth that is no growth: a page per ten turns over the run; shorter runs leave the allocator more to settle
 RSS_LIMIT_BYTES = 8 << 20
@@ -186,6 +188,13 @@ def conclude(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
+def columns(samples: list[Sample]) -> dict[str, list[float]]:
+    """At most KEPT_SAMPLES of them, the last one included, one list per figure."""
+    every = -(-len(samples) // KEPT_SAMPLES)
+    kept = samples[::-1][::every][::-1]
+    return {field.name: [round(getattr(sample, field.name), 1) for sample in kept] for field in fields(Sample)}
+
+
 def slope(times_s: list[float], values: np.ndarray) -> float:
     """Median slope over pairs half the series apart, in units per second."""
     half = len(values) // 2
@@ -231,7 +240,7 @@ def run(minutes: float, *, ratio: float = 0.17, threads: int = 1, seed: int = 1)
         "placement": stats.to_dict() if stats is not None else None,
         "instances_left": left,
         **conclude(samples),
-        "samples": [asdict(sample) for sample in samples],
+        "samples": columns(samples),
     }
 
 
