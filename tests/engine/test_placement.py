@@ -13,6 +13,8 @@ import pytest
 import moeedge.engine.session as session_module
 from moeedge.engine.agreement import ReferenceGap, compare
 from moeedge.engine.calibration import Calibration
+from moeedge.engine.context import Context
+from moeedge.engine.placement import opening
 from moeedge.engine.placement.observing import count_ids
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, PlacementConfig, PlacementStats, SamplingConfig
@@ -344,3 +346,21 @@ def test_trouble_is_told_once(
     lost = "lost" in change
     assert stats_of(session).lost == lost == (not session.placement.active)
     assert (len(recorder.upcoming) == n_plans) == lost
+
+
+def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the emulated device: target and draft compute, and are as empty afterwards as before."""
+    sizes: list[tuple[bool, int]] = []
+    decode = Context.decode
+
+    def remember(self: Context, tokens: Any, **options: Any) -> Any:
+        sizes.append((self is session.target, len(tokens)))
+        return decode(self, tokens, **options)
+
+    monkeypatch.setattr(Context, "decode", remember)
+    device = ResolvedDevice("gpu", ggml_name="GPU0")
+    maker = opening._Opening(session.config, device, session.target, session.draft_context, 4, print, [])
+    maker.settle()
+    assert sizes == [(True, 65), (True, 5), (True, 1), (False, 65), (False, 5), (False, 1)]
+    assert session.target.tokens == [] and session.draft_context is not None and session.draft_context.tokens == []
+    assert session.target.sensor is not None and not session.target.sensor.read_counts().any()

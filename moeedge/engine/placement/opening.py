@@ -11,7 +11,7 @@ from moeedge.engine.calibration import Calibration, calibrate
 from moeedge.engine.context import Context
 from moeedge.engine.expert_tensors import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.engine.placement.placement import ExpertPlacement
-from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.engine.types import EngineConfig, Phase, PlacementConfig
 from moeedge.errors import EngineError, InputError
 from moeedge.hardware import rpc, vram
 from moeedge.hardware.budget import Budget, default_reserve, plan_budget
@@ -90,6 +90,8 @@ class _Opening:
         info = self.target.model.info
         tensors, files = expert_tensors(self.target.model.path, n_layers=info.n_layers)
         n_stage = self._stage_slots()
+        if self.device.kind == "gpu":
+            self.settle()
         total_bytes = expert_bytes(tensors)
         budget = self._budget(total_bytes, self._scratch_bytes(tensors, n_stage))
         self.notes.extend(budget.notes)
@@ -125,6 +127,24 @@ class _Opening:
                 f"{self.device.label} has no room for more."
             )
         return cache
+
+    def settle(self) -> None:
+        """Lets a GPU load its kernels and allocate their scratch, so that what is free afterwards stays free.
+
+        Compute buffers are there since the contexts were made; the rest comes with the first batches of each size.
+        Leaves the KV caches empty.
+        """
+        for context in (self.target, self.draft):
+            if context is None:
+                continue
+            text = context.model.tokenize("A few words, so that there is something to compute.")
+            for n in (_PREFILL_TOKENS_MIN, self.gamma + 1, 1):
+                n = max(1, min(n, context.n_ctx // 4, context.n_ubatch))
+                context.clear()
+                context.decode((text * n)[:n], phase=Phase.PREFILL, logits="last")
+            context.clear()
+            if context.sensor is not None:
+                context.sensor.read_counts()
 
     def _scratch_bytes(self, tensors: list[ExpertTensor], n_stage: int) -> int:
         """What the cache takes beside its slots: staging slots of every group and the columns that are computed."""
