@@ -140,8 +140,8 @@ class ExpertPlacement:
         if n_unknown and not self._told_unknown and not self._lost:
             self._told_unknown = True
             self._give_note(
-                "This model computes its experts in a way that moeedge does not understand: "
-                "such blocks run on the CPU, whatever lies on the device."
+                "There are blocks of experts that moeedge does not understand, or that the device cannot compute or "
+                "has no memory for: they run on the CPU, whatever lies on the device."
             )
 
     def reset(self) -> None:

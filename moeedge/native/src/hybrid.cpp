@@ -185,9 +185,12 @@ bool hybrid_executor::compute_on_device(const placed_chain & placed, const index
         const index_list piece(pairs.begin() + begin, pairs.begin() + end);
         if (!cache->lost() && submit(placed, piece)) {
             ok = finish(placed, piece, record);
-        } else {
-            ok = compute_on_cpu(placed, piece, record);
+            continue;
         }
+        if (!cache->lost()) {
+            cache->count_unknown_block(); // the device cannot compute it, or has no memory for it
+        }
+        ok = compute_on_cpu(placed, piece, record);
     }
     return ok;
 }
