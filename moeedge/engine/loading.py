@@ -14,6 +14,8 @@ from moeedge.hardware.resolve import ResolvedDevice, resolve
 from moeedge.hardware.spec import DeviceSpec
 
 _ALL_LAYERS = -1  # llama.cpp's word for them
+# a model that fits with a context of that size is kept on the GPU whole, and its context made smaller
+_CONTEXT_TOKENS = 8192
 
 
 def resolve_device(config: EngineConfig) -> ResolvedDevice:
@@ -70,7 +72,7 @@ def _whole_model_fits(config: EngineConfig, device: ResolvedDevice) -> bool:
     for path in [config.model, _draft_path(config)] if has_draft else [config.model]:
         with Model.load(path, device=device.llama_device, header_only=True) as header:
             model_bytes += header.info.size_bytes
-            kv_bytes += kv_bytes_per_token(header) * (config.n_ctx or header.info.n_ctx_train)
+            kv_bytes += kv_bytes_per_token(header) * (config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS))
     return model_fits(
         model_bytes=model_bytes,
         kv_bytes=kv_bytes,

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
+import psutil
 
 from moeedge.engine import gguf_file, library
 from moeedge.engine.chat_format import ChatFormat
@@ -95,8 +96,8 @@ class Model:
             overrides[0] = _BufferOverride(_EXPERT_TENSORS, cpu_buffer_type())
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
             # otherwise the GPU's pinned buffers come first in llama.cpp's choice for the CPU, and then plain ones,
-            # whose experts compute 1.7 times slower than repacked ones
-            parameters.no_host = True
+            # whose experts compute 1.7 times slower than repacked ones; but those cannot be paged out to the file
+            parameters.no_host = summary.size_bytes < psutil.virtual_memory().available
         if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         library.forget_complaints()

@@ -111,6 +111,19 @@ def test_a_context_that_does_not_fit_beside_it_keeps_experts_off_the_gpu(
     assert asked[0]["experts_on_cpu"]
 
 
+def test_a_long_context_that_nobody_asked_for_does_not(
+    tiny_moe: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny model was trained for 4,096 tokens, whose KV cache takes three times 2**19 bytes."""
+    free_bytes = 256 * 2**20 + tiny_moe.stat().st_size + 2**19
+    device = ResolvedDevice("gpu", ggml_name="GPU0", llama_device="none", free_bytes=free_bytes, total_bytes=_GIB)
+    for n_tokens, fits in ((8192, False), (512, True)):
+        monkeypatch.setattr(loading, "_CONTEXT_TOKENS", n_tokens)
+        with loading.load_target(config(tiny_moe, n_ctx=0), device):
+            pass
+        assert ("experts_on_cpu" not in asked[-1]) == fits
+
+
 def test_the_bundled_model_is_emulated_only_where_that_is_asked_for(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

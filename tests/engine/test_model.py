@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import llama_cpp.llama_cpp as lib
+import psutil
 import pytest
 
 from moeedge.engine.chat_format import ChatFormat
@@ -119,3 +123,21 @@ def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
         check_n_ctx([model, model], 1000, free_bytes=2 * 1000 * per_token)
         with pytest.raises(InputError, match=r"1,001 tokens needs .* Use -c 768 or less"):
             check_n_ctx([model, model], 1001, free_bytes=2 * 1000 * per_token)
+
+
+@pytest.mark.parametrize(("available_bytes", "repacked"), [(2**40, True), (0, False)])
+def test_experts_beside_a_gpu_are_repacked_where_memory_allows(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, available_bytes: int, repacked: bool
+) -> None:
+    asked: list[bool] = []
+    load = lib.llama_model_load_from_file
+
+    def remember(path: bytes, parameters: Any) -> Any:
+        asked.append(parameters.no_host)
+        return load(path, parameters)
+
+    monkeypatch.setattr(lib, "llama_model_load_from_file", remember)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available_bytes))
+    with Model.load(tiny_moe, experts_on_cpu=True):
+        pass
+    assert asked == [repacked]

@@ -90,7 +90,7 @@ class _Opening:
         info = self.target.model.info
         tensors, files = expert_tensors(self.target.model.path, n_layers=info.n_layers)
         n_stage = self._stage_slots()
-        if self.device.kind == "gpu":
+        if self.device.kind == "gpu" and not self.target.model.experts_on_gpu:
             self.settle()
         total_bytes = expert_bytes(tensors)
         budget = self._budget(total_bytes, self._scratch_bytes(tensors, n_stage))
