@@ -1,8 +1,19 @@
-"""`python -m moeedge` is the `moeedge` program."""
+"""The `moeedge` program; `python -m moeedge` is the same."""
 
 from __future__ import annotations
 
-from moeedge.cli.app import app
+import sys
+
+
+def main() -> None:
+    """Runs the command line. Ctrl-C ends it without a traceback even while the commands are being imported."""
+    try:
+        from moeedge.cli.app import app  # takes a quarter of a second
+
+        app(prog_name="moeedge")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
-    app(prog_name="moeedge")
+    main()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import typer
@@ -16,14 +19,30 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+_LOG_CALLBACK = ("moeedge.engine.library", "_on_log")  # by name: it is not imported for --help
+_AGAIN_S = 0.01  # until a signal that came too early is sent again
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: handled wherever Ctrl-C is, but with its own exit code."""
 
 
-def _raise_terminated(_signum: int, _frame: FrameType | None) -> None:
-    raise Terminated
+def _receive(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C and SIGTERM become exceptions; inside llama.cpp's log callback Python would swallow them, so not there."""
+    if _in_log_callback(frame):
+        again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), signum))
+        again.daemon = True
+        again.start()
+        return
+    raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+
+
+def _in_log_callback(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == _LOG_CALLBACK[1] and frame.f_globals.get("__name__") == _LOG_CALLBACK[0]:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def print_error(message: str, mend: str = "") -> None:
@@ -33,13 +52,21 @@ def print_error(message: str, mend: str = "") -> None:
     console.print(f"{message} {mend}".strip())
 
 
+def _drop_unwritten() -> None:
+    """Forgets what standard output could not take: Python would try once more at its end, and complain."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
 @contextmanager
 def cli_errors() -> Iterator[None]:
     """Run a command's body; errors raised on purpose end it with one sentence and their exit code.
 
     Exit codes: 2 bad input, 1 failure, 130 Ctrl-C, 143 SIGTERM.
     """
-    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    before = {signum: signal.signal(signum, _receive) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except MoeedgeError as error:
@@ -57,5 +84,10 @@ def cli_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
         raise typer.Exit(EXIT_FAILURE) from None
+    except OSError as error:  # standard output on a full disk, a folder that may not be read
+        print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.")
+        _drop_unwritten()
+        raise typer.Exit(EXIT_FAILURE) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
