@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,12 +38,19 @@ def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack
 
 
 def open_lanes(
-    base: EngineConfig, modes: Sequence[BenchMode], models: tuple[Model, Model | None], stack: ExitStack
+    base: EngineConfig,
+    modes: Sequence[BenchMode],
+    models: tuple[Model, Model | None],
+    stack: ExitStack,
+    *,
+    tell: Callable[[str], None] | None = None,
 ) -> list[Lane]:
-    """A session per mode; the contexts are separate, the weights are not."""
+    """A session per mode; the contexts are separate, the weights are not. `tell`: as for Session.open."""
     target, draft = models
     return [
-        Lane(mode, stack.enter_context(Session.open(mode_config(base, mode), model=target, draft_model=draft)))
+        Lane(
+            mode, stack.enter_context(Session.open(mode_config(base, mode), model=target, draft_model=draft, tell=tell))
+        )
         for mode in modes
     ]
 

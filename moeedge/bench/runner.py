@@ -101,7 +101,7 @@ class Bench:
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[Lane]:
         assert self._models is not None
-        lanes = open_lanes(self._base, modes, self._models, stack)
+        lanes = open_lanes(self._base, modes, self._models, stack, tell=self._note)
         for lane in lanes:
             for note in lane.session.info.notes:
                 self._note(note)

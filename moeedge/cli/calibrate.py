@@ -66,9 +66,9 @@ def calibrate(
         )
         if verbose:
             show_log()
-        with Session.open(config) as session:
-            info, calibration = session.info, session.calibration
         err = stderr_console()
+        with Session.open(config, tell=lambda line: say(err, line)) as session:
+            info, calibration = session.info, session.calibration
         for note in info.notes:
             say(err, note)
         if calibration is None:

@@ -66,7 +66,7 @@ def chat(
     """
     calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
     # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
-    from moeedge.cli.prompt_input import accept_any_text, one_shot_prompt
+    from moeedge.cli.prompt_input import accept_any_text, one_shot_prompt, valid_text
     from moeedge.engine.session import Session
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.settings import Settings, seed_or_random
@@ -113,14 +113,14 @@ def chat(
         )
         if verbose:
             show_log()
-        text = one_shot_prompt(prompt, sys.stdin, complain=lambda line: say(err, line))
+        text = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, complain=lambda line: say(err, line))
         as_json = output is options.Output.JSON
         if text is None and as_json:
             raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
-        conversation = Conversation(system=system_prompt)
+        conversation = Conversation(system=valid_text(system_prompt))
         if text is not None:
             conversation.ask(text)
-        with Session.open(config) as session:
+        with Session.open(config, tell=lambda line: say(err, line)) as session:
             notes = layer_notes(config.n_gpu_layers or 0)
             talk = _Talk(session, conversation, settings, pair, notes, raw, panel=not verbose)
             session.on_note = lambda line: say(err, line, style="yellow")

@@ -118,6 +118,7 @@ def _questions(
     prompt: str | None, dataset: str | None, limit: int, offline_sample: bool
 ) -> tuple[list[Question], dict[str, object]]:
     """What is to be answered, and how the report calls it."""
+    from moeedge.cli.prompt_input import valid_text
     from moeedge.data import load_dataset
     from moeedge.profiling.run import Question
 
@@ -126,7 +127,7 @@ def _questions(
             raise InputError("-p and --dataset exclude each other.", "Give one of them.")
         if not prompt.strip():
             raise EmptyPromptError("The prompt is empty: -p is blank.", "Give some text to answer.")
-        return [Question.single(prompt)], {"dataset": "prompt", "prompts": 1}
+        return [Question.single(valid_text(prompt))], {"dataset": "prompt", "prompts": 1}
     if limit < 0:
         raise ValueError(f"--limit must be >= 0, not {limit}")
     loaded = load_dataset(dataset or "sample", offline_sample=offline_sample).limited(limit or None)
@@ -164,7 +165,7 @@ class _Task:
         from moeedge.ui.profile_progress import Progress
 
         err = stderr_console()
-        with Session.open(self.config) as session:
+        with Session.open(self.config, tell=lambda line: say(err, line)) as session:
             n_layers = session.model.info.n_layers
             if self.layers is not None:
                 wanted = parse_layers(self.layers, n_layers)

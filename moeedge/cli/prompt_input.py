@@ -62,6 +62,11 @@ def _is_pipe_or_file(stream: TextIO) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
+def valid_text(argument: str) -> str:
+    """The text of an option; bytes that are no UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    return argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def accept_any_text() -> None:
     """Let output that the terminal's encoding cannot show become "?" instead of an error."""
     for stream in (sys.stdout, sys.stderr):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -40,6 +41,7 @@ class Calibration:
     n_tokens: int  # of the batch that a step verifies: the draft length + 1
     seconds: float  # that measuring took
     from_file: bool = False  # measured in an earlier run
+    kept: bool = True  # False: the cache folder cannot be written
 
     @property
     def speed(self) -> float:
@@ -70,12 +72,15 @@ class Calibration:
                 f"{self.units.transfer_expert_s * 1e6:.0f} us to move"
             )
         if emulated:
-            slower = "slower than plain decoding" if self.speed < 1 else "in place of plain decoding"
-            parts.append(f"this is emulation on the CPU's own cores, {slower}: {self.speed:.2f} times its speed")
+            parts.append(
+                f"this is emulation on the CPU's own cores: {self.speed:.2f} times the speed of plain decoding"
+            )
         else:
             parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
         paths_said = {"cpu": "on the CPU", "resident": "resident experts on the device", "stream": "on the device"}
         parts.append(f"prompts run {paths_said[prefill]}")
+        if not self.kept:
+            parts.append("the cache folder cannot be written, so that the next run measures again")
         return f"{when}: {'; '.join(parts)}."
 
     def to_json(self) -> str:
@@ -86,7 +91,7 @@ class Calibration:
             "speed": self.speed,
             "prefill_path": self.prefill_path,
         }
-        del fields["from_file"]
+        del fields["from_file"], fields["kept"]
         if self.units is not None:
             fields["units"] = json.loads(self.units.to_json())
         return json.dumps(fields, indent=1)
@@ -122,17 +127,20 @@ def calibrate(
     *,
     device_label: str,
     emulated_threads: int,
+    tell: Callable[[str], None] | None = None,
 ) -> Calibration | None:
     """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
 
     None where nothing is kept and measuring was switched off (wish.calibrate). Leaves KV caches and slots empty.
     """
-    file = _file(_conditions(target, cache, wish, settings, device_label, emulated_threads))
+    conditions = _conditions(target, cache, wish, settings, device_label, emulated_threads)
     if not wish.measure_anew:
         with suppress(OSError, ValueError):
-            return Calibration.from_json(file.read_text(encoding="utf-8"))
+            return Calibration.from_json(_file(conditions).read_text(encoding="utf-8"))
     if not wish.calibrate:
         return None
+    if tell is not None:
+        tell(f"Measuring experts on the CPU and on {device_label}, which takes a while; the result is kept.")
     policy = make_policy(wish.policy, shape, settings)
     measured = measure(target, draft, cache, policy, cap=wish.utility_cap, n_verified=settings.gamma + 1)
     if measured is None:
@@ -145,8 +153,10 @@ def calibrate(
         n_tokens=measured.n_verified,
         seconds=measured.seconds,
     )
-    with suppress(OSError):  # a cache folder that cannot be written costs the next run another measurement
-        _write(file, calibration.to_json())
+    try:
+        _write(_file(conditions), calibration.to_json())
+    except OSError:
+        return replace(calibration, kept=False)
     return calibration
 
 
@@ -182,18 +192,19 @@ def _conditions(
     }
 
 
-def _folder() -> Path:
-    return paths.cache_dir() / "calibration"
-
-
 def _file(conditions: dict[str, Any]) -> Path:
+    """Where it is kept. Raises OSError where the cache folder can be neither found nor made."""
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    return _folder() / f"{conditions['model']}-{digest[:16]}.json"
+    return paths.cache_dir() / "calibration" / f"{conditions['model']}-{digest[:16]}.json"
 
 
 def _write(file: Path, text: str) -> None:
     """Whole or not at all: another session may read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, file)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, file)
+    except OSError:  # a full disk keeps the empty file
+        beside.unlink(missing_ok=True)
+        raise

@@ -80,10 +80,18 @@ class Session:
         self._resources = resources
 
     @classmethod
-    def open(cls, config: EngineConfig, *, model: Model | None = None, draft_model: Model | None = None) -> Session:
+    def open(
+        cls,
+        config: EngineConfig,
+        *,
+        model: Model | None = None,
+        draft_model: Model | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> Session:
         """Loads the model, checks and loads the draft, makes the contexts; raises MoeedgeError with a mend.
 
         A model that is given is shared with other sessions: it is not loaded again and stays open afterwards.
+        tell: gets a sentence before anything that takes a while.
         """
         check_policy(config.placement)
         device = resolve_device(config)
@@ -106,7 +114,9 @@ class Session:
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             info = _describe(config, target, draft, draft_model, notes)
             late = _LateNotes(notes)
-            opened = open_placement(config, device, target, draft_context, gamma=info.gamma, give_note=late.add)
+            opened = open_placement(
+                config, device, target, draft_context, gamma=info.gamma, give_note=late.add, tell=tell
+            )
             if opened.placement is not None:
                 stack.callback(opened.placement.close)
             notes.extend(opened.notes)

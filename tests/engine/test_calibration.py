@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moeedge import paths
+from moeedge.engine import calibration
 from moeedge.engine.calibration import Calibration
 from moeedge.engine.context import Context
 from moeedge.engine.session import Session
@@ -153,7 +154,7 @@ def test_whether_it_pays_is_judged_by_a_verification() -> None:
 
 def test_the_line_says_that_it_is_emulation() -> None:
     said = made().sentence(emulated=True, prefill="cpu")
-    assert "emulation on the CPU's own cores, slower than plain decoding: 0.90 times" in said
+    assert "emulation on the CPU's own cores: 0.90 times the speed of plain decoding" in said
     assert "prompts run on the CPU" in said
     assert "emulation" not in made().sentence(emulated=False, prefill="stream")
 
@@ -174,3 +175,23 @@ def test_streaming_is_compared_over_a_whole_graph(tiny: TinyFactory, monkeypatch
     measured = [i for i, n in enumerate(sizes) if n == 300]
     assert len(measured) >= 3
     assert all(sizes[i - 1] == 1 for i in measured)  # so that llama.cpp plans anew, for another path
+
+
+def test_a_cache_folder_that_cannot_be_made(tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file" / "cache"))
+    told: list[str] = []
+    with Session.open(config(tiny), tell=told.append) as session:
+        assert session.calibration is not None and not session.calibration.kept
+        assert any("the cache folder cannot be written" in note for note in session.info.notes)
+    assert len(told) == 1 and told[0].startswith("Measuring")
+
+
+def test_a_full_disk_leaves_nothing_behind(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calibration.os, "replace", full)
+    with pytest.raises(OSError):
+        calibration._write(cache_folder / "calibration" / "a.json", "{}")
+    assert list((cache_folder / "calibration").iterdir()) == []

@@ -52,10 +52,12 @@ def open_placement(
     *,
     gamma: int,
     give_note: Callable[[str], None],
+    tell: Callable[[str], None] | None = None,
 ) -> Opened:
     """The placement of `target`'s experts on `device`. The caller closes it before it frees the contexts.
 
     draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation.
+    tell: gets a sentence before the device is measured.
     """
     if config.mode == "stock" or target.sensor is None:
         return Opened(None)
@@ -64,7 +66,7 @@ def open_placement(
         if config.placement.asked:
             notes.append("There is no device for experts: --vram and --cache-ratio have no effect.")
         return Opened(None, notes)
-    opening = _Opening(config, device, target, draft, gamma, give_note, notes)
+    opening = _Opening(config, device, target, draft, gamma, give_note, tell, notes)
     with ExitStack() as stack:
         cache = opening.open_cache(stack)
         if cache is None:
@@ -83,6 +85,7 @@ class _Opening:
     draft: Context | None
     gamma: int
     give_note: Callable[[str], None]
+    tell: Callable[[str], None] | None
     notes: list[str]
 
     def open_cache(self, stack: ExitStack) -> ExpertCache | None:
@@ -209,6 +212,7 @@ class _Opening:
             settings,
             device_label=self.device.label,
             emulated_threads=self._emulated_threads() if self.device.kind == "emulated" else 0,
+            tell=self.tell,
         )
         self._describe(cache)
         prefill = wish.prefill if wish.prefill != "auto" else calibration.prefill_path if calibration else "cpu"
