@@ -77,8 +77,13 @@ def plan_budget(
     n_slots = min(wanted_slots, _slots(room, expert_bytes_total, n_all))
     per_layer = format_bytes(-(-expert_bytes_total // n_experts))
     if n_slots < n_expert_layers:
+        given = _bytes(n_slots, expert_bytes_total, n_all)
+        if n_slots == wanted_slots and ratio is None and vram_bytes is not None:
+            given = vram_bytes
+        elif n_slots == wanted_slots and ratio is not None:
+            given = round(ratio * expert_bytes_total)
         return _off(
-            f"{format_bytes(_bytes(n_slots, expert_bytes_total, n_all))} for experts is too small: "
+            f"{format_bytes(given)} for experts is too small: "
             f"one expert per layer takes {per_layer}. The expert cache is off."
         )
     notes = []

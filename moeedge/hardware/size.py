@@ -40,6 +40,8 @@ def parse_rate(text: str) -> int:
 
 def format_bytes(n_bytes: int) -> str:
     """A size for people, in 1,024: "512 MiB", "5.9 GiB"."""
+    if 0 < n_bytes < 2**10:
+        return f"{n_bytes} bytes"
     if n_bytes < 2**20:
         return f"{n_bytes / 2**10:.0f} KiB"
     if n_bytes < 2**30:

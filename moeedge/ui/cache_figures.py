@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moeedge.engine.types import EngineInfo, PlacementStats
+from moeedge.engine.types import PlacementStats
 from moeedge.ui import meters
 from moeedge.ui.figures import NONE, Figure, percent, size
 
@@ -19,13 +19,6 @@ _GIB, _MIB = 1024**3, 1024**2
 def device_name(label: str) -> str:
     """The device without what is in brackets behind it."""
     return label.split(" (", 1)[0]
-
-
-def cache_row(info: EngineInfo) -> str:
-    """What the device holds, for the header: slots, memory, share of all experts, policy."""
-    if not info.cache_slots:
-        return "off"
-    return f"{info.cache_slots} slots, {size(info.pool_bytes)}, ratio {info.cache_ratio:.2f}, policy {info.policy}"
 
 
 def hits(share: float | None) -> str:
@@ -97,7 +90,7 @@ def memory_text(stats: PlacementStats) -> str:
         return f"slots {size(stats.pool_bytes)}"
     used, total = known
     number, unit = size(total).split(" ")
-    text = f"{used / _GIB:.1f}" if unit == "GiB" else f"{used / _MIB:.0f}"
+    text = f"{used / _GIB:.1f}" if unit == "GiB" else f"{used / (_MIB if unit == 'MiB' else 1024):.0f}"
     return f"{text} of {number} {unit}" + (", emulated" if is_emulated(stats) else "")
 
 

@@ -36,7 +36,9 @@ def seconds(value_s: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """A memory size in MiB or GiB."""
+    """A memory size in MiB or GiB; in KiB below one MiB."""
+    if 0 < n_bytes < _MIB:
+        return f"{n_bytes / 1024:.0f} KiB"
     return f"{n_bytes / _MIB:.0f} MiB" if n_bytes < 1024 * _MIB else f"{n_bytes / _MIB / 1024:.1f} GiB"
 
 

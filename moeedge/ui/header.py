@@ -6,7 +6,6 @@ from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
 from moeedge.ui import figures
-from moeedge.ui.cache_figures import cache_row
 from moeedge.ui.console import say, show_figures
 
 TOY_HINT = "This is a toy model trained on synthetic text; use -m FILE.gguf for a real one."
@@ -34,7 +33,6 @@ def rows(info: EngineInfo) -> list[figures.Figure]:
         figures.Figure("experts", experts(info)),
         figures.Figure("draft", draft(info)),
         figures.Figure("device", figures.device(info)),
-        *([figures.Figure("cache", cache_row(info))] if info.device != "none" else []),
         figures.Figure("threads", str(info.n_threads)),
         figures.Figure("context", f"{info.n_ctx} tokens"),
     ]
@@ -59,7 +57,7 @@ def header_line(info: EngineInfo) -> str:
         [
             f"{info.model}: {experts(info)}",
             f"draft {draft(info)}" if info.gamma and info.draft != "none" else draft(info),
-            figures.device(info) + (f": {cache_row(info)}" if info.device != "none" else ""),
+            figures.device(info),
             f"threads {info.n_threads}",
             f"context {info.n_ctx}",
         ]

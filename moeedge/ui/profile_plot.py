@@ -21,6 +21,8 @@ def check_plot_path(path: Path) -> None:
     """Raises InputError where no picture could be written, before any work is done."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"--plot cannot write {path.name}.", f"Let the name end in {', '.join(SUFFIXES)}.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
 
 
 def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:

@@ -31,7 +31,7 @@ def endless(tiny: TinyFactory) -> list[str]:
 def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) -> None:
     with Terminal(endless, env={}, columns=columns, rows=rows) as terminal:
         at = terminal.expect(PROMPT)
-        assert "24 slots" in terminal.text  # of 3 x 16 experts
+        assert "24 of 48 have a slot" in terminal.text  # of 3 x 16 experts
         terminal.type("tell me\r")
         for label in (
             "decode",
@@ -73,6 +73,6 @@ def test_a_pipe_gets_the_answer_alone(endless: list[str], cache: Path) -> None:
     result = CliRunner().invoke(app, [*endless, "-p", "tell me", "-n", "40"])
     assert result.exit_code == 0
     assert "cache hits" not in result.stdout
-    assert "24 slots" in result.stderr
+    assert "24 of 48 have a slot" in result.stderr
     assert "cache hits" in result.stderr
     assert "\x1b" not in result.stdout + result.stderr

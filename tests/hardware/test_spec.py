@@ -104,7 +104,7 @@ def test_sizes_and_rates_agree(amount: int, unit: str) -> None:
 
 
 def test_sizes_for_people() -> None:
-    sizes = {0: "0 KiB", 2**20 - 2**9: "1024 KiB", 5 * 2**20: "5 MiB", 3 * 2**29: "1.5 GiB"}
+    sizes = {0: "0 KiB", 1000: "1000 bytes", 2**20 - 2**9: "1024 KiB", 5 * 2**20: "5 MiB", 3 * 2**29: "1.5 GiB"}
     assert {n: format_bytes(n) for n in sizes} == sizes
     rates = {25e9: "25 GB/s", 1.5e9: "1.5 GB/s", 40e6: "40 MB/s", 2e3: "2 kB/s", 7: "7 B/s"}
     assert {rate: format_rate(rate) for rate in rates} == rates
