@@ -63,13 +63,29 @@ static int layer_of(const ggml_tensor * weight) {
     return std::sscanf(weight->name, "blk.%d.", &layer) == 1 ? layer : -1;
 }
 
-// llama.cpp names the router's nodes; the sum behind them stays with the nodes that follow it
+// llama.cpp names the router's nodes
 static bool is_router_node(const ggml_tensor * node) {
     return std::strncmp(node->name, "ffn_moe_", 8) == 0 && std::strncmp(node->name, "ffn_moe_out", 11) != 0;
 }
 
+// one place of every token, of values per pair
+static bool is_view_of_place(const ggml_tensor * t) {
+    if (t->op != GGML_OP_VIEW) {
+        return false;
+    }
+    const ggml_tensor * matmul = expert_matmul_of(t->src[0], chain_depth);
+    return matmul != nullptr && is_pair_shaped(t->src[0], matmul) && t->ne[1] == t->src[0]->ne[2] && t->ne[2] == 1;
+}
+
+// A token's experts are added place by place. A backend that took these sums from us would have each place copied on its
+// own, and with it all that lies between its columns: n_used times the whole.
+static bool is_sum_node(const ggml_tensor * node) {
+    return node->op == GGML_OP_ADD && is_view_of_place(node->src[1]) &&
+           (node->src[0]->op == GGML_OP_ADD || is_view_of_place(node->src[0]));
+}
+
 bool is_block_node(const ggml_tensor * node) {
-    if (node->op == GGML_OP_MUL_MAT_ID || is_router_node(node)) {
+    if (node->op == GGML_OP_MUL_MAT_ID || is_router_node(node) || is_sum_node(node)) {
         return true;
     }
     if (!is_chain_op(node->op)) {
