@@ -16,6 +16,7 @@ from moeedge.engine.calibration import Calibration
 from moeedge.engine.context import Context
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.engine.warm_up import _timed
 from moeedge.scheduler.units import Units
 from tests.conftest import TinyFactory
 
@@ -195,3 +196,11 @@ def test_a_full_disk_leaves_nothing_behind(cache_folder: Path, monkeypatch: pyte
     with pytest.raises(OSError):
         calibration._write(cache_folder / "calibration" / "a.json", "{}")
     assert list((cache_folder / "calibration").iterdir()) == []
+
+
+def test_blocks_that_a_gpu_had_finished_unseen_say_nothing_of_it() -> None:
+    records = np.zeros(40, dtype=[("wait_ns", np.int64), ("device_ns", np.int64)])
+    records["device_ns"] = 1_000_000  # as long as the CPU took
+    assert len(_timed(records)) == 40  # there is nothing better
+    records["device_ns"][::3] = records["wait_ns"][::3] = 200_000
+    assert (_timed(records)["device_ns"] == 200_000).all()

@@ -8,6 +8,9 @@
 
 namespace moeedge {
 
+// each such block costs the time in which its two parts would have run at once
+static constexpr int64_t n_blocks_per_timing = 11;
+
 static bool run_here(const std::function<void()> & work) {
     work();
     return true;
@@ -176,6 +179,12 @@ bool hybrid_executor::finish(const placed_chain & placed, const index_list & pai
     return true;
 }
 
+// A device that computes by itself says that it is done when it is asked, which is after the CPU's part. So now and then it
+// is waited for first: the calibration learns from those blocks what it takes (their wait is all of its time).
+bool hybrid_executor::is_timed_alone() {
+    return cache->is_async() && n_computed++ % n_blocks_per_timing == 0;
+}
+
 // pairs in pieces that a device takes at once; the CPU computes what it does not take. The block's input must have been
 // kept, since the columns of a piece may be written over it.
 bool hybrid_executor::compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record) {
@@ -227,6 +236,11 @@ hybrid_executor::outcome hybrid_executor::compute(const placed_chain & placed, i
     }
     outcome result = outcome::whole;
     if (submit(placed, on_device)) {
+        if (is_timed_alone()) {
+            const int64_t wait_ns = now_ns();
+            lane->wait();
+            record.wait_ns += now_ns() - wait_ns;
+        }
         const bool cpu_ok    = on_cpu.empty() || compute_on_cpu(placed, on_cpu, record);
         const bool device_ok = finish(placed, on_device, record);
         const bool ok        = cpu_ok && device_ok && compute_on_device(placed, later, record);

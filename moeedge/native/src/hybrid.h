@@ -71,6 +71,7 @@ class hybrid_executor {
                         const float * gathered = nullptr);
     bool submit(const placed_chain & placed, const index_list & pairs);
     bool finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
+    bool is_timed_alone();
     bool compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
 
     std::shared_ptr<expert_cache> cache;
@@ -84,6 +85,7 @@ class hybrid_executor {
     // scratch of the block at hand
     index_list            experts, slots; // per pair
     index_list            on_device, on_cpu;
+    int64_t               n_computed = 0; // blocks
     std::vector<uint32_t> seen; // per expert: the round in which it was counted
     uint32_t              round         = 0;
     const char *          input_data    = nullptr; // the chain's input

@@ -61,6 +61,7 @@ struct device_lane::state {
     void *     output_data = nullptr;
     int64_t    begin_ns    = 0;
     int64_t    busy_ns     = 0;
+    bool       is_awaited  = false; // since it was started
 
     std::thread             thread; // not joinable for a device that is asynchronous by itself
     std::mutex              mutex;
@@ -69,7 +70,8 @@ struct device_lane::state {
     std::atomic<job>        now{ job::idle };
 
     bool start() {
-        begin_ns = now_ns();
+        begin_ns   = now_ns();
+        is_awaited = false;
         if (!cache->is_host()) {
             ggml_backend_tensor_set_async(backend, sub->input, input_data, 0, ggml_nbytes(sub->input));
             ggml_backend_tensor_set_async(backend, sub->ids, ids_data, 0, ggml_nbytes(sub->ids));
@@ -84,8 +86,12 @@ struct device_lane::state {
     }
 
     void finish() {
+        if (is_awaited) {
+            return;
+        }
         ggml_backend_synchronize(backend);
-        busy_ns = now_ns() - begin_ns;
+        busy_ns    = now_ns() - begin_ns;
+        is_awaited = true;
     }
 
     void set(job next) {
