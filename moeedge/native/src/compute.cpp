@@ -125,7 +125,8 @@ static enum ggml_status compute_part(instance * self, const ggml_cgraph * graph,
 }
 
 // Stops the graph before the experts of each block in question, gives the block to the executor, goes on behind it. Here
-// is also where budgets and predictors will act: the router's outputs and the block's input are in host memory.
+// is also where budgets and predictors will act: the chosen experts' ids and the block's input are in host memory, and a
+// stop before top-k would see the router's probabilities.
 static enum ggml_status compute_hybrid(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph, bool sense_here) {
     hybrid_executor & hybrid    = *self->hybrid;
     const int         n_min     = self->cache->prefill_tokens_min.load(std::memory_order_relaxed);
