@@ -8,10 +8,12 @@ byte, the size of the request, the request; answered by the size of the answer a
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from ctypes import c_char_p, c_size_t, c_void_p
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,6 +29,7 @@ _PROTOCOL = (7, 0)  # RPC_PROTO_MAJOR_VERSION and _MINOR_VERSION of the llama.cp
 _GET_DEVICE_MEMORY, _HELLO, _DEVICE_COUNT = 11, 14, 15  # enum rpc_cmd
 _CAPABILITIES = bytes(24)  # of the connection: plain TCP
 _CONNECT_S, _ANSWER_S = 3.0, 5.0
+_HANGING_S = 30  # without a byte; what waits behind uploads over a slow link gets its turn sooner
 _START_S = 30.0  # a GPU may take its time to wake up
 
 _lock = threading.Lock()
@@ -149,15 +152,32 @@ def mark_lost(endpoint: str) -> None:
         _lost.add(endpoint)
 
 
+def limit_waits(endpoint: str) -> None:
+    """Lets llama.cpp wait so long for the worker at most: one that hangs is lost then, as one that died is.
+
+    llama.cpp itself waits without a limit, in native code that Ctrl-C does not reach.
+    """
+    limit = struct.pack("@ll", _HANGING_S, 0)  # struct timeval
+    for fd in _connections(endpoint):
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def _is_connected(endpoint: str) -> bool:
     """Whether this process holds a connection to the endpoint."""
+    return bool(_connections(endpoint))
+
+
+def _connections(endpoint: str) -> list[int]:
+    """The file descriptors of this process's connections to the endpoint."""
     host, port = parse_host_port(endpoint)
     try:
         address = socket.gethostbyname(host)
         connections = psutil.Process().net_connections(kind="tcp4")
     except (OSError, psutil.Error):
-        return False
-    return any(c.raddr == (address, port) and c.status == psutil.CONN_ESTABLISHED for c in connections)
+        return []
+    return [c.fd for c in connections if c.raddr == (address, port) and c.status == psutil.CONN_ESTABLISHED]
 
 
 def _registry() -> Any:

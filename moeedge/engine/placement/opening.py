@@ -118,6 +118,8 @@ class _Opening:
         except EngineError as error:  # no memory for a single slot
             self.notes.append(f"{error.message} The expert cache is off.")
             return None
+        if self.device.kind == "rpc":
+            rpc.limit_waits(self.device.endpoint)
         if cache.info.n_slots < info.n_expert_layers:
             self.notes.append(
                 f"{self.device.label} has memory for {cache.info.n_slots} experts, less than one per layer: "
