@@ -9,7 +9,7 @@ from typing import cast
 from moeedge.engine.types import PlacementConfig, PrefillPath
 from moeedge.errors import InputError
 from moeedge.hardware.size import parse_size
-from moeedge.hardware.spec import EMULATED
+from moeedge.hardware.spec import EMULATED, RPC_SCHEME
 
 _SPIN_COUNT = "1000"
 
@@ -45,9 +45,11 @@ def placement_config(
 
 
 def calm_idle_threads(device: str, *, may_emulate: bool = False) -> None:
-    """Makes idle OpenMP threads give their core away soon where another team of threads computes: the emulated device.
+    """Makes idle OpenMP threads give their core away soon where another team of threads computes beside them.
+
+    That is the emulated device, or a worker, which may be of this machine.
 
     Read when llama_cpp is loaded, so this must come before. may_emulate: auto may turn out to be the emulated device.
     """
-    if device.startswith(EMULATED) or (may_emulate and device == "auto"):
+    if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto"):
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

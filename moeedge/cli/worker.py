@@ -13,7 +13,9 @@ import typer
 from moeedge.cli import options
 from moeedge.cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, cli_errors
 from moeedge.cli.log import show_log
+from moeedge.cli.placement import calm_idle_threads
 from moeedge.errors import DeviceError, InputError
+from moeedge.hardware.spec import RPC_SCHEME
 
 DEFAULT_LISTEN = "127.0.0.1:50052"  # llama.cpp's own port for RPC
 
@@ -43,6 +45,7 @@ def worker(
 
     It runs until Ctrl-C and serves one session at a time.
     """
+    calm_idle_threads(RPC_SCHEME)  # who asks may be of this machine
     with cli_errors():
         from moeedge.engine import library
         from moeedge.hardware import rpc

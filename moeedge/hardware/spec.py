@@ -10,7 +10,7 @@ from moeedge.hardware.size import parse_rate
 
 SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
 EMULATED = "emulated"
-_RPC_SCHEME = "rpc://"
+RPC_SCHEME = "rpc://"
 _EMULATED_FORM = "Write emulated, emulated:link=25GB/s, emulated:threads=2 or both, separated by a comma."
 _RPC_FORM = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
 MAX_THREADS = 512  # of the emulated device: ggml's own limit
@@ -39,7 +39,7 @@ class DeviceSpec:
             return cls("none")
         if text == EMULATED or text.startswith(f"{EMULATED}:"):
             return _parse_emulated(text)
-        if text.startswith(_RPC_SCHEME):
+        if text.startswith(RPC_SCHEME):
             return cls("rpc", endpoint=_parse_endpoint(text))
         if not text:
             raise DeviceError("The device has no name.", "Write auto, none, emulated, rpc://HOST:PORT or a name.")
@@ -69,7 +69,7 @@ def _parse_emulated(text: str) -> DeviceSpec:
 
 
 def _parse_endpoint(text: str) -> str:
-    endpoint = text.removeprefix(_RPC_SCHEME).rstrip("/")
+    endpoint = text.removeprefix(RPC_SCHEME).rstrip("/")
     try:
         host, port = parse_host_port(endpoint)
     except ValueError as error:

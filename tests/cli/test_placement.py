@@ -143,7 +143,7 @@ def test_defaults_of_the_options_are_those_of_the_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("device", "may_emulate", "calm"),
-    [("emulated", False, True), ("emulated:link=25GB/s", False, True), ("auto", True, True), ("auto", False, False)],
+    [("emulated", False, True), ("rpc://127.0.0.1:50052", False, True), ("auto", True, True), ("auto", False, False)],
 )
 def test_idle_threads_beside_the_emulated_device(
     monkeypatch: pytest.MonkeyPatch, device: str, may_emulate: bool, calm: bool
