@@ -359,7 +359,7 @@ def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeyp
 
     monkeypatch.setattr(Context, "decode", remember)
     device = ResolvedDevice("gpu", ggml_name="GPU0")
-    maker = opening._Opening(session.config, device, session.target, session.draft_context, 4, print, [])
+    maker = opening._Opening(session.config, device, session.target, session.draft_context, 4, print, None, [])
     maker.settle()
     assert sizes == [(True, 65), (True, 5), (True, 1), (False, 65), (False, 5), (False, 1)]
     assert session.target.tokens == [] and session.draft_context is not None and session.draft_context.tokens == []
