@@ -191,7 +191,10 @@ static long long big_batch_tokens(const instance * self) {
     if (cache == nullptr || cache->lost()) {
         return offload_min_tokens;
     }
-    return cache->prefill_path.load() == MOEEDGE_PREFILL_CPU ? cache->prefill_tokens_min.load() : INT64_MAX;
+    if (cache->prefill_path.load() != MOEEDGE_PREFILL_CPU) {
+        return INT64_MAX;
+    }
+    return self->phase == MOEEDGE_PHASE_PREFILL ? offload_min_tokens : cache->prefill_tokens_min.load();
 }
 
 static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {

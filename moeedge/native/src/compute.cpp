@@ -178,10 +178,12 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     const parsed_graph & parsed   = parse_graph(self, graph);
     const bool           is_after = is_read_after(parsed.blocks);
     const bool           has_gone = !self->hybrid || self->cache->lost();
-    const bool           is_large = !parsed.blocks.empty() &&
-                          (!self->hybrid || parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
+    // prompts of any length take the path that was measured for them; splitting pays, if at all, for decoding
+    const bool is_prompt = self->phase == MOEEDGE_PHASE_PREFILL ||
+                           (self->hybrid && !parsed.blocks.empty() &&
+                            parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
     const bool is_hybrid = !has_gone && !parsed.blocks.empty() &&
-                           (!is_large || self->cache->prefill_path.load() != MOEEDGE_PREFILL_CPU);
+                           (!is_prompt || self->cache->prefill_path.load() != MOEEDGE_PREFILL_CPU);
     self->stats.sense_ns += now_ns() - begin_ns;
     if (!is_after && !is_hybrid) {
         ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
