@@ -57,8 +57,12 @@ class Watcher:
             tokens = np.array(prompt[start : start + frame.n_tokens], dtype=np.int32)
             start += frame.n_tokens
             ids, weights = routing(frame)
-            counted = count_ids(ids, counts.shape[1])
-            left -= counted
+            if len(frames) == 1 and n_before == 0:  # the usual prompt: the sensor has counted it
+                counted = left
+                left = np.zeros_like(left)
+            else:
+                counted = count_ids(ids, counts.shape[1])
+                left -= counted
             pieces.append(Observation(counted, frame.n_tokens, 0, tokens, ids, weights, prefill=True))
         if n_before > 0:
             pieces.insert(0, Observation(np.maximum(left, 0), n_before, 0, prefill=True))
