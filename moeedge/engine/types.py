@@ -7,10 +7,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from moeedge.scheduler.ablations import ABLATIONS
+
 StopReason = Literal["eos", "length", "context", "interrupted"]
 # how prompts are computed: measured choice, as without a cache, resident experts on the device, all streamed through it
 PrefillPath = Literal["auto", "cpu", "resident", "stream"]
-ABLATIONS = frozenset({"no-spec-ue", "no-ada-bc", "no-het-wb", "no-prefetch", "no-evict", "no-sd"})  # MoE-SpAc, Table 4
 # moeedge: our backend attached; stock: the same process and loop, our backend claims nothing
 Mode = Literal["moeedge", "stock"]
 
@@ -72,7 +73,7 @@ class PlacementConfig:
             raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
         if self.vram_bytes is not None and self.cache_ratio is not None:
             raise ValueError("--vram and --cache-ratio exclude each other")
-        unknown = sorted(self.ablations - ABLATIONS)
+        unknown = sorted(self.ablations - ABLATIONS.keys())
         if unknown:
             raise ValueError(f'there is no ablation "{unknown[0]}"; known are {", ".join(sorted(ABLATIONS))}')
         if not 1 <= self.utility_cap <= 64:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moeedge.policies.config import ABLATIONS, PolicyConfig
+from moeedge.policies.config import PolicyConfig
 from moeedge.policies.lru import Lru
 from moeedge.policies.none import Nothing
 from moeedge.policies.spac import Spac
 from moeedge.policies.spac_paper import SpacPaper
 from moeedge.policies.static import Static
+from moeedge.scheduler.ablations import ABLATIONS
 from moeedge.scheduler.policy import CacheShape, Policy
 
 __all__ = ["ABLATIONS", "POLICIES", "PolicyConfig", "make_policy"]

@@ -1,4 +1,4 @@
-"""What a policy may be told, and the ablations that it may be asked for."""
+"""What a policy may be told."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from moeedge.scheduler.ablations import ABLATIONS
 from moeedge.scheduler.units import Units
-
-ABLATIONS: dict[str, str] = {  # MoE-SpAc, Table 4
-    "no-spec-ue": "binary utilities: used in the last step or not (K = 1)",
-    "no-ada-bc": "fixed boundaries of the utility's transitions, 3 up and 1 down (spac-paper)",
-    "no-het-wb": "a fixed threshold, tau = 2",
-    "no-prefetch": "what was used first stays for good",
-    "no-evict": "nothing makes room for anything once the slots are full",
-    "no-sd": "no speculation (the engine's draft length is 0)",
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
