@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moeedge.bench.lanes import Lane
 from moeedge.bench.modes import REFERENCE, rotated
-from moeedge.bench.placement import counted
+from moeedge.bench.placement import counted, let_rest
 from moeedge.bench.samples import Sample, from_stats
 from moeedge.data import Prompt
 from moeedge.engine.types import SamplingConfig
@@ -23,6 +23,7 @@ def warm_up(lanes: Sequence[Lane], prompt: Prompt, cancel: Callable[[], bool]) -
         tokens = _prompt_tokens(lane, [message.as_dict() for message in prompt.turns[0]])
         for _ in lane.session.generate(tokens, n_predict=_WARM_UP_TOKENS, sampling=GREEDY, cancel=cancel):
             pass
+        let_rest(lane.session)
 
 
 def run_conversation(
@@ -64,6 +65,7 @@ def run_conversation(
             for _ in generation:
                 pass
             cpu_s = time.process_time() - cpu_before_s
+            let_rest(session)
             if cancel():  # the answer may be cut: no sample
                 return
             if mode.label == reference:

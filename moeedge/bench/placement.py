@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moeedge.engine.session import Session
 from moeedge.engine.types import PlacementStats
+
+# what a user's pause between two turns gives the mover, at least
+_REST_S = 0.5
 
 # what a sample keeps of PlacementStats; counters all, so that they can be added
 COUNTERS = (
@@ -22,6 +26,12 @@ def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Count
         return None
     interval = newer - older
     return {name: getattr(interval, name) for name in COUNTERS}
+
+
+def let_rest(session: Session) -> None:
+    """Ends the transfers of a sample, untimed, so that they do not fall on the mode that is measured next."""
+    if session.placement is not None:
+        session.placement.rest(_REST_S)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from moeedge.bench.lanes import Lane
 from moeedge.bench.modes import BenchMode, rotated
-from moeedge.bench.placement import counted
+from moeedge.bench.placement import counted, let_rest
 from moeedge.bench.samples import Sample
 from moeedge.engine.session import Session
 from moeedge.engine.types import Phase, StepRecord
@@ -63,6 +63,7 @@ class SyntheticRun:
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
                 _place(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+                let_rest(session)
                 if repetition >= 0:
                     yield Sample(
                         mode.label, "", 0, repetition, place,
@@ -110,6 +111,7 @@ class SyntheticRun:
             session.target.decode([token], phase=Phase.DECODE, logits="last")
             _place(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+        let_rest(session)
         n = len(tokens)
         return Sample(
             mode.label, "", index, repetition, place,

@@ -364,3 +364,18 @@ def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeyp
     assert sizes == [(True, 65), (True, 5), (True, 1), (False, 65), (False, 5), (False, 1)]
     assert session.target.tokens == [] and session.draft_context is not None and session.draft_context.tokens == []
     assert session.target.sensor is not None and not session.target.sensor.read_counts().any()
+
+
+def test_nothing_moves_after_a_rest(pair: tuple[Path, Path]) -> None:
+    """Behind a link that needs seconds for what is planned: what has not arrived in time is dropped."""
+    with Session.open(config(pair, 1.0, device="emulated:threads=1,link=100KB/s")) as session:
+        assert session.placement is not None
+        answer(session, n_predict=2)
+        cache = session.placement.cache
+        assert cache.stats().queued > 0
+        session.placement.rest(0.05)
+        rested = cache.stats()
+        assert rested.queued == rested.in_flight == 0
+        assert rested.cancelled > 0
+        assert answer(session)  # and planning goes on
+        assert cache.stats().plans > rested.plans

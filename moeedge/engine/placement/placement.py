@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +13,13 @@ from moeedge.engine.placement.counters import Counters
 from moeedge.engine.placement.observing import Watcher
 from moeedge.engine.speculative import Counts
 from moeedge.engine.types import PlacementStats, StepRecord
-from moeedge.errors import MoeedgeError
+from moeedge.errors import BackendError, MoeedgeError
 from moeedge.native import Sensor
 from moeedge.native.cache import ExpertCache
 from moeedge.scheduler.policy import Plan, Policy
 
 _STEPS_BETWEEN_BLOCKS = 32  # the native ring holds 4096 block records: 85 steps of 48 layers
+_FLIGHT_S = 5.0  # more than the experts on their way take on any link
 
 
 class ExpertPlacement:
@@ -143,6 +145,19 @@ class ExpertPlacement:
                 "There are blocks of experts that moeedge does not understand, or that the device cannot compute or "
                 "has no memory for: they run on the CPU, whatever lies on the device."
             )
+
+    def rest(self, timeout_s: float) -> None:
+        """Lets what was planned arrive, for at most `timeout_s`, and drops the rest: nothing moves when it returns.
+
+        For measurements: experts that still move would slow down whatever is measured next.
+        """
+        if not self.active:
+            return
+        with suppress(BackendError):  # a device that was lost meanwhile moves nothing any more
+            if not self.cache.drain(timeout_s):
+                nothing = np.zeros((0, 2), dtype=np.int32)
+                self.cache.plan(nothing, np.zeros(0, dtype=np.uint8), nothing, np.zeros(0, dtype=np.float32))
+                self.cache.drain(_FLIGHT_S)
 
     def reset(self) -> None:
         """A new conversation: the policy is told, what lies on the device stays."""
