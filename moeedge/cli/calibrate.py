@@ -15,6 +15,7 @@ from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
 from moeedge.cli.pair import resolve_pair
 from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
 
 
@@ -72,9 +73,7 @@ def calibrate(
         for note in info.notes:
             say(err, note)
         if calibration is None:
-            raise InputError(
-                "Nothing was measured: no experts lie on a device.", "Name one, for instance -dev emulated."
-            )
+            raise InputError("Nothing was measured: no experts lie on a device.", _mend(config, info))
         if output is Output.JSON:
             about = {
                 "model": info.model,
@@ -88,3 +87,14 @@ def calibrate(
             typer.echo(json.dumps(about | json.loads(calibration.to_json())))
         else:
             print_calibration(calibration, info, stdout_console())
+
+
+def _mend(config: EngineConfig, info: EngineInfo) -> str:
+    """What to change so that experts lie on a device."""
+    from moeedge.engine.loading import resolve_device
+
+    if info.n_experts == 0:
+        return "Name a model with experts: -m FILE."
+    if resolve_device(config).kind == "none":
+        return "Name one, for instance -dev emulated."
+    return "Give the cache room: --cache-ratio R or --vram SIZE."

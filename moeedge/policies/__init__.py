@@ -15,7 +15,7 @@ from moeedge.policies.static import Static
 from moeedge.scheduler.ablations import ABLATIONS
 from moeedge.scheduler.policy import CacheShape, Policy
 
-__all__ = ["ABLATIONS", "POLICIES", "PolicyConfig", "make_policy"]
+__all__ = ["ABLATIONS", "POLICIES", "PolicyConfig", "ignored_ablations", "make_policy"]
 
 POLICIES: dict[str, str] = {
     "spac": "decayed activation counts, and lookahead by what the draft's tokens activated before",
@@ -23,6 +23,13 @@ POLICIES: dict[str, str] = {
     "lru": "what was used last stays",
     "static": "the most used experts of a profile, or of the first steps, for good",
     "none": "nothing on the device",
+}
+
+_OF_ENGINE = frozenset({"no-sd"})
+_HEEDED: dict[str, frozenset[str]] = {  # ablations that change something; none for a policy that is not listed
+    "spac": frozenset(ABLATIONS),
+    "spac-paper": frozenset(ABLATIONS),
+    "lru": frozenset({"no-prefetch", "no-evict"}),
 }
 
 _CLASSES: dict[str, Callable[[CacheShape, PolicyConfig], Policy]] = {
@@ -42,3 +49,8 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
     if name not in _CLASSES:
         raise ValueError(f'unknown policy "{name}"; there are {", ".join(POLICIES)}')
     return _CLASSES[name](shape, config)
+
+
+def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:
+    """Those that the policy of that name has no part for, in alphabetical order."""
+    return sorted(ablations - _HEEDED.get(name, frozenset()) - _OF_ENGINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,21 @@ def test_ablations_reach_the_engine(pair: list[str]) -> None:
     assert stats["steps"] == 23  # one token at a time
 
 
+def test_ablations_are_named(pair: list[str]) -> None:
+    """And one that the policy has no part for is said to change nothing."""
+    options = [*EMULATED, "--no-calibrate", "--policy", "lru"]
+    result = chat(pair, *options, "--ablate", "no-evict", "--ablate", "no-spec-ue", "--ablate", "no-sd")
+    assert result.exit_code == 0
+    assert "policy lru, no-evict, no-sd." in result.stderr
+    assert "--ablate no-spec-ue changes nothing about the policy lru." in result.stderr
+    assert "changes nothing" not in chat(pair, *EMULATED, "--no-calibrate", "--ablate", "no-spec-ue").stderr
+
+
+def test_ablations_without_a_device(pair: list[str]) -> None:
+    result = chat(pair, "-dev", "none", "--ablate", "no-evict", "--ablate", "no-sd")
+    assert "There is no device for experts: --ablate no-evict has no effect." in result.stderr
+
+
 def test_profile_takes_a_device(pair: list[str]) -> None:
     plain = run("profile", *pair, "-p", "tell me", "-n", "16", "-dev", "none", "-o", "json", "--layer", "1")
     placed = run(
@@ -131,10 +147,24 @@ def test_calibrate_as_tables(pair: list[str]) -> None:
         assert heading in result.stdout
 
 
-def test_calibrate_needs_a_device(pair: list[str]) -> None:
-    result = run("calibrate", *pair, "-dev", "none")
+@pytest.mark.parametrize(
+    ("options", "mend"),
+    [
+        (["-dev", "none"], "Name one, for instance -dev emulated."),
+        ([*EMULATED, "--cache-ratio", "0"], "Give the cache room: --cache-ratio R or --vram SIZE."),
+        ([*EMULATED, "--vram", "100"], "Give the cache room: --cache-ratio R or --vram SIZE."),
+    ],
+)
+def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], mend: str) -> None:
+    result = run("calibrate", *pair, *options)
     assert result.exit_code == 2
-    assert "Nothing was measured" in result.stderr
+    assert f"Nothing was measured: no experts lie on a device. {mend}" in result.stderr
+
+
+def test_calibrate_needs_experts(tiny_draft: Path) -> None:
+    result = run("calibrate", "-m", str(tiny_draft), "-t", "1", "-c", "512", *EMULATED)
+    assert result.exit_code == 2
+    assert "Name a model with experts: -m FILE." in result.stderr
 
 
 def test_defaults_of_the_options_are_those_of_the_configuration() -> None:

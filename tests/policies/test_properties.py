@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.policies import ABLATIONS, POLICIES, PolicyConfig, make_policy
+from moeedge.policies import ABLATIONS, POLICIES, PolicyConfig, ignored_ablations, make_policy
 from moeedge.scheduler.policy import CacheShape, Observation, Plan, check_plan
 from moeedge.scheduler.units import Units
 from tests.policies.replay import Slots, count
@@ -152,6 +152,27 @@ def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     if name == "spac-paper":  # the same counts in every step: no fluctuation after the first, no transition
         return
     assert slots.resident[:, [1, 4, 6]].all()
+
+
+class Asked(frozenset[str]):
+    """An empty set that remembers what was looked for."""
+
+    def __init__(self) -> None:
+        self.names: set[object] = set()
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(name)
+        return False
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_ablation_is_ignored_where_the_policy_has_no_part_for_it(name: str) -> None:
+    asked = Asked()
+    config = PolicyConfig()
+    object.__setattr__(config, "ablations", asked)
+    make_policy(name, CacheShape.uniform(2, 4, 3), config)
+    heeded = set(ABLATIONS) - set(ignored_ablations(name, frozenset(ABLATIONS)))
+    assert heeded == asked.names | {"no-sd"}
 
 
 def test_names_and_mistakes() -> None:

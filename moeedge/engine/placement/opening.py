@@ -19,7 +19,7 @@ from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.size import format_bytes
 from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
 from moeedge.native.expert_tensor import ExpertTensor
-from moeedge.policies import POLICIES, PolicyConfig, make_policy
+from moeedge.policies import POLICIES, PolicyConfig, ignored_ablations, make_policy
 from moeedge.scheduler.policy import CacheShape
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
@@ -65,6 +65,9 @@ def open_placement(
     if device.kind == "none":
         if config.placement.asked:
             notes.append("There is no device for experts: --vram and --cache-ratio have no effect.")
+        idle = ignored_ablations("none", config.placement.ablations)
+        if idle:
+            notes.append(f"There is no device for experts: --ablate {', '.join(idle)} has no effect.")
         return Opened(None, notes)
     opening = _Opening(config, device, target, draft, gamma, give_note, tell, notes)
     with ExitStack() as stack:
@@ -244,12 +247,17 @@ class _Opening:
 
     def _describe(self, cache: ExpertCache) -> None:
         info = self.target.model.info
+        wish = self.config.placement
+        ignored = ignored_ablations(wish.policy, wish.ablations)
+        ablated = sorted(wish.ablations - set(ignored))
         n_all = info.n_expert_layers * info.n_experts
         self.notes.append(
             f"Experts on {self.device.label}: {cache.info.n_slots:,} of {n_all:,} have a slot "
             f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}); "
-            f"policy {self.config.placement.policy}."
+            f"policy {wish.policy}{''.join(f', {name}' for name in ablated)}."
         )
+        if ignored:
+            self.notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {wish.policy}.")
 
     def _memory(self, cache: ExpertCache) -> tuple[int, int] | None:
         stats = cache.stats()
