@@ -121,6 +121,7 @@ def describe_setup(
     """Everything that a number depends on: versions, machine, models, parameters. The same keys in every row."""
     dataset = plan.dataset
     has_cache = info.cache_slots > 0
+    wish = plan.base.placement
     return {
         "schema": SCHEMA,
         **asdict(environment),
@@ -151,6 +152,10 @@ def describe_setup(
         "n_prompt": plan.n_prompt,
         "n_gen": plan.n_gen,
         "repetitions": plan.repetitions,
+        "ablations": ",".join(sorted(wish.ablations)),
+        "utility_cap": wish.utility_cap,
+        "forgetting": wish.forgetting,
+        "prefill_path": wish.prefill,
         "modes": ",".join(mode.label for mode in plan.modes),
         "dataset": None if dataset is None else dataset.name,
         "dataset_variant": None if dataset is None else dataset.variant,

@@ -176,6 +176,8 @@ def test_the_record_says_what_the_numbers_depend_on(tmp_path: Path, tiny_moe: Pa
         "n_experts": 16,
         "n_predict": 12,
         "repetitions": 1,
+        "ablations": "",
+        "utility_cap": 4,
         "dataset_sha256": dataset.sha256,
         "limit": 5,
         "llama_cpp_version": "0.3.36",
