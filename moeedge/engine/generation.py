@@ -82,7 +82,7 @@ class Generation:
         stats, loop = self.stats, self._loop
         if stats.steps == 0:
             start_s = time.perf_counter()
-            loop.begin_draft()
+            loop.begin()
             stats.prefill_s += time.perf_counter() - start_s  # the first token was out before
         start_s = time.perf_counter()
         sensed_s = loop.sense_s

@@ -63,6 +63,7 @@ class SpeculativeLoop:
         self.draft = draft
         self.sampler = sampler
         self.history = history
+        self._new_prompt: tuple[list[int], StepRecord] | None = None  # the prompt, until placement has learned of it
         self.prefilled = 0  # tokens of the prompt that had to be decoded
         self.counts: Counts | None = None  # of the last verification or prefill
         self._placement = placement
@@ -81,12 +82,15 @@ class SpeculativeLoop:
         prompt = self.history[held:]
         self.history.append(token)
         record = self._observe(Proposal(), Verified([token], 0, []), draft_s=0.0, verify_s=verify_s)
-        self._schedule(prompt, record)
-        self._prefetch()
+        self._new_prompt = (prompt, record)
         return record
 
-    def begin_draft(self) -> None:
-        """Brings the draft up to date with the prompt."""
+    def begin(self) -> None:
+        """What the prompt leaves to do before the first step, when the first token is out: placement, and the draft."""
+        if self._new_prompt is not None:
+            self._schedule(*self._new_prompt)
+            self._prefetch()
+            self._new_prompt = None
         self.draft.begin(self.history, cancel=self._cancel)
 
     def step(self, gamma: int) -> StepRecord:
