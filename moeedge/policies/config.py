@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from moeedge.scheduler.ablations import ABLATIONS
 from moeedge.scheduler.units import Units
 
+_FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyConfig:
@@ -35,3 +37,28 @@ class PolicyConfig:
         unknown = sorted(self.ablations - set(ABLATIONS))
         if unknown:
             raise ValueError(f'unknown ablation "{unknown[0]}"; there are {", ".join(ABLATIONS)}')
+
+    @property
+    def binary(self) -> bool:
+        """Utilities say only whether the last step used an expert."""
+        return "no-spec-ue" in self.ablations
+
+    @property
+    def reached_cap(self) -> int:
+        """The highest utility that is left of K."""
+        return 1 if self.binary else self.cap
+
+    @property
+    def fixed_tau(self) -> float | None:
+        """The threshold where none is worked out."""
+        return min(_FIXED_TAU, self.reached_cap) if "no-het-wb" in self.ablations else None
+
+    @property
+    def first_come(self) -> bool:
+        """Only what was used comes to the device, and stays."""
+        return "no-prefetch" in self.ablations
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything may leave the device."""
+        return not self.first_come and "no-evict" not in self.ablations

@@ -25,10 +25,9 @@ class Lru:
     name = "lru"
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        without = config.ablations
         cells = (shape.n_layers, shape.n_experts)
-        self._first_come = "no-prefetch" in without
-        self._planner = Planner(shape, config.cap, evict=not self._first_come and "no-evict" not in without)
+        self._first_come = config.first_come
+        self._planner = Planner(shape, config.cap, evict=config.evicts)
         self._last: FloatArray = np.zeros(cells, dtype=np.float32)  # 0: never
         self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
         self._used = np.zeros(cells, dtype=np.bool_)

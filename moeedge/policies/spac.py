@@ -42,7 +42,6 @@ _MARGIN_AHEAD = 1.0  # a second plan follows, which will know the draft: only wh
 # Mix and trust change slowly: after the first steps every fourth one is enough to follow them; and so it is for tau
 # where the CPU is the slower side by far
 _FIT_EAGERLY, _FIT_EVERY = 24, 4
-_FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
 
 
 class Spac:
@@ -51,18 +50,16 @@ class Spac:
     name = "spac"
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        without = config.ablations
-        self._binary = "no-spec-ue" in without
-        self._fixed = "no-het-wb" in without
-        self._first_come = "no-prefetch" in without
+        self._binary = config.binary
+        self._first_come = config.first_come
         self.shape = shape
-        self.cap = 1 if self._binary else config.cap
+        self.cap = config.reached_cap
         cells = (shape.n_layers, shape.n_experts)
         n = shape.n_layers * shape.n_experts
-        fitted = "no-ada-bc" not in without
+        fitted = "no-ada-bc" not in config.ablations
         self._history = History(n, fitted=fitted)
         self._table = TokenTable(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
-        self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
+        self._planner = Planner(shape, self.cap, evict=config.evicts)
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_steps = 0
         self._n_expert_layers = int(np.count_nonzero(shape.group >= 0))
@@ -75,8 +72,10 @@ class Spac:
         self._caps: FloatArray = np.full(cells, self.cap, dtype=np.float32)
         self._n_batch = float(config.gamma + 1)  # tokens of the next batch, as far as is known
         self._marginal = 1.0  # the score of the last that fits, of the last plan
-        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
-        self._workload = None if config.units is None else ExpectedWorkload(shape, self.cap, config.units, config.gamma)
+        self._tau: FloatArray = np.full(shape.n_layers, config.fixed_tau or 1.0, dtype=np.float32)
+        self._workload: ExpectedWorkload | None = None  # None: tau stays as it is
+        if config.units is not None and config.fixed_tau is None and not config.binary:
+            self._workload = ExpectedWorkload(shape, self.cap, config.units, config.gamma)
         self._max_uploads: int | None = None
         self._n_balanced = 0  # steps
         self._n_planned = 0  # plans since the last step
@@ -128,13 +127,12 @@ class Spac:
 
     def _threshold(self, score: FloatArray) -> None:
         """tau of every layer, and how many uploads fit a step's time."""
-        if self._fixed:
-            self._tau = np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
-        elif self._workload is not None and not self._binary:
-            self._n_balanced += 1
-            if self._workload.sure and self._n_balanced % _FIT_EVERY != 0:
-                return  # the solution of the step before stands
-            self._tau, self._max_uploads = self._workload.solve(score, self._utility, self._layer_pairs)
+        if self._workload is None:
+            return
+        self._n_balanced += 1
+        if self._workload.sure and self._n_balanced % _FIT_EVERY != 0:
+            return  # the solution of the step before stands
+        self._tau, self._max_uploads = self._workload.solve(score, self._utility, self._layer_pairs)
 
     def reset(self) -> None:
         """A new conversation: the table and the long memory stay."""

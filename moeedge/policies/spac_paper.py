@@ -1,4 +1,4 @@
-"""Policy spac-paper: MoE-SpAc as printed.
+"""Policy spac-paper: MoE-SpAc's rules, Algorithm 1 as printed, eviction after use softened.
 
 Utilities by Algorithm 1 (scheduler/utility.py), tau by Eq. 7-12 with the warm-up ratios of the units, uploads of all
 hot experts (s >= tau) that are absent, level by level, and residency as in Appendix D: an expert in use cannot be
@@ -27,7 +27,6 @@ from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
 
 FloatArray = NDArray[np.float32]
 
-_FIXED_TAU = 2.0  # Table 4, "w/o HetWB"
 _RECYCLED = 0.5  # how far a used expert's tag falls below its utility
 
 
@@ -37,23 +36,22 @@ class SpacPaper:
     name = "spac-paper"
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        without = config.ablations
-        self._binary = "no-spec-ue" in without
-        self._fixed = "no-het-wb" in without
-        self._first_come = "no-prefetch" in without
+        self._binary = config.binary
+        self._first_come = config.first_come
+        self._fixed_tau = config.fixed_tau
         self.shape = shape
         self._gamma = config.gamma
         self._units = config.units
-        self.cap = 1 if self._binary else config.cap
+        self.cap = config.reached_cap
         self._config = utility.UtilityConfig(
             gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
             cap=self.cap,
             forgetting=config.forgetting,
-            boundaries="fixed" if "no-ada-bc" in without else "floor",
+            boundaries="fixed" if "no-ada-bc" in config.ablations else "floor",
         )
         cells = (shape.n_layers, shape.n_experts)
         self._state = utility.initial_state(cells, self._config)
-        self._planner = Planner(shape, self.cap, evict=not self._first_come and "no-evict" not in without)
+        self._planner = Planner(shape, self.cap, evict=config.evicts)
         self._used = np.zeros(cells, dtype=np.bool_)
         self._first_level = (np.arange(shape.n_layers) * (self.cap + 1))[:, None]
         self._n_pairs = np.zeros(shape.n_layers)
@@ -86,8 +84,8 @@ class SpacPaper:
         self._n_pairs[:] = 0.0
 
     def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
-        if self._fixed:
-            return np.full(self.shape.n_layers, min(_FIXED_TAU, self.cap), dtype=np.float32)
+        if self._fixed_tau is not None:
+            return np.full(self.shape.n_layers, self._fixed_tau, dtype=np.float32)
         units = self._units
         if units is None or self._binary:
             return np.ones(self.shape.n_layers, dtype=np.float32)

@@ -74,7 +74,7 @@ def bundled_steps(bundled_pair: tuple[Path, Path]) -> list[Step]:
 
 
 def test_lookahead_on_the_bundled_pair(bundled_steps: list[Step]) -> None:
-    """A second round over the same topics, its table filled by the first, comes within a tenth of the oracle."""
+    """The same text once more, its table filled by the first round, comes within a tenth of the oracle."""
     shape = shape_of(bundled_steps, 128)
     found = compare(bundled_steps, 128, ("spac", *OTHERS))
     assert found["spac"].pair_hit > 0.1 + max(found[name].pair_hit for name in OTHERS)

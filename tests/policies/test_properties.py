@@ -140,7 +140,8 @@ def test_inputs_stay_as_they_are(name: str) -> None:
     assert not resident.any()
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "none"])
+# not spac-paper: the same counts in every step are no fluctuation, so no utility moves after the first
+@pytest.mark.parametrize("name", ["spac", "lru", "static"])
 def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     shape = CacheShape.uniform(3, 8, 24)
     policy = make_policy(name, shape)
@@ -149,8 +150,6 @@ def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     for _ in range(12):
         policy.observe(Observation(count(ids, 8), 2, 1, np.array([7, 8], dtype=np.int32), ids))
         slots.execute(policy.plan(slots.resident, []))
-    if name == "spac-paper":  # the same counts in every step: no fluctuation after the first, no transition
-        return
     assert slots.resident[:, [1, 4, 6]].all()
 
 
