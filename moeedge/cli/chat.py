@@ -17,7 +17,7 @@ from moeedge.cli.log import show_log
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.conversation import Conversation
-from moeedge.engine.types import SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,29 +66,15 @@ def chat(
     """
     calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
     # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
-    from moeedge.cli.prompt_input import accept_any_text, one_shot_prompt, valid_text
-    from moeedge.engine.session import Session
-    from moeedge.ui.console import say, stderr_console
-    from moeedge.ui.settings import Settings, seed_or_random
+    from moeedge.cli.prompt_input import accept_any_text
+    from moeedge.ui.settings import Settings
 
     with cli_errors():
         accept_any_text()
-        err = stderr_console()
         if raw and system_prompt:
             raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        settings = Settings(
-            sampling=SamplingConfig(
-                temperature=temp,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repeat_penalty=repeat_penalty,
-                repeat_last_n=repeat_last_n,
-                seed=seed_or_random(seed),
-            ),
-            n_predict=n_predict,
-            gamma=draft_max,
-        )
+        sampling = _sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
+        settings = Settings(sampling, n_predict=n_predict, gamma=draft_max)
         placement = placement_config(
             vram=vram,
             cache_ratio=cache_ratio,
@@ -113,22 +99,43 @@ def chat(
         )
         if verbose:
             show_log()
-        text = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, complain=lambda line: say(err, line))
         as_json = output is options.Output.JSON
-        if text is None and as_json:
-            raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
-        conversation = Conversation(system=valid_text(system_prompt))
-        if text is not None:
-            conversation.ask(text)
-        with Session.open(config, tell=lambda line: say(err, line)) as session:
-            notes = layer_notes(config.n_gpu_layers or 0)
-            talk = _Talk(session, conversation, settings, pair, notes, raw, panel=not verbose)
-            session.on_note = lambda line: say(err, line, style="yellow")
-            code = talk.interactive(single_turn=single_turn) if text is None else talk.one_shot(as_json=as_json)
-            if stats is not None:
-                _print_stats(session)
+        conversation = _conversation(prompt, system_prompt, as_json=as_json)
+        talk = _Talk(config, conversation, settings, pair, raw, panel=not verbose)
+        code = talk.run(single_turn=single_turn, as_json=as_json, stats=stats is not None)
         if code:
             raise typer.Exit(code)
+
+
+def _sampling(
+    temp: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, repeat_last_n: int, seed: int
+) -> SamplingConfig:
+    from moeedge.ui.settings import seed_or_random
+
+    return SamplingConfig(
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        seed=seed_or_random(seed),
+    )
+
+
+def _conversation(prompt: str | None, system_prompt: str, *, as_json: bool) -> Conversation:
+    """With an open question, unless a person sits at the terminal and -p was not given."""
+    from moeedge.cli.prompt_input import one_shot_prompt, valid_text
+    from moeedge.ui.console import say, stderr_console
+
+    err = stderr_console()
+    text = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, complain=lambda line: say(err, line))
+    if text is None and as_json:
+        raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
+    conversation = Conversation(system=valid_text(system_prompt))
+    if text is not None:
+        conversation.ask(text)
+    return conversation
 
 
 def _print_stats(session: Session) -> None:
@@ -146,28 +153,42 @@ def _print_stats(session: Session) -> None:
 class _Talk:
     """What both ways of talking need."""
 
-    session: Session
+    config: EngineConfig
     conversation: Conversation
     settings: Settings
     pair: Pair
-    notes: list[str]  # about the options, beside those of the engine
     raw: bool
     panel: bool
 
-    def one_shot(self, *, as_json: bool) -> int:
-        """Answer the conversation's open question. Returns the exit code."""
+    def run(self, *, single_turn: bool, as_json: bool, stats: bool) -> int:
+        """Answer the conversation's open question, or chat where there is none. Returns the exit code."""
+        from moeedge.engine.session import Session
+        from moeedge.ui.console import say, stderr_console
+
+        err = stderr_console()
+        with Session.open(self.config, tell=lambda line: say(err, line)) as session:
+            notes = layer_notes(self.config.n_gpu_layers or 0)
+            session.on_note = lambda line: say(err, line, style="yellow")
+            if self.conversation.messages:
+                code = self._one_shot(session, notes, as_json=as_json)
+            else:
+                code = self._interactive(session, notes, single_turn=single_turn)
+            if stats:
+                _print_stats(session)
+        return code
+
+    def _one_shot(self, session: Session, notes: list[str], *, as_json: bool) -> int:
         from moeedge.engine.turn import prompt_tokens
         from moeedge.ui.console import say, stderr_console, stdout_console
         from moeedge.ui.header import header_line, hints
         from moeedge.ui.one_shot import answer_once
 
         err = stderr_console()
-        info = self.session.info
-        for line in [header_line(info), *self.notes, *hints(info, toy=self.pair.bundled)]:
+        for line in [header_line(session.info), *notes, *hints(session.info, toy=self.pair.bundled)]:
             say(err, line)
         return answer_once(
-            self.session,
-            prompt_tokens(self.session.model, self.conversation, raw=self.raw),
+            session,
+            prompt_tokens(session.model, self.conversation, raw=self.raw),
             self.settings,
             as_json=as_json,
             panel=self.panel,
@@ -175,8 +196,7 @@ class _Talk:
             err=err,
         )
 
-    def interactive(self, *, single_turn: bool) -> int:
-        """Chat until the user leaves. Returns the exit code."""
+    def _interactive(self, session: Session, notes: list[str], *, single_turn: bool) -> int:
         from moeedge.ui import commands
         from moeedge.ui.console import say, stderr_console, stdout_console
         from moeedge.ui.header import print_header
@@ -184,14 +204,14 @@ class _Talk:
         from moeedge.ui.repl import Repl
 
         err = stderr_console()
-        print_header(err, self.session.info, version=moeedge.__version__, toy=self.pair.bundled)
-        for line in self.notes:
+        print_header(err, session.info, version=moeedge.__version__, toy=self.pair.bundled)
+        for line in notes:
             say(err, line)
         history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
         repl = Repl(
-            self.session,
+            session,
             self.conversation,
-            replace(self.settings, gamma=self.session.gamma),  # 0 where there is no draft
+            replace(self.settings, gamma=session.gamma),  # 0 where there is no draft
             read=make_reader(commands.names(), history),
             out=stdout_console(),
             err=err,
