@@ -58,8 +58,7 @@ class chain_reader {
         if (chain.steps.empty() || chain.steps.back().node != graph->nodes[i_down] || !is_closed() || !has_plain_ends()) {
             return false;
         }
-        chain.i_begin = i_first;
-        chain.i_end   = i_down + 1;
+        chain.i_end = i_down + 1;
         write_shape();
         chain.out = graph->nodes[i_down];
         return true;
@@ -262,12 +261,7 @@ class chain_reader {
 
 expert_chain find_chain(const ggml_cgraph * graph, int i_first) {
     expert_chain chain;
-    if (chain_reader reader(graph, i_first, chain); !reader.read()) {
-        const int layer = chain.layer;
-        chain           = {};
-        chain.layer     = layer;
-    }
-    return chain;
+    return chain_reader(graph, i_first, chain).read() ? chain : expert_chain();
 }
 
 } // namespace moeedge

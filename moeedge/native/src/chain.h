@@ -44,9 +44,8 @@ struct expert_table {
 };
 
 struct expert_chain {
-    int layer   = -1;
-    int i_begin = 0; // graph nodes [i_begin, i_end) are the chain, views between them included
-    int i_end   = 0;
+    int layer = -1;
+    int i_end = 0; // index of the graph's node behind it
 
     ggml_tensor * input = nullptr; // float32 [n_in, 1 or n_used, n_tokens]
     ggml_tensor * ids   = nullptr; // int32 [n_used, n_tokens], rows may be strided

@@ -23,7 +23,7 @@ namespace moeedge {
 struct subgraph {
     ggml_context * ctx   = nullptr;
     ggml_cgraph *  graph = nullptr;
-    ggml_tensor *  input = nullptr; // [n_in, 1 or n or 1, 1 or n]
+    ggml_tensor *  input = nullptr; // [n_in, n, 1], [n_in, 1, 1] where the pairs share it, or [n_in, 1, n]
     ggml_tensor *  ids   = nullptr; // int32, n in all
     ggml_tensor *  out   = nullptr; // [n_out, *, *], a column per pair
     // operands that name a table of the experts, in the order of expert_chain::tables
