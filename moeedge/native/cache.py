@@ -80,7 +80,7 @@ class CacheInfo:
     slots_wanted: int  # by the ratio; more than n_slots where the device had no memory for them
     pool_bytes: int  # on the device
     staging_bytes: int  # on the host
-    host_pinned: bool
+    unpinned: bool  # staging memory should be pinned, and the host had none: transfers are slower
     is_host: bool  # the device's memory is the host's
     lost: bool
     device: str
@@ -103,7 +103,6 @@ class CacheStats:
     queued: int
     blocks: int  # MoE blocks computed
     blocks_unknown: int  # not understood: on the CPU
-    blocks_whole: int  # nothing resident: computed as they are
     pairs: int  # (token, expert) pairs of batches of at most 64 tokens
     pairs_device: int
     unique: int  # experts per block of such batches
@@ -176,7 +175,7 @@ class ExpertCache:
         raw = CacheInfoStruct()
         self._check(self._library.moeedge_cache_get_info(self._cache, ctypes.byref(raw)))
         values = {field.name: getattr(raw, field.name) for field in dataclasses.fields(CacheInfo)}
-        for name in ("host_pinned", "is_host", "lost"):
+        for name in ("unpinned", "is_host", "lost"):
             values[name] = bool(values[name])
         return CacheInfo(**values | {name: values[name].decode() for name in ("device", "description")})
 

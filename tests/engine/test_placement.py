@@ -22,7 +22,7 @@ from moeedge.errors import InputError
 from moeedge.hardware import vram
 from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.vram import VramReading
-from moeedge.native.cache import CacheStats
+from moeedge.native.cache import CacheStats, ExpertCache
 from moeedge.scheduler.policy import Observation, Plan, Policy, Resident
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -314,6 +314,16 @@ def test_a_cache_that_does_not_pay_on_a_real_device(
         assert (session.info.device == "GPU0") == asked == (session.placement is not None)
         assert session.calibration is not None and "stream" in session.calibration.prefill_ts
         assert answer(session) == reference
+
+
+def test_memory_that_could_not_be_pinned_is_told(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ExpertCache._read_info
+    monkeypatch.setattr(ExpertCache, "_read_info", lambda cache: replace(read(cache), unpinned=True))
+    with Session.open(config(pair)) as session:
+        assert any("no pinned memory" in note for note in session.info.notes), session.info.notes
+    monkeypatch.undo()
+    with Session.open(config(pair)) as session:
+        assert not any("pinned" in note for note in session.info.notes), session.info.notes
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from moeedge import native
-from moeedge.hardware import rpc
 from moeedge.hardware.resolve import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
@@ -24,7 +23,7 @@ from tests.support.worker import start_worker
 ROOT = Path(__file__).parents[2]
 END_S = 60
 
-pytestmark = pytest.mark.skipif(not rpc.is_built_in(), reason="llama-cpp-python was built without -DGGML_RPC=on")
+pytestmark = pytest.mark.usefixtures("needs_rpc")
 
 
 def test_remote_slots_hold_the_files_bytes(tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_remote_slots_hold_the_files_bytes(tmp_path: Path) -> None:
         device = resolve(DeviceSpec.parse(worker.device)).ggml_name
         with ExpertCache.open(model.config(0.5, device=device, n_stage=2)) as cache:
             assert not cache.info.is_host
-            assert not cache.info.host_pinned
+            assert not cache.info.unpinned, "a remote worker has no use for pinned memory"
             assert cache.info.staging_bytes > 0
             everything = list(product(range(3), range(6)))
             for turn in range(6):

@@ -134,6 +134,8 @@ class _Opening:
                 f"The expert cache has shrunk from {cache.info.slots_wanted:,} slots to {cache.info.n_slots:,}: "
                 f"{self.device.label} has no room for more."
             )
+        if cache.info.unpinned:
+            self.notes.append("The host gives no pinned memory for transfers: experts move more slowly.")
         return cache
 
     def settle(self) -> None:

@@ -131,7 +131,7 @@ struct moeedge_cache_info {
     int64_t slots_wanted;  // by the ratio; more than n_slots where the device had no memory for them
     int64_t pool_bytes;    // on the device
     int64_t staging_bytes; // on the host
-    int32_t host_pinned;   // staging memory is pinned
+    int32_t unpinned;      // staging memory should be pinned, and the host had none: transfers are slower
     int32_t is_host;       // the device's memory is the host's
     int32_t lost;
     char    device[64];
@@ -151,7 +151,6 @@ struct moeedge_cache_stats {
     int64_t queued;
     int64_t blocks;          // MoE blocks computed
     int64_t blocks_unknown;  // not understood: on the CPU
-    int64_t blocks_whole;    // nothing resident: computed as they are
     int64_t pairs;           // (token, expert) pairs of batches of at most 64 tokens
     int64_t pairs_device;
     int64_t unique;          // experts per block of such batches

@@ -12,6 +12,7 @@
 #include <new>
 
 #include "compute.h"
+#include "device.h"
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "instance.h"
@@ -154,9 +155,8 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         ggml_backend_dev_t               found = ggml_backend_dev_get(i);
         const enum ggml_backend_dev_type type  = ggml_backend_dev_type(found);
-        // remote workers call themselves GPUs, but llama.cpp is never given one
-        const bool is_remote = std::strncmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(found)), "RPC", 3) == 0;
-        self->has_gpu |= !is_remote && (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU);
+        // llama.cpp is never given a remote worker
+        self->has_gpu |= !is_rpc(found) && (type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU);
     }
     self->device         = *dev;
     self->device.context = self;

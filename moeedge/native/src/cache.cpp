@@ -242,10 +242,6 @@ void expert_cache::mark_lost(const char * reason) {
     self->core->device->loss->mark(reason);
 }
 
-void expert_cache::on_lost(std::function<void()> call) {
-    self->core->device->loss->on_lost(std::move(call));
-}
-
 bool expert_cache::run_on_device(std::function<void()> work) {
     return self->core->device->loss->run(std::move(work));
 }
@@ -260,10 +256,6 @@ void expert_cache::record_block(const moeedge_block_record & record) {
 
 void expert_cache::count_unknown_block() {
     self->records.add_unknown();
-}
-
-void expert_cache::count_whole_block() {
-    self->records.add_whole();
 }
 
 // the planning side
@@ -281,7 +273,7 @@ void expert_cache::get_info(moeedge_cache_info & out) const {
     out.slots_wanted  = self->slots_wanted;
     out.pool_bytes    = core.pools->bytes();
     out.staging_bytes = (int64_t) (core.moving->staging_bytes() + (core.streaming ? core.streaming->staging_bytes() : 0));
-    out.host_pinned   = core.moving->is_pinned();
+    out.unpinned      = core.moving->is_unpinned() || (core.streaming && core.streaming->is_unpinned());
     out.is_host       = core.device->is_host;
     out.lost          = lost();
     std::snprintf(out.device, sizeof(out.device), "%s", core.device->name.c_str());

@@ -67,9 +67,6 @@ class expert_cache {
     bool lost() const;
     void mark_lost(const char * reason); // from any thread; idempotent; also wakes the mover
 
-    // called once, by the thread that finds the device lost; at once if it is lost already
-    void on_lost(std::function<void()> call);
-
     // runs work that waits for the device; false if the device is lost before it is done, which then never ends: it owns
     // what it uses, or that is never freed
     bool run_on_device(std::function<void()> work);
@@ -81,7 +78,6 @@ class expert_cache {
     // counters and records of the computing side (written by it alone, read under a lock by the API)
     void record_block(const moeedge_block_record & record);
     void count_unknown_block();
-    void count_whole_block();
 
     // the planning side; see the moeedge_cache_* functions of the same name (moeedge.h)
 

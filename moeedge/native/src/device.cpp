@@ -35,7 +35,7 @@ static std::string known_devices() {
     return names;
 }
 
-static bool is_rpc(ggml_backend_dev_t dev) {
+bool is_rpc(ggml_backend_dev_t dev) {
     return std::strncmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC", 3) == 0;
 }
 
@@ -98,12 +98,6 @@ std::shared_ptr<cache_device> cache_device::open(const moeedge_cache_config & co
         return nullptr;
     }
     return self;
-}
-
-ggml_backend_buffer_t allocate_host(ggml_backend_buffer_type_t buft, size_t size, bool & is_pinned) {
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(buft, size);
-    is_pinned = buffer && buft != ggml_backend_cpu_buffer_type() && ggml_backend_buffer_get_type(buffer) == buft;
-    return buffer;
 }
 
 } // namespace moeedge

@@ -52,7 +52,7 @@ class cache_device : public std::enable_shared_from_this<cache_device> {
     bool is_started = false;
 };
 
-// host memory of a device's staging type; ggml may give pageable memory where that is short: `is_pinned` tells
-ggml_backend_buffer_t allocate_host(ggml_backend_buffer_type_t buft, size_t size, bool & is_pinned);
+// of a worker in another process, which calls itself a GPU
+bool is_rpc(ggml_backend_dev_t dev);
 
 } // namespace moeedge

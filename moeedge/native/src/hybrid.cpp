@@ -271,7 +271,6 @@ void hybrid_executor::record_whole(const expert_chain & chain, int phase) {
     record.pairs_cpu            = (int32_t) on_cpu.size();
     record.unique_cpu           = count_unique(experts.data(), on_cpu);
     cache->record_block(record);
-    cache->count_whole_block();
 }
 
 } // namespace moeedge

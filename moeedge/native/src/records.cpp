@@ -28,11 +28,6 @@ void block_records::add_unknown() {
     sums.blocks_unknown++;
 }
 
-void block_records::add_whole() {
-    std::lock_guard<std::mutex> lock(mutex);
-    sums.blocks_whole++;
-}
-
 int block_records::read(int64_t after, moeedge_block_record * out, int n_max) {
     std::lock_guard<std::mutex> lock(mutex);
     const int64_t               oldest = std::max<int64_t>(serial - n_kept + 1, 1);
@@ -47,7 +42,6 @@ void block_records::add_stats(moeedge_cache_stats & stats) {
     std::lock_guard<std::mutex> lock(mutex);
     stats.blocks         = sums.blocks;
     stats.blocks_unknown = sums.blocks_unknown;
-    stats.blocks_whole   = sums.blocks_whole;
     stats.pairs          = sums.pairs;
     stats.pairs_device   = sums.pairs_device;
     stats.unique         = sums.unique;

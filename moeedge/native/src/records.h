@@ -17,7 +17,6 @@ class block_records {
 
     void add(const moeedge_block_record & record);
     void add_unknown();
-    void add_whole();
 
     int  read(int64_t after, moeedge_block_record * out, int n_max);
     void add_stats(moeedge_cache_stats & stats);

@@ -35,10 +35,11 @@ bool uploader::allocate() {
     }
     chunk_bytes = std::min(largest, device.is_async ? stream_chunk_bytes : remote_chunk_bytes);
     chunks.resize(device.is_async ? n_stream_chunks : 1);
-    buffer = allocate_host(device.staging_buft, chunk_bytes * chunks.size(), pinned);
+    buffer = ggml_backend_buft_alloc_buffer(device.staging_buft, chunk_bytes * chunks.size());
     if (buffer == nullptr) {
         return false;
     }
+    unpinned = ggml_backend_buffer_get_type(buffer) != device.staging_buft; // ggml's answer where pinned memory is short
     for (size_t i = 0; i < chunks.size(); i++) {
         chunks[i].data = (char *) ggml_backend_buffer_get_base(buffer) + i * chunk_bytes;
         if (device.is_async) {

@@ -38,7 +38,7 @@ class uploader {
 
     int    depth() const; // experts that are worth sending before one is waited for
     size_t staging_bytes() const;
-    bool   is_pinned() const { return pinned; }
+    bool   is_unpinned() const { return unpinned; } // the device offers pinned memory, and the host had none
 
   private:
     struct chunk {
@@ -59,7 +59,7 @@ class uploader {
 
     std::function<void()> courtesy = [] {};
     ggml_backend_buffer_t buffer   = nullptr;
-    bool                  pinned   = false;
+    bool                  unpinned = false;
     std::vector<chunk>    chunks;
     size_t                chunk_bytes = 0;
     int64_t               n_sent      = 0; // tickets: pieces sent so far
