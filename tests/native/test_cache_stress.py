@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moeedge import native
 from moeedge.hardware.resolve import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
@@ -32,7 +33,7 @@ def test_no_expert_is_seen_half_written(tmp_path: Path, device: str, width: int)
 
 def test_pacing_changes_nothing_about_it(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
-    resolve(DeviceSpec.parse("emulated"))
+    native.attach()
     assert stress(model, 2.0, link_bytes_per_s=100e6) >= MIN_CHECKED
 
 
