@@ -68,7 +68,6 @@ def bench(
         sweeps = policy is not None or cache_ratio is not None
         calm_idle_threads(device, may_emulate=sweeps and (model is None or paths.is_bundled(model)))
         from moeedge.cli.prompt_input import accept_any_text
-        from moeedge.data import load_dataset, load_sample, load_toy
 
         accept_any_text()
         sweep = _parse_sweep(policy, cache_ratio, plot)
@@ -92,13 +91,8 @@ def bench(
         )
         if sweeps:
             _check_room(base, cache_ratio)
-        prompts = None
-        if dataset is not None:
-            prompts = load_dataset(dataset, offline_sample=offline_sample)
-        elif offline_sample:
-            prompts = load_sample()
-        elif sweeps and n_prompt is None:
-            prompts = load_toy() if pair.bundled else load_sample()
+        default = None if not sweeps or n_prompt is not None else "toy" if pair.bundled else "sample"
+        prompts = _prompts(dataset, default, offline_sample=offline_sample)
         plan, notes = make_plan(
             base,
             modes,
@@ -113,9 +107,15 @@ def bench(
         )
         if verbose:
             show_log()
-        code = _measure(plan, notes, output.value, bar=not verbose, plot=plot)
-        if code:
-            raise typer.Exit(code)
+        raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot))
+
+
+def _prompts(dataset: str | None, default: str | None, *, offline_sample: bool) -> Dataset | None:
+    """The prompt set that the options name, or else the default; None for synthetic tests."""
+    from moeedge.data import load_dataset
+
+    name = dataset if dataset is not None else "sample" if offline_sample else default
+    return None if name is None else load_dataset(name, offline_sample=offline_sample)
 
 
 def make_plan(
