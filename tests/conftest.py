@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import pytest
 from moeedge import paths
 from moeedge.errors import ModelFileError
 from tests.support.tiny import make_tiny
+from tests.support.worker import WorkerProcess, start_worker
 
 
 class TinyFactory(Protocol):
@@ -93,3 +95,19 @@ def data_folder() -> Path:
     if folder is None or not folder.is_dir():
         pytest.skip("MOEEDGE_DATA names no folder of prompt sets")
     return folder
+
+
+@pytest.fixture(scope="session")
+def needs_rpc() -> None:
+    """Skips where llama.cpp was built without RPC."""
+    from moeedge.hardware import rpc  # loads llama.cpp
+
+    if not rpc.is_built_in():
+        pytest.skip("llama.cpp was built without RPC (CMAKE_ARGS=-DGGML_RPC=on)")
+
+
+@pytest.fixture
+def worker(needs_rpc: None) -> Iterator[WorkerProcess]:
+    """A worker of this test's own that serves the CPU."""
+    with start_worker() as process:
+        yield process

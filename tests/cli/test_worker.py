@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
@@ -19,19 +18,6 @@ from tests.support.worker import WorkerProcess, start_worker
 
 if sys.platform == "win32":
     pytest.skip("needs POSIX signals", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def needs_rpc() -> None:
-    """Skips where llama.cpp was built without RPC."""
-    if not rpc.is_built_in():
-        pytest.skip("llama.cpp was built without RPC (CMAKE_ARGS=-DGGML_RPC=on)")
-
-
-@pytest.fixture
-def worker(needs_rpc: None) -> Iterator[WorkerProcess]:
-    with start_worker() as process:
-        yield process
 
 
 def test_without_rpc() -> None:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
 
@@ -29,17 +28,11 @@ from tests.support.worker import start_worker
 PROMPT = np.random.default_rng(4).integers(0, 256, 40).tolist()
 N_PREDICT = 24
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not list((Path(llama_cpp.__file__).parent / "lib").glob("libggml-rpc.*")),
-        reason="llama-cpp-python was built without -DGGML_RPC=on",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_rpc")]
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[str]:
+def gpu(needs_rpc: None) -> Iterator[str]:
     """Its name in this process."""
     library.start()
     with start_worker() as worker:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
 
@@ -37,17 +36,11 @@ ROOT = Path(__file__).parents[2]
 PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2
 N_PREDICT = 32
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not list((Path(llama_cpp.__file__).parent / "lib").glob("libggml-rpc.*")),
-        reason="llama-cpp-python was built without -DGGML_RPC=on",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_rpc")]
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
+def worker(needs_rpc: None) -> Iterator[WorkerProcess]:
     """One for the tests that only compute: llama.cpp never forgets a worker, and asking a dead one ends the process."""
     with start_worker() as worker:
         yield worker
