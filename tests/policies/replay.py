@@ -1,4 +1,10 @@
-"""Drives a policy over recorded routing, with transfers that take no time: what a policy foresees, and nothing else."""
+"""Drives a policy over recorded routing, with transfers that take no time: what a policy foresees, and nothing else.
+
+    MOEEDGE_DATA=FOLDER python -m tests.policies.replay
+
+prints every policy's hits and uploads on the data folder's traces (of gpt-oss-20b the first 60 texts), as docs/log.md
+has them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.paths import data_dir
+from moeedge.policies import POLICIES, make_policy
 from moeedge.scheduler.policy import CacheShape, Observation, Plan, Policy, check_plan
 from moeedge.trace import PREFILL, Trace
 
@@ -175,6 +183,13 @@ def windows(
         fresh = False
 
 
+def one_prompt(folder: Path, name: str, *, pessimistic: bool) -> list[Step]:
+    """The decoded tokens of a trace of one prompt as windows of 9 with acceptance 0.8."""
+    with np.load(folder / "traces" / f"{name}.npz") as arrays:
+        ids = arrays["ids"][arrays["phase"] == 1]
+    return list(windows(ids, 8, 0.8, np.random.default_rng(0), pessimistic=pessimistic))
+
+
 def gptoss_windows(folder: Path, n_sequences: int, *, pessimistic: bool) -> list[Step]:
     """The first sequences of the gpt-oss-20b trace as windows of 9 tokens with acceptance 0.8."""
     with np.load(folder / "traces" / "gptoss20b_decode.npz") as arrays:
@@ -185,3 +200,25 @@ def gptoss_windows(folder: Path, n_sequences: int, *, pessimistic: bool) -> list
     for end, length in list(zip(ends, lengths, strict=True))[:n_sequences]:
         steps += windows(ids[end - length : end], 8, 0.8, rng, pessimistic=pessimistic)
     return steps
+
+
+def main() -> None:
+    folder = data_dir()
+    assert folder is not None, "MOEEDGE_DATA names no folder"
+    for pessimistic in (False, True):
+        texts = (
+            ("gpt-oss-20b", 32, gptoss_windows(folder, 60, pessimistic=pessimistic)),
+            ("Gemma-4-26B-A4B", 128, one_prompt(folder, "bigmoeonedge_gemma", pessimistic=pessimistic)),
+            ("gpt-oss-120b", 128, one_prompt(folder, "bigmoeonedge_gptoss", pessimistic=pessimistic)),
+        )
+        for model, n_experts, steps in texts:
+            n_layers = len(steps[0].ids)
+            shape = CacheShape.uniform(n_layers, n_experts, int(0.17 * n_layers * n_experts))
+            tail = "pessimistic" if pessimistic else "optimistic"
+            print(f"{model}, {tail}, {len(steps)} steps: oracle {oracle(steps, shape):.3f}")
+            for name in POLICIES:
+                print(f"  {name:10s} {replay(make_policy(name, shape), steps, shape)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from moeedge.policies import PolicyConfig, make_policy
 from moeedge.profiling.run import Question, record_routing
 from moeedge.scheduler.policy import CacheShape
 from moeedge.scheduler.units import Units
-from tests.policies.replay import Replayed, Step, gptoss_windows, oracle, recorded, replay, windows
+from tests.policies.replay import Replayed, Step, gptoss_windows, one_prompt, oracle, recorded, replay
 
 RATIO = 0.17
 OTHERS = ("spac-paper", "lru", "static")
@@ -54,9 +54,7 @@ def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
 @pytest.mark.parametrize("pessimistic", [False, True], ids=["optimistic", "pessimistic"])
 def test_gemma_of_one_prompt(data_folder: Path, pessimistic: bool) -> None:
     """128 decoded tokens: 32 steps, mostly cold. (On 64 tokens of gpt-oss-120b, 14 steps, lru is ahead by 0.01.)"""
-    with np.load(data_folder / "traces" / "bigmoeonedge_gemma.npz") as arrays:
-        ids = arrays["ids"][arrays["phase"] == 1]
-    steps = list(windows(ids, 8, 0.8, np.random.default_rng(0), pessimistic=pessimistic))
+    steps = one_prompt(data_folder, "bigmoeonedge_gemma", pessimistic=pessimistic)
     found = compare(steps, 128, ("spac", *OTHERS))
     assert found["spac"].pair_hit > max(found[name].pair_hit for name in OTHERS)
 
