@@ -5,7 +5,7 @@ hot experts (s >= tau) that are absent, level by level, and residency as in Appe
 evicted (the native library pins it), and after use its tag drops, so that it is recycled before others. In the paper
 it drops to 0, within a pass, for the layers to come. A plan between two passes that did so would throw out what the
 next pass needs again: on gpt-oss-20b pair-hit is 0.35 with 4.0 uploads per layer and step, 0.44 with 1.4 where the tag
-drops half a level, so that only experts of at least the same utility replace a used one, and 0.45 with 0.8 where it
+drops half a level, so that only experts of at least the same utility replace a used one, and 0.46 with 0.8 where it
 stays. The half level is what is used here.
 
 The paper's per-layer room (Eq. 11, VRAM_left) is here the layer's even share of what its group's pool could give: the
