@@ -352,6 +352,19 @@ def test_closing_detaches(tiny: TinyFactory) -> None:
     second.close()
 
 
+@pytest.mark.parametrize("n_tokens", [1, 32, 48, 64])
+def test_blocks_with_nothing_resident_are_misses(tiny: TinyFactory, n_tokens: int) -> None:
+    path = tiny("qwen3moe")
+    tensors, files = expert_tensors(path)
+    config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
+    context, sensor = sensed_context(path, Claims.WHOLE, n_ubatch=64)
+    with context, ExpertCache.open(config) as cache:
+        cache.attach(sensor)
+        context.decode(list(range(n_tokens)), every=True)
+        stats = cache.stats()
+        assert (stats.blocks, stats.pairs, stats.pairs_device) == (3, 3 * 4 * n_tokens, 0)
+
+
 # bad input
 
 

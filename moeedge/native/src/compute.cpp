@@ -150,6 +150,9 @@ static enum ggml_status compute_hybrid(instance * self, const parsed_graph & par
         if (sense_here) {
             const int64_t begin_ns = now_ns();
             sense_block(self, block);
+            if (!is_split && placed.group >= 0) {
+                hybrid.record_whole(placed.chain, self->phase); // its ids do not outlive the graph
+            }
             self->stats.sense_ns += now_ns() - begin_ns;
         }
         if (!is_split || self->cache->lost()) {
