@@ -17,7 +17,6 @@ class Budget:
     ratio: float  # share of all experts that get a slot
     n_slots: int
     pool_bytes: int
-    fits: bool = False  # off because llama.cpp can keep (or already keeps) all experts on the device
     notes: tuple[str, ...] = ()
 
 
@@ -43,14 +42,13 @@ def plan_budget(
     cache_ratio: float | None = None,
     default_ratio: float | None = None,
     experts_on_device: bool = False,
-    holds_layers: bool = False,
 ) -> Budget:
     """The cache for a model whose experts take `expert_bytes_total`, on a device with `free_bytes` left.
 
     To be called when weights, KV caches and compute buffers are allocated, so that `free_bytes` is what they left.
     total_bytes: of the device, 0 where it is not known. vram_bytes and cache_ratio are the user's wish, default_ratio
     the device's; without any the cache takes what is free but for the reserve. experts_on_device: llama.cpp has put
-    them there already; holds_layers: it could (-ngl).
+    them there already.
     Raises InputError for a ratio outside [0, 1] and for more memory than the device has.
     """
     _check(vram_bytes, cache_ratio, total_bytes)
@@ -58,15 +56,8 @@ def plan_budget(
     if n_all == 0 or expert_bytes_total == 0:
         return _off("The model has no experts: nothing to place on the device.")
     if experts_on_device:
-        return _off("All experts are on the device already: the expert cache is off.", fits=True)
+        return _off("All experts are on the device already: the expert cache is off.")
     room = max(0, free_bytes - reserve_bytes)
-    asked = vram_bytes is not None or cache_ratio is not None
-    if not asked and default_ratio is None and holds_layers and room >= expert_bytes_total:
-        return _off(
-            f"All experts fit on the device ({format_bytes(expert_bytes_total)} of {format_bytes(room)} free): "
-            "the expert cache is off, -ngl 99 keeps them there.",
-            fits=True,
-        )
     ratio = cache_ratio if cache_ratio is not None or vram_bytes is not None else default_ratio
     if ratio is not None:
         wanted_slots = int(ratio * n_all + 1e-6)  # 0.29 * 100 is 28.999999999999996
@@ -112,8 +103,8 @@ def _check(vram_bytes: int | None, cache_ratio: float | None, total_bytes: int) 
         )
 
 
-def _off(note: str, *, fits: bool = False) -> Budget:
-    return Budget(0.0, 0, 0, fits, (note,))
+def _off(note: str) -> Budget:
+    return Budget(0.0, 0, 0, (note,))
 
 
 def _slots(n_bytes: int, expert_bytes_total: int, n_all: int) -> int:

@@ -35,11 +35,6 @@ class ResolvedDevice:
     default_ratio: float | None = None  # cache ratio unless asked otherwise; None: what fits
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
-    @property
-    def holds_layers(self) -> bool:
-        """Whether llama.cpp could keep whole layers there instead (-ngl)."""
-        return self.kind == "gpu"
-
 
 def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     """Finds the device; `bundled` says that the model is the bundled one, which auto runs on the emulated device.

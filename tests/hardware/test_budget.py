@@ -52,9 +52,8 @@ def test_what_is_free(model: dict[str, int], memory: dict[str, int]) -> None:
 
 @given(_models, _memory, st.floats(0, 1))
 def test_a_ratio(model: dict[str, int], memory: dict[str, int], ratio: float) -> None:
-    budget = plan_budget(**model, **memory, cache_ratio=ratio, holds_layers=True)
+    budget = plan_budget(**model, **memory, cache_ratio=ratio)
     _check(budget, model, memory)
-    assert not budget.fits
     wanted = int(ratio * model["n_expert_layers"] * model["n_experts"] + 1e-6)
     assert budget.n_slots <= wanted
     if budget.n_slots not in (0, wanted):
@@ -122,16 +121,13 @@ def test_too_small_for_one_expert_per_layer() -> None:
     assert "too small" in plan_budget(**_QWEN, free_bytes=0).notes[0]
 
 
-def test_experts_that_fit_are_left_to_llama_cpp() -> None:
-    budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, holds_layers=True)
-    assert (budget.n_slots, budget.fits) == (0, True)
-    assert "All experts fit on the device" in budget.notes[0]
+def test_experts_that_are_there_are_left_to_llama_cpp() -> None:
     budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.5, experts_on_device=True)
-    assert (budget.n_slots, budget.fits) == (0, True)
+    assert budget.n_slots == 0
     assert "already" in budget.notes[0]
 
 
-def test_a_device_that_holds_no_layers_takes_all_experts() -> None:
+def test_all_experts_where_there_is_room() -> None:
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB).ratio == 1
 
 
@@ -142,7 +138,7 @@ def test_a_dense_model_has_nothing_to_place() -> None:
 
 
 def test_the_device_s_own_default() -> None:
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, default_ratio=0.17, holds_layers=True).n_slots == 1044
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, default_ratio=0.17).n_slots == 1044
 
 
 def test_reserve() -> None:
