@@ -7,18 +7,13 @@ from collections.abc import Sequence
 
 from moeedge.engine.types import PlacementStats
 from moeedge.ui import meters
-from moeedge.ui.figures import NONE, Figure, percent, size
+from moeedge.ui.figures import NONE, Figure, device_name, percent, size
 
 _MIN_BAR = 6  # columns; a shorter one says nothing
 _MAX_BAR = 48  # a longer one says no more
 _TAU_TOP = 4.0  # the usual cap of utilities
 _GB, _MB = 1e9, 1e6  # rates count in thousands
 _GIB, _MIB = 1024**3, 1024**2
-
-
-def device_name(label: str) -> str:
-    """The device without what is in brackets behind it."""
-    return label.split(" (", 1)[0]
 
 
 def hits(share: float | None) -> str:

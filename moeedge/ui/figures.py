@@ -52,9 +52,9 @@ def device(info: EngineInfo) -> str:
     return "no device" if info.device == "none" else info.device
 
 
-def device_name(info: EngineInfo) -> str:
-    """The same without what is in brackets behind the name."""
-    return device(info).split(" (", 1)[0]
+def device_name(label: str) -> str:
+    """A device's label without what is in brackets behind the name."""
+    return label.split(" (", 1)[0]
 
 
 def acceptance(stats: GenerationStats) -> str:
@@ -82,7 +82,9 @@ def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, el
         Figure("accepted", acceptance(stats) if info.gamma else "no draft", rank=1),
         Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else NONE, rank=3),
         Figure("experts/step", experts(info, stats), rank=5),
-        Figure("", "no device", rank=2) if info.device == "none" else Figure("device", device_name(info), rank=2),
+        Figure("", "no device", rank=2)
+        if info.device == "none"
+        else Figure("device", device_name(info.device), rank=2),
         Figure("RAM", size(ram_bytes), rank=6),
     ]
 
