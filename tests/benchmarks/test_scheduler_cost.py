@@ -21,9 +21,9 @@ def test_the_default_policy_schedules_a_step_in_150_us() -> None:
 
 
 def test_a_short_run_keeps_the_rules() -> None:
-    """The same with small shapes and no clock, in every run of the suite."""
+    """The same with small shapes and no limit of time, in every run of the suite: better than chance."""
     batches = make_batches(6, 16, 2, 5, 60, seed=1)
     shape = CacheShape.uniform(6, 16, 20)
     for name in ("spac", "spac-paper", "lru", "static"):
         for units in (None, UNITS):
-            assert measure(name, batches, shape, units).pair_hit > 0.15
+            assert measure(name, batches, shape, units).pair_hit > 20 / (6 * 16)  # any 20 experts hit that
