@@ -43,8 +43,8 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="NAME|FILE.jsonl",
-        help="Profile the answers to a prompt set: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample, or "
-        "a file as moeedge bench takes it. Default without -p: sample, moeedge's own prompts.",
+        help="Profile the answers to a prompt set: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample, "
+        "toy, or a file as moeedge bench takes it. Default without -p: sample, moeedge's own prompts.",
         rich_help_panel=_WORK,
     ),
 ]
