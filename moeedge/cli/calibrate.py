@@ -73,6 +73,8 @@ def calibrate(
         for note in info.notes:
             say(err, note)
         if calibration is None:
+            if info.cache_slots:
+                raise InputError(f"A context of {info.n_ctx} tokens has no room to measure in.", "Use a larger -c.")
             raise InputError("Nothing was measured: no experts lie on a device.", _mend(config, info))
         if output is Output.JSON:
             about = {

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from moeedge import paths
 from moeedge.engine.context import Context
 from moeedge.engine.types import PlacementConfig
-from moeedge.engine.warm_up import measure
+from moeedge.engine.warm_up import CONTEXT_MIN, measure
 from moeedge.native.cache import ExpertCache
 from moeedge.policies import PolicyConfig, make_policy
 from moeedge.scheduler.policy import CacheShape
@@ -137,7 +137,7 @@ def calibrate(
     if not wish.measure_anew:
         with suppress(OSError, ValueError):
             return Calibration.from_json(_file(conditions).read_text(encoding="utf-8"))
-    if not wish.calibrate:
+    if not wish.calibrate or target.n_ctx < CONTEXT_MIN:
         return None
     if tell is not None:
         tell(f"Measuring experts on the CPU and on {device_label}, which takes a while; the result is kept.")

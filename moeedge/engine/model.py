@@ -50,12 +50,20 @@ class Model:
     """llama.cpp's model and vocabulary; `load` is the only way to make one. Closing twice is harmless."""
 
     def __init__(
-        self, path: Path, handle: Any, info: ModelInfo, *, beside_gpu: bool = False, experts_on_gpu: bool = False
+        self,
+        path: Path,
+        handle: Any,
+        info: ModelInfo,
+        *,
+        beside_gpu: bool = False,
+        experts_on_gpu: bool = False,
+        experts_mapped: bool = False,
     ) -> None:
         self.path = path
         self.info = info
         self.beside_gpu = beside_gpu  # llama.cpp uses a GPU, for large batches even when no layer lies there
         self.experts_on_gpu = experts_on_gpu  # with the layers that lie there
+        self.experts_mapped = experts_mapped  # left in the file, not repacked, for want of memory
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -112,6 +120,7 @@ class Model:
             _read_info(handle, summary),
             beside_gpu=beside_gpu,
             experts_on_gpu=beside_gpu and n_gpu_layers != 0 and not experts_on_cpu,
+            experts_mapped=experts_on_cpu and not parameters.no_host,
         )
 
     @property

@@ -42,7 +42,7 @@ _REPETITIONS = 4  # the first one warms up
 _PREFILL_TOKENS = 256
 _PREFILL_TOKENS_MIN = 96
 _PREFILL_REPETITIONS = 3
-_CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
+CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
 _TIMED_MIN = 12  # blocks whose time on the device is known, to do without the others
 _FILLS = 4  # transfers are timed in so many parts, the best of which counts
 _DRAIN_S = 0.3
@@ -69,7 +69,7 @@ def measure(
 
     policy: a fresh one, whose utilities are judged. Leaves KV caches and slots empty, and the cache detached.
     """
-    if target.n_ctx < _CONTEXT_MIN or target.sensor is None:
+    if target.n_ctx < CONTEXT_MIN or target.sensor is None:
         return None
     start_s = time.perf_counter()
     run = _Run(target, cache, policy, n_verified)

@@ -389,3 +389,13 @@ def test_nothing_moves_after_a_rest(pair: tuple[Path, Path]) -> None:
         assert rested.cancelled > 0
         assert answer(session)  # and planning goes on
         assert cache.stats().plans > rested.plans
+
+
+@pytest.mark.parametrize(("n_ctx", "why"), [(512, "as asked"), (64, "a context of 64 tokens has no room for it")])
+def test_that_nothing_was_measured_is_said(pair: tuple[Path, Path], n_ctx: int, why: str) -> None:
+    placement = {"calibrate": n_ctx < 512}
+    asked = config(pair, n_ctx=n_ctx)
+    with Session.open(replace(asked, placement=replace(asked.placement, **placement))) as session:
+        said = [note for note in session.info.notes if note.startswith("Nothing was measured")]
+        assert len(said) == 1 and why in said[0]
+        assert session.calibration is None

@@ -12,6 +12,7 @@ from moeedge.engine.context import Context
 from moeedge.engine.expert_tensors import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.types import EngineConfig, Phase, PlacementConfig
+from moeedge.engine.warm_up import CONTEXT_MIN
 from moeedge.errors import EngineError, InputError
 from moeedge.hardware import rpc, vram
 from moeedge.hardware.budget import Budget, default_reserve, plan_budget
@@ -224,7 +225,9 @@ class _Opening:
         self._describe(cache)
         prefill = wish.prefill if wish.prefill != "auto" else calibration.prefill_path if calibration else "cpu"
         cache.set_prefill(_PATHS[prefill], _PREFILL_TOKENS_MIN)
-        if calibration is not None:
+        if calibration is None:
+            self.notes.append(self._unmeasured())
+        else:
             self.notes.append(calibration.sentence(emulated=self.device.kind == "emulated", prefill=prefill))
             settings = replace(settings, units=calibration.units)
             if self.device.kind in ("gpu", "rpc") and not calibration.pays and not wish.asked:
@@ -247,6 +250,12 @@ class _Opening:
         memory = self._memory(cache)
         return Opened(placement, self.notes, calibration, memory[0] if memory else None)
 
+    def _unmeasured(self) -> str:
+        """Why nothing is known of this machine, and what follows."""
+        n_ctx = self.target.n_ctx
+        why = f"a context of {n_ctx} tokens has no room for it" if n_ctx < CONTEXT_MIN else "as asked"
+        return f"Nothing was measured, {why}: work is not balanced between CPU and device."
+
     def _describe(self, cache: ExpertCache) -> None:
         info = self.target.model.info
         wish = self.config.placement
@@ -258,6 +267,11 @@ class _Opening:
             f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}); "
             f"policy {wish.policy}{''.join(f', {name}' for name in ablated)}."
         )
+        if self.target.model.experts_mapped:
+            self.notes.append(
+                "The model is larger than the free memory: its other experts stay as they are in the file, and the CPU "
+                "computes those slower than repacked ones."
+            )
         if ignored:
             self.notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {wish.policy}.")
 
