@@ -233,7 +233,7 @@ class _Opening:
             if self.device.kind in ("gpu", "rpc") and not calibration.pays and not wish.asked:
                 self.notes.append(
                     "By this measurement the cache does not pay here: it is off; --cache-ratio R or --vram SIZE "
-                    "keeps it on."
+                    "keeps it on, moeedge calibrate measures again."
                 )
                 return Opened(None, self.notes, calibration)
         placement = ExpertPlacement(

@@ -11,7 +11,7 @@ void block_records::add(const moeedge_block_record & record) {
     kept.serial = serial;
 
     sums.blocks++;
-    if (record.n_tokens <= n_tokens_counted) {
+    if (record.n_tokens <= n_tokens_counted && record.phase != MOEEDGE_PHASE_PREFILL) {
         sums.pairs += record.pairs_cpu + record.pairs_device;
         sums.pairs_device += record.pairs_device;
         sums.unique += record.unique_cpu + record.unique_device;
