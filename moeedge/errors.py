@@ -5,6 +5,7 @@ MoeedgeError                    exit 1   something failed
     VersionMismatchError        exit 1   another llama.cpp version or backend API than we were compiled against
   EngineError                   exit 1   llama.cpp refused to load, allocate or decode
   DownloadError                 exit 1   the hub did not answer or answered wrongly
+  SandboxError                  exit 1   a program's tests cannot be run apart
   InputError                    exit 2   what the user gave cannot be used
     ModelFileError              exit 2   missing, truncated or non-GGUF model file
     VocabularyMismatchError     exit 2   draft and target do not share a vocabulary
@@ -45,6 +46,10 @@ class EngineError(MoeedgeError):
 
 class DownloadError(MoeedgeError):
     """A file could not be fetched from the hub."""
+
+
+class SandboxError(MoeedgeError):
+    """No process of its own can be had for a program's tests."""
 
 
 class InputError(MoeedgeError):
