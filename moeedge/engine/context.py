@@ -17,6 +17,7 @@ from moeedge.engine.batch import TokenBatch
 from moeedge.engine.model import Model
 from moeedge.engine.types import Mode, Phase
 from moeedge.errors import EngineError
+from moeedge.native.memory import MemoryUse, memory_uses
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 
@@ -238,6 +239,10 @@ class Context:
             if n_keep == 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
                 lib.llama_memory_clear(self._memory, False)
                 self.tokens.clear()
+
+    def memory_uses(self) -> list[MemoryUse]:
+        """What this context and its model take, by kind of memory; of a model without weights, what they would take."""
+        return memory_uses(lib._lib, self._handle, simulated=self.model.header_only)
 
     def clear(self) -> None:
         """Empties the KV cache."""

@@ -17,6 +17,7 @@ import llama_cpp.llama_cpp as lib
 import psutil
 
 from moeedge import native
+from moeedge.native.memory import IMAGINED_GPU, imagined_gpu
 
 logger = logging.getLogger("moeedge.llama")
 logger.addHandler(logging.NullHandler())
@@ -90,9 +91,12 @@ def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
     """What llama_model_params.devices takes for the value of -dev: pointers, NULL-terminated.
 
     A GPU's name is that GPU; "none" and the CPU's name are no device, for the CPU computes what no device of the list
-    does; anything else ("auto", an emulated device, a remote worker) is every GPU of this machine. A remote worker is
-    never in the list: llama.cpp would put whole layers there.
+    does; "imagined" a GPU that is not there, for models without weights; anything else ("auto", an emulated device, a
+    remote worker) is every GPU of this machine. A remote worker is never in the list: llama.cpp would put whole layers
+    there.
     """
+    if name == IMAGINED_GPU:
+        return (ctypes.c_void_p * 2)(imagined_gpu(), None)
     kinds = {device.name: device.kind for device in native.devices()}
     if name == "none" or kinds.get(name) == "CPU":
         chosen = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from moeedge import paths
@@ -25,36 +26,52 @@ def resolve_device(config: EngineConfig) -> ResolvedDevice:
     return resolve(DeviceSpec.parse(config.device), bundled=bundled)
 
 
-def load_target(config: EngineConfig, device: ResolvedDevice | None = None) -> Model:
-    """The target model, its dense weights where -ngl says.
+def load_target(
+    config: EngineConfig,
+    device: ResolvedDevice | None = None,
+    *,
+    header_only: bool = False,
+    free_bytes: int | None = None,
+) -> Model:
+    """The target model, its dense weights where -ngl says; header_only and free_bytes as `Model.load` takes them.
 
     With a GPU for experts: all layers unless -ngl says less, and the experts stay in host memory, from where placement
     moves them, unless the GPU can hold the whole model. A dense one that it cannot hold stays on the CPU.
     """
     device = device or resolve_device(config)
+
+    load = partial(Model.load, config.model, device=device.llama_device, header_only=header_only, free_bytes=free_bytes)
     if device.kind != "gpu":
-        return Model.load(config.model, n_gpu_layers=config.n_gpu_layers or 0, device=device.llama_device)
+        return load(n_gpu_layers=config.n_gpu_layers or 0)
     if _whole_model_fits(config, device):
-        return Model.load(config.model, n_gpu_layers=_ALL_LAYERS, device=device.llama_device)
+        return load(n_gpu_layers=_ALL_LAYERS)
     if config.n_gpu_layers is None and not gguf_file.summarize(config.model).expert_layers:
-        return Model.load(config.model, n_gpu_layers=0, device=device.llama_device)
+        return load(n_gpu_layers=0)
     # a cache that is switched off leaves a wish for layers to llama.cpp, experts included
     whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None
-    return Model.load(
-        config.model,
-        n_gpu_layers=_ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers,
-        device=device.llama_device,
-        experts_on_cpu=not whole_layers,
-    )
+    n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
+    return load(n_gpu_layers=n_gpu_layers, experts_on_cpu=not whole_layers)
 
 
-def load_draft(config: EngineConfig, device: ResolvedDevice | None = None) -> Model:
+def load_draft(
+    config: EngineConfig,
+    device: ResolvedDevice | None = None,
+    *,
+    header_only: bool = False,
+    free_bytes: int | None = None,
+) -> Model:
     """The draft model; it lies whole on the GPU that holds experts, unless -ngl says less."""
     device = device or resolve_device(config)
     n_gpu_layers = config.n_gpu_layers
     if n_gpu_layers is None:
         n_gpu_layers = _ALL_LAYERS if device.kind == "gpu" else 0
-    return Model.load(_draft_path(config), n_gpu_layers=n_gpu_layers, device=device.llama_device)
+    return Model.load(
+        _draft_path(config),
+        n_gpu_layers=n_gpu_layers,
+        device=device.llama_device,
+        header_only=header_only,
+        free_bytes=free_bytes,
+    )
 
 
 def _draft_path(config: EngineConfig) -> Path:

@@ -21,7 +21,17 @@ def kv_bytes_per_token(model: Model) -> int:
     head = model.info.n_embd // max(n_head, 1)
     key = int(model.metadata(f"{architecture}.attention.key_length") or head)
     value = int(model.metadata(f"{architecture}.attention.value_length") or head)
+    if model.metadata(f"{architecture}.attention.key_length_mla"):
+        value = 0  # latent attention: values are computed from what is kept for the keys
     return n_layers * max(model.n_heads_kv, 1) * (key + value) * _BYTES_PER_VALUE
+
+
+def choose_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> tuple[int, str | None]:
+    """The context that was asked for, if it is not larger than the memory, or (0) the default one with its sentence."""
+    if n_ctx:
+        check_n_ctx(models, n_ctx, free_bytes)
+        return n_ctx, None
+    return default_n_ctx(models, free_bytes)
 
 
 def check_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> None:

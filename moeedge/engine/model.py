@@ -58,12 +58,14 @@ class Model:
         beside_gpu: bool = False,
         experts_on_gpu: bool = False,
         experts_mapped: bool = False,
+        header_only: bool = False,
     ) -> None:
         self.path = path
         self.info = info
         self.beside_gpu = beside_gpu  # llama.cpp uses a GPU, for large batches even when no layer lies there
         self.experts_on_gpu = experts_on_gpu  # with the layers that lie there
         self.experts_mapped = experts_mapped  # left in the file, not repacked, for want of memory
+        self.header_only = header_only  # it has no weights, and its contexts allocate nothing
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -79,6 +81,7 @@ class Model:
         use_mmap: bool = True,
         experts_on_cpu: bool = False,
         header_only: bool = False,
+        free_bytes: int | None = None,
     ) -> Model:
         """Loads a GGUF file, or all parts of a split one when given the first.
 
@@ -88,6 +91,8 @@ class Model:
         experts_on_cpu: the layers on a GPU leave their experts in host memory, repacked for the CPU where it offers
             that.
         header_only: shape and vocabulary, no weights; such a model cannot compute.
+        free_bytes: of this machine's memory; None: measured. A model that is larger stays as it is in the file, mapped:
+            repacked copies of it would not fit.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -96,6 +101,8 @@ class Model:
         parameters = lib.llama_model_default_params()
         parameters.n_gpu_layers = n_gpu_layers
         parameters.no_alloc = header_only
+        fits = summary.size_bytes < (psutil.virtual_memory().available if free_bytes is None else free_bytes)
+        parameters.use_extra_bufts = fits  # repacked experts cannot be paged out to the file
         chosen = library.device_list(device)
         parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
         overrides = (_BufferOverride * 2)()
@@ -104,8 +111,8 @@ class Model:
             overrides[0] = _BufferOverride(_EXPERT_TENSORS, cpu_buffer_type())
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
             # otherwise the GPU's pinned buffers come first in llama.cpp's choice for the CPU, and then plain ones,
-            # whose experts compute 1.7 times slower than repacked ones; but those cannot be paged out to the file
-            parameters.no_host = summary.size_bytes < psutil.virtual_memory().available
+            # whose experts compute 1.7 times slower than repacked ones
+            parameters.no_host = fits
         if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         library.forget_complaints()
@@ -120,7 +127,8 @@ class Model:
             _read_info(handle, summary),
             beside_gpu=beside_gpu,
             experts_on_gpu=beside_gpu and n_gpu_layers != 0 and not experts_on_cpu,
-            experts_mapped=experts_on_cpu and not parameters.no_host,
+            experts_mapped=not fits,
+            header_only=header_only,
         )
 
     @property

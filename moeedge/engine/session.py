@@ -11,7 +11,7 @@ from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
 from moeedge.engine.loading import load_draft, load_target, resolve_device
-from moeedge.engine.memory import check_n_ctx, default_n_ctx
+from moeedge.engine.memory import choose_n_ctx
 from moeedge.engine.model import Model
 from moeedge.engine.placement.opening import Opened, check_policy, open_placement
 from moeedge.engine.placement.placement import ExpertPlacement
@@ -238,10 +238,7 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
         if reading is None:  # llama.cpp's GPU is not the one for experts: let llama.cpp say what does not fit
             return config.n_ctx or models[0].info.n_ctx_train
         free_bytes = reading.free_bytes
-    if config.n_ctx:
-        check_n_ctx(models, config.n_ctx, free_bytes)
-        return config.n_ctx
-    n_ctx, note = default_n_ctx(models, free_bytes)
+    n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes)
     notes.extend([note] if note else [])
     return n_ctx
 

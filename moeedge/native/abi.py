@@ -118,6 +118,19 @@ class CacheStatsStruct(ctypes.Structure):
     ]
 
 
+class MemoryUseStruct(ctypes.Structure):
+    """struct moeedge_memory_use."""
+
+    _fields_ = [
+        ("buffer_type", c_char * 64),
+        ("device", c_char * 64),
+        ("on_gpu", c_int32),
+        ("weights", c_int64),
+        ("memory", c_int64),
+        ("compute", c_int64),
+    ]
+
+
 # struct moeedge_block_record, as a NumPy type
 BLOCK_RECORD = np.dtype(
     [
@@ -159,6 +172,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_instance_frames": (c_int, [c_int64, c_int64, POINTER(FrameStruct), c_int]),
     "moeedge_instance_stats": (c_int, [c_int64, POINTER(StatsStruct)]),
     "moeedge_instance_threads": (c_int, [c_int64]),
+    "moeedge_imagined_gpu": (c_void_p, []),
+    "moeedge_memory_uses": (c_int, [c_void_p, c_void_p, c_int, POINTER(MemoryUseStruct), c_int]),
 }
 
 # arrays go as addresses (c_void_p): these are called once or twice per step

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from moeedge.engine import library
 from moeedge.engine.calibration import Calibration, calibrate
 from moeedge.engine.context import Context
-from moeedge.engine.expert_tensors import expert_bytes, expert_tensors, n_groups, scratch_bytes
+from moeedge.engine.expert_tensors import expert_tensors
 from moeedge.engine.placement.placement import ExpertPlacement
+from moeedge.engine.placement.sizing import cache_budget, stage_slots
 from moeedge.engine.types import EngineConfig, Phase, PlacementConfig
 from moeedge.engine.warm_up import CONTEXT_MIN
 from moeedge.errors import EngineError, InputError
 from moeedge.hardware import rpc, vram
-from moeedge.hardware.budget import Budget, default_reserve, plan_budget
+from moeedge.hardware.budget import Budget
 from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.size import format_bytes
 from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
@@ -24,8 +25,6 @@ from moeedge.policies import POLICIES, PolicyConfig, ignored_ablations, make_pol
 from moeedge.scheduler.policy import CacheShape
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
-_STAGE_EXPERTS = 32  # per half of the staging slots, for streaming prefill
-_DEVICE_PAIRS_MAX = 2048  # that the backend gives a device at once (native/src/hybrid.h)
 _PATHS = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT, "stream": PrefillPath.STREAM}
 
 
@@ -96,11 +95,9 @@ class _Opening:
         """Slots on the device; None, and a note, where there is no room or no need for them."""
         info = self.target.model.info
         tensors, files = expert_tensors(self.target.model.path, n_layers=info.n_layers)
-        n_stage = self._stage_slots()
         if self.device.kind == "gpu" and not self.target.model.experts_on_gpu:
             self.settle()
-        total_bytes = expert_bytes(tensors)
-        budget = self._budget(total_bytes, self._scratch_bytes(tensors, n_stage))
+        budget = self._budget(tensors)
         self.notes.extend(budget.notes)
         if budget.n_slots == 0:
             if not budget.notes:
@@ -113,7 +110,7 @@ class _Opening:
             n_layers=info.n_layers,
             n_experts=info.n_experts,
             ratio=budget.ratio,
-            n_stage=n_stage,
+            n_stage=stage_slots(self.config.placement, self.device.kind, info.n_experts),
             emulated_threads=self._emulated_threads(),
             link_bytes_per_s=float(self.device.link_bytes_per_s),
         )
@@ -157,42 +154,18 @@ class _Opening:
             if context.sensor is not None:
                 context.sensor.read_counts()
 
-    def _scratch_bytes(self, tensors: list[ExpertTensor], n_stage: int) -> int:
-        """What the cache takes beside its slots: staging slots of every group and the columns that are computed."""
-        info = self.target.model.info
-        expert = expert_bytes(tensors) // max(1, info.n_expert_layers * info.n_experts)
-        n_pairs = min(self.target.n_ubatch * info.n_experts_used, _DEVICE_PAIRS_MAX)
-        # the backend's buffer for columns has room for half as many again
-        return n_stage * n_groups(tensors) * expert + scratch_bytes(tensors, n_pairs) * 3 // 2
-
-    def _budget(self, expert_bytes_total: int, scratch: int) -> Budget:
-        info = self.target.model.info
-        wish = self.config.placement
+    def _budget(self, tensors: list[ExpertTensor]) -> Budget:
         reading = vram.read(self.device) if self.device.kind == "gpu" else None
-        free_bytes = reading.free_bytes if reading is not None else self.device.free_bytes
-        total_bytes = reading.total_bytes if reading is not None else self.device.total_bytes
-        reserve_bytes = scratch + (default_reserve(total_bytes) if self.device.kind == "gpu" else 0)
-        if total_bytes == 0:  # a device that does not tell: as much as is asked for, and less if that fails
-            free_bytes = expert_bytes_total + reserve_bytes
-        return plan_budget(
-            expert_bytes_total=expert_bytes_total,
-            n_expert_layers=info.n_expert_layers,
-            n_experts=info.n_experts,
-            free_bytes=free_bytes,
-            total_bytes=total_bytes,
-            reserve_bytes=reserve_bytes,
-            vram_bytes=wish.vram_bytes,
-            cache_ratio=wish.cache_ratio,
-            default_ratio=self.device.default_ratio,
+        return cache_budget(
+            self.config.placement,
+            self.device,
+            tensors,
+            self.target.model.info,
+            free_bytes=reading.free_bytes if reading is not None else self.device.free_bytes,
+            total_bytes=reading.total_bytes if reading is not None else self.device.total_bytes,
+            n_ubatch=self.target.n_ubatch,
             experts_on_device=self.target.model.experts_on_gpu,
         )
-
-    def _stage_slots(self) -> int:
-        """Room to stream experts through in large batches, where that may be faster than the CPU."""
-        wish = self.config.placement.prefill
-        if wish == "stream" or (wish == "auto" and self.device.kind == "gpu"):
-            return 2 * min(self.target.model.info.n_experts, _STAGE_EXPERTS)
-        return 0
 
     def _emulated_threads(self) -> int:
         if self.device.kind != "emulated":

@@ -213,6 +213,23 @@ MOEEDGE_API int moeedge_cache_read(int64_t cache, int layer, int expert, const c
 // from the next graph on; cache 0 detaches
 MOEEDGE_API int moeedge_instance_set_cache(int64_t instance, int64_t cache);
 
+// planning: what a context takes, without allocating it
+
+// what a context has in buffers of one type, in bytes
+struct moeedge_memory_use {
+    char    buffer_type[64];
+    char    device[64];  // the GPU's name; empty: the CPU's
+    int32_t on_gpu;      // 0: in the machine's memory
+    int64_t weights, memory, compute; // memory: KV cache and recurrent states
+};
+
+// ggml_backend_dev_t of a GPU that does not exist, for llama_model_params.devices of a model that is loaded with no_alloc
+MOEEDGE_API void * moeedge_imagined_gpu(void);
+// get_breakdown: llama.cpp's llama_get_memory_breakdown; context: a llama_context, simulated where its model was loaded
+// with no_alloc; returns how many of out [n_max] were written
+MOEEDGE_API int moeedge_memory_uses(void * get_breakdown, const void * context, int simulated,
+                                    struct moeedge_memory_use * out, int n_max);
+
 #ifdef __cplusplus
 }
 #endif
