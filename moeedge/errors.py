@@ -6,8 +6,11 @@ MoeedgeError                    exit 1   something failed
   EngineError                   exit 1   llama.cpp refused to load, allocate or decode
   DownloadError                 exit 1   the hub did not answer or answered wrongly
   SandboxError                  exit 1   a program's tests cannot be run apart
+  DiskSpaceError                exit 1   a file does not fit on the disk
   InputError                    exit 2   what the user gave cannot be used
     ModelFileError              exit 2   missing, truncated or non-GGUF model file
+    ModelNameError              exit 2   no model of that name, or it is not on this machine
+    CatalogError                exit 2   the catalog cannot be used, or lacks a quantization
     VocabularyMismatchError     exit 2   draft and target do not share a vocabulary
     ContextTooSmallError        exit 2   the prompt does not fit the context
     EmptyPromptError            exit 2   nothing to answer
@@ -52,6 +55,10 @@ class SandboxError(MoeedgeError):
     """No process of its own can be had for a program's tests."""
 
 
+class DiskSpaceError(MoeedgeError):
+    """A file does not fit on the disk that it is written to."""
+
+
 class InputError(MoeedgeError):
     """What the user gave cannot be used."""
 
@@ -60,6 +67,14 @@ class InputError(MoeedgeError):
 
 class ModelFileError(InputError):
     """The model file is missing, truncated or not a GGUF file."""
+
+
+class ModelNameError(InputError):
+    """The name stands for no model, or for one that is not on this machine."""
+
+
+class CatalogError(InputError):
+    """The catalog of models cannot be used, or lacks what was asked for."""
 
 
 class VocabularyMismatchError(InputError):

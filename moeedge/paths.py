@@ -37,6 +37,32 @@ def is_bundled(path: Path) -> bool:
     return path.resolve().parent in _BUNDLE_FOLDERS
 
 
+def catalog_file() -> Path:
+    """The catalog of models that comes with the package. Raises ModelFileError where the installation lacks it."""
+    for folder in (_PACKAGE / "bundled", _PACKAGE.parent / "models"):
+        if (folder / "catalog.toml").is_file():
+            return folder / "catalog.toml"
+    raise ModelFileError(
+        "The catalog of models is not part of this installation.",
+        "Install again with its files (git checkout, then pip install .) or name a model with -m FILE.gguf.",
+    )
+
+
+def own_catalog_file() -> Path | None:
+    """The user's own catalog: what $MOEEDGE_CATALOG names, else moeedge/catalog.toml in the folder of settings; None
+    where there is none."""
+    named = os.environ.get("MOEEDGE_CATALOG")
+    if named:
+        return Path(named).expanduser()
+    path = config_dir() / "catalog.toml"
+    return path if path.is_file() else None
+
+
+def config_dir() -> Path:
+    """The user's folder of settings: $XDG_CONFIG_HOME/moeedge, else ~/.config/moeedge; it may not exist."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moeedge"
+
+
 def cache_dir() -> Path:
     """The user's cache folder: $MOEEDGE_CACHE, else $XDG_CACHE_HOME/moeedge, else ~/.cache/moeedge; made on use."""
     named = os.environ.get("MOEEDGE_CACHE")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, calibrate, chat, devices, profile, worker
+from moeedge.cli import bench, calibrate, chat, devices, list_models, profile, pull, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -21,6 +21,8 @@ app.command()(bench.bench)
 app.command()(profile.profile)
 app.command()(calibrate.calibrate)
 app.command()(devices.devices)
+app.command()(pull.pull)
+app.command("list")(list_models.list_models)
 app.command()(worker.worker)
 
 

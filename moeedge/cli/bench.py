@@ -31,7 +31,7 @@ _SYNTHETIC_ANSWER = 128
 def bench(
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
-    draft_max: options.DraftMax = 4,
+    draft_max: options.DraftMax = None,
     dataset: bench_options.Dataset = None,
     offline_sample: bench_options.OfflineSample = False,
     limit: bench_options.Limit = None,

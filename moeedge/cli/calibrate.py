@@ -29,7 +29,7 @@ class Output(str, Enum):
 def calibrate(
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
-    draft_max: options.DraftMax = 4,
+    draft_max: options.DraftMax = None,
     ctx_size: options.CtxSize = 0,
     threads: options.Threads = 0,
     n_gpu_layers: options.NGpuLayers = None,

@@ -30,7 +30,7 @@ _DEFAULT = SamplingConfig()
 def chat(
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
-    draft_max: options.DraftMax = 4,
+    draft_max: options.DraftMax = None,
     prompt: options.Prompt = None,
     system_prompt: options.SystemPrompt = "",
     n_predict: options.NPredict = -1,
@@ -74,7 +74,6 @@ def chat(
         if raw and system_prompt:
             raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
         sampling = _sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
-        settings = Settings(sampling, n_predict=n_predict, gamma=draft_max)
         placement = placement_config(
             vram=vram,
             cache_ratio=cache_ratio,
@@ -97,6 +96,7 @@ def chat(
             placement=placement,
             emulate=True,
         )
+        settings = Settings(sampling, n_predict=n_predict, gamma=config.gamma)
         if verbose:
             show_log()
         as_json = output is options.Output.JSON

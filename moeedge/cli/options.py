@@ -29,22 +29,35 @@ class StatsFormat(str, Enum):
 
 Model = Annotated[
     Path | None,
-    typer.Option("-m", "--model", help="Model file (GGUF). Default: the bundled one.", rich_help_panel=_MODEL),
+    typer.Option(
+        "-m",
+        "--model",
+        metavar="FILE|NAME",
+        help="Model file (GGUF), or the name of one that was pulled (moeedge list). Default: the bundled one.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 ModelDraft = Annotated[
     str | None,
     typer.Option(
         "-md",
         "--model-draft",
-        metavar="FILE|ngram|none",
+        metavar="FILE|NAME|ngram|none",
         help="Where drafts come from: a smaller model with the same vocabulary, n-gram lookup in the text so far, or "
-        "nowhere. Default: the bundled draft for the bundled model, none for any other.",
+        "nowhere. Default: the bundled draft for the bundled model, the catalog's for a model of the catalog, none for "
+        "any other.",
         rich_help_panel=_MODEL,
     ),
 ]
 DraftMax = Annotated[
-    int,
-    typer.Option("--draft-max", help="Tokens per draft (gamma); 0 switches speculation off.", rich_help_panel=_MODEL),
+    int | None,
+    typer.Option(
+        "--draft-max",
+        help="Tokens per draft (gamma); 0 switches speculation off. Default: what the catalog suggests for the model, "
+        "otherwise 4.",
+        show_default=False,
+        rich_help_panel=_MODEL,
+    ),
 ]
 Prompt = Annotated[
     str | None, typer.Option("-p", "--prompt", help="Answer this text and exit; text piped in is put after it.")

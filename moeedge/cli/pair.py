@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moeedge import paths
 from moeedge.cli.device import NONE
 from moeedge.engine.types import EngineConfig, PlacementConfig
 
+if TYPE_CHECKING:
+    from moeedge.hub.local import LocalModel
+
 Draft = Path | Literal["ngram"] | None
+DRAFT_MAX = 4  # tokens per draft, where neither the user nor the catalog says
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,14 @@ class Pair:
 
     target: Path
     draft: Draft
+    draft_max: int = DRAFT_MAX  # what suits the pair
 
     def engine_config(
         self,
         *,
         ctx_size: int,
         threads: int,
-        draft_max: int,
+        draft_max: int | None,
         n_gpu_layers: int | None,
         device: str,
         context_shift: bool = False,
@@ -34,14 +39,15 @@ class Pair:
     ) -> EngineConfig:
         """What the options that all commands share ask of the engine.
 
-        emulate: auto without a GPU runs the bundled model on the emulated device.
+        draft_max: None takes what suits the pair. emulate: auto without a GPU runs the bundled model on the emulated
+        device.
         """
         return EngineConfig(
             model=self.target,
             draft=self.draft,
             n_ctx=ctx_size,
             n_threads=threads,
-            gamma=draft_max,
+            gamma=self.draft_max if draft_max is None else draft_max,
             n_gpu_layers=0 if device == NONE else n_gpu_layers,
             device=device,
             emulate_bundled=emulate,
@@ -56,16 +62,61 @@ class Pair:
 
 
 def resolve_pair(model: Path | None, draft: str | None) -> Pair:
-    """The pair that the values of -m and -md name.
+    """The pair that the values of -m and -md name; says on standard error what a name stands for.
 
-    Without -m it is the bundled target. Without -md the bundled target gets the bundled draft and any other model none;
-    "ngram" and "none" are no files. Raises ModelFileError where the bundled files are missing.
+    Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
+    the best of its drafts that is on this machine, and any other model none; "ngram" and "none" are no files. A path
+    that exists wins over a name. Raises ModelFileError where the bundled files are missing, ModelNameError for a name
+    that is unknown or whose files are not here.
     """
-    target = model if model is not None else paths.bundled_target()
-    if draft == "none":
-        return Pair(target, None)
+    from moeedge.hub.catalog import BUNDLED
+    from moeedge.hub.local import LocalModel, locate
+
+    named = model is not None and (str(model).lower() != BUNDLED or model.exists())
+    target = locate(str(model)) if named else LocalModel(paths.bundled_target())
+    given: Draft = None
     if draft == "ngram":
-        return Pair(target, "ngram")
-    if draft is not None:
-        return Pair(target, Path(draft))
-    return Pair(target, paths.bundled_draft() if paths.is_bundled(target) and target.name == "target.gguf" else None)
+        given = "ngram"
+    elif draft is not None and draft != "none":
+        found = locate(draft)
+        given = found.path
+        _tell(found.name, found.path)
+    elif draft is None and target.choice is None and paths.is_bundled(target.path):
+        given = paths.bundled_draft() if target.path.name == "target.gguf" else None
+    if target.choice is None:
+        _tell(target.name, target.path)
+        return Pair(target.path, given)
+    return _from_catalog(target, given, choose=draft is None)
+
+
+def _from_catalog(target: LocalModel, draft: Draft, *, choose: bool) -> Pair:
+    """The pair of an entry of the catalog, with what it suggests where the user said nothing, and says so."""
+    from moeedge.hub.catalog import load_catalog
+    from moeedge.hub.local import local_draft
+
+    assert target.choice is not None
+    entry = target.choice.entry
+    _tell(target.name, target.path)
+    if choose and entry.drafts:
+        found = local_draft(load_catalog(), target.choice)
+        if found is None:
+            _say(f"Its draft {entry.drafts[0]} is not on this machine: no drafts (moeedge pull {entry.drafts[0]}).")
+        else:
+            draft = found.path
+            _tell(found.name, found.path, before="Draft, by the catalog: ")
+    if draft is None or entry.draft_max is None:
+        return Pair(target.path, draft)
+    if entry.draft_max != DRAFT_MAX:
+        _say(f"The catalog suggests {entry.draft_max} tokens per draft for it; --draft-max says otherwise.")
+    return Pair(target.path, draft, entry.draft_max)
+
+
+def _tell(name: str, path: Path, *, before: str = "") -> None:
+    if name:
+        _say(f"{before}{name} is {path}")
+
+
+def _say(text: str) -> None:
+    from moeedge.ui.console import say, stderr_console
+
+    say(stderr_console(), text)

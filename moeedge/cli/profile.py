@@ -39,7 +39,7 @@ def profile(
     verbose: profile_options.Verbose = False,
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
-    draft_max: options.DraftMax = 4,
+    draft_max: options.DraftMax = None,
     temp: profile_options.Temp = 0.0,
     seed: profile_options.Seed = -1,
     ctx_size: options.CtxSize = 0,

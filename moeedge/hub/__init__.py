@@ -1,0 +1,1 @@
+"""Models by name: the catalog, the hub's cache on this machine, and downloads into it."""

@@ -1,0 +1,56 @@
+"""What `moeedge list` prints: a table for people, a list of objects for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from moeedge.hardware.size import format_bytes
+from moeedge.hub.listing import Listed
+from moeedge.ui.console import stdout_console
+
+
+def print_models(models: list[Listed], folder: Path, *, everything: bool) -> None:
+    """One row per model on standard output, then what has to be known about single ones."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("name", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("here", overflow="fold")
+    table.add_column("licence", overflow="fold")
+    table.add_column("drafts", overflow="fold")
+    for model in models:
+        drafts = ", ".join(model.drafts) or ("is a draft" if model.draft_of else "")
+        size = "-" if model.size_bytes is None else format_bytes(model.size_bytes)
+        table.add_row(_name(model), size, _here(model), model.licence, drafts)
+    console = stdout_console()
+    console.print(table)
+    console.print()
+    if everything:
+        for model in models:
+            if model.note:
+                console.print(f"{model.name}: {model.note}", soft_wrap=not console.is_terminal)
+    if any(not model.verified for model in models):
+        console.print("*: file names, size or hash could not be confirmed when the catalog was written.")
+    console.print(f"Downloads lie in {folder}.", soft_wrap=True)
+    if not everything:
+        console.print("moeedge list --all shows what the catalog offers; moeedge pull NAME downloads it.")
+
+
+def print_models_json(models: list[Listed]) -> None:
+    """A JSON list on standard output; sizes in bytes, null where not known."""
+    json.dump([dataclasses.asdict(model) for model in models], sys.stdout, ensure_ascii=False, indent=2)
+    sys.stdout.write("\n")
+
+
+def _name(model: Listed) -> str:
+    return model.name if model.verified else f"{model.name}*"
+
+
+def _here(model: Listed) -> str:
+    if model.state == "complete":
+        return "yes"
+    return f"{format_bytes(model.have_bytes)} of it" if model.state == "partial" else "no"
