@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.data.catalog import CATALOG, Entry, dataset_names
+from moeedge.data.catalog import CATALOG, Entry, HubFile, dataset_names
 from moeedge.data.fetch import fetch, hub_endpoint
 from moeedge.data.parsers import Parser, parse_custom
 from moeedge.data.prompts import Dataset, Place
-from moeedge.data.rows import read_rows
+from moeedge.data.rows import PARQUET_MEND, read_rows, reads_parquet
 from moeedge.errors import DatasetError, DownloadError
 
 SAMPLE = "sample"
 TOY = "toy"
-_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv")
+_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 _OFFLINE_MEND = "Or use --offline-sample for moeedge's own small set."
 
 
@@ -35,7 +36,7 @@ def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
         return _load_entry(CATALOG[name.lower()], offline_sample)
     if name.endswith(_FILE_SUFFIXES):
         path = Path(name).expanduser()
-        stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv")
+        stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv").removesuffix(".parquet")
         return _read(stem, path, parse_custom, "file", "a file of the user's")
     raise DatasetError(
         f'Unknown dataset "{name}".', f"Choose one of {', '.join(dataset_names())}, or give the path of a .jsonl file."
@@ -49,7 +50,7 @@ def load_sample(kind: str | None = None) -> Dataset:
     if kind is None:
         return whole
     chosen = tuple(prompt for prompt in whole.prompts if prompt.id.startswith(f"{kind}-"))
-    return Dataset(whole.name, chosen, whole.place, whole.path, whole.sha256, f"{whole.variant}, those like {kind}")
+    return replace(whole, prompts=chosen, variant=f"{whole.variant}, those like {kind}")
 
 
 def load_toy() -> Dataset:
@@ -63,10 +64,10 @@ def load_toy() -> Dataset:
 
 def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
     looked_at = []
-    for place, folder, names in _folders(entry):
+    for place, folder, names, variant in _folders(entry):
         for name in names:
             if (folder / name).is_file():
-                return _read(entry.name, folder / name, entry.parse, place, entry.about)
+                return _read(entry.name, folder / name, entry.parse, place, variant, entry.unscored)
         looked_at.append(str(folder))
     if offline_sample:
         return load_sample(entry.name)
@@ -75,41 +76,49 @@ def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
     if paths.data_dir() is None:
         places += " ($MOEEDGE_DATA is not set)"
     by_hand = f"Get it from {entry.original} and put it as {entry.files[0]} into the folder that $MOEEDGE_DATA names."
-    if entry.hub is None:
+    path, source = _from_hub(entry, f"The dataset {entry.name} is not in {places}", f"{by_hand} {_OFFLINE_MEND}")
+    return _read(entry.name, path, entry.parse, "hub", source.variant, entry.unscored)
+
+
+def _from_hub(entry: Entry, absent: str, mend: str) -> tuple[Path, HubFile]:
+    """The first of the hub's files that can be read and had. `absent` and `mend` are for the error where none is."""
+    readable = [source for source in entry.hub if reads_parquet() or not source.file.endswith(".parquet")]
+    if not readable:
         raise DatasetError(
-            f"The dataset {entry.name} is not in {places}, and moeedge cannot fetch it.", f"{by_hand} {_OFFLINE_MEND}"
+            f"{absent}, and the hub has it as Parquet, which needs the package pyarrow.", f"{PARQUET_MEND} {mend}"
         )
-    try:
-        path = fetch(entry.hub, _hub_folder(entry))
-    except DownloadError as error:
-        raise DownloadError(
-            f"The dataset {entry.name} is not in {places}, and the hub did not help: {error.message}",
-            f"Check the network or $HF_ENDPOINT ({hub_endpoint()}). {by_hand} {_OFFLINE_MEND}",
-        ) from None
-    return _read(entry.name, path, entry.parse, "hub", entry.hub.variant)
+    failures = []
+    for source in readable:
+        try:
+            return fetch(source, _hub_folder(source)), source
+        except DownloadError as error:
+            failures.append(error.message)
+    raise DownloadError(
+        f"{absent}, and the hub did not help: {' '.join(failures)}",
+        f"Check the network or $HF_ENDPOINT ({hub_endpoint()}). {mend}",
+    )
 
 
-def _folders(entry: Entry) -> Iterator[tuple[Place, Path, tuple[str, ...]]]:
-    """The local folders to look in, best first, each with the file names that the set may have there."""
+def _folders(entry: Entry) -> Iterator[tuple[Place, Path, tuple[str, ...], str]]:
+    """The local folders to look in, best first, the file names that the set may have there, and what that is of it."""
     data = paths.data_dir()
     if data is not None:
-        yield "environment", data, entry.files
-        yield "environment", data / "prompts", entry.files
-    yield "cache", _cache(), entry.files
-    if entry.hub is not None:
-        yield "cache", _hub_folder(entry), (entry.hub.file,)
+        yield "environment", data, entry.files, entry.about
+        yield "environment", data / "prompts", entry.files, entry.about
+    yield "cache", _cache(), entry.files, entry.about
+    for source in entry.hub:
+        yield "cache", _hub_folder(source), (source.file,), source.variant
 
 
 def _cache() -> Path:
     return paths.cache_dir() / "datasets"
 
 
-def _hub_folder(entry: Entry) -> Path:
-    assert entry.hub is not None
-    return _cache() / entry.hub.repo.replace("/", "--")
+def _hub_folder(source: HubFile) -> Path:
+    return _cache() / source.repo.replace("/", "--")
 
 
-def _read(name: str, path: Path, parse: Parser, place: Place, variant: str) -> Dataset:
+def _read(name: str, path: Path, parse: Parser, place: Place, variant: str, unscored: str = "") -> Dataset:
     prompts = tuple(parse(row) for row in read_rows(path))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Dataset(name, prompts, place, path, digest, variant)
+    return Dataset(name, prompts, place, path, digest, variant, unscored)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from moeedge.scoring.references import Reference
+
 Role = Literal["system", "user", "assistant"]
 # environment: $MOEEDGE_DATA; package: the sample that comes with moeedge
 Place = Literal["environment", "cache", "hub", "file", "package"]
@@ -28,12 +30,18 @@ class Prompt:
     """One conversation to be answered turn by turn.
 
     `turns[i]` are the messages that are appended before the model answers for the i-th time: one user message as a
-    rule, more where the data bring a system message or a fixed history.
+    rule, more where the data bring a system message or a fixed history. `references[i]` is what that answer is held
+    against; the tuple is empty where the data have nothing.
     """
 
     id: str
     category: str
     turns: tuple[tuple[Message, ...], ...]
+    references: tuple[Reference | None, ...] = ()
+
+    def reference(self, turn: int) -> Reference | None:
+        """What the answer to `turn` (from 0) is held against, if anything."""
+        return self.references[turn] if turn < len(self.references) else None
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Dataset:
     path: Path
     sha256: str  # of the file
     variant: str  # one line: whose file this is, and whether it is a part of the set
+    unscored: str = ""  # why answers without a reference have none
 
     def limited(self, limit: int | None) -> Dataset:
         """`limit` prompts spread evenly over the file, so that every category comes in; all where limit is None.

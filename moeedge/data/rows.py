@@ -1,4 +1,4 @@
-"""Files to rows: JSON Lines (gzipped or not), a JSON array, CSV; what is malformed is named with its line."""
+"""Files to rows: JSON Lines (gzipped or not), a JSON array, CSV, Parquet; what is malformed is named with its line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moeedge.errors import DatasetError
 
 _MEND = "Mend or remove it."
+PARQUET_MEND = 'Run: pip install "moeedge[score]"'
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,21 @@ class Row:
             raise DatasetError(f'{self.where}: "{key}" must be a non-empty list of non-empty strings.', _MEND)
         return value
 
+    def optional_text(self, key: str) -> str:
+        """The string under `key`; empty where there is none."""
+        value = self.fields.get(key)
+        return value if isinstance(value, str) else ""
+
+    def optional_texts(self, *keys: str) -> tuple[str, ...]:
+        """What is not blank of the first of `keys` that has a string or a list of strings; empty for none."""
+        for key in keys:
+            value = self.fields.get(key)
+            listed = value if isinstance(value, list) else [value]
+            texts = tuple(text for text in listed if isinstance(text, str) and text.strip())
+            if texts:
+                return texts
+        return ()
+
     def identity(self, *keys: str) -> str:
         """The first id-like field that is there, else the row's number."""
         for key in keys:
@@ -49,13 +66,15 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of `path`, by its suffix: .jsonl, .json, .csv, each also with .gz.
+    """All rows of `path`, by its suffix: .jsonl, .json, .csv, each also with .gz, and .parquet.
 
     Raises DatasetError for a file that is absent, unreadable, malformed (with the line) or empty.
     """
-    text = _read_text(path)
     kind = path.name.removesuffix(".gz").rpartition(".")[2].lower()
-    if kind == "csv":
+    text = "" if kind == "parquet" else _read_text(path)
+    if kind == "parquet":
+        rows = _parquet_rows(path)
+    elif kind == "csv":
         rows = list(_csv_rows(text, path.name))
     elif kind == "json":
         rows = _json_rows(text, path.name)
@@ -109,6 +128,27 @@ def _csv_rows(text: str, name: str) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     for fields in reader:
         yield Row(dict(fields), reader.line_num, f"{name}, line {reader.line_num}")
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise DatasetError(f"There is no file {path}.", "Check the path.")
+    if not reads_parquet():
+        raise DatasetError(f"{path.name} is Parquet, which needs the package pyarrow.", PARQUET_MEND)
+    from pyarrow.parquet import read_table  # imported here: a third of a second, for the few files that need it
+
+    try:
+        records = read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+        raise DatasetError(
+            f"{path} cannot be read ({' '.join(str(error).split())[:200]}).", "Check the file."
+        ) from None
+    return [Row(fields, number, f"{path.name}, row {number}") for number, fields in enumerate(records, start=1)]
+
+
+def reads_parquet() -> bool:
+    """Whether the library for Parquet is installed."""
+    return find_spec("pyarrow") is not None
 
 
 def _object(fields: object, number: int, where: str) -> Row:

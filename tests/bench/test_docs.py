@@ -1,18 +1,22 @@
-"""docs/bench.md names every key of a record and every file that is looked for."""
+"""docs/bench.md names every key of a record, docs/datasets.md every file that is looked for and every scorer."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from moeedge.bench.modes import MODES
 from moeedge.bench.placement import COUNTERS
 from moeedge.bench.runner import Bench
-from moeedge.data import CATALOG
+from moeedge.data import CATALOG, load_dataset
 from moeedge.engine.agreement import NEAR_TIE_GAP
+from moeedge.scoring.references import SCORERS, Reference
 from tests.bench.recording import Recorder, make_plan, write_conversations
 
-_TEXT = (Path(__file__).resolve().parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_TEXT = (_DOCS / "bench.md").read_text(encoding="utf-8")
+_DATASETS = (_DOCS / "datasets.md").read_text(encoding="utf-8")
 
 
 def test_every_key_is_documented_and_no_other(tmp_path: Path, tiny_moe: Path) -> None:
@@ -30,9 +34,24 @@ def test_every_key_is_documented_and_no_other(tmp_path: Path, tiny_moe: Path) ->
     assert set(re.findall(r"`(\w+)`", counters)) == set(COUNTERS)
 
 
-def test_modes_datasets_and_the_bound() -> None:
+def test_modes_and_the_bound() -> None:
     assert all(f"| {name} |" in _TEXT for name in MODES)
-    for entry in CATALOG.values():
-        repo = "no: only as parquet" if entry.hub is None else entry.hub.repo
-        assert f"| {entry.name} | {', '.join(entry.files)} | {repo}" in _TEXT
     assert f"Closer than {NEAR_TIE_GAP} " in _TEXT
+
+
+def test_datasets_and_scorers() -> None:
+    for entry in CATALOG.values():
+        hub = "; ".join(f"{source.repo}: {source.file}" for source in entry.hub)
+        assert f"| {entry.name} | {', '.join(entry.files)} | {hub} |" in _DATASETS
+        assert all(source.revision == "main" or source.revision in _DATASETS for source in entry.hub)
+    assert all(f"\n| `{name}` |" in _DATASETS for name in SCORERS)
+    rows = _DATASETS.split("| field | meaning |")[1].splitlines()
+    documented = {key for row in rows if row.startswith("| `") for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented == {field.name for field in fields(Reference)}
+
+
+def test_the_examples_of_own_rows_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(line for line in _DATASETS.splitlines() if line.startswith("    {")), encoding="utf-8")
+    scorers = [one.scorer for prompt in load_dataset(str(path)).prompts for one in prompt.references if one is not None]
+    assert scorers == ["number", "list", "code", "contains"]

@@ -2,54 +2,91 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeedge.data import CATALOG, load_dataset
+from moeedge.data.catalog import HubFile
+from moeedge.scoring.references import Reference, score_answer
 from tests.data.hub import hub_stand_in
 
-# one record of each hub file, in its own columns
-_RECORDS = {
-    "mtbench": {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": []},
-    "humaneval": {
-        "task_id": "Python/0",
-        "prompt": "def f():\n",
-        "declaration": "",
-        "canonical_solution": "",
-        "test": "",
-    },
-    "gsm8k": {"question_id": 401, "category": "math_reasoning", "turns": ["2 + 2?"], "reference": ["4"]},
-    "alpaca": {
-        "id": "t0",
-        "motivation_app": "x",
-        "instruction": "Do.",
-        "instances": [{"input": "This.", "output": ""}],
-    },
-    "cnndm": {"question_id": 241, "category": "summarization", "turns": ["Summarize: A."], "reference": ["A"]},
-    "qa": {"question_id": 321, "category": "qa", "turns": ["Who?"]},
-}
-_EXPECTED = {
-    "mtbench": ["Write.", "Rewrite."],
-    "humaneval": ["Complete this Python function.\n\ndef f():\n"],
-    "gsm8k": ["2 + 2?"],
-    "alpaca": ["Do.\n\nThis."],
-    "cnndm": ["Summarize: A."],
-    "qa": ["Who?"],
-}
+_SPECULATION = "RedHatAI/speculator_benchmarks"
+_HUMANEVAL = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": "def check(g):\n    g()\n"}
+# one record of each hub file, in its own columns; what is asked; and an answer that is right, if that can be scored
+_RECORDS: dict[tuple[str, str], tuple[dict[str, Any], list[str], str | None]] = {
+    ("mtbench", "HuggingFaceH4/mt_bench_prompts"): (
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": []},
+        ["Write.", "Rewrite."],
+        None,
+    ),
+    ("humaneval", _SPECULATION): (
+        {"task_id": "HumanEval/0", **_HUMANEVAL},
+        ["Complete this Python function.\n\ndef f():\n"],
+        "    return 1",
+    ),
+    ("humaneval", "bigcode/humanevalpack"): (
+        {"task_id": "Python/0", "declaration": "", "bug_type": "", **_HUMANEVAL},
+        ["Complete this Python function.\n\ndef f():\n"],
+        "    return 1",
+    ),
+    ("gsm8k", "DaertML/gsm8k-jsonl"): ({"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4"}, ["2 + 2?"], "It is 4."),
+    ("gsm8k", _SPECULATION): (
+        {"question_id": 401, "category": "math_reasoning", "turns": ["2 + 2?"], "reference": ["4"]},
+        ["2 + 2?"],
+        "It is 4.",
+    ),
+    ("mmlu-pro", "TIGER-Lab/MMLU-Pro"): (
+        {"question_id": 70, "question": "1 + 1?", "options": ["1", "2"], "answer": "B", "answer_index": 1,
+         "cot_content": "", "category": "math", "src": "x"},
+        ["1 + 1?\n(A) 1\n(B) 2\nThink step by step, then finish with \"The answer is (X)\", where X is the letter of "
+         "the right answer."],
+        "The answer is (B).",
+    ),
+    ("alpaca", "HuggingFaceH4/self-instruct-eval"): (
+        {"id": "t0", "motivation_app": "x", "instruction": "Do.", "instances": [{"input": "This.", "output": ""}]},
+        ["Do.\n\nThis."],
+        None,
+    ),
+    ("cnndm", _SPECULATION): (
+        {"question_id": 241, "category": "summarization", "turns": ["Summarize: A."], "reference": ["A man slept."]},
+        ["Summarize: A."],
+        "A man slept.",
+    ),
+    ("qa", _SPECULATION): ({"question_id": 321, "category": "qa", "turns": ["Who?"]}, ["Who?"], None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if entry.hub is not None])
-def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    source = CATALOG[name].hub
-    assert source is not None
+def _content(source: HubFile, record: dict[str, Any]) -> bytes:
+    if not source.file.endswith(".parquet"):
+        return (json.dumps(record) + "\n").encode()
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    out = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist([record]), out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [pytest.param(name, one, id=f"{name}-{one.repo}") for name, entry in CATALOG.items() for one in entry.hub],
+)
+def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, source: HubFile) -> None:
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
-    content = (json.dumps(_RECORDS[name]) + "\n").encode()
-    with hub_stand_in({(source.repo, source.revision, source.file): content}) as hub:
+    record, asked, right = _RECORDS[name, source.repo]
+    with hub_stand_in({(source.repo, source.revision, source.file): _content(source, record)}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         dataset = load_dataset(name)
     assert (dataset.place, dataset.variant) == ("hub", source.variant)
-    assert [message.content for turn in dataset.prompts[0].turns for message in turn] == _EXPECTED[name]
+    prompt = dataset.prompts[0]
+    assert [message.content for turn in prompt.turns for message in turn] == asked
+    reference = prompt.reference(0)
+    if right is None:
+        assert reference is None and dataset.unscored
+    else:
+        assert isinstance(reference, Reference)
+        assert score_answer(reference, right, run_code=True).value == 1

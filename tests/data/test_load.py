@@ -32,8 +32,7 @@ def _empty_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _hub_key(name: str) -> tuple[str, str, str]:
-    source = CATALOG[name].hub
-    assert source is not None
+    source = CATALOG[name].hub[0]
     return source.repo, source.revision, source.file
 
 
@@ -114,11 +113,26 @@ def test_offline_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         load_dataset("gsm8k")
 
 
-def test_a_set_that_the_hub_has_only_as_parquet_says_how_to_get_it() -> None:
-    with pytest.raises(DatasetError, match="cannot fetch it") as caught:
+def test_without_pyarrow_parquet_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeedge.data.load.reads_parquet", lambda: False)
+    with pytest.raises(DatasetError, match="needs the package pyarrow") as caught:
         load_dataset("mmlu-pro")
     assert "TIGER-Lab/MMLU-Pro" in caught.value.mend
+    assert 'pip install "moeedge[score]"' in caught.value.mend
     assert caught.value.exit_code == 2
+
+
+def test_the_next_of_the_hub_s_files_stands_in_for_one_that_is_gone() -> None:
+    source = CATALOG["gsm8k"].hub[1]
+    row = json.dumps({"question_id": 1, "category": "math", "turns": ["2 + 2?"], "reference": ["#### 4"]}).encode()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        hub_stand_in({(source.repo, source.revision, source.file): row}) as hub,
+    ):
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        asked, cached = load_dataset("gsm8k"), load_dataset("gsm8k")
+    assert (asked.place, asked.variant) == ("hub", source.variant)
+    assert (cached.place, cached.variant) == ("cache", source.variant)
 
 
 def test_an_unknown_dataset() -> None:
