@@ -53,16 +53,21 @@ def summarize(path: Path) -> GgufSummary:
     size_bytes = 0
     for part in parts(path):
         tensors = read_tensors(part)
-        promised_bytes = max((tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
+        promised = promised_bytes(tensors)
         actual_bytes = part.stat().st_size
-        if actual_bytes < promised_bytes:
+        if actual_bytes < promised:
             raise ModelFileError(
-                f"{part} is truncated: it has {actual_bytes:,} bytes of the {promised_bytes:,} that its header names.",
+                f"{part} is truncated: it has {actual_bytes:,} bytes of the {promised:,} that its header names.",
                 _AGAIN,
             )
         size_bytes += actual_bytes
         routers.update(int(match[1]) for tensor in tensors if (match := _ROUTER.match(tensor.name)))
     return GgufSummary(size_bytes=size_bytes, expert_layers=tuple(sorted(routers)))
+
+
+def promised_bytes(tensors: list[GgufTensor]) -> int:
+    """The size of a file with these tensors."""
+    return max((tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
 
 
 def parts(path: Path) -> list[Path]:

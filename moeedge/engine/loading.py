@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from moeedge.engine import gguf_file, library
 from moeedge.engine.memory import kv_bytes_per_token
 from moeedge.engine.model import Model
 from moeedge.engine.types import EngineConfig
+from moeedge.engine.vocabulary import check_compatible
 from moeedge.hardware.budget import default_reserve, model_fits
 from moeedge.hardware.resolve import ResolvedDevice, resolve
 from moeedge.hardware.spec import DeviceSpec
@@ -30,10 +33,13 @@ def load_target(
     config: EngineConfig,
     device: ResolvedDevice | None = None,
     *,
+    whole_fits: bool | None = None,
     header_only: bool = False,
     free_bytes: int | None = None,
 ) -> Model:
     """The target model, its dense weights where -ngl says; header_only and free_bytes as `Model.load` takes them.
+
+    whole_fits: what `whole_model_fits` said, if it was asked before.
 
     With a GPU for experts: all layers unless -ngl says less, and the experts stay in host memory, from where placement
     moves them, unless the GPU can hold the whole model. A dense one that it cannot hold stays on the CPU.
@@ -43,7 +49,7 @@ def load_target(
     load = partial(Model.load, config.model, device=device.llama_device, header_only=header_only, free_bytes=free_bytes)
     if device.kind != "gpu":
         return load(n_gpu_layers=config.n_gpu_layers or 0)
-    if _whole_model_fits(config, device):
+    if whole_model_fits(config, device) if whole_fits is None else whole_fits:
         return load(n_gpu_layers=_ALL_LAYERS)
     if config.n_gpu_layers is None and not gguf_file.summarize(config.model).expert_layers:
         return load(n_gpu_layers=0)
@@ -74,25 +80,69 @@ def load_draft(
     )
 
 
+def choose_draft(
+    config: EngineConfig,
+    device: ResolvedDevice,
+    model: Model,
+    shared: Model | None,
+    notes: list[str],
+    stack: ExitStack,
+) -> tuple[Model | None, int, bool]:
+    """The draft model if one is to be used, the token ids it shares with the target, and whether n-grams draft.
+
+    shared: a draft that is loaded already. Why there is none goes to `notes`.
+    """
+    if config.draft is None or config.gamma == 0:
+        if config.draft is not None:
+            notes.append("The draft length is 0: speculation off.")
+        return None, 0, False
+    if not model.can_roll_back:
+        notes.append(
+            f"The memory of {model.info.architecture} models cannot take back refused drafts: speculation off."
+        )
+        return None, 0, False
+    if config.draft == "ngram":
+        return None, 0, True
+    draft = shared or stack.enter_context(load_draft(config, device))
+    n_common = check_compatible(model, draft)
+    if not draft.can_roll_back:
+        draft.close()
+        notes.append(
+            f"The memory of the {draft.info.architecture} draft cannot take back refused drafts: speculation off."
+        )
+        return None, 0, False
+    return draft, n_common, False
+
+
+def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> bool:
+    """Whether the KV caches lie on a GPU, with the layers that they belong to."""
+    all_layers = device.kind == "gpu" and config.n_gpu_layers is None
+    return model.beside_gpu and (all_layers or config.n_gpu_layers not in (0, None))
+
+
 def _draft_path(config: EngineConfig) -> Path:
     if not isinstance(config.draft, Path):
         raise ValueError("there is no draft model")
     return config.draft
 
 
-def _whole_model_fits(config: EngineConfig, device: ResolvedDevice) -> bool:
-    """Whether target, draft and their KV caches fit the GPU, so that nothing need be placed; no, where asked to."""
+def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequence[Model] | None = None) -> bool:
+    """Whether target, draft and their KV caches fit the GPU, so that nothing need be placed; no, where asked to.
+
+    headers: target and draft, if they are loaded already.
+    """
     if config.placement.asked or config.n_gpu_layers is not None or device.free_bytes == 0:
         return False
-    model_bytes, kv_bytes = 0, 0
-    has_draft = isinstance(config.draft, Path) and config.gamma > 0
-    for path in [config.model, _draft_path(config)] if has_draft else [config.model]:
-        with Model.load(path, device=device.llama_device, header_only=True) as header:
-            model_bytes += header.info.size_bytes
-            kv_bytes += kv_bytes_per_token(header) * (config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS))
-    return model_fits(
-        model_bytes=model_bytes,
-        kv_bytes=kv_bytes,
-        free_bytes=device.free_bytes,
-        reserve_bytes=default_reserve(device.total_bytes),
-    )
+    with ExitStack() as stack:
+        if headers is None:
+            has_draft = isinstance(config.draft, Path) and config.gamma > 0
+            files = [config.model, _draft_path(config)] if has_draft else [config.model]
+            load = partial(Model.load, device=device.llama_device, header_only=True)
+            headers = [stack.enter_context(load(path)) for path in files]
+        n_ctx = [config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS) for header in headers]
+        return model_fits(
+            model_bytes=sum(header.info.size_bytes for header in headers),
+            kv_bytes=sum(n * kv_bytes_per_token(header) for n, header in zip(n_ctx, headers, strict=True)),
+            free_bytes=device.free_bytes,
+            reserve_bytes=default_reserve(device.total_bytes),
+        )

@@ -10,7 +10,7 @@ from types import TracebackType
 from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
-from moeedge.engine.loading import load_draft, load_target, resolve_device
+from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, resolve_device
 from moeedge.engine.memory import choose_n_ctx
 from moeedge.engine.model import Model
 from moeedge.engine.placement.opening import Opened, check_policy, open_placement
@@ -18,7 +18,6 @@ from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import Counts, SpeculativeLoop
 from moeedge.engine.types import EngineConfig, EngineInfo, Mode, PlacementStats, SamplingConfig, StepRecord
-from moeedge.engine.vocabulary import check_compatible
 from moeedge.errors import ContextTooSmallError, EmptyPromptError
 from moeedge.hardware import vram
 from moeedge.hardware.resolve import ResolvedDevice
@@ -103,7 +102,7 @@ class Session:
             notes: list[str] = []
             if model.info.n_experts == 0:
                 notes.append(f"{config.model.name} is dense, no experts: placement off.")
-            draft_model, n_common, use_ngram = _load_draft(config, device, model, draft_model, notes, stack)
+            draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = _context_size(config, device, models, notes)
             target = stack.enter_context(_make_context(config, model, n_ctx))
@@ -231,9 +230,8 @@ class Session:
 
 def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
     """Tokens; raises InputError where that many do not fit the memory that the KV caches will lie in."""
-    n_layers_on_gpu = config.n_gpu_layers if device.kind != "gpu" or config.n_gpu_layers is not None else -1
     free_bytes = None  # of this machine
-    if models[0].beside_gpu and n_layers_on_gpu:
+    if kv_on_gpu(config, device, models[0]):
         reading = vram.read(device)
         if reading is None:  # llama.cpp's GPU is not the one for experts: let llama.cpp say what does not fit
             return config.n_ctx or models[0].info.n_ctx_train
@@ -241,37 +239,6 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
     n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes)
     notes.extend([note] if note else [])
     return n_ctx
-
-
-def _load_draft(
-    config: EngineConfig,
-    device: ResolvedDevice,
-    model: Model,
-    shared: Model | None,
-    notes: list[str],
-    stack: ExitStack,
-) -> tuple[Model | None, int, bool]:
-    """The draft model if one is to be used, the token ids it shares with the target, and whether n-grams draft."""
-    if config.draft is None or config.gamma == 0:
-        if config.draft is not None:
-            notes.append("The draft length is 0: speculation off.")
-        return None, 0, False
-    if not model.can_roll_back:
-        notes.append(
-            f"The memory of {model.info.architecture} models cannot take back refused drafts: speculation off."
-        )
-        return None, 0, False
-    if config.draft == "ngram":
-        return None, 0, True
-    draft = shared or stack.enter_context(load_draft(config, device))
-    n_common = check_compatible(model, draft)
-    if not draft.can_roll_back:
-        draft.close()
-        notes.append(
-            f"The memory of the {draft.info.architecture} draft cannot take back refused drafts: speculation off."
-        )
-        return None, 0, False
-    return draft, n_common, False
 
 
 def _make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
