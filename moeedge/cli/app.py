@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, calibrate, chat, devices, list_models, profile, pull, worker
+from moeedge.cli import bench, calibrate, chat, devices, list_models, profile, pull, widen, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -24,6 +24,7 @@ app.command()(devices.devices)
 app.command()(pull.pull)
 app.command("list")(list_models.list_models)
 app.command()(worker.worker)
+app.command()(widen.widen)
 
 
 def _print_version(wanted: bool) -> None:

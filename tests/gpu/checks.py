@@ -29,6 +29,9 @@ from moeedge.data.load import load_toy
 from moeedge.engine.agreement import NEAR_TIE_GAP
 from moeedge.engine.model import Model
 from moeedge.engine.session import Session
+from moeedge.widen.plan import make_plan
+from moeedge.widen.shape import Asked
+from moeedge.widen.writer import check_space, write
 from tests.gpu.lanes import (
     Answer,
     Settings,
@@ -40,7 +43,7 @@ from tests.gpu.lanes import (
     run_answer,
     vram_bytes,
 )
-from tests.support import tiny, widen
+from tests.support import tiny
 
 SCHEMA = "moeedge-gpu-checks-1"
 ROOT = Path(__file__).parents[2]
@@ -70,9 +73,9 @@ def write_models(folder: Path, options: argparse.Namespace) -> tuple[Path, Path]
     if options.source == "widened":
         target, draft = folder / f"widened-{embd}.gguf", paths.bundled_draft()
         if not target.exists():
-            unfinished = target.with_suffix(".part")
-            widen.main(["--embd", str(embd), "--expert-ff", str(expert_ff), "--out", str(unfinished)])
-            unfinished.rename(target)
+            plan = make_plan(paths.bundled_target(), Asked(embd=embd, ff=expert_ff))
+            check_space(plan, target, sparse=True)
+            write(plan, target, sparse=True)
         return target, draft
     target, draft = (folder / f"random-{kind}-{options.layers}-{embd}.gguf" for kind in ("target", "draft"))
     common = ["--embd", embd, "--dense-type", "Q8_0", "--seed", options.seed]

@@ -1,0 +1,139 @@
+"""Where the elements of a wide dimension come from: integer arrays with a source index per place, -1 for a zero.
+
+The residual stream is repeated side by side, and what reads it looks at the first repetition only. Repetitions keep the
+mean square that normalisation divides by; the part that stays zero lowers it, which weights and epsilon make up for.
+
+    norm(x)_i = x_i * w_i / sqrt(sum(x^2) / n + eps)
+
+With r repetitions of n elements in N, the mean square is that of the source times rn/N; so w times sqrt(rn/N) and eps
+times rn/N give the same result. A head's query and key are normalised, too, over the head's size, under the same eps:
+r is chosen so that both factors agree as far as whole numbers allow.
+
+Rotary positions turn element i of a head's first half against element i of its second by the angle p * b^(-2i/d), d
+being the head's size. In a head of size D the angles stay with the base b^(D/d); where that is beyond float32, pairs
+are put s apart and the base is b^(D/(ds)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Map = NDArray[np.int64]
+
+_LARGEST_BASE = 1e30  # float32 ends at 3.4e38
+
+
+def corner(n: int, wide: int) -> Map:
+    """[wide]: the source first, zeros after it."""
+    return repeated(n, wide, 1)
+
+
+def repeated(n: int, wide: int, times: int) -> Map:
+    """[wide]: the source `times` side by side, zeros after it."""
+    places = np.full(wide, -1, np.int64)
+    places[: n * times] = np.tile(np.arange(n), times)
+    return places
+
+
+def product(outer: Map, inner: Map, n_inner: int) -> Map:
+    """[len(outer) * len(inner)]: a dimension of groups, mapped within and between groups; n_inner: of the source."""
+    places = outer[:, None] * n_inner + inner[None, :]
+    places[(outer[:, None] < 0) | (inner[None, :] < 0)] = -1
+    return places.reshape(-1)
+
+
+def blocks(places: Map, size: int) -> Map | None:
+    """[len(places) / size]: the same for whole blocks of `size`, or None where a block would be cut or put together."""
+    if len(places) % size:
+        return None
+    table = places.reshape(-1, size)
+    first = table[:, 0]
+    steps = np.where(first[:, None] < 0, 0, np.arange(size))
+    if not np.array_equal(table, first[:, None] + steps) or np.any((first >= 0) & (first % size != 0)):
+        return None
+    return np.where(first < 0, -1, first // size)
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Heads that share KV heads in equal groups, put into more heads, KV heads, or both.
+
+    Where the wide model's groups are smaller than the source's, a KV head is copied for each part of its group.
+    """
+
+    heads: int
+    heads_kv: int
+    wide_heads: int
+    wide_heads_kv: int
+
+    def fit(self) -> bool:
+        """Whether the wide model has room for the source's heads."""
+        if self.wide_heads % self.wide_heads_kv:
+            return False
+        return self.heads_kv * self._copies <= self.wide_heads_kv
+
+    @property
+    def _group(self) -> int:
+        return self.heads // self.heads_kv
+
+    @property
+    def _wide_group(self) -> int:
+        return self.wide_heads // self.wide_heads_kv
+
+    @property
+    def _copies(self) -> int:
+        """Wide KV heads for each of the source."""
+        return -(-self._group // self._wide_group)
+
+    def kv(self) -> Map:
+        """[wide_heads_kv]: the source's KV head."""
+        source = np.arange(self.wide_heads_kv) // self._copies
+        return np.where(source < self.heads_kv, source, -1)
+
+    def queries(self) -> Map:
+        """[wide_heads]: the source's head, whose KV head `kv` puts where this head looks."""
+        wide_kv, member = np.divmod(np.arange(self.wide_heads), self._wide_group)
+        source_kv, part = np.divmod(wide_kv, self._copies)
+        member = part * self._wide_group + member
+        present = (source_kv < self.heads_kv) & (member < self._group)
+        return np.where(present, source_kv * self._group + member, -1)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The elements of a query or key head of size `head_dim` in one of size `wide`."""
+
+    head_dim: int
+    wide: int
+    base: float
+
+    @property
+    def _stride(self) -> int:
+        """Places from pair to pair: 1 unless the base would become too large."""
+        ratio = self.wide // self.head_dim
+        divisors = (s for s in range(1, ratio + 1) if ratio % s == 0)
+        return next(s for s in divisors if self.base ** (ratio / s) <= _LARGEST_BASE or s == ratio)
+
+    @property
+    def wide_base(self) -> float:
+        """For the wide model's metadata; llama.cpp's factor from pair to pair, a float32, stays what it was."""
+        if self.wide == self.head_dim:
+            return self.base
+        factor = float(np.float32(np.float32(self.base) ** (-2.0 / self.head_dim)))
+        return float(factor ** (-self.wide / (2 * self._stride)))
+
+    def places(self) -> Map:
+        """[wide]: the source's element; halves stay halves."""
+        half, wide_half = self.head_dim // 2, self.wide // 2
+        first = np.full(wide_half, -1, np.int64)
+        first[: half * self._stride : self._stride] = np.arange(half)
+        return np.concatenate([first, np.where(first < 0, -1, first + half)])
+
+
+def repetitions(embd: int, wide_embd: int, head_dim: int, wide_head_dim: int) -> int:
+    """How often the residual stream is repeated: see the module's docstring."""
+    wanted = round(wide_embd * head_dim / (embd * wide_head_dim))
+    return max(1, min(wanted, wide_embd // embd))

@@ -1,0 +1,129 @@
+"""A wide model computes what its source computes.
+
+To the bit on the CPU where matrices are quantised, unless the head size changes: then attention sums its products in
+another order. Such sums differ in a last bit, which rounding to 8 bits for the next matrix can make visible in logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.generator import Chat, held_back, render_prompt, score
+from models.llama_runner import Runner
+from moeedge.data.load import load_toy
+from moeedge.widen.layout import WeightType
+from moeedge.widen.plan import make_plan
+from moeedge.widen.shape import Asked
+from moeedge.widen.writer import write
+from tests.conftest import TinyFactory
+
+MAX_TOKENS = 64
+LIKE_A_REAL_ONE = Asked(embd=256, ff=128, heads=16, heads_kv=4, head_dim=128, layers=54)
+
+
+def widened(source: Path, folder: Path, asked: Asked, type_: WeightType | None = None) -> Path:
+    path = folder / "wide.gguf"
+    write(make_plan(source, asked, type_=type_), path)
+    return path
+
+
+def prompt_of(chat: Chat) -> str:
+    """The first question."""
+    return render_prompt(chat.messages(1))
+
+
+def toy_prompts() -> list[str]:
+    return [
+        render_prompt([(message.role, message.content) for message in prompt.turns[0]]) for prompt in load_toy().prompts
+    ]
+
+
+def greedy(model: Runner, prompt: str) -> list[int]:
+    model.cut(0)
+    token = int(model.eval(model.encode(prompt))[-1].argmax())
+    answer: list[int] = []
+    while not model.is_end(token) and len(answer) < MAX_TOKENS:
+        answer.append(token)
+        token = int(model.eval([token])[-1].argmax())
+    return answer
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(embd=256),
+        Asked(embd=192, ff=96),
+        Asked(heads=16, heads_kv=4),
+        Asked(heads=4, heads_kv=4, layers=5),
+        Asked(embd=512, ff=64, heads=12, heads_kv=4, layers=4),
+    ],
+    ids=["embd", "ff", "heads", "layers", "all"],
+)
+def test_the_same_logits_to_the_bit(asked: Asked, tiny: TinyFactory, tmp_path: Path) -> None:
+    narrow = tiny("qwen3moe", dense_type="Q8_0", head_dim=32)
+    wide = widened(narrow, tmp_path, asked)
+    tokens = np.random.default_rng(1).integers(0, 250, 48).tolist()
+    with Runner(narrow, 128, 1) as first, Runner(wide, 128, 1) as second:
+        assert np.array_equal(first.eval(tokens), second.eval(tokens))
+        assert np.array_equal(first.eval(tokens[:1]), second.eval(tokens[:1]))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("embd", [None, 320])
+def test_larger_heads_differ_by_rounding(embd: int | None, head_dim: int, tiny: TinyFactory, tmp_path: Path) -> None:
+    """Of float32 matrices here; keys and values are 16 bits wide."""
+    narrow = tiny("qwen3moe", expert_type="F32")
+    wide = widened(narrow, tmp_path, Asked(embd=embd, head_dim=head_dim, heads=8, heads_kv=4))
+    tokens = np.random.default_rng(2).integers(0, 250, 96).tolist()
+    with Runner(narrow, 128, 1) as first, Runner(wide, 128, 1) as second:
+        expected, found = first.eval(tokens), second.eval(tokens)
+    assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+def test_a_dense_model(tiny: TinyFactory, tmp_path: Path) -> None:
+    narrow = tiny("qwen3")
+    wide = widened(narrow, tmp_path, Asked(embd=256, ff=512, heads=8, heads_kv=4, layers=6))
+    tokens = np.random.default_rng(3).integers(0, 250, 48).tolist()
+    with Runner(narrow, 128, 1) as first, Runner(wide, 128, 1) as second:
+        assert np.array_equal(first.eval(tokens), second.eval(tokens))
+
+
+def test_the_bundled_pair_answers_alike(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = bundled_pair
+    for source, asked in ((target, LIKE_A_REAL_ONE), (draft, Asked(embd=384, ff=512, heads=8, heads_kv=4, layers=6))):
+        wide = widened(source, tmp_path, asked)
+        with Runner(source, n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
+            for prompt in toy_prompts()[::9]:
+                assert greedy(model, prompt) == greedy(narrow, prompt)
+
+
+@pytest.mark.slow
+def test_fifty_answers_are_the_same(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """In the types that the pair ships in."""
+    wide = widened(bundled_pair[0], tmp_path, LIKE_A_REAL_ONE)
+    prompts = toy_prompts()
+    prompts += [prompt_of(chat) for chat in held_back(50)]
+    with Runner(bundled_pair[0], n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
+        same = [greedy(model, prompt) == greedy(narrow, prompt) for prompt in prompts]
+    assert len(same) >= 50 and all(same), f"{sum(same)} of {len(same)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", list(WeightType))
+def test_the_score_in_every_type(type_: WeightType, bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Within two points of the source's on held-back prompts."""
+    wide = widened(bundled_pair[0], tmp_path, Asked(embd=256, ff=256), type_)
+    chats = held_back(150)
+    with Runner(bundled_pair[0], n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
+        right = np.array(
+            [
+                [score(chat, 0, one.decode_text(greedy(one, prompt_of(chat)))) for one in (narrow, model)]
+                for chat in chats
+            ]
+        )
+    before, after = right.mean(axis=0)
+    print(f"{type_.value}: {before:.3f} -> {after:.3f}, {(right[:, 0] != right[:, 1]).sum()} answers changed sides")
+    assert after >= before - 0.02
