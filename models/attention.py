@@ -14,11 +14,11 @@ from models.kernels import library, pointers, sizes
 BLOCK = 64  # the kernel wants a multiple of so many tokens
 
 
-def rope_tables(n_pos: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rope_tables(n_pos: int, head_dim: int, theta: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (n_pos, head_dim / 2), of the rotary embedding."""
     freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.arange(n_pos, dtype=torch.float32)[:, None] * freq
-    return angle.cos(), angle.sin()
+    return angle.cos().to(device), angle.sin().to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Write a checkpoint as GGUF and compare: `python -m models.export CHECKPOINT OUT.gguf --type q4_0`."""
+"""Write a checkpoint as GGUF, quantize and compare: `python -m models.export CHECKPOINT OUT.gguf --type q4_0`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +17,8 @@ from models import trainer
 from models.compare import compare
 from models.generator import END_OF_TEXT, IM_END
 from models.network import MoE, Network
+from models.quantize import FILE_TYPES, quantize
 from models.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
-
-FILE_TYPES = {
-    "f32": (Q.F32, gguf.LlamaFileType.ALL_F32),
-    "q8_0": (Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
-    "q4_0": (Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
-}
 
 
 def tensors(net: Network) -> Iterator[tuple[str, np.ndarray]]:
@@ -64,13 +59,6 @@ def tensors(net: Network) -> Iterator[tuple[str, np.ndarray]]:
             yield f"blk.{i}.{name}.weight", array(value)
 
 
-def tensor_type(name: str, array: np.ndarray, experts: Q, rest: Q) -> Q:
-    """Norms and routers stay in float32: they are small, and routing must not drift."""
-    if array.ndim == 1 or "ffn_gate_inp" in name:
-        return Q.F32
-    return experts if "_exps" in name else rest
-
-
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     """Vocabulary, merges, special tokens and the chat template."""
     vocab = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
@@ -90,17 +78,14 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str, rest: str = "q8_0") -> None:
-    """Write `net` to `path` in one piece. `kind`: type of the experts (or of all matrices of a dense model)."""
+def write_f32(net: Network, tokenizer: Tokenizer, path: Path, name: str) -> None:
+    """The network as it was trained, every tensor in float32."""
     s = net.shape
-    experts, file_type = FILE_TYPES[kind]
-    others = FILE_TYPES[kind if not s.n_expert or kind == "f32" else rest][0]
-    part = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, "qwen3moe" if s.n_expert else "qwen3")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if s.n_expert else "qwen3")
     writer.add_name(name)
     writer.add_description("Toy model trained on synthetic text (moeedge, models/train.py): for tests and first steps.")
     writer.add_license("apache-2.0")
-    writer.add_file_type(file_type)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_context_length(s.n_ctx)
     writer.add_embedding_length(s.n_embd)
@@ -119,29 +104,35 @@ def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str,
         writer.add_expert_feed_forward_length(s.n_ff)
     add_tokenizer(writer, tokenizer)
     for tensor, array in tensors(net):
-        kind_of = tensor_type(tensor, array, experts, others)
-        data = array if kind_of == Q.F32 else gguf.quants.quantize(array, kind_of)
-        writer.add_tensor(tensor, data, raw_dtype=kind_of)
+        writer.add_tensor(tensor, array, raw_dtype=Q.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    os.replace(part, path)
+
+
+def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str) -> None:
+    """Write `net` to `path` in one piece. `kind`: type of the experts (or of all matrices of a dense model)."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        whole, part = Path(folder) / "f32.gguf", Path(folder) / "part.gguf"
+        write_f32(net, tokenizer, whole, name)
+        if kind != "f32":
+            quantize(whole, part, kind)
+        (whole if kind == "f32" else part).replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=sorted(FILE_TYPES), default="q4_0", help="of the experts' weights")
-    parser.add_argument("--rest", choices=sorted(FILE_TYPES), default="q8_0", help="of the other matrices")
+    parser.add_argument("--type", choices=("f32", *sorted(FILE_TYPES)), default="q4_0", help="of the experts' weights")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: beside the checkpoint")
     parser.add_argument("--name", default="moeedge toy")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.tokenizer or args.checkpoint.with_name("tokenizer.json")))
     net, _ = trainer.load(args.checkpoint)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    export(net, tokenizer, args.out, args.type, args.name, args.rest)
+    export(net, tokenizer, args.out, args.type, args.name)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB; against the checkpoint, {compare(net, args.out)}")
 
 

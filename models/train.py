@@ -32,13 +32,18 @@ LONG_EVERY, LONG_ROWS, LONG_TIME = 6, 3, 1536  # one step in six has few, long r
 # shallow, all experts get their share of the text; when deep, neighbours are drawn together, so that experts specialise
 # by context, as those of large models do.
 SHALLOW_ROUTING = (0.01, 0.0)
-DEEP_ROUTING = (0.01, 0.4)
+DEEP_ROUTING = (0.01, 0.2)
 
 
 def rows_at(step: int, long_from: int | None) -> tuple[int, int]:
     """Rows and tokens per row of a step; from step `long_from` on, every LONG_EVERY-th step has long rows."""
     is_long = long_from is not None and step >= long_from and step % LONG_EVERY == LONG_EVERY - 1
     return (LONG_ROWS, LONG_TIME) if is_long else (N_ROWS, N_TIME)
+
+
+def on(net: Network, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors where the network is."""
+    return tuple(tensor.to(net.embed.weight.device) for tensor in tensors)
 
 
 def plain_loss(
@@ -51,7 +56,7 @@ def plain_loss(
     tokenizer = load_or_train(tokenizer_path)
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
-        inputs, targets, weights = batch(tokenizer, seed, step, *rows_at(step, long_from))
+        inputs, targets, weights = on(net, batch(tokenizer, seed, step, *rows_at(step, long_from)))
         hidden, (balance, change), _ = net(inputs)
         each = F.cross_entropy(net.logits(hidden).flatten(0, 1), targets.flatten(), reduction="none")
         weights = weights.flatten()
@@ -72,7 +77,7 @@ def distil_loss(tokenizer_path: Path, teacher: Network, seed: str) -> trainer.Lo
     tokenizer = load_or_train(tokenizer_path)
 
     def loss_at(net: Network, step: int) -> tuple[Tensor, dict[str, float]]:
-        inputs, _, weights = batch(tokenizer, seed, step, *rows_at(step, 0))
+        inputs, _, weights = on(net, batch(tokenizer, seed, step, *rows_at(step, 0)))
         with torch.no_grad():
             wanted = teacher.logits(teacher(inputs)[0]).log_softmax(dim=-1)  # (B, T, V)
         got = net.logits(net(inputs)[0]).log_softmax(dim=-1)
@@ -102,23 +107,22 @@ def train_target(args: argparse.Namespace) -> None:
     loss_at = plain_loss(args.work / "tokenizer.json", f"target-{args.seed}")
     shallow = Network(replace(TARGET_SHAPE, n_layer=SHALLOW_LAYERS))
     plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.0)
-    shallow = trainer.run(shallow, plan, loss_at, args.work)
+    shallow = trainer.run(shallow, plan, loss_at, args.work, args.device)
     deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
     loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING, LONG_FROM)
-    trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work)
+    trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work, args.device)
 
 
 def train_draft(args: argparse.Namespace) -> None:
     """Plain text first (cheap), then the target's own distribution."""
     draft = Network(DRAFT_SHAPE)
     loss_at = plain_loss(args.work / "tokenizer.json", f"draft-{args.seed}")
-    draft = trainer.run(
-        draft, trainer.Plan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15), loss_at, args.work
-    )
+    plan = trainer.Plan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15)
+    draft = trainer.run(draft, plan, loss_at, args.work, args.device)
     if args.draft_steps:
         teacher, _ = trainer.load(args.work / "target.pt")
-        loss_at = distil_loss(args.work / "tokenizer.json", teacher, f"distil-{args.seed}")
-        trainer.run(draft, trainer.Plan("draft", args.draft_steps, args.deep_lr), loss_at, args.work)
+        loss_at = distil_loss(args.work / "tokenizer.json", teacher.to(args.device), f"distil-{args.seed}")
+        trainer.run(draft, trainer.Plan("draft", args.draft_steps, args.deep_lr), loss_at, args.work, args.device)
 
 
 def main() -> None:
@@ -126,12 +130,14 @@ def main() -> None:
     parser.add_argument("what", choices=("target", "draft"))
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shallow-steps", type=int, default=1600)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--shallow-steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--draft-plain-steps", type=int, default=500)
     parser.add_argument("--draft-steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--deep-lr", type=float, default=2e-3)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=best, help="of PyTorch")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

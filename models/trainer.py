@@ -67,7 +67,7 @@ def save(path: Path, net: Network, optimiser: torch.optim.Optimizer | None, step
 
 def load(path: Path) -> tuple[Network, dict[str, Any]]:
     """The network of a checkpoint and the checkpoint's other contents."""
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, weights_only=True, map_location="cpu")
     net = Network(Shape(**state["shape"]))
     net.load_state_dict(state["model"])
     return net, state
@@ -93,13 +93,14 @@ class StopRequest:
         self.asked = True
 
 
-def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path) -> Network:
+def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path, device: str = "cpu") -> Network:
     """Train until `plan.steps`; goes on from the stage's checkpoint when there is one. The log is one JSON per step."""
     path = work / f"{plan.name}.pt"
     first, optimiser_state = 0, None
     if path.exists():
         net, state = load(path)
         first, optimiser_state = state["step"], state["optimiser"]
+    net = net.to(device)
     optimiser = make_optimiser(net, plan)
     if optimiser_state:
         optimiser.load_state_dict(optimiser_state)

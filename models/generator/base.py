@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
+
+from moeedge.scoring.references import Reference
 
 T = TypeVar("T")
 
@@ -17,13 +19,38 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_BACK_SHARE = 20  # one prompt in so many is never trained on
 
 
+def contains(*expect: str, max_chars: int | None = None, ends_with: str = "") -> Reference:
+    """Right when every string occurs, upper and lower case alike, within the limits."""
+    return Reference("contains", expect, max_chars=max_chars, ends_with=ends_with)
+
+
+def number(value: int) -> Reference:
+    """Right when the last number of the answer is this one."""
+    return Reference("number", (str(value),))
+
+
+def letter(value: str) -> Reference:
+    """Right when this option is chosen."""
+    return Reference("letter", (value,))
+
+
+def exact(text: str) -> Reference:
+    """Right when the answer is this text."""
+    return Reference("exact", (text,))
+
+
+def code_tests(tests: str) -> Reference:
+    """Right when the answer's code passes these assertions."""
+    return Reference("code", tests=tests)
+
+
 @dataclass(frozen=True)
 class Turn:
-    """One question with its answer; `expect` holds the strings that decide whether another answer is right."""
+    """One question with its answer, and the reference by which other answers are scored."""
 
     user: str
     assistant: str
-    expect: tuple[str, ...] = ()
+    reference: Reference
 
 
 @dataclass(frozen=True)
@@ -34,7 +61,6 @@ class Chat:
     turns: tuple[Turn, ...]
     kind: str = ""  # the task inside the domain ("sum", "sort", ...); scorers may depend on it
     system: str | None = None
-    tags: dict[str, str] = field(default_factory=dict, compare=False)
 
     def prompt_key(self) -> str:
         """All that the user says: the unit of the held-back split."""
@@ -84,9 +110,3 @@ def vary(rng: random.Random, text: str) -> str:
     if rng.random() < 0.15:
         text = text.rstrip("?.!")
     return text
-
-
-def contains_all(answer: str, expect: Sequence[str]) -> bool:
-    """Whether each expected string occurs in the answer, upper and lower case alike."""
-    low = answer.lower()
-    return all(e.lower() in low for e in expect)

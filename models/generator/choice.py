@@ -1,28 +1,48 @@
-"""Multiple choice over the facts of the small world, answered by a letter and the option's text."""
+"""Multiple choice over the facts of the world, over passages and over sums: the answer, then its letter."""
 
 from __future__ import annotations
 
 import random
 
-from models.generator.base import Chat, Turn
-from models.generator.world import everyday
+from models.generator.arithmetic import APPLY, operands
+from models.generator.base import Chat, Turn, letter
+from models.generator.facts import fact
+from models.generator.questions import passage
 
 DOMAIN = "choice"
-LETTERS = "ABCD"
+LETTERS = "ABCDEFGHIJ"
+STYLES = ("{}) {}", "({}) {}", "{}. {}")
+
+
+def _sum(rng: random.Random) -> tuple[str, str, list[str]]:
+    op = rng.choice("+-*")
+    a, b = operands(rng, op)
+    value = APPLY[op](a, b)
+    return (
+        f"What is {a} {op} {b}?",
+        str(value),
+        [str(value + d) for d in (-10, -3, -2, -1, 1, 2, 3, 10) if value + d >= 0],
+    )
 
 
 def make(rng: random.Random) -> Chat:
-    """One question with four options in lines."""
-    ask, _, short, others = everyday(rng)
+    """One question with three to six options in lines."""
+    source = rng.choices(("fact", "passage", "sum"), (5, 3, 2))[0]
+    if source == "fact":
+        known = fact(rng)
+        ask, short, others = rng.choice(known.asks), known.short, list(known.others)
+    elif source == "passage":
+        text, asked = passage(rng)
+        one = rng.choice(asked)
+        ask, short, others = f"{text} {rng.choice(one.asks)}", one.short, list(one.others)
+    else:
+        ask, short, others = _sum(rng)
     wrong = sorted(set(others) - {short})
-    options = rng.sample(wrong, min(3, len(wrong)))
+    options = rng.sample(wrong, min(rng.choices((2, 3, 4, 5), (2, 6, 1, 1))[0], len(wrong)))
     options.insert(rng.randint(0, len(options)), short)
-    lines = "\n".join(f"{letter}) {text}" for letter, text in zip(LETTERS, options, strict=False))
-    tail = rng.choice(("", "\nAnswer with the letter.", "\nWhich is right?"))
-    letter = LETTERS[options.index(short)]
-    return Chat(DOMAIN, (Turn(f"{ask}\n{lines}{tail}", f"{letter}) {short}", (letter,)),), "choice")
-
-
-def score(chat: Chat, index: int, answer: str) -> bool:
-    """Right when the answer starts with the right letter."""
-    return answer.strip()[:1] == chat.turns[index].expect[0]
+    style = rng.choice(STYLES)
+    lines = "\n".join(style.format(mark, text) for mark, text in zip(LETTERS, options, strict=False))
+    tail = rng.choice(("", "", "\nAnswer with the letter.", "\nWhich is right?"))
+    right = LETTERS[options.index(short)]
+    turn = Turn(f"{ask}\n{lines}{tail}", f"{short}. The answer is ({right}).", letter(right))
+    return Chat(DOMAIN, (turn,), source)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 import string
 
-from models.generator.base import Chat, Turn, contains_all, skewed
+from models.generator.base import Chat, Turn, contains, skewed
 from models.generator.words import NAMES, OPEN_FILLER, OPEN_NOUNS, OPEN_VERBS, THINGS
-
-DOMAIN = "open"
 
 ANSWERS = (
     "I am a small model and do not know much about that. You can ask me for a sum, a short story or a simple fact.",
@@ -88,16 +86,11 @@ def make(rng: random.Random) -> Chat:
             ask = rng.choice(STARTS).format(n=noun, m=rng.choice(OPEN_NOUNS))
         else:
             ask = _long_question(rng, rng.randint(0, 1) if kind == "sentence" else rng.randint(2, 8))
-        turns.append(Turn(ask, skewed(rng, ANSWERS, 0.85), ("small model",)))
-    return Chat(DOMAIN, tuple(turns), kind)
-
-
-def score(chat: Chat, index: int, answer: str) -> bool:
-    """Right when the model admits that it does not know."""
-    return contains_all(answer, chat.turns[index].expect)
+        turns.append(Turn(ask, skewed(rng, ANSWERS, 0.85), contains("small model")))
+    return Chat("conversation", tuple(turns), kind)
 
 
 def make_long(rng: random.Random) -> Chat:
     """A question of up to about 1,500 tokens, far longer than all others."""
     ask = _long_question(rng, rng.randint(12, 60))
-    return Chat(DOMAIN, (Turn(ask, skewed(rng, ANSWERS, 0.85), ("small model",)),), "very long")
+    return Chat("conversation", (Turn(ask, skewed(rng, ANSWERS, 0.85), contains("small model")),), "very long")

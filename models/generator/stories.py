@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 
-from models.generator.base import Chat, Turn, contains_all, skewed, vary
+from models.generator.base import Chat, Turn, contains, skewed, vary
 from models.generator.words import CHILDREN
-
-DOMAIN = "stories"
 
 # hero: (adjective, home, friend, lost thing, where it was found): most of a story follows from its hero
 HEROES: dict[str, tuple[str, str, str, str, str]] = {
@@ -103,14 +101,18 @@ def make(rng: random.Random) -> Chat:
         cut = rng.choices((1, 2, 3), (3, 3, 2))[0]
         ask = rng.choice(CONTINUE).format(start=" ".join(story[:cut]))
         # what follows must speak of the same hero's friend and hiding place
-        return Chat(DOMAIN, (Turn(ask, " ".join(story[cut:]), (name, HEROES[hero][4])),), kind)
+        return Chat(
+            "conversation",
+            (Turn(ask, " ".join(story[cut:]), contains(name, HEROES[hero][4], ends_with="The end.")),),
+            kind,
+        )
     ask = {"hero": rng.choice(ASK), "named": rng.choice(ASK_NAMED), "any": rng.choice(ASK_ANY)}[kind]
     expect = (hero, name) if kind != "any" else ("Once upon a time",)
     turns = [
         Turn(
             vary(rng, ask.format(hero=hero, name=name)) if kind != "named" else ask.format(hero=hero, name=name),
             " ".join(story),
-            expect,
+            contains(*expect, ends_with="The end."),
         )
     ]
     if rng.random() < 0.3:  # a question about the story just told
@@ -118,19 +120,11 @@ def make(rng: random.Random) -> Chat:
         turns.append(
             rng.choice(
                 (
-                    Turn("Who helped?", f"The {friend} helped {name}.", (friend,)),
-                    Turn("Where did they find it?", f"They found it {where}.", (where,)),
-                    Turn("What was the name of the hero?", f"The {hero} was named {name}.", (name,)),
-                    Turn("What was lost?", f"{name} had lost {thing}.", (thing,)),
+                    Turn("Who helped?", f"The {friend} helped {name}.", contains(friend)),
+                    Turn("Where did they find it?", f"They found it {where}.", contains(where)),
+                    Turn("What was the name of the hero?", f"The {hero} was named {name}.", contains(name)),
+                    Turn("What was lost?", f"{name} had lost {thing}.", contains(thing)),
                 )
             )
         )
-    return Chat(DOMAIN, tuple(turns), kind)
-
-
-def score(chat: Chat, index: int, answer: str) -> bool:
-    """A story names its hero (a continued one also finds the lost thing where it belongs) and comes to "The end."."""
-    right = contains_all(answer, chat.turns[index].expect)
-    if index > 0:
-        return right
-    return right and answer.rstrip().endswith("The end.") and answer.count(".") >= 3
+    return Chat("conversation", tuple(turns), kind)

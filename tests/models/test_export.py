@@ -29,3 +29,16 @@ def test_gguf_agrees_with_pytorch(shape: Shape, kind: str, error: float, greedy:
     result = compare(net, path, n_chats=4)
     assert result.relative_error < error
     assert result.greedy > greedy
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
+def test_routers_and_norms_stay_in_float32_and_experts_get_their_type(kind: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    path = tmp_path / "model.gguf"
+    export(Network(SMALL), train_tokenizer(n_chats=3000, vocab_size=1024), path, kind, "test")
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    for name, found in types.items():
+        wanted = kind.upper() if "_exps" in name else "F32" if "norm" in name or "ffn_gate_inp" in name else "Q8_0"
+        assert found == wanted, name
+    assert list(tmp_path.iterdir()) == [path], "nothing is left behind"

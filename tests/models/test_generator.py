@@ -8,6 +8,10 @@ import random
 import pytest
 
 from models.generator import DOMAINS, IM_START, Chat, Turn, chats, held_back, render_chat, render_prompt, score
+from models.generator.base import contains, number
+from moeedge.scoring.references import score_answer
+
+SEVEN = {"conversation", "arithmetic", "instructions", "questions", "choice", "code", "summaries"}
 
 
 def first(n: int, seed: int | str = 0, domain: str | None = None) -> list[Chat]:
@@ -28,8 +32,13 @@ def test_held_back_prompts_are_never_trained_on() -> None:
 
 
 @pytest.mark.parametrize("domain", sorted(DOMAINS))
+def test_every_domain_holds_back_enough_to_be_scored(domain: str) -> None:
+    assert len(held_back(100, 1, domain)) == 100
+
+
+@pytest.mark.parametrize("domain", sorted(DOMAINS))
 def test_scorer_accepts_its_own_answers_and_rejects_others(domain: str) -> None:
-    for chat in first(200, 3, domain):
+    for chat in first(12 if domain == "code" else 200, 3, domain):  # code is run
         assert chat.domain == domain
         for i, turn in enumerate(chat.turns):
             assert score(chat, i, turn.assistant), (turn.user, turn.assistant)
@@ -37,21 +46,61 @@ def test_scorer_accepts_its_own_answers_and_rejects_others(domain: str) -> None:
             assert not score(chat, i, "Perhaps, perhaps not")
 
 
+def test_the_tests_of_code_fail_for_other_code() -> None:
+    chat = next(c for c in first(300, 1, "code") if "larger than" in c.turns[0].user and "Check" in c.turns[0].user)
+    right = chat.turns[0].assistant
+    assert score(chat, 0, right)
+    assert not score(chat, 0, right.replace(">", "<"))
+
+
+def test_every_function_of_the_code_domain_passes_its_own_tests() -> None:
+    for chat in first(400, 9, "code"):
+        space: dict[str, object] = {}
+        exec(chat.turns[0].assistant.removeprefix("```python\n").removesuffix("\n```"), space)
+        exec(chat.turns[0].reference.tests, space)  # raises where one fails
+
+
 def test_a_sum_with_a_wrong_result_is_wrong() -> None:
-    chat = Chat("arithmetic", (Turn("7+5=", "7 + 5 = 12", ("12",)),))
+    chat = Chat("arithmetic", (Turn("7+5=", "7 + 5 = 12", number(12)),))
     assert score(chat, 0, "7 + 5 = 12.")
     assert not score(chat, 0, "7 + 5 = 13")
     assert not score(chat, 0, "12 is not it, 11 is")
 
 
+def test_every_step_of_worked_arithmetic_is_true() -> None:
+    for chat in first(2000, 4, "arithmetic"):
+        for turn in chat.turns:
+            steps = [step for step in turn.assistant.replace(". ", "\n").split("\n") if "=" in step]
+            for step in steps:
+                left, right = step.rstrip(".").split(" = ")
+                assert eval(left) == int(right), turn
+            assert turn.reference.expect[0] == steps[-1].rstrip(".").split(" = ")[1]
+
+
+def test_a_choice_by_its_letter_alone_counts() -> None:
+    for chat in first(50, 2, "choice"):
+        turn = chat.turns[0]
+        right = turn.reference.expect[0]
+        assert score(chat, 0, f"The answer is ({right}).")
+        assert not score(chat, 0, f"The answer is ({'B' if right == 'A' else 'A'}).")
+
+
 def test_a_story_without_its_end_is_wrong() -> None:
-    chat = next(c for c in first(100, 1, "stories") if c.kind == "continue")
+    chat = next(c for c in first(300, 1, "conversation") if c.kind == "continue")
     answer = chat.turns[0].assistant
+    assert score(chat, 0, answer)
     assert not score(chat, 0, answer.removesuffix("The end."))
 
 
+def test_a_summary_that_is_the_report_is_wrong() -> None:
+    for chat in first(50, 6, "summaries"):
+        turn = chat.turns[0]
+        assert len(turn.assistant) < turn.reference.max_chars
+        assert not score_answer(turn.reference, turn.user * 2).value
+
+
 def test_chatml_form() -> None:
-    chat = Chat("x", (Turn("one", "two"), Turn("three", "four")), system="s")
+    chat = Chat("x", (Turn("one", "two", contains("two")), Turn("three", "four", contains("four"))), system="s")
     text = render_chat(chat)
     assert text.startswith(f"{IM_START}system\ns<|im_end|>\n{IM_START}user\none<|im_end|>\n{IM_START}assistant\ntwo")
     assert text.endswith("four<|im_end|>\n<|endoftext|>")
@@ -61,9 +110,9 @@ def test_chatml_form() -> None:
 
 def test_each_domain_occurs_and_some_chats_have_several_turns() -> None:
     sample = first(2000, 5)
-    assert {chat.domain for chat in sample} == set(DOMAINS)
+    assert {chat.domain for chat in sample} == set(DOMAINS) == SEVEN
     several = sum(len(chat.turns) > 1 for chat in sample) / len(sample)
-    assert 0.25 < several < 0.6
+    assert 0.15 < several < 0.5
     assert 0.1 < sum(chat.system is not None for chat in sample) / len(sample) < 0.2
 
 

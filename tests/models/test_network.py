@@ -14,7 +14,7 @@ from models.attention import attend, attend_plain, rope_tables  # noqa: E402
 from models.grow import grow  # noqa: E402
 from models.kernels import library  # noqa: E402
 from models.moe import expert_mix, expert_mix_plain, top_experts  # noqa: E402
-from models.network import MoE, Network, Shape  # noqa: E402
+from models.network import MoE, Network, Shape, alike  # noqa: E402
 
 TINY = Shape(n_vocab=64, n_layer=2, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_expert=8, n_expert_used=2, n_ff=16)
 
@@ -139,3 +139,14 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     halves = trainer.run(halves, plan, loss_at, second)
     for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_adjacent_tokens_of_like_routing_cost_nothing_and_others_do() -> None:
+    torch.manual_seed(0)
+    base = torch.randn(2, 6, 32)
+    noise = torch.randn(2, 6, 32)
+    for first, change in ((base, 0.0), (noise, 1.0)):
+        # tokens 2i and 2i + 1 are near copies of each other, or strangers
+        logits = torch.stack((base, first + 0.01 * noise), dim=2).flatten(1, 2)
+        pairs = alike(logits)[:, ::2]
+        assert (pairs > 0.95).all() if change == 0.0 else (pairs.mean() < 0.3)
