@@ -108,8 +108,8 @@ def table(result: Result) -> str:
     ]
     lines += [
         "",
-        f"Share of a domain's picks (columns) that fall on the hottest {HOT_SHARE:.0%} of the experts of another (rows); "
-        "profiled on other chats than those counted:",
+        f"Share of a domain's picks (columns) that fall on the hottest {HOT_SHARE:.0%} of the experts of another "
+        "(rows); profiled on other chats than those counted:",
         "",
         "| hot experts of | " + " | ".join(result.domains) + " |",
         "| --- " * (len(result.domains) + 1) + "|",
