@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from models.evaluate import BUNDLED, Result, table
-from models.network import DRAFT_SHAPE, TARGET_SHAPE
+from models.evaluate import BUNDLED, read, table
+from models.generator.arithmetic import LARGEST
+from models.measure import Result
+from models.network import DRAFT_SHAPE, LIKENESS, TARGET_SHAPE
 from models.train import (
     DEEP_ROUTING,
     LONG_EVERY,
@@ -31,6 +33,7 @@ STAGES = {
 }
 
 TITLES = ("moeedge toy target", "moeedge toy draft")
+PAUSE_S = 120.0  # a longer time between two steps is a pause
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
@@ -41,7 +44,7 @@ def read_log(path: Path) -> dict[str, np.ndarray]:
         row = json.loads(line)
         rows[row["step"]] = row
     ordered = [rows[step] for step in sorted(rows)]
-    return {key: np.array([row[key] for row in ordered]) for key in ("step", "loss", "answer_loss")}
+    return {key: np.array([row[key] for row in ordered]) for key in ("step", "loss", "answer_loss", "time")}
 
 
 def smooth(values: np.ndarray, width: int = 20) -> np.ndarray:
@@ -69,6 +72,19 @@ def plot(logs: dict[str, dict[str, np.ndarray]], path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
+
+
+def duration(logs: dict[str, dict[str, np.ndarray]]) -> str:
+    """Time that the steps took, in words; pauses between runs are left out."""
+    steps_s = np.concatenate([np.diff(log["time"]) for log in logs.values()])
+    minutes = steps_s[(steps_s >= 0) & (steps_s < PAUSE_S)].sum() / 60
+    return f"{minutes:.0f} minutes"
+
+
+def weakest(result: Result) -> str:
+    """A sentence on the domain with the fewest right answers."""
+    name = min(result.domains, key=lambda domain: result.domains[domain].right)
+    return f"The weakest domain is {name} ({result.domains[name].right:.2f} right). "
 
 
 def file_row(path: Path, kind: str, shape: str) -> str:
@@ -110,7 +126,7 @@ def main() -> None:
             "python -m models.card",
         )
     )
-    result = Result(**json.loads(args.evaluation.read_text()))
+    result = read(args.evaluation)
     (BUNDLED / "README.md").write_text(
         TEMPLATE.read_text().format(
             files="\n".join(files),
@@ -127,6 +143,10 @@ def main() -> None:
             long_rows=LONG_ROWS,
             long_time=LONG_TIME,
             change=DEEP_ROUTING[1],
+            likeness=LIKENESS,
+            hours=duration(logs),
+            largest=LARGEST,
+            weak=weakest(result),
             stages="\n".join(stages),
             commands=commands,
             evaluation=table(result),
