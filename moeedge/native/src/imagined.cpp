@@ -138,7 +138,7 @@ static ggml_guid_t backend_guid() {
 // device
 
 static const char * device_get_name(ggml_backend_dev_t) {
-    return "IMAGINED";
+    return "imagined";
 }
 
 static const char * device_get_description(ggml_backend_dev_t) {

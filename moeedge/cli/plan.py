@@ -1,0 +1,95 @@
+"""`moeedge plan`: what a model will take and what fits, before anything of it is loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from moeedge.cli import options
+from moeedge.cli.common import cli_errors
+from moeedge.cli.device import check_device
+from moeedge.cli.log import show_log
+from moeedge.cli.pair import resolve_pair
+from moeedge.cli.placement import placement_config
+
+
+def plan(
+    model: options.Model = None,
+    model_draft: options.ModelDraft = None,
+    draft_max: options.DraftMax = None,
+    ctx_size: options.CtxSize = 0,
+    n_gpu_layers: options.NGpuLayers = None,
+    device: options.Device = "auto",
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            "--vram",
+            metavar="SIZE",
+            help="Plan for a GPU with so much free memory, for instance 8G, instead of what is measured; there need "
+            "not be one here.",
+            rich_help_panel="Hardware",
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            "--ram",
+            metavar="SIZE",
+            help="Plan for a machine with so much free memory, instead of what is measured.",
+            rich_help_panel="Hardware",
+        ),
+    ] = None,
+    cache_ratio: options.CacheRatio = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            "--reserve",
+            metavar="SIZE",
+            help="Memory of the device to leave free, beside what the cache leaves to others anyway.",
+            rich_help_panel="Expert placement",
+        ),
+    ] = None,
+    output: Annotated[
+        options.Output, typer.Option("-o", "--output", help="Print tables, or one JSON object with sizes in bytes.")
+    ] = options.Output.TEXT,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error.")] = False,
+) -> None:
+    """Say what a model will take of this machine's memory, and what fits, before anything is loaded.
+
+    The header of the file is enough: a download that has only begun will do. Prints what lies on the device and what in
+    memory, the share of the experts that the device can hold, the largest context, and the command that runs it so.
+    """
+    from moeedge.hardware.size import parse_size
+    from moeedge.planning.machine import this_machine
+    from moeedge.planning.plan import make_plan
+    from moeedge.planning.planner import Planner
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.plan_view import print_plan, print_plan_json
+
+    with cli_errors():
+        placement = placement_config(cache_ratio=cache_ratio)
+        vram_bytes, ram_bytes, reserve_bytes = (
+            None if one is None else parse_size(one) for one in (vram, ram, reserve)
+        )
+        check_device(device)
+        if verbose:
+            show_log()
+        pair = resolve_pair(model, model_draft)
+        config = pair.engine_config(
+            ctx_size=ctx_size,
+            threads=0,
+            draft_max=draft_max,
+            n_gpu_layers=n_gpu_layers,
+            device=device,
+            placement=placement,
+            emulate=True,
+        )
+        machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
+        with Planner(config, machine, reserve=reserve_bytes or 0) as planner:
+            found = make_plan(planner, model_name=None if model is None else os.fspath(model), draft_name=model_draft)
+        if output is options.Output.JSON:
+            print_plan_json(found)
+        else:
+            print_plan(found, stdout_console())

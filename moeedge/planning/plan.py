@@ -1,0 +1,132 @@
+"""The answer of `moeedge plan`: the map, other contexts beside it, and what to do."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+
+from moeedge.hardware.size import format_bytes
+from moeedge.planning.facts import ModelFacts
+from moeedge.planning.machine import Machine
+from moeedge.planning.memory_map import MemoryMap, Place
+from moeedge.planning.planner import Planner
+
+CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # tokens, up to what the model was trained with
+
+# bits per weight that llama.cpp's presets come to (tools/quantize/README.md of the pinned version, Llama-3.1-8B)
+PRESETS = {
+    "Q8_0": 8.50,
+    "Q6_K": 6.56,
+    "Q5_K_M": 5.70,
+    "Q4_K_M": 4.89,
+    "IQ4_XS": 4.46,
+    "Q3_K_M": 4.00,
+    "Q2_K": 3.16,
+    "IQ2_XXS": 2.38,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before loading."""
+
+    model: ModelFacts
+    draft: ModelFacts | None
+    machine: Machine
+    map: MemoryMap
+    contexts: tuple[MemoryMap, ...]
+    largest_n_ctx: int  # tokens, with the cache on and, if one was asked for, of that ratio; 0: none fits
+    command: str  # that runs it so; empty where it does not fit
+    notes: tuple[str, ...]  # sentences
+
+
+def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> Plan:
+    """The plan at the planner's context; the names are those that the user typed, for the command."""
+    chosen = planner.default_map()
+    trained = planner.facts.n_ctx_train
+    sizes = sorted({*(n for n in CONTEXTS if n <= trained), chosen.n_ctx})
+    contexts = tuple(chosen if n == chosen.n_ctx else planner.map(n) for n in sizes)
+    larger_than_memory = _ram(chosen).verdict != "fits" and planner.facts.file_bytes > _ram(chosen).free_bytes
+    ratio = planner.config.placement.cache_ratio or 0.0
+    largest = planner.largest_n_ctx(ratio, from_disk=larger_than_memory)
+    notes = [*_about_files(planner), *planner.machine.notes, *planner.notes, *chosen.budget.notes]
+    notes += _advice(planner, chosen, largest)
+    advised = chosen
+    if not planner.config.n_ctx and chosen.verdict != "fits" and largest:
+        rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
+        advised = planner.map(max(rows, default=largest))  # not the very last token: something is left for experts
+    command = "" if advised.verdict == "does not fit" else _command(planner, advised, model_name, draft_name)
+    return Plan(planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes))
+
+
+def _ram(found: MemoryMap) -> Place:
+    return found.places[-1]
+
+
+def _about_files(planner: Planner) -> list[str]:
+    notes = []
+    for facts in (planner.facts, planner.draft_facts):
+        if facts is not None and facts.missing_bytes:
+            notes.append(
+                f"{facts.file} is not whole: {format_bytes(facts.missing_bytes)} of its weights are missing. "
+                "The plan needs its header only."
+            )
+    return notes
+
+
+def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
+    """What a person should know or could do; the first sentence says whether it fits where that is not plain."""
+    facts, ram = planner.facts, _ram(chosen)
+    notes = [chosen.refused] if chosen.refused else []
+    for place in chosen.places[:-1]:
+        if place.left_bytes < 0:
+            notes.append(f"{place.name} lacks {format_bytes(-place.left_bytes)} at {chosen.n_ctx:,} tokens.")
+    if ram.verdict == "does not fit":
+        notes.append(f"The memory lacks {format_bytes(ram.fixed_bytes - ram.free_bytes)} at {chosen.n_ctx:,} tokens.")
+    if ram.verdict == "from disk":
+        notes.append(
+            f"All of it together is larger than the free memory by {format_bytes(-ram.left_bytes)}: of the weights "
+            "that are used from the file, so much is read from the disk again and again, which is slow."
+        )
+    if chosen.verdict != "fits":
+        if largest and largest < chosen.n_ctx:
+            notes.append(f"A context of {largest:,} tokens would fit: -c {largest}.")
+        notes += _smaller_file(facts, ram)
+        notes.append(f"RAM that holds it all: {format_bytes(ram.used_bytes)} free.")
+    return notes
+
+
+def _smaller_file(facts: ModelFacts, ram: Place) -> list[str]:
+    """The best preset of llama.cpp that would leave nothing on the disk."""
+    weights = facts.experts_bytes + facts.dense_bytes
+    room = weights + ram.left_bytes
+    for name, bits in PRESETS.items():
+        n_bytes = round(bits * facts.n_weights / 8)
+        if n_bytes <= room and n_bytes < weights:
+            return [f"A file in {name} would fit: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."]
+    return [] if ram.left_bytes >= 0 else ["No quantization of this model fits into this memory."]
+
+
+def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft_name: str | None) -> str:
+    config = planner.config
+    words = ["moeedge", "chat"]
+    words += ["-m", model_name] if model_name else []
+    words += ["-md", draft_name] if draft_name else []
+    if config.n_ctx or not advised.whole_on_gpu:  # without -c a model that fits whole is given the rest for its context
+        words += ["-c", str(advised.n_ctx)]
+    if config.device != "auto":
+        words += ["-dev", config.device]
+    if config.n_gpu_layers is not None and config.device != "none":
+        words += ["-ngl", str(config.n_gpu_layers)]
+    asked = config.placement.cache_ratio is not None
+    if advised.budget.n_slots and (asked or planner.machine.device.default_ratio is None):
+        words += ["--cache-ratio", _round_down(advised.budget.ratio)]
+    elif config.placement.cache_ratio == 0:
+        words += ["--cache-ratio", "0"]
+    return shlex.join(words)
+
+
+def _round_down(ratio: float) -> str:
+    """Three digits, never more than fits."""
+    return f"{math.floor(ratio * 1000 + 1e-9) / 1000:g}"

@@ -1,0 +1,255 @@
+"""The plan of a session: how much of which memory it takes, from headers alone.
+
+Every decision is the session's own: where layers go (engine/loading.py), how large the context is (engine/memory.py),
+how many slots the cache has (engine/placement/sizing.py). llama.cpp says itself what it would allocate.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from moeedge.engine.expert_tensors import expert_bytes
+from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, whole_model_fits
+from moeedge.engine.memory import choose_n_ctx
+from moeedge.engine.model import Model
+from moeedge.engine.placement.sizing import beside_slots_bytes, cache_budget, reserve_bytes, stage_slots
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.hardware.budget import Budget
+from moeedge.planning.facts import ModelFacts, read_facts
+from moeedge.planning.footprint import Footprint, Share, footprint
+from moeedge.planning.header import Loadable, loadable
+from moeedge.planning.machine import KERNEL_BYTES, Machine
+from moeedge.planning.memory_map import Line, MemoryMap, Place
+
+_NOTHING = Footprint({}, Share(), 0)
+_GRAIN = 256  # tokens; llama.cpp rounds contexts to this
+
+
+class Planner:
+    """Maps of one model (and draft) on one machine, at any context size; a context manager.
+
+    reserve: bytes of the device to leave free beside what the cache leaves anyway.
+    """
+
+    def __init__(self, config: EngineConfig, machine: Machine, *, reserve: int = 0) -> None:
+        self.machine = machine
+        self.reserve = reserve
+        self.notes: list[str] = []
+        self._maps: dict[tuple[int, bool], MemoryMap] = {}
+        self._targets: dict[bool, Model] = {}
+        with ExitStack() as stack:
+            self.file: Loadable = stack.enter_context(loadable(config.model))
+            self.draft_file: Loadable | None = None
+            config = replace(config, model=self.file.path)
+            if isinstance(config.draft, Path) and config.gamma > 0:
+                self.draft_file = stack.enter_context(loadable(config.draft))
+                config = replace(config, draft=self.draft_file.path)
+            self.config = config
+            self._stack = stack
+            header = self._target(whole=False)
+            draft = self._load_draft(header)
+            self.draft, _, self.use_ngram = choose_draft(config, machine.device, header, draft, self.notes, stack)
+            self.facts, self._experts = read_facts(header, self.file)
+            self.draft_facts: ModelFacts | None = None
+            if self.draft is not None and self.draft_file is not None:
+                self.draft_facts, _ = read_facts(self.draft, self.draft_file)
+            self._program_bytes = psutil.Process().memory_info().rss
+            self._stack = stack.pop_all()
+
+    def _target(self, *, whole: bool) -> Model:
+        if whole not in self._targets:
+            model = load_target(
+                self.config,
+                self.machine.device,
+                whole_fits=whole,
+                header_only=True,
+                free_bytes=self.machine.ram_free_bytes,
+            )
+            self._targets[whole] = self._stack.enter_context(model)
+        return self._targets[whole]
+
+    def _load_draft(self, target: Model) -> Model | None:
+        if self.draft_file is None or not target.can_roll_back:
+            return None
+        free_bytes = max(0, self.machine.ram_free_bytes - target.info.size_bytes)
+        draft = load_draft(self.config, self.machine.device, header_only=True, free_bytes=free_bytes)
+        return self._stack.enter_context(draft)
+
+    @property
+    def _models(self) -> list[Model]:
+        header = self._target(whole=False)
+        return [header] if self.draft is None else [header, self.draft]
+
+    def _whole(self, n_ctx: int) -> bool:
+        """Whether a session with -c n_ctx (0: without -c) keeps the whole model on the GPU."""
+        if self.machine.device.kind != "gpu":
+            return False
+        return whole_model_fits(replace(self.config, n_ctx=n_ctx), self.machine.device, self._models)
+
+    def _kv_room(self, whole: bool) -> int:
+        """What is free where KV caches lie, when the models are loaded and nothing else is."""
+        target = self._target(whole=whole)
+        loaded = [footprint(target, _GRAIN, self.config)]
+        if self.draft is not None:
+            loaded.append(footprint(self.draft, _GRAIN, self.config))
+        device = self.machine.device
+        if device.kind == "gpu" and kv_on_gpu(self.config, device, target):
+            weights = sum(one.gpu(device.ggml_name).weights_bytes for one in loaded)
+            return max(0, device.free_bytes - KERNEL_BYTES - weights)
+        return max(0, self.machine.ram_free_bytes - sum(one.repacked_bytes for one in loaded))
+
+    def default_map(self) -> MemoryMap:
+        """The map of a session with the user's -c, or without one with the context that it chooses by itself."""
+        whole = self._whole(self.config.n_ctx)
+        if self.config.n_ctx:
+            return self.map(self.config.n_ctx)
+        n_ctx, note = choose_n_ctx(self._models, 0, self._kv_room(whole))
+        self.notes.extend([note] if note else [])
+        return self._map(n_ctx, whole)
+
+    def map(self, n_ctx: int) -> MemoryMap:
+        """The map of a session with -c n_ctx."""
+        whole = self._whole(n_ctx)
+        refused = ""
+        try:
+            choose_n_ctx(self._models, n_ctx, self._kv_room(whole))
+        except InputError as error:
+            refused = error.message
+        return replace(self._map(n_ctx, whole), refused=refused)
+
+    def _map(self, n_ctx: int, whole: bool) -> MemoryMap:
+        if (n_ctx, whole) not in self._maps:
+            self._maps[n_ctx, whole] = self._draw(n_ctx, whole)
+        return self._maps[n_ctx, whole]
+
+    def _draw(self, n_ctx: int, whole: bool) -> MemoryMap:
+        target = self._target(whole=whole)
+        ours = footprint(target, n_ctx, self.config)
+        drafts = footprint(self.draft, n_ctx, self.config) if self.draft is not None else _NOTHING
+        device = self.machine.device
+        places = []
+        budget = Budget(0.0, 0, 0)
+        if device.kind == "gpu":
+            lines = _gpu_lines(ours.gpu(device.ggml_name), drafts.gpu(device.ggml_name), target, self._experts_bytes)
+            lines.append(Line("kernels (an allowance)", KERNEL_BYTES))
+            budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
+            places.append(Place(device.label, device.total_bytes, device.free_bytes, (*lines, *cache)))
+        elif device.kind != "none":
+            budget, cache = self._cache(target, device.free_bytes)
+            if device.kind == "rpc":
+                places.append(Place(device.label, device.total_bytes, device.free_bytes, tuple(cache)))
+        ram = self._ram_lines(target, ours, drafts)
+        if device.kind == "emulated":
+            ram += cache
+        places.append(Place("RAM", self.machine.ram_total_bytes, self.machine.ram_free_bytes, tuple(ram)))
+        shares = [*ours.gpus.values(), ours.ram, *drafts.gpus.values(), drafts.ram]
+        return MemoryMap(
+            n_ctx=n_ctx,
+            kv_bytes=sum(share.kv_bytes for share in shares),
+            compute_bytes=sum(share.compute_bytes for share in shares),
+            places=tuple(places),
+            budget=budget,
+            whole_on_gpu=whole,
+        )
+
+    @property
+    def _experts_bytes(self) -> int:
+        return expert_bytes(self._experts)
+
+    def _cache(self, target: Model, free_bytes: int) -> tuple[Budget, list[Line]]:
+        """The expert cache on a device with so much left, and its lines."""
+        device, wish, info = self.machine.device, self.config.placement, target.info
+        free_bytes = max(0, free_bytes - self.reserve)
+        budget = cache_budget(
+            wish,
+            device,
+            self._experts,
+            info,
+            free_bytes=free_bytes,
+            total_bytes=device.total_bytes,
+            n_ubatch=self.config.n_ubatch,
+            experts_on_device=target.experts_on_gpu,
+        )
+        lines = []
+        if budget.n_slots:
+            n_stage = stage_slots(wish, device.kind, info.n_experts)
+            beside = beside_slots_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
+            lines.append(Line("beside the slots (staging, columns)", beside))
+        kept = self.reserve + reserve_bytes(device, device.total_bytes)
+        lines += [Line("reserve", kept)] if kept else []
+        n_all = info.n_expert_layers * info.n_experts
+        if budget.n_slots:
+            lines.append(Line(f"expert slots: {budget.n_slots:,} of {n_all:,}", budget.pool_bytes))
+        return budget, lines
+
+    def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[Line]:
+        on_host = 0 if target.experts_on_gpu else min(self._experts_bytes, ours.ram.weights_bytes)
+        # which tensors are repacked is llama.cpp's to say; nearly all of them are experts
+        repacked = min(on_host, ours.repacked_bytes)
+        dense = ours.ram.weights_bytes - on_host
+        drafted = drafts.ram.weights_bytes
+        lines = [
+            Line("experts", on_host, on_host - repacked),
+            Line("dense weights", dense, max(0, dense - (ours.repacked_bytes - repacked))),
+            Line("KV cache", ours.ram.kv_bytes),
+            Line("compute buffers", ours.ram.compute_bytes),
+            Line("draft: weights", drafted, drafted - drafts.repacked_bytes),
+            Line("draft: KV cache", drafts.ram.kv_bytes),
+            Line("draft: compute buffers", drafts.ram.compute_bytes),
+            Line("program and vocabulary", self._program_bytes),
+        ]
+        return [line for line in lines if line.n_bytes]
+
+    def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
+        """The largest context that fits with at least that cache ratio, at most the one of training; 0: none.
+
+        from_disk: a model that is larger than the memory is fine. A cache that can be on must be on.
+        """
+        trained = self.facts.n_ctx_train
+        if self._good(trained, ratio, from_disk):
+            return trained
+        low, high = 0, -(-trained // _GRAIN)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._good(middle * _GRAIN, ratio, from_disk) else (low, middle)
+        return low * _GRAIN
+
+    def _good(self, n_ctx: int, ratio: float, from_disk: bool) -> bool:
+        found = self.map(n_ctx)
+        if found.verdict == "does not fit" or (found.verdict == "from disk" and not from_disk):
+            return False
+        wanted = self.config.placement.cache_ratio
+        if self.machine.device.kind == "none" or not self._experts or wanted == 0:
+            return True
+        return found.whole_on_gpu or (found.budget.n_slots > 0 and found.cache_ratio >= ratio)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _gpu_lines(ours: Share, drafts: Share, target: Model, experts: int) -> list[Line]:
+    on_gpu = min(experts, ours.weights_bytes) if target.experts_on_gpu else 0
+    lines = [
+        Line("dense weights", ours.weights_bytes - on_gpu),
+        Line("experts", on_gpu),
+        Line("KV cache", ours.kv_bytes),
+        Line("compute buffers", ours.compute_bytes),
+        Line("draft: weights", drafts.weights_bytes),
+        Line("draft: KV cache", drafts.kv_bytes),
+        Line("draft: compute buffers", drafts.compute_bytes),
+    ]
+    return [line for line in lines if line.n_bytes]
