@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, calibrate, chat, devices, list_models, plan, profile, pull, widen, worker
+from moeedge.cli import bench, calibrate, chat, devices, list_models, plan, profile, pull, rm, widen, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -23,6 +23,7 @@ app.command()(calibrate.calibrate)
 app.command()(devices.devices)
 app.command()(pull.pull)
 app.command("list")(list_models.list_models)
+app.command()(rm.rm)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(widen.widen)

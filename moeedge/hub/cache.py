@@ -58,7 +58,7 @@ def find_variant(variant: Variant) -> Path | None:
     """The first file of `variant`, if all its parts are on this machine in one place and are the catalog's."""
     if variant.local is not None:
         return variant.local if variant.local.is_file() else None
-    for folder in _snapshots(variant.repo, variant.revision):
+    for folder in snapshots(variant.repo, variant.revision):
         if all(_is_that(folder / file.path, file) for file in variant.files):
             return folder / variant.files[0].path
     return None
@@ -67,7 +67,7 @@ def find_variant(variant: Variant) -> Path | None:
 def find_reference(reference: HubReference) -> list[CachedModel]:
     """The models on this machine that `reference` may mean, the one of its revision first."""
     found: dict[str, CachedModel] = {}
-    for folder in _snapshots(reference.repo, reference.revision):
+    for folder in snapshots(reference.repo, reference.revision):
         for model in _models_in(reference.repo, folder):
             fits = (
                 model.files[0] == all_parts(reference.file)[0]
@@ -102,7 +102,7 @@ def cached_models() -> Iterator[CachedModel]:
             continue
         repo = f"{match['owner']}/{match['name']}"
         seen: set[Path] = set()
-        for snapshot in _snapshots(repo, "main"):
+        for snapshot in snapshots(repo, "main"):
             for model in _models_in(repo, snapshot):
                 blob = model.path.resolve()
                 if blob not in seen:
@@ -129,7 +129,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def _snapshots(repo: str, revision: str) -> list[Path]:
+def snapshots(repo: str, revision: str = "main") -> list[Path]:
     """The snapshots of a repository: that of `revision`, that of main, then the newest first."""
     folder = repo_folder(repo)
     named = []
@@ -161,9 +161,9 @@ def _is_that(path: Path, file: HubFile) -> bool:
     if not path.is_file():
         return False
     blob = path.resolve().name
-    if file.sha256 is not None and _SHA256.fullmatch(blob):
-        return blob == file.sha256
-    return file.size_bytes is None or size_of(path) == file.size_bytes
+    if _SHA256.fullmatch(blob):
+        return file.sha256 in (None, blob)
+    return file.size_bytes is None or size_of(path) == file.size_bytes  # a cache without links
 
 
 def _children(folder: Path) -> Sequence[Path]:

@@ -41,7 +41,8 @@ class Variant:
     revision: str = "main"
     files: tuple[HubFile, ...] = ()
     local: Path | None = None  # instead of repo and files
-    verified: bool = True  # False: names or sizes could not be confirmed
+    about_bytes: int | None = None  # where the exact sizes are not known
+    verified: bool = True  # False: names could not be confirmed
     source: str = ""
 
     @property
@@ -131,12 +132,8 @@ class Catalog:
             yield choice
 
     def targets_of(self, name: str) -> list[str]:
-        """The names of the entries that have `name` as a draft."""
-        return [
-            entry.name
-            for entry in self.entries.values()
-            if any(draft.partition(":")[0] == name for draft in entry.drafts)
-        ]
+        """The names of the entries that name `name` (NAME, or NAME:QUANT) as a draft."""
+        return [entry.name for entry in self.entries.values() if name in entry.drafts]
 
 
 def load_catalog() -> Catalog:
@@ -225,7 +222,7 @@ class _Reader:
 
     def variant(self, table: dict[str, Any], where: str) -> Variant:
         where = f"a variant of {where}"
-        known = {"quant", "repo", "revision", "files", "size_bytes", "sha256", "path", "verified", "source"}
+        known = {"quant", "repo", "revision", "files", "size_bytes", "sha256", "about_gb", "path", "verified", "source"}
         self.only(table, known, where)
         verified = table.get("verified", True)
         if not isinstance(verified, bool):
@@ -244,9 +241,18 @@ class _Reader:
             repo=repo,
             revision=self.text(table, "revision", where) or "main",
             files=self.files(table, where),
+            about_bytes=self.about(table, where),
             verified=verified,
             source=self.text(table, "source", where),
         )
+
+    def about(self, table: dict[str, Any], where: str) -> int | None:
+        value = table.get("about_gb")
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
+            self.fail(f"about_gb of {where} must be a number above 0")
+        return round(value * 10**9)
 
     def files(self, table: dict[str, Any], where: str) -> tuple[HubFile, ...]:
         names = self.texts(table, "files", where)

@@ -23,9 +23,10 @@ class Listed:
     name: str
     about: str
     state: State
-    size_bytes: int | None  # of the whole; None: not known
+    size_bytes: int | None  # of the whole; None: not known exactly
     have_bytes: int  # on this machine
     path: str | None  # the first file, where all is here
+    about_bytes: int | None = None  # roughly, where it is not known exactly
     licence: str = ""
     drafts: tuple[str, ...] = ()
     draft_of: tuple[str, ...] = ()
@@ -88,9 +89,10 @@ def _of_choice(catalog: Catalog, choice: Choice) -> Listed:
         size_bytes=size,
         have_bytes=here,
         path=None if path is None else str(path),
+        about_bytes=variant.about_bytes,
         licence=entry.licence,
-        drafts=entry.drafts,
-        draft_of=tuple(catalog.targets_of(entry.name)),
+        drafts=tuple(draft for draft in entry.drafts if draft != choice.name),
+        draft_of=tuple(catalog.targets_of(choice.name)),
         draft_max=entry.draft_max,
         repo=variant.repo,
         revision=variant.revision if variant.repo else "",

@@ -52,7 +52,7 @@ def local_draft(catalog: Catalog, choice: Choice) -> LocalModel | None:
     """The best draft of the catalog's entry that is here."""
     for draft in catalog.drafts(choice.entry):
         path = cache.find_variant(draft.variant)
-        if path is not None and draft.variant is not choice.variant:
+        if path is not None and draft.variant != choice.variant:
             return LocalModel(path, draft, draft.name)
     return None
 
@@ -65,7 +65,7 @@ def _absent(choice: Choice) -> ModelNameError:
     variant = choice.variant
     if variant.local is not None:
         return ModelNameError(f"{choice.name} should be {variant.local}, which is not there.", "Correct your catalog.")
-    size, here = variant.size_bytes, cache.partial_bytes(variant)
+    size, here = variant.size_bytes or variant.about_bytes, cache.partial_bytes(variant)
     if here:
         of = f" of {format_bytes(size)}" if size else ""
         return ModelNameError(

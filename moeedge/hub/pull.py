@@ -67,8 +67,8 @@ def want_pair(
     choice = catalog.find(name)
     if no_draft:
         return wanted
-    if draft is None and choice is not None and choice.entry.drafts:
-        draft = choice.entry.drafts[0]
+    if draft is None and choice is not None:
+        draft = next((one for one in choice.entry.drafts if one != wanted[0].name), None)
     if draft is not None:
         wanted.append(want(catalog, draft, "draft"))
     return wanted

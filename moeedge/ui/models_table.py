@@ -24,17 +24,16 @@ def print_models(models: list[Listed], folder: Path, *, everything: bool) -> Non
     table.add_column("drafts", overflow="fold")
     for model in models:
         drafts = ", ".join(model.drafts) or ("is a draft" if model.draft_of else "")
-        size = "-" if model.size_bytes is None else format_bytes(model.size_bytes)
-        table.add_row(_name(model), size, _here(model), model.licence, drafts)
+        table.add_row(_name(model), _size(model), _here(model), model.licence, drafts)
     console = stdout_console()
     console.print(table)
     console.print()
     if everything:
-        for model in models:
-            if model.note:
-                console.print(f"{model.name}: {model.note}", soft_wrap=not console.is_terminal)
+        notes = {model.note: model.name for model in reversed(models) if model.note}  # once for all its types
+        for note, name in reversed(notes.items()):
+            console.print(f"{name}: {note}", soft_wrap=not console.is_terminal)
     if any(not model.verified for model in models):
-        console.print("*: file names, size or hash could not be confirmed when the catalog was written.")
+        console.print("*: the file's name could not be confirmed when the catalog was written.")
     console.print(f"Downloads lie in {folder}.", soft_wrap=True)
     if not everything:
         console.print("moeedge list --all shows what the catalog offers; moeedge pull NAME downloads it.")
@@ -48,6 +47,12 @@ def print_models_json(models: list[Listed]) -> None:
 
 def _name(model: Listed) -> str:
     return model.name if model.verified else f"{model.name}*"
+
+
+def _size(model: Listed) -> str:
+    if model.size_bytes is not None:
+        return format_bytes(model.size_bytes)
+    return "-" if model.about_bytes is None else f"~{format_bytes(model.about_bytes)}"
 
 
 def _here(model: Listed) -> str:

@@ -42,8 +42,8 @@ class Hub:
     status: int = 200  # another one is the answer to everything
     gated: bool = False  # without a token
     cut_after: int | None = None  # bytes after which every connection of a download breaks
-    cuts: int = 10**9  # how often
-    refuse_bytes: bool = False  # connections of downloads break at once
+    cuts: int = 1  # how often
+    status_after_cut: int = 200  # what is answered to everything from then on
     block_pause_s: float = 0.0  # between blocks of 64 KiB
     stall: bool = False  # downloads begin and send nothing
     ignore_range: bool = False
@@ -126,9 +126,6 @@ class _Handler(BaseHTTPRequestHandler):
         owner, name, file = path.split("/", 2)
         body = self.hub.files[f"{owner}/{name}", file]
         match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if self.hub.refuse_bytes:
-            self.close_connection = True
-            return
         start = int(match[1]) if match and not self.hub.ignore_range else 0
         headers = {"Content-Length": str(len(body) - start), "ETag": '"cdn"', "Accept-Ranges": "bytes"}
         if start:
@@ -147,6 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
             if not self._write(body[at : min(at + _BLOCK, end)]):
                 return
             time.sleep(self.hub.block_pause_s)
+        if end < len(body):
+            self.hub.status = self.hub.status_after_cut
 
     def _fail(self, status: int, code: str) -> None:
         self._head(status, {"X-Error-Code": code, "Content-Length": "0"})

@@ -1,0 +1,287 @@
+"""`moeedge pull` as users run it, against a stand-in for the hub: what arrives, what is asked for, and what fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hub.conftest import BIG, SMALL, Place, sha256
+
+INCOMPLETE = ".incomplete"
+
+
+def test_pull_and_chat(place: Place, bundled_pair: tuple[Path, Path]) -> None:
+    target, draft = bundled_pair
+    place.hub.files[BIG] = target.read_bytes()
+    place.hub.files[SMALL] = draft.read_bytes()
+    place.write_catalog()
+    absent = place.run("chat", "-m", "big", "-p", "Hello")
+    assert absent.returncode == 2
+    assert "big (2" in absent.stderr and "moeedge pull big downloads it and its draft" in absent.stderr
+
+    pulled = place.run("pull", "big", "-o", "json")
+    assert pulled.returncode == 0, pulled.stderr
+    target_row, draft_row = json.loads(pulled.stdout)
+    assert (target_row["role"], target_row["licence"], target_row["missing"]) == ("target", "mit", [])
+    assert Path(target_row["path"]).read_bytes() == target.read_bytes()
+    assert Path(draft_row["path"]).read_bytes() == draft.read_bytes()
+
+    arguments = ["chat", "-m", "BIG:1b", "-p", "What is 3 + 4?", "-n", "16", "-t", "1", "-dev", "none", "--temp", "0"]
+    answer = place.run(*arguments)
+    assert answer.returncode == 0, answer.stderr
+    assert "7" in answer.stdout
+    assert "Draft, by the catalog: small is" in answer.stderr
+    assert "The catalog suggests 6 tokens per draft" in answer.stderr
+    assert "gamma 6" in answer.stderr and "accepted" in answer.stderr
+
+    chosen = place.run(*arguments, "-md", "small", "--draft-max", "3")
+    assert (chosen.returncode, chosen.stdout) == (0, answer.stdout)
+    assert "gamma 3" in chosen.stderr and "by the catalog" not in chosen.stderr
+    without = place.run(*arguments, "-md", "none")
+    assert (without.returncode, without.stdout) == (0, answer.stdout)
+    assert "speculation off" in without.stderr
+
+
+def test_dry_run_downloads_nothing(place: Place) -> None:
+    result = place.run("pull", "big", "--dry-run")
+    assert result.returncode == 0
+    assert "target hf:me/big-GGUF:big-Q4_K_M.gguf 3 MiB" in result.stdout
+    assert "draft hf:me/small-GGUF:small-Q8_0.gguf 68 KiB" in result.stdout
+    assert place.hub.ranges() == []
+    assert not place.blobs("me/big-GGUF")
+
+
+def test_what_is_here_is_not_asked_for(place: Place) -> None:
+    assert place.run("pull", "big").returncode == 0
+    place.hub.asked.clear()
+    again = place.run("pull", "big")
+    assert again.returncode == 0 and "here already" in again.stderr
+    assert place.hub.ranges() == []
+    offline = place.run("pull", "big", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
+    assert offline.returncode == 0
+
+
+def test_no_draft_and_another_draft(place: Place) -> None:
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    assert not place.blobs("me/small-GGUF")
+    both = place.run("pull", "big", "--draft", "hf:me/small-GGUF:Q8_0")
+    assert both.returncode == 0 and place.blobs("me/small-GGUF")
+    assert place.run("pull", "big", "--draft", "x", "--no-draft").returncode == 2
+
+
+@pytest.mark.parametrize("reference", ["hf:me/big-GGUF", "me/big-GGUF:q4_k_m", "hf:me/big-GGUF:big-Q4_K_M.gguf"])
+def test_straight_from_the_hub(place: Place, reference: str) -> None:
+    result = place.run("pull", reference)
+    assert result.returncode == 0, result.stderr
+    assert set(place.blobs("me/big-GGUF")) == {sha256(place.hub.files[BIG])}
+
+
+def test_a_split_model(place: Place) -> None:
+    names = [f"q8/wide-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for i, name in enumerate(names):
+        place.hub.files["me/wide-GGUF", name] = bytes([i]) * 1000
+    result = place.run("pull", "hf:me/wide-GGUF:Q8_0")
+    assert result.returncode == 0, result.stderr
+    first = Path(result.stdout.split()[1])
+    assert first.name == "wide-Q8_0-00001-of-00003.gguf"
+    assert [(first.parent / Path(name).name).read_bytes() for name in names] == [bytes([i]) * 1000 for i in range(3)]
+
+
+def test_a_cut_is_mended_in_the_same_run(place: Place) -> None:
+    place.hub.cut_after = 2**20
+    result = place.run("pull", "big", "--no-draft")
+    assert result.returncode == 0, result.stderr
+    assert place.hub.ranges() == [None, f"bytes={2**20}-"]
+
+
+def test_a_second_run_fetches_only_the_rest(place: Place) -> None:
+    place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
+    body = place.hub.files[BIG]
+    first = place.run("pull", "big", "--no-draft")
+    assert first.returncode == 1
+    assert "HTTP status 503" in first.stderr and "what has arrived is kept" in first.stderr
+    assert place.blobs("me/big-GGUF") == {sha256(body) + INCOMPLETE: body[: 2**20]}
+    listed = json.loads(place.run("list", "-o", "json").stdout)
+    assert [(row["state"], row["have_bytes"]) for row in listed if row["name"] == "big"] == [("partial", 2**20)]
+    assert "big is here in part, 1 MiB of 3 MiB" in place.run("chat", "-m", "big", "-p", "x").stderr
+
+    place.hub.status, place.hub.asked = 200, []
+    second = place.run("pull", "big", "--no-draft")
+    assert second.returncode == 0, second.stderr
+    assert place.hub.ranges() == [f"bytes={2**20}-"]
+    assert place.blobs("me/big-GGUF") == {sha256(body): body}
+
+
+def test_a_server_without_ranges_begins_anew(place: Place) -> None:
+    place.hub.cut_after, place.hub.ignore_range = 2**20, True
+    body = place.hub.files[BIG]
+    result = place.run("pull", "big", "--no-draft")
+    assert result.returncode == 0, result.stderr
+    assert place.blobs("me/big-GGUF") == {sha256(body): body}
+
+
+def test_a_damaged_part_is_found_and_removed(place: Place) -> None:
+    place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
+    assert place.run("pull", "big", "--no-draft").returncode == 1
+    folder = place.folder / "hf" / "hub" / "models--me--big-GGUF" / "blobs"
+    (part,) = folder.iterdir()
+    part.write_bytes(b"x" + part.read_bytes()[1:])
+    place.hub.status = 200
+    damaged = place.run("pull", "big", "--no-draft")
+    assert damaged.returncode == 1
+    assert "arrived damaged: its SHA-256 is" in damaged.stderr and "it was removed" in damaged.stderr
+    assert not list(folder.iterdir())
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+
+
+def test_a_wrong_hash_from_the_hub(place: Place) -> None:
+    place.hub.claimed_sha256 = "0" * 64
+    refused = place.run("pull", "big")
+    assert refused.returncode == 1
+    assert "serves another big-Q4_K_M.gguf than the catalog knows" in refused.stderr
+    assert place.hub.ranges() == []
+    damaged = place.run("pull", "hf:me/small-GGUF")  # no catalog to compare with
+    assert damaged.returncode == 1 and "not 000000000000..." in damaged.stderr
+    assert not place.blobs("me/small-GGUF")
+
+
+def test_no_room(place: Place) -> None:
+    place.hub.claimed_bytes = 10**15
+    result = place.run("pull", "big")
+    assert result.returncode == 1
+    assert "TiB" not in result.stderr and "are to come" in result.stderr and "HF_HUB_CACHE" in result.stderr
+    assert place.hub.ranges() == []
+
+
+def test_the_disk_fills_up_on_the_way(place: Place) -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))  # as a quota: EFBIG
+
+    result = place.run("pull", "big", "--no-draft", before=small_files)
+    assert result.returncode == 1
+    assert "is full: 1 MiB of 3 MiB of big-Q4_K_M.gguf are there" in result.stderr
+    assert [len(part) for part in place.blobs("me/big-GGUF").values()] == [2**20]
+    place.hub.asked.clear()
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    assert place.hub.ranges() == [f"bytes={2**20}-"]
+
+
+def test_a_really_full_disk(place: Place, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a file system of a fixed size needs the right to mount one")
+    try:
+        (disk / "other").write_bytes(b"\0" * (30 * 2**20))  # 270 MiB are free: the reserve and 14 MiB
+        place.hub.claimed_bytes = None
+        place.hub.block_pause_s = 0.1
+        process = subprocess.Popen(
+            place.command("pull", "big", "--no-draft"),
+            env=place.environment(HF_HUB_CACHE=str(disk / "hub")),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        blobs = disk / "hub" / "models--me--big-GGUF" / "blobs"
+        _wait_for(lambda: blobs.is_dir() and any(blob.stat().st_size for blob in blobs.iterdir()))
+        with (disk / "filler").open("wb") as filler:
+            try:
+                while True:
+                    filler.write(b"\0" * 2**16)
+                    filler.flush()
+            except OSError:
+                pass
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1, stderr
+        assert "is full" in stderr
+        (disk / "filler").unlink()
+        place.hub.block_pause_s, place.hub.asked = 0.0, []
+        assert place.run("pull", "big", "--no-draft", HF_HUB_CACHE=str(disk / "hub")).returncode == 0
+        (asked,) = place.hub.ranges()
+        assert asked is not None
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["hf:me/big-GGUF:none.gguf"], "holds no file"),
+        (["hf:me/none-GGUF:Q4_K_M"], "There is no model repository me/none-GGUF"),
+        (["hf:me/big-GGUF@v9:Q4_K_M"], "There is no model big"),
+    ],
+)
+def test_what_does_not_exist(place: Place, arguments: list[str], sentence: str) -> None:
+    result = place.run("pull", *arguments)
+    assert result.returncode in (1, 2)
+    assert sentence in result.stderr or "has no revision v9" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_catalog_that_is_behind(place: Place) -> None:
+    del place.hub.files[BIG]
+    place.hub.files["me/big-GGUF", "renamed.gguf"] = b"x"
+    gone = place.run("pull", "big")
+    assert gone.returncode == 1 and "There is no big-Q4_K_M.gguf of me/big-GGUF" in gone.stderr
+    place.hub.commit = "f" * 40
+    rewritten = place.run("pull", "big")
+    assert rewritten.returncode == 1 and "has no revision 89abcdef" in rewritten.stderr
+
+
+def test_gated(place: Place) -> None:
+    place.hub.gated = True
+    refused = place.run("pull", "big")
+    assert refused.returncode == 1
+    assert "me/big-GGUF is gated" in refused.stderr and "HF_TOKEN" in refused.stderr
+    assert place.run("pull", "big", "--no-draft", HF_TOKEN="hf_secret").returncode == 0
+    assert all(one.token is None for one in place.hub.asked if one.path.startswith("/cdn/"))  # another host
+
+
+def test_no_network(place: Place) -> None:
+    result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
+    assert result.returncode == 1
+    assert "http://127.0.0.1:9 could not be asked for big-Q4_K_M.gguf" in result.stderr
+    offline = place.run("pull", "big", HF_HUB_OFFLINE="1")
+    assert offline.returncode == 1 and "HF_HUB_OFFLINE is set" in offline.stderr
+
+
+def test_a_server_that_falls_silent(place: Place) -> None:
+    place.hub.stall = True
+    start = time.monotonic()
+    result = place.run("pull", "big", "--no-draft", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert result.returncode == 1 and "could not be asked" in result.stderr
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_interrupted(place: Place, signal_number: int, code: int) -> None:
+    place.hub.block_pause_s = 0.1
+    process = subprocess.Popen(
+        place.command("pull", "big", "--no-draft"), env=place.environment(), stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(lambda: any(place.blobs("me/big-GGUF").values()))
+    os.kill(process.pid, signal_number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == code, stderr
+    if code > 0:
+        assert "the same command goes on from there" in stderr and "stopped at" in stderr
+    (part,) = place.blobs("me/big-GGUF").values()
+    assert part == place.hub.files[BIG][: len(part)]
+    place.hub.block_pause_s, place.hub.asked = 0.0, []
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    assert place.hub.ranges() == [f"bytes={len(part)}-"]
+
+
+def _wait_for(condition: object, timeout_s: float = 30.0) -> None:
+    assert callable(condition)
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)

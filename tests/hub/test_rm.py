@@ -1,0 +1,55 @@
+"""`moeedge rm`: what goes, what stays, and that it asks."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.hub.conftest import SMALL, Place, sha256
+
+
+def test_rm(place: Place) -> None:
+    assert place.run("pull", "big").returncode == 0
+    asked = place.run("rm", "big")
+    assert asked.returncode == 2 and "Give --yes" in asked.stderr
+    removed = place.run("rm", "big", "--yes")
+    assert removed.returncode == 0 and "Removed big: 3 MiB are free" in removed.stderr
+    assert not place.blobs("me/big-GGUF")
+    assert set(place.blobs("me/small-GGUF")) == {sha256(place.hub.files[SMALL])}  # a model of its own
+    again = place.run("rm", "big", "--yes")
+    assert again.returncode == 2 and "big is not on this machine" in again.stderr
+
+
+def test_rm_of_an_unfinished_download(place: Place) -> None:
+    place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
+    assert place.run("pull", "big", "--no-draft").returncode == 1
+    assert place.run("rm", "big", "--yes").returncode == 0
+    assert not place.blobs("me/big-GGUF")
+
+
+def test_rm_keeps_what_another_file_is(place: Place) -> None:
+    place.hub.files["me/small-GGUF", "copy-Q8_0.gguf"] = place.hub.files[SMALL]
+    for name in ("small-Q8_0.gguf", "copy-Q8_0.gguf"):
+        assert place.run("pull", f"hf:me/small-GGUF:{name}").returncode == 0
+    assert place.run("rm", "hf:me/small-GGUF:copy-Q8_0.gguf", "--yes").returncode == 0
+    assert "small" in place.run("list").stdout and place.blobs("me/small-GGUF")
+    assert place.run("rm", "small", "--yes").returncode == 0
+    assert not place.blobs("me/small-GGUF")
+
+
+def test_rm_asks(place: Place) -> None:
+    assert place.run("pull", "small").returncode == 0
+    for answer, left in (("n\n", True), ("y\n", False)):
+        script = f"exec {' '.join(place.command('rm', 'small'))}"
+        result = subprocess.run(
+            ["script", "-qec", script, "/dev/null"],
+            env=place.environment(),
+            input=answer,
+            text=True,
+            capture_output=True,
+        )
+        assert result.returncode == 0, result.stdout
+        assert bool(place.blobs("me/small-GGUF")) is left
+
+
+def test_rm_leaves_the_bundled_pair(place: Place) -> None:
+    assert place.run("rm", "bundled", "--yes").returncode == 2
