@@ -1,8 +1,8 @@
 """Headers of models as they are published: every tensor with its shape and type, all metadata that counts, no data.
 
 Sources of the shapes: the metadata that llama.cpp prints of Qwen3-30B-A3B-Q4_K_M.gguf (ggml-org/llama.cpp issue 14235:
-241 tensors F32, 289 Q4_K, 49 Q6_K). Which tensors are Q6_K is llama.cpp's rule for Q4_K_M: the output matrix, and attn_v
-and ffn_down of the first and last eighth of the layers and of every third between.
+241 tensors F32, 289 Q4_K, 49 Q6_K). Which tensors are Q6_K is llama.cpp's rule for Q4_K_M: the output matrix, and
+attn_v and ffn_down of the first and last eighth of the layers and of every third between.
 """
 
 from __future__ import annotations

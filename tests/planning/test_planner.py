@@ -1,0 +1,145 @@
+"""What a plan says is what a session then does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.native.memory import IMAGINED_GPU
+from moeedge.planning.machine import Machine, this_machine
+from moeedge.planning.memory_map import Line, Place
+from moeedge.planning.plan import make_plan
+from moeedge.planning.planner import Planner
+from tests.conftest import TinyFactory
+from tests.engine.recurrent import make_mamba
+
+MIB = 2**20
+
+
+def gpu(size: int) -> Machine:
+    device = ResolvedDevice(
+        "gpu", ggml_name=IMAGINED_GPU, label="a GPU", llama_device=IMAGINED_GPU, free_bytes=size, total_bytes=size
+    )
+    return Machine(device, ram_total_bytes=2**34, ram_free_bytes=2**34)
+
+
+def lines(place: Place) -> dict[str, Line]:
+    return {
+        line.what.split(":")[0] if line.what.startswith("expert slots") else line.what: line for line in place.lines
+    }
+
+
+@pytest.mark.parametrize("changes", [{}, {"cache_ratio": 0.5}, {"vram_bytes": MIB}, {"cache_ratio": 0.0}])
+def test_context_cache_and_notes_are_those_of_the_session(
+    bundled_pair: tuple[Path, Path], changes: dict[str, float]
+) -> None:
+    config = EngineConfig(
+        model=bundled_pair[0],
+        draft=bundled_pair[1],
+        device="emulated",
+        n_threads=1,
+        placement=PlacementConfig(calibrate=False, **changes),  # type: ignore[arg-type]
+    )
+    with Planner(config, this_machine(config)) as planner:
+        found = planner.default_map()
+        planned = planner.notes
+    with Session.open(config) as session:
+        info = session.info
+        contexts = [session.target, session.draft_context]
+        uses = [use for context in contexts if context is not None for use in context.memory_uses()]
+    assert found.n_ctx == info.n_ctx
+    assert found.budget.n_slots == info.cache_slots
+    assert found.cache_ratio == pytest.approx(info.cache_ratio)
+    assert found.budget.pool_bytes == pytest.approx(info.pool_bytes, rel=0.001)
+    assert found.kv_bytes == sum(use.memory_bytes for use in uses)
+    assert found.compute_bytes == sum(use.compute_bytes for use in uses)
+    assert set(planned) <= set(info.notes)
+    assert set(found.budget.notes) <= set(info.notes)
+
+
+def test_a_process_takes_what_was_planned(bundled_pair: tuple[Path, Path]) -> None:
+    """Resident memory grows by the plan's lines; mapped pages that were never read may be absent."""
+    config = EngineConfig(model=bundled_pair[0], device="none", n_ctx=32768, n_threads=1)
+    with Planner(config, this_machine(config)) as planner:
+        planned = {line.what: line.n_bytes for line in planner.default_map().places[-1].lines}
+    process = psutil.Process()
+    before = process.memory_info().rss
+    with Session.open(config) as session:
+        session.target.decode(list(range(10, 522)), phase=1)  # type: ignore[arg-type]
+        grown = process.memory_info().rss - before
+    expected = sum(planned[what] for what in ("experts", "dense weights", "KV cache", "compute buffers"))
+    assert 0.85 * expected < grown < 1.15 * expected + 32 * MIB  # the ring of routing, work buffers of the kernels
+
+
+def test_a_model_without_a_draft_that_could_be_taken_back_gets_none(tmp_path: Path, tiny_draft: Path) -> None:
+    config = EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), draft=tiny_draft, device="none")
+    with Planner(config, this_machine(config)) as planner:
+        assert planner.draft is None
+        assert any("cannot take back refused drafts" in note for note in planner.notes)
+        assert "recurrent" in planner.facts.memory
+
+
+def test_kinds_of_memory_are_named(tiny: TinyFactory) -> None:
+    for arch, word in (("deepseek2", "latent"), ("gpt-oss", "sliding window"), ("qwen3moe", "")):
+        config = EngineConfig(model=tiny(arch), device="none")
+        with Planner(config, this_machine(config)) as planner:
+            assert word in planner.facts.memory and bool(word) == bool(planner.facts.memory)
+
+
+def test_facts_are_sums_of_the_tensors(tiny: TinyFactory) -> None:
+    """16 experts of three matrices 64 x 32 in Q4_0 (18 bytes per 32 weights) in each of 3 layers; 4 are used."""
+    config = EngineConfig(model=tiny("qwen3moe"), device="none")
+    with Planner(config, this_machine(config)) as planner:
+        facts = planner.facts
+        assert facts.expert_bytes == 3 * 64 * 32 * 18 // 32
+        assert facts.experts_bytes == 3 * 16 * facts.expert_bytes
+        embeddings = facts.n_vocab * 64 * 4
+        assert facts.active_bytes == facts.dense_bytes - embeddings + facts.experts_bytes // 4
+
+
+def test_a_model_that_fits_a_gpu_lies_there_whole(bundled_pair: tuple[Path, Path]) -> None:
+    config = EngineConfig(model=bundled_pair[0], draft=bundled_pair[1])
+    with Planner(config, gpu(2**32)) as planner:
+        plan = make_plan(planner, model_name="x.gguf", draft_name=None)
+    assert plan.map.whole_on_gpu and plan.map.cache_ratio == 1 and plan.map.verdict == "fits"
+    assert plan.command == "moeedge chat -m x.gguf"
+    assert lines(plan.map.places[0])["experts"].n_bytes > 20 * MIB
+    assert "experts" not in lines(plan.map.places[1])
+
+
+def test_a_ratio_that_is_asked_for_and_a_reserve_shape_cache_and_command(bundled_pair: tuple[Path, Path]) -> None:
+    def command(reserve: int, ratio: float | None) -> tuple[str, float]:
+        config = EngineConfig(model=bundled_pair[0], n_ctx=1024, placement=PlacementConfig(cache_ratio=ratio))
+        with Planner(config, gpu(1024 * MIB), reserve=reserve) as planner:
+            plan = make_plan(planner, model_name="x.gguf", draft_name="d.gguf")
+        return plan.command, plan.map.cache_ratio
+
+    assert command(0, 0.5) == ("moeedge chat -m x.gguf -md d.gguf -c 1024 --cache-ratio 0.5", 0.5)
+    text, ratio = command(280 * MIB, 1.0)  # most of what the allowance and the reserve leave
+    assert 0 < ratio < 0.9 and f"--cache-ratio {ratio:.2f}" in text
+
+
+def test_what_does_not_fit_says_what_would(tiny: TinyFactory) -> None:
+    path = tiny("qwen3moe", expert_type="F16", experts=64, layers=6)
+    machine = Machine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=int(1.5 * path.stat().st_size))
+    config = EngineConfig(model=path, n_ctx=4096)
+    with Planner(config, machine) as planner:
+        planner._program_bytes = 0
+        plan = make_plan(planner, model_name="x.gguf", draft_name=None)
+    assert plan.map.verdict == "does not fit" and plan.command == ""
+    assert 0 < plan.largest_n_ctx < 4096
+    text = " ".join(plan.notes)
+    assert f"-c {plan.largest_n_ctx}" in text and "RAM that holds it all" in text
+    machine = Machine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=path.stat().st_size - 1)
+    with Planner(EngineConfig(model=path, n_ctx=256), machine) as planner:
+        planner._program_bytes = 0
+        plan = make_plan(planner, model_name="x.gguf", draft_name=None)
+    assert plan.map.verdict == "from disk" and plan.command
+    assert any("read from the disk again and again" in note for note in plan.notes)
+    assert any("A file in" in note for note in plan.notes)
+    assert all(line.mapped_bytes == line.n_bytes for line in plan.map.places[-1].lines if line.what == "experts")

@@ -1,0 +1,103 @@
+"""Plans of headers shaped as published models, against their published sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.native.memory import IMAGINED_GPU
+from moeedge.planning.machine import Machine
+from moeedge.planning.planner import Planner
+from tests.support.published import Mix, write_qwen3_30b_a3b
+
+GIB = 2**30
+MIB = 2**20
+
+# Qwen/Qwen3-30B-A3B-GGUF, Qwen3-30B-A3B-Q4_K_M.gguf as huggingface.co lists it
+Q4_K_M_FILE_BYTES = 18_556_685_824
+# llama.cpp's log of that file: 17.28 GiB, 30.53 B weights, 4.86 bits each (ggml-org/llama.cpp issue 14235); with
+# -ngl 30, 10750.86 MiB on the GPU and 6940.48 MiB in the file (issue 13729)
+Q4_K_M_WEIGHTS_BYTES = (10750.86 + 6940.48) * MIB
+# bartowski/Qwen_Qwen3-30B-A3B-GGUF, Q8_0: 32.48 GB
+Q8_0_FILE_BYTES = 32.48e9
+# CUDA buffers that llama.cpp logs at that vocabulary, width and n_ubatch 512 (SciSharp/LLamaSharp issue 1099: 300.75
+# MiB on the GPU, 12.01 MiB in host memory at 4,096 tokens)
+CUDA_COMPUTE_BYTES, HOST_COMPUTE_BYTES = 300.75 * MIB, 12.01 * MIB
+
+
+def planner(path: Path, *, vram_gib: float, n_ctx: int = 0) -> Planner:
+    size = int(vram_gib * GIB)
+    gpu = ResolvedDevice(
+        "gpu", ggml_name=IMAGINED_GPU, label="a GPU", llama_device=IMAGINED_GPU, free_bytes=size, total_bytes=size
+    )
+    machine = Machine(gpu if size else ResolvedDevice("none"), ram_total_bytes=64 * GIB, ram_free_bytes=64 * GIB)
+    return Planner(EngineConfig(model=path, n_ctx=n_ctx), machine)
+
+
+@pytest.fixture(scope="module")
+def q4_k_m(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_30b_a3b(tmp_path_factory.mktemp("published") / "qwen3-30b-a3b-q4_k_m.gguf")
+
+
+@pytest.mark.parametrize(("mix", "file_bytes"), [("Q4_K_M", Q4_K_M_FILE_BYTES), ("Q8_0", Q8_0_FILE_BYTES)])
+def test_sizes_of_the_files(tmp_path: Path, mix: Mix, file_bytes: float) -> None:
+    path = write_qwen3_30b_a3b(tmp_path / "header.gguf", mix)
+    with planner(path, vram_gib=0) as plan:
+        facts = plan.facts
+        assert facts.file_bytes == pytest.approx(file_bytes, rel=0.001)
+        assert facts.dense_bytes + facts.experts_bytes == pytest.approx(file_bytes, rel=0.001)
+        assert facts.n_weights == pytest.approx(30.53e9, rel=0.001)
+        assert facts.missing_bytes > 0.99 * file_bytes
+
+
+def test_weights_are_those_of_the_log(q4_k_m: Path) -> None:
+    with planner(q4_k_m, vram_gib=0) as plan:
+        assert plan.facts.bits_per_weight == pytest.approx(4.86, abs=0.005)
+        found = plan.map(4096)
+        weights = sum(line.n_bytes for line in found.places[-1].lines if line.what in ("experts", "dense weights"))
+        assert weights == pytest.approx(Q4_K_M_WEIGHTS_BYTES, rel=1e-4)
+
+
+def test_kv_cache_takes_96_kib_per_token(q4_k_m: Path) -> None:
+    """48 layers, 4 heads of 128, keys and values, 2 bytes each: 3 GiB at 32,768 tokens."""
+    with planner(q4_k_m, vram_gib=0) as plan:
+        for n_ctx in (4096, 32768):
+            assert plan.map(n_ctx).kv_bytes == n_ctx * 96 * 1024
+
+
+def test_buffers_on_a_gpu_that_holds_it_whole_are_those_of_cuda(q4_k_m: Path) -> None:
+    with planner(q4_k_m, vram_gib=24) as plan:
+        found = plan.map(4096)
+        assert found.whole_on_gpu and found.verdict == "fits"
+        gpu, ram = found.places
+        assert {line.what: line.n_bytes for line in gpu.lines}["compute buffers"] == CUDA_COMPUTE_BYTES
+        host = {line.what: line.n_bytes for line in ram.lines}["compute buffers"]
+        assert host == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
+
+
+def test_on_a_small_gpu_experts_get_what_is_left(q4_k_m: Path) -> None:
+    with planner(q4_k_m, vram_gib=8, n_ctx=8192) as plan:
+        found = plan.default_map()
+        gpu, ram = found.places
+        lines = {line.what.split(":")[0]: line.n_bytes for line in gpu.lines}
+        assert not found.whole_on_gpu and found.verdict == "fits"
+        assert sum(lines.values()) <= 8 * GIB
+        assert 0 <= gpu.left_bytes < plan.facts.expert_bytes + 1
+        assert lines["dense weights"] == pytest.approx(plan.facts.dense_bytes - 166.92 * MIB, rel=0.001)  # embeddings
+        assert found.cache_ratio == pytest.approx(lines["expert slots"] / plan.facts.experts_bytes, rel=1e-3)
+        assert {line.what: line.n_bytes for line in ram.lines}["experts"] == plan.facts.experts_bytes
+        # a longer context takes what it needs from the experts
+        ratios = [plan.map(n).cache_ratio for n in (4096, 8192, 16384, 32768)]
+        assert ratios == sorted(ratios, reverse=True) and ratios[0] - ratios[-1] > 0.1
+
+
+def test_the_largest_context_fits_and_the_next_does_not(q4_k_m: Path) -> None:
+    with planner(q4_k_m, vram_gib=5) as plan:
+        largest = plan.largest_n_ctx(0.05)
+        assert 0 < largest < plan.facts.n_ctx_train and largest % 256 == 0
+        assert plan.map(largest).cache_ratio >= 0.05 > plan.map(largest + 256).cache_ratio
+    with planner(q4_k_m, vram_gib=1) as plan:
+        assert plan.largest_n_ctx() == 0
