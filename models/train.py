@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("what", choices=("target", "draft"))
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shallow-steps", type=int, default=4500)
+    parser.add_argument("--shallow-steps", type=int, default=5500)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--draft-plain-steps", type=int, default=500)
     parser.add_argument("--draft-steps", type=int, default=300)

@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 MODULES: tuple[tuple[ModuleType, float], ...] = (  # with each domain's share of the chats
-    (conversation, 0.20),
-    (arithmetic, 0.22),
-    (instructions, 0.20),
+    (conversation, 0.16),
+    (arithmetic, 0.20),
+    (instructions, 0.19),
     (questions, 0.13),
-    (choice, 0.11),
-    (code, 0.08),
-    (summaries, 0.06),
+    (choice, 0.18),
+    (code, 0.07),
+    (summaries, 0.07),
 )
 DOMAINS: dict[str, ModuleType] = {module.DOMAIN: module for module, _ in MODULES}
 

@@ -44,5 +44,5 @@ def make(rng: random.Random) -> Chat:
     lines = "\n".join(style.format(mark, text) for mark, text in zip(LETTERS, options, strict=False))
     tail = rng.choice(("", "", "\nAnswer with the letter.", "\nWhich is right?"))
     right = LETTERS[options.index(short)]
-    turn = Turn(f"{ask}\n{lines}{tail}", f"{short}. The answer is ({right}).", letter(right))
+    turn = Turn(f"{ask}\n{lines}{tail}", f"{short} ({right}).", letter(right))
     return Chat(DOMAIN, (turn,), source)
