@@ -10,6 +10,7 @@ from moeedge.bench.modes import REFERENCE, rotated
 from moeedge.bench.placement import counted, let_rest
 from moeedge.bench.samples import Sample, from_stats
 from moeedge.data import Prompt
+from moeedge.engine.model import Model
 from moeedge.engine.types import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
@@ -85,10 +86,15 @@ def run_conversation(
                 tokens=list(generation.tokens),
                 prompt_ids=tokens,
             )
-        model = lanes[0].session.model
-        # an answer may be cut within a character; a replacement for the rest could be longer than what was counted on
-        text = b"".join(model.piece(token) for token in answer).decode("utf-8", "ignore")
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": answer_text(lanes[0].session.model, answer)})
+
+
+def answer_text(model: Model, tokens: Sequence[int]) -> str:
+    """The text of an answer. One that is cut within a character ends before it.
+
+    A replacement for the rest could take more tokens than were counted on.
+    """
+    return b"".join(model.piece(token) for token in tokens).decode("utf-8", "ignore")
 
 
 def _prompt_tokens(lane: Lane, messages: list[dict[str, str]]) -> list[int]:

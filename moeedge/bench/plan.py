@@ -25,6 +25,8 @@ class BenchPlan:
     n_gen: int = 0  # synthetic decoding of this many tokens; 0: none
     repetitions: int = DEFAULT_REPETITIONS
     ignore_eos: bool = False
+    score: bool = False  # answers are held against the dataset's references
+    run_code: bool = False  # programs that the model wrote are run for their score
     warm_up: bool = True  # every mode runs once before the first sample; otherwise the first repetition is a cold one
 
     def __post_init__(self) -> None:
@@ -38,5 +40,11 @@ class BenchPlan:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"--limit must be at least 1, not {self.limit}")
+        if self.score and (self.dataset is None or self.ignore_eos):
+            raise ValueError(
+                "--score and --ignore-eos exclude each other" if self.ignore_eos else "--score needs a --dataset"
+            )
+        if self.run_code and not self.score:
+            raise ValueError("--run-code runs programs for their score: it needs --score")
         if self.dataset is None and not self.n_prompt and not self.n_gen:
             raise ValueError("nothing to measure: no dataset, and -p and -n are 0")

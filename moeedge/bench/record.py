@@ -12,6 +12,7 @@ from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.placement import CacheFigures, cache_figures
 from moeedge.bench.plan import BenchPlan
 from moeedge.bench.samples import Sample
+from moeedge.bench.scores import Scores
 from moeedge.bench.statistics import Spread, decode_speed, paired_ratio, prefill_speed, quotient
 from moeedge.bench.sweep import is_swept
 from moeedge.engine.llama import ModelInfo
@@ -38,6 +39,7 @@ class BenchRow:
     experts_per_verification: float | None
     cache: CacheFigures
     output: OutputCheck | None
+    scores: Scores
     ratio: float | None  # decoding speed over stock-ar's, median of pairs
     ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
     ratio_cpu: (
@@ -69,6 +71,13 @@ class BenchRow:
             "output_compared": None if output is None else output.compared,
             "near_ties": [] if output is None else [difference.as_dict() for difference in output.near_ties],
             "different": [] if output is None else [difference.as_dict() for difference in output.different],
+            "score": self.scores.score,
+            "n_scored": self.scores.n_scored,
+            "n_answers": self.scores.n_answers,
+            "n_cut": self.scores.n_cut,
+            "scorer": self.scores.scorer,
+            "score_by_category": [asdict(one) for one in self.scores.by_category],
+            "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
             "ratio": self.ratio,
             "ratio_pp": self.ratio_pp,
             "ratio_cpu": self.ratio_cpu,
@@ -85,6 +94,7 @@ def summarize(
     reference: Sequence[Sample],
     *,
     output: OutputCheck | None,
+    scores: Scores,
     setup: dict[str, Any],
 ) -> BenchRow:
     """The row of `samples`, all of one mode and test; `reference` are stock-ar's, empty where it did not run.
@@ -107,6 +117,7 @@ def summarize(
         experts_per_verification=quotient(experts_sum, steps) if experts_sum else None,
         cache=cache_figures(sample.placement for sample in samples),
         output=output,
+        scores=scores,
         ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
         ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
         ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
@@ -149,6 +160,7 @@ def describe_setup(
         "temperature": 0.0,
         "n_predict": plan.n_predict if dataset is not None else None,
         "ignore_eos": plan.ignore_eos,
+        "run_code": plan.run_code,
         "n_prompt": plan.n_prompt,
         "n_gen": plan.n_gen,
         "repetitions": plan.repetitions,

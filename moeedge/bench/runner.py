@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.conversations import run_conversation, warm_up
+from moeedge.bench.conversations import answer_text, run_conversation, warm_up
 from moeedge.bench.environment import read_environment
 from moeedge.bench.lanes import Lane, fit_context, load_models, open_lanes
 from moeedge.bench.modes import REFERENCE, BenchMode
@@ -19,6 +19,7 @@ from moeedge.bench.passes import Pass, caches_fit, largest_cache, split_passes
 from moeedge.bench.plan import BenchPlan
 from moeedge.bench.record import BenchRow, describe_setup, summarize
 from moeedge.bench.samples import Sample
+from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.statistics import common_samples
 from moeedge.bench.sweep import is_swept
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
@@ -59,9 +60,14 @@ class Bench:
         self._environment = read_environment()
         self._end_tokens: list[int] | None = None
         self._said: set[str] = set()
+        self._scorer: AnswerScorer | None = None
 
     def __enter__(self) -> Bench:
         plan = self.plan
+        if plan.score and plan.dataset is not None:
+            for note in check_scoring(plan.dataset, run_code=plan.run_code):
+                self._note(note)
+            self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
         with ExitStack() as stack:
             self._models = load_models(plan.base, plan.modes, stack)
             asked = plan.dataset.prompts if plan.dataset is not None else ()
@@ -212,7 +218,15 @@ class Bench:
         setup["prompts"] = len({sample.prompt for sample in own}) if is_dataset else None
         setup["prompts_left_out"] = len(asked) - len(self._prompts) if is_dataset else None
         output = self._check(own, reference) if is_dataset and reference else None
-        return summarize(lane.mode, test, own, reference, output=output, setup=setup)
+        scores = Scores()
+        if is_dataset and self._scorer is not None:
+            own = [self._scorer.scored(sample) for sample in own]
+            scores = self._scorer.summary(own)
+        return summarize(lane.mode, test, own, reference, output=output, scores=scores, setup=setup)
+
+    def _text_of(self, sample: Sample) -> str:
+        assert self._models is not None
+        return answer_text(self._models[0], sample.tokens)
 
     def _check(self, own: Sequence[Sample], reference: Sequence[Sample]) -> OutputCheck:
         session = next(lane.session for lane in self._passes[0].lanes if lane.mode.name == REFERENCE)

@@ -39,6 +39,9 @@ class Sample:
     warm: bool = True  # this mode had run before, in the warm-up or in an earlier repetition
     prefill_placement: Counters | None = None  # the expert cache's counters up to the first token; None: no cache
     placement: Counters | None = None  # the same from the first token on
+    answer: str | None = None  # the text; with scores only
+    score: float | None = None  # 0 to 1; None: not scored
+    score_reason: str = ""  # why it is not 1, in one line
     # kept for the output check, no part of the record
     tokens: list[int] = field(default_factory=list)  # the answer, without the stop token
     prompt_ids: list[int] = field(default_factory=list)

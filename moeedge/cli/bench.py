@@ -37,7 +37,9 @@ def bench(
     limit: bench_options.Limit = None,
     n_prompt: bench_options.NPrompt = None,
     n_predict: bench_options.NPredict = None,
-    repetitions: bench_options.Repetitions = 3,
+    repetitions: bench_options.Repetitions = None,
+    score: bench_options.Score = False,
+    run_code: bench_options.RunCode = False,
     modes: bench_options.Modes = bench_options.DEFAULT_MODES,
     ignore_eos: bench_options.IgnoreEos = False,
     no_warmup: bench_options.NoWarmup = False,
@@ -66,10 +68,7 @@ def bench(
     """
     with cli_errors():
         sweeps = policy is not None or cache_ratio is not None
-        calm_idle_threads(device, may_emulate=sweeps and (model is None or paths.is_bundled(model)))
-        from moeedge.cli.prompt_input import accept_any_text
-
-        accept_any_text()
+        _prepare_process(device, model, sweeps=sweeps)
         sweep = _parse_sweep(policy, cache_ratio, plot)
         check_device(device)
         pair = resolve_pair(model, model_draft)
@@ -91,7 +90,7 @@ def bench(
         )
         if sweeps:
             _check_room(base, cache_ratio)
-        default = None if not sweeps or n_prompt is not None else "toy" if pair.bundled else "sample"
+        default = _default_dataset(bundled=pair.bundled, sweeps=sweeps and n_prompt is None, score=score)
         prompts = _prompts(dataset, default, offline_sample=offline_sample)
         plan, notes = make_plan(
             base,
@@ -102,12 +101,29 @@ def bench(
             n_predict=n_predict,
             repetitions=repetitions,
             ignore_eos=ignore_eos,
+            score=score,
+            run_code=run_code,
             warm_up=not no_warmup,
             sweep=sweep,
         )
         if verbose:
             show_log()
         raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot))
+
+
+def _prepare_process(device: str, model: Path | None, *, sweeps: bool) -> None:
+    """What has to be settled before llama.cpp and Rich are loaded."""
+    calm_idle_threads(device, may_emulate=sweeps and (model is None or paths.is_bundled(model)))
+    from moeedge.cli.prompt_input import accept_any_text
+
+    accept_any_text()
+
+
+def _default_dataset(*, bundled: bool, sweeps: bool, score: bool) -> str | None:
+    """What is asked where no dataset is named; None for synthetic tests."""
+    if bundled and (sweeps or score):
+        return "toy"
+    return "sample" if sweeps else None
 
 
 def _prompts(dataset: str | None, default: str | None, *, offline_sample: bool) -> Dataset | None:
@@ -126,23 +142,28 @@ def make_plan(
     limit: int | None,
     n_prompt: int | None,
     n_predict: int | None,
-    repetitions: int,
+    repetitions: int | None,
     ignore_eos: bool,
+    score: bool = False,
+    run_code: bool = False,
     warm_up: bool = True,
     sweep: Sweep | None = None,
 ) -> tuple[BenchPlan, list[str]]:
     """What the options mean together, and a sentence for each mode that was left out.
 
-    -p and -n are llama-bench's sizes without a dataset; with one, -n is the length of an answer.
+    -p and -n are llama-bench's sizes without a dataset; with one, -n is the length of an answer. Scores need whole
+    answers, but no repetition: greedy answers are the same every time.
     """
     from moeedge.bench.modes import applicable_modes, parse_modes
-    from moeedge.bench.plan import BenchPlan
+    from moeedge.bench.plan import DEFAULT_REPETITIONS, BenchPlan
 
     kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     with_data = dataset is not None
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, not {limit}")
-    length = _SYNTHETIC_ANSWER if n_predict is None else n_predict
+    length = n_predict
+    if length is None:
+        length = dataset.answer_tokens if dataset is not None and score else _SYNTHETIC_ANSWER
     plan = BenchPlan(
         base=base,
         modes=kept if sweep is None else sweep.modes(kept),
@@ -151,8 +172,10 @@ def make_plan(
         n_predict=length if with_data else _SYNTHETIC_ANSWER,
         n_prompt=n_prompt if n_prompt is not None else 0 if with_data else _SYNTHETIC_PROMPT,
         n_gen=0 if with_data else length,
-        repetitions=repetitions,
+        repetitions=repetitions if repetitions is not None else 1 if score else DEFAULT_REPETITIONS,
         ignore_eos=ignore_eos,
+        score=score,
+        run_code=run_code,
         warm_up=warm_up,
     )
     return plan, notes

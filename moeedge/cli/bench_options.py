@@ -65,12 +65,36 @@ NPredict = Annotated[
         "-n",
         "--n-predict",
         help="With --dataset: tokens of an answer at most. Without: synthetic decoding of so many random tokens (row "
-        "tgN); 0: none. Default: 128.",
+        "tgN); 0: none. Default: 128; with --score what answers to the dataset need.",
         rich_help_panel=_WORK,
     ),
 ]
 Repetitions = Annotated[
-    int, typer.Option("-r", "--repetitions", help="How often everything is measured.", rich_help_panel=_WORK)
+    int | None,
+    typer.Option(
+        "-r",
+        "--repetitions",
+        help="How often everything is measured. Default: 3; with --score 1.",
+        rich_help_panel=_WORK,
+    ),
+]
+Score = Annotated[
+    bool,
+    typer.Option(
+        "--score",
+        help="Hold the answers against the dataset's references (docs/datasets.md): a column with the mean. Without "
+        "--dataset: toy for the bundled pair.",
+        rich_help_panel=_WORK,
+    ),
+]
+RunCode = Annotated[
+    bool,
+    typer.Option(
+        "--run-code",
+        help="With --score: run the programs that the model wrote against their tests, each in a process without "
+        "network, with limits on time and memory. Without it they are not scored.",
+        rich_help_panel=_WORK,
+    ),
 ]
 Modes = Annotated[
     str,

@@ -37,6 +37,7 @@ class Entry:
     hub: tuple[HubFile, ...]  # tried one after the other; Parquet only where it can be read
     original: str  # where to get it by hand
     unscored: str = ""  # why its answers have no reference, where they have none
+    answer_tokens: int = 512  # that a whole answer takes at most, as a rule
 
 
 _ENTRIES = (
@@ -102,6 +103,7 @@ _ENTRIES = (
             ),
         ),
         original="https://huggingface.co/datasets/TIGER-Lab/MMLU-Pro (data/test-00000-of-00001.parquet)",
+        answer_tokens=1024,
     ),
     Entry(
         name="alpaca",
@@ -133,6 +135,7 @@ _ENTRIES = (
             ),
         ),
         original="https://github.com/SafeAILab/EAGLE (eagle/data/sum/question.jsonl)",
+        answer_tokens=256,
     ),
     Entry(
         name="qa",
@@ -149,6 +152,7 @@ _ENTRIES = (
         ),
         original="https://github.com/SafeAILab/EAGLE (eagle/data/qa/question.jsonl)",
         unscored="this file has questions without answers",
+        answer_tokens=256,
     ),
 )
 

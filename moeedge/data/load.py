@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import as_file, files
@@ -19,6 +20,7 @@ from moeedge.errors import DatasetError, DownloadError
 SAMPLE = "sample"
 TOY = "toy"
 _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+_TOY_ANSWER_TOKENS = 160  # the longest of the generator's answers
 _OFFLINE_MEND = "Or use --offline-sample for moeedge's own small set."
 
 
@@ -59,7 +61,8 @@ def load_toy() -> Dataset:
     They are `held_back(36, "toy")` of models/generator, by domain and without the system messages.
     """
     with as_file(files("moeedge.data") / "toy.jsonl") as path:
-        return _read(TOY, path, parse_custom, "package", "prompts that the bundled toy model can answer")
+        toy = _read(TOY, path, parse_custom, "package", "prompts that the bundled toy model can answer")
+    return replace(toy, answer_tokens=_TOY_ANSWER_TOKENS)
 
 
 def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
@@ -67,7 +70,7 @@ def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
     for place, folder, names, variant in _folders(entry):
         for name in names:
             if (folder / name).is_file():
-                return _read(entry.name, folder / name, entry.parse, place, variant, entry.unscored)
+                return _read_entry(entry, folder / name, place, variant)
         looked_at.append(str(folder))
     if offline_sample:
         return load_sample(entry.name)
@@ -77,7 +80,7 @@ def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
         places += " ($MOEEDGE_DATA is not set)"
     by_hand = f"Get it from {entry.original} and put it as {entry.files[0]} into the folder that $MOEEDGE_DATA names."
     path, source = _from_hub(entry, f"The dataset {entry.name} is not in {places}", f"{by_hand} {_OFFLINE_MEND}")
-    return _read(entry.name, path, entry.parse, "hub", source.variant, entry.unscored)
+    return _read_entry(entry, path, "hub", source.variant)
 
 
 def _from_hub(entry: Entry, absent: str, mend: str) -> tuple[Path, HubFile]:
@@ -118,7 +121,17 @@ def _hub_folder(source: HubFile) -> Path:
     return _cache() / source.repo.replace("/", "--")
 
 
-def _read(name: str, path: Path, parse: Parser, place: Place, variant: str, unscored: str = "") -> Dataset:
-    prompts = tuple(parse(row) for row in read_rows(path))
+def _read_entry(entry: Entry, path: Path, place: Place, variant: str) -> Dataset:
+    read = _read(entry.name, path, entry.parse, place, variant)
+    return replace(read, unscored=entry.unscored, answer_tokens=entry.answer_tokens)
+
+
+def _read(name: str, path: Path, parse: Parser, place: Place, variant: str) -> Dataset:
+    prompts = [parse(row) for row in read_rows(path)]
+    seen: Counter[str] = Counter()
+    for index, prompt in enumerate(prompts):  # an answer finds its prompt by its id
+        seen[prompt.id] += 1
+        if seen[prompt.id] > 1:
+            prompts[index] = replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Dataset(name, prompts, place, path, digest, variant, unscored)
+    return Dataset(name, tuple(prompts), place, path, digest, variant)

@@ -55,6 +55,7 @@ class Dataset:
     sha256: str  # of the file
     variant: str  # one line: whose file this is, and whether it is a part of the set
     unscored: str = ""  # why answers without a reference have none
+    answer_tokens: int = 512  # that a whole answer takes at most, as a rule
 
     def limited(self, limit: int | None) -> Dataset:
         """`limit` prompts spread evenly over the file, so that every category comes in; all where limit is None.

@@ -21,7 +21,7 @@ def entry_point(head: str) -> str:
     return found[-1] if found else ""
 
 
-def test_program(answer: str, tests: str, *, head: str = "") -> str:
+def program_of(answer: str, tests: str, *, head: str = "") -> str:
     """The program that passes when `answer` solves the task.
 
     `head` is what the answer continues: imports and helpers, the signature, a docstring. An answer that defines the

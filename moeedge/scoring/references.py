@@ -12,14 +12,14 @@ from typing import Any, Literal, get_args
 
 from moeedge.errors import DatasetError
 from moeedge.scoring.extract import LETTERS, as_number, chosen_letter, last_number, listed_items, normal
-from moeedge.scoring.programs import test_program
+from moeedge.scoring.programs import program_of
 from moeedge.scoring.rouge import rouge_l
 from moeedge.scoring.sandbox import run_python
 
 Scorer = Literal["contains", "contains-any", "exact", "starts", "number", "letter", "list", "code", "rouge-l"]
 SCORERS: tuple[str, ...] = get_args(Scorer)
 _MEND = "Mend or remove it."
-NOT_RUN = "its code was not run (--run-code)"
+NOT_RUN = "a program, and programs are run with --run-code only"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _mismatch(reference: Reference, answer: str) -> str:
 
 
 def _score_code(reference: Reference, answer: str) -> Score:
-    program = test_program(answer, reference.tests, head=reference.head)
+    program = program_of(answer, reference.tests, head=reference.head)
     result = run_python(program, timeout_s=reference.timeout_s)
     return Score(1.0 if result.passed else 0.0, result.reason)
 

@@ -17,6 +17,11 @@ def rouge_l(answer: str, references: tuple[str, ...]) -> float:
     return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
 
 
+def check_rouge() -> None:
+    """Raises InputError where rouge-score is not installed."""
+    _scorer()
+
+
 @lru_cache
 def _scorer() -> Any:
     try:

@@ -32,7 +32,7 @@ Protection = Literal["kernel filter", "audit hook"]
 _PROTECTIONS: dict[bytes, Protection] = {b"K": "kernel filter", b"A": "audit hook"}
 _REPORT_BYTES = 4096
 # processor time decides, so that a busy machine changes no result; this much of the clock ends what sleeps
-_CLOCK_PER_CPU_S = 2.0
+_CLOCK_PER_CPU_S = 4.0
 _POLL_S = 0.005
 
 
@@ -49,7 +49,8 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     """Runs `source` as a program; it passes when it runs to its last line without an error.
 
     Leaving early, by os._exit(0) or sys.exit too, does not pass. `timeout_s` is processor time (whole seconds, rounded
-    up), and half of the time on the clock. Raises SandboxError where no such process can be started.
+    up); what sleeps is ended after four times as long on the clock. Raises SandboxError where no such process can be
+    started.
     """
     token = secrets.token_hex(16).encode()
     cpu_s = max(1, math.ceil(timeout_s))
@@ -124,7 +125,9 @@ def _judge(report: bytes, token: bytes, exit_code: int, in_time: bool, timeout_s
     before, *parts = report.split(token)
     if before or not parts or parts[0][:1] not in _PROTECTIONS:
         if not in_time:
-            raise SandboxError(f"The process for a program's tests did not start within {timeout_s * 2:g} s.")
+            raise SandboxError(
+                f"The process for a program's tests did not start within {_CLOCK_PER_CPU_S * timeout_s:g} s."
+            )
         raise SandboxError(
             f"The process for a program's tests did not start (exit code {exit_code}).",
             "Give it more memory, or check that this Python runs with -S.",

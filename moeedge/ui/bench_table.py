@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeedge.bench.record import BenchRow
+from moeedge.bench.scores import different_scores
 from moeedge.bench.statistics import Spread
 
 FORMATS = ("md", "csv", "json", "jsonl")
@@ -45,6 +46,22 @@ def difference_lines(rows: Sequence[BenchRow]) -> list[str]:
     return lines
 
 
+def score_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """What the first scored row's score is made of, and where another mode's is another."""
+    scored = [(row.label, row.scores) for row in rows if row.scores.n_answers]
+    if not scored:
+        return []
+    scores, n_predict = scored[0][1], rows[0].setup["n_predict"]
+    lines = [
+        f"score: {scores.scorer or 'none'}; {scores.n_cut} of {scores.n_answers} answers cut at {n_predict} tokens"
+    ]
+    lines += [f"not scored: {n} of {scores.n_answers}, {reason}" for reason, n in scores.unscored]
+    if len(scores.by_category) > 1:
+        each = (f"{one.category} {one.score:.3f} ({one.n_scored})" for one in scores.by_category)
+        lines.append(f"score by category: {', '.join(each)}")
+    return [*lines, *different_scores(scored)]
+
+
 def _shown_token(token: int | None) -> str:
     return "the end" if token is None else f"token {token}"
 
@@ -54,9 +71,11 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     if not rows:
         return ""
     has_cache = any(row.cache_ratio is not None for row in rows)
+    has_scores = any(row.scores.n_answers for row in rows)
     columns = [
         "test", "mode", *(_CACHE_TEXT if has_cache else ()), "pp t/s", "tg t/s", "TTFT ms", "accepted", "tokens/step",
-        "experts/step", *(_CACHE_NUMBERS if has_cache else ()), "output", "pp ratio", "tg ratio",
+        "experts/step", *(_CACHE_NUMBERS if has_cache else ()), "output",
+        *(("score",) if has_scores else ()), "pp ratio", "tg ratio",
     ]  # fmt: skip
     cells = [[_cell(column, row) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
@@ -78,6 +97,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
         f"repetitions: {setup['repetitions']}",
         f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
+        *score_lines(rows),
     ]
     return "\n".join(lines) + "\n"
 
@@ -94,6 +114,8 @@ def _cell(column: str, row: BenchRow) -> str:
         return row.mode
     if column == "policy":
         return _NONE if row.policy == "none" else row.policy
+    if column == "score":
+        return str(row.scores)
     if column == "output":
         near = "" if row.output is None or not row.output.near_ties else f" ({len(row.output.near_ties)} near-ties)"
         return _NONE if row.output is None else f"{row.output}{near}"

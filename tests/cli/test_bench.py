@@ -19,6 +19,7 @@ from moeedge.bench.environment import Environment
 from moeedge.bench.output_check import Difference, OutputCheck
 from moeedge.bench.placement import CacheFigures
 from moeedge.bench.record import SCHEMA, BenchRow
+from moeedge.bench.scores import Scores
 from moeedge.bench.statistics import spread
 from moeedge.cli.app import app
 from moeedge.cli.bench import _judge, make_plan
@@ -197,8 +198,8 @@ def _row(output: OutputCheck) -> BenchRow:
     return BenchRow(
         mode="moeedge", test="qa", policy="none", cache_ratio=None,
         pp=spread([100.0, 200.0]), tg=spread([10.0]), ttft_s=0.25, acceptance_rate=0.5,
-        tokens_per_step=2.5, experts_per_verification=31.25, cache=CacheFigures(), output=output, ratio=1.234,
-        ratio_pp=None, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
+        tokens_per_step=2.5, experts_per_verification=31.25, cache=CacheFigures(), output=output, scores=Scores(),
+        ratio=1.234, ratio_pp=None, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
     )  # fmt: skip
 
 

@@ -1,0 +1,188 @@
+"""References as rows have them, and what answers get."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeedge.errors import DatasetError, InputError
+from moeedge.scoring import rouge
+from moeedge.scoring.references import NOT_RUN, SCORERS, Reference, score_answer
+
+
+def _value(row: dict[str, Any], answer: str, *, run_code: bool = False) -> float | None:
+    return score_answer(Reference.from_row(row, "here"), answer, run_code=run_code).value
+
+
+@pytest.mark.parametrize(
+    ("row", "right", "wrong"),
+    [
+        ({"scorer": "contains", "expect": ["Oslo", "12"]}, "In  oslo,\nat 12.", "In Oslo at 112."),
+        ({"scorer": "contains", "expect": "12"}, "12, and 3.12.", "12.5"),
+        ({"scorer": "contains", "expect": "a b"}, "A\n B", "ab"),
+        ({"scorer": "contains", "max_chars": 5}, " 12345 ", "123456"),
+        ({"scorer": "contains", "expect": "x", "max_words": 2}, "x y", "x y z"),
+        ({"scorer": "contains", "expect": "x", "ends_with": "Amen."}, "x. amen.", "Amen. x"),
+        ({"scorer": "contains", "expect": "x", "not_contains": ["y", "z"]}, "x", "x Z"),
+        ({"scorer": "contains-any", "expect": ["Oslo", "Bergen"]}, "To Bergen!", "To Paris"),
+        ({"scorer": "exact", "expect": ["yes", "Oh  yes"]}, " OH YES\n", "Oh yes, no"),
+        ({"scorer": "starts", "expect": "Yes"}, "yes, of course", "Oh yes"),
+        ({"scorer": "number", "expect": ["18", 19]}, "It is 19.0 now", "18 or 20"),
+        ({"scorer": "number", "expect": 1.5}, "$1.50", "15"),
+        ({"scorer": "number", "expect": "1", "max_chars": 3}, "1", "so 1"),
+        ({"scorer": "letter", "expect": "c"}, "The answer is (C).", "The answer is (A)."),
+        ({"scorer": "list", "expect": ["apple", "fig"]}, "Apple, fig", "fig, apple"),
+    ],
+)
+def test_right_and_wrong_answers(row: dict[str, Any], right: str, wrong: str) -> None:
+    reference = Reference.from_row(row, "here")
+    assert score_answer(reference, right) == score_answer(reference, right, run_code=True)
+    assert (score_answer(reference, right).value, score_answer(reference, right).reason) == (1.0, "")
+    failed = score_answer(reference, wrong)
+    assert failed.value == 0.0
+    assert failed.reason
+    assert "\n" not in failed.reason
+    assert score_answer(reference, "").value == (1.0 if row == {"scorer": "contains", "max_chars": 5} else 0.0)
+
+
+_ADD = {"scorer": "code", "head": 'import math\n\ndef add(a, b):\n    """Adds."""\n', "tests": "assert add(1, 2) == 3"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "    return a + b",
+        "return a + b",
+        "\n    return a + b\n",
+        "total = a + b\n    return total",  # the blanks before the first line are often lost
+        "def add(a, b):\n    return a + b",
+        "```python\ndef add(a, b):\n    return a + b\n```",
+        "```\n    return a + b\n```",
+        "It is:\n\n```py\ndef add(x, y):\n    return x + y\n```\nUse it:\n```\nadd(1, 2)\n```",
+        "  ```python\n  def add(a, b):\n      return a + b\n  ```",
+        "```python\ndef add(a, b):\n    return a + b",  # cut before the fence
+        "Sure!\n\ndef add(a, b):\n    return a + b\n\nThat adds them, doesn't it?",
+        "    return a + b\n\nThat adds them.",
+        "from __future__ import annotations\ndef add(a: Later, b) -> int:\n    return a + b",
+        "def add(a, b):\n    return int(math.fsum([a, b]))",
+        "def helper(a):\n    return a\n\ndef add(a, b):\n    return helper(a) + b",
+        "def add(a, b):\n    return a + b\n\nif __name__ == '__main__':\n    print(add(int(input()), 2))",
+    ],
+)
+def test_code_in_every_shape(answer: str) -> None:
+    score = score_answer(Reference.from_row(_ADD, "here"), answer, run_code=True)
+    assert (score.value, score.reason) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "    pass",
+        "I cannot.",
+        "def add(a, b):\n    return a - b",
+        "def sub(a, b):\n    return a + b",
+        "import sys\nsys.exit(0)",
+        "```\n```",
+        "\0",
+        "    return a +",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+    ],
+)
+def test_wrong_code(answer: str) -> None:
+    score = score_answer(Reference.from_row(_ADD, "here"), answer, run_code=True)
+    assert score.value == 0.0
+    assert score.reason
+
+
+def test_code_is_run_only_when_asked() -> None:
+    score = score_answer(Reference.from_row(_ADD, "here"), "def add(a, b):\n    return a + b")
+    assert (score.value, score.reason) == (None, NOT_RUN)
+    assert _value({"scorer": "code", "tests": "assert x == 1"}, "x = 1", run_code=True) == 1.0
+    assert _value({**_ADD, "timeout_s": 1}, "while True: pass", run_code=True) == 0.0
+    assert _value({**_ADD, "max_chars": 5}, "    return a + b", run_code=True) == 0.0
+
+
+def test_rouge_l_is_graded() -> None:
+    pytest.importorskip("rouge_score")
+    row = {"scorer": "rouge-l", "expect": ["The cat sat on the mat.", "A dog barked."]}
+    assert _value(row, "the cat sat on the mat") == 1.0
+    assert _value(row, "dogs barked") == pytest.approx(2 * (2 / 2) * (2 / 3) / (2 / 2 + 2 / 3))  # stemmed
+    assert _value(row, "nothing like it") == 0.0
+    assert _value(row, "") == 0.0
+    assert _value({**row, "max_words": 2}, "the cat sat on the mat") == 0.0
+
+
+def test_without_rouge_score_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    rouge._scorer.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(InputError, match=r'pip install "moeedge\[score\]"'):
+        rouge.check_rouge()
+    rouge._scorer.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("42", 'a reference must be an object with a "scorer"'),
+        ([], 'a reference must be an object with a "scorer"'),
+        ({}, 'a reference needs a "scorer"'),
+        ({"scorer": "bleu", "expect": "x"}, "the scorer must be one of contains"),
+        ({"scorer": 1}, '"scorer" must be a string'),
+        ({"scorer": "contains"}, 'the scorer "contains" needs "expect"'),
+        ({"scorer": "exact", "max_chars": 3}, 'the scorer "exact" needs "expect"'),
+        ({"scorer": "contains", "expect": [" "]}, "must not hold empty strings"),
+        ({"scorer": "contains", "expect": [None]}, '"expect" must be a string or a list of strings'),
+        ({"scorer": "contains", "expect": {"a": 1}}, '"expect" must be a string or a list of strings'),
+        ({"scorer": "number", "expect": "many"}, '"expect" must hold numbers'),
+        ({"scorer": "letter", "expect": "K"}, '"expect" must hold letters from A to J'),
+        ({"scorer": "code", "expect": "x"}, 'the scorer "code" needs "tests"'),
+        ({"scorer": "code", "tests": "pass", "timeout_s": 0}, "timeout_s must be positive"),
+        ({"scorer": "exact", "expect": "x", "max_chars": 0}, "a limit must be at least 1"),
+        ({"scorer": "exact", "expect": "x", "max_chars": "9"}, '"max_chars" must be a number'),
+        ({"scorer": "exact", "expect": "x", "max_chars": True}, '"max_chars" must be a number'),
+        ({"scorer": "exact", "expected": "x"}, "a reference has no field 'expected'"),
+    ],
+)
+def test_a_bad_reference_names_its_place(row: object, said: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        Reference.from_row(row, "own.jsonl, line 3")
+    assert said in caught.value.message
+    assert caught.value.message.startswith("own.jsonl, line 3: ")
+    assert caught.value.exit_code == 2
+
+
+def test_rows_there_and_back() -> None:
+    whole = Reference("code", ("x",), "pass", "def f():", 2.5, ("y",), ".", 80, 9)
+    for reference in (whole, Reference("number", ("1",)), Reference("contains", max_words=3)):
+        row = reference.to_row()
+        assert Reference.from_row(json.loads(json.dumps(row)), "here") == reference
+    assert Reference("number", ("1",)).to_row() == {"scorer": "number", "expect": ["1"]}
+
+
+@given(
+    st.sampled_from([name for name in SCORERS if name not in ("code", "rouge-l")]),
+    st.lists(st.sampled_from(["1", "B", "yes", "a.b", "(", "é"]), min_size=1, max_size=3),
+    st.text(),
+)
+def test_any_answer_gets_a_score(scorer: str, expect: list[str], answer: str) -> None:
+    try:
+        reference = Reference.from_row({"scorer": scorer, "expect": expect}, "here")
+    except DatasetError:
+        return
+    assert score_answer(reference, answer).value in (0.0, 1.0)
+
+
+_FIELDS = st.sampled_from(["scorer", "expect", "tests", "max_chars", "x"])
+
+
+@given(st.dictionaries(_FIELDS, st.none() | st.text() | st.integers() | st.lists(st.text())))
+def test_any_row_is_read_or_refused(row: dict[str, Any]) -> None:
+    try:
+        Reference.from_row(row, "here")
+    except DatasetError as error:
+        assert error.message.startswith("here: ")

@@ -1,0 +1,199 @@
+"""Programs run apart: what passes, what does not, and what they cannot do to the machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moeedge.errors import SandboxError
+from moeedge.scoring import sandbox
+from moeedge.scoring.sandbox import Protection, SandboxResult, run_python
+from moeedge.scoring.syscalls import syscall_filter
+
+_STANDARD_LIBRARY = """
+from dataclasses import dataclass
+import collections, datetime, decimal, fractions, hashlib, heapq, itertools, json, math, random, re, string, typing
+
+@dataclass
+class Point:
+    x: int
+
+assert Point(1).x == 1 and __name__ == "__main__"
+assert hashlib.md5(b"x").hexdigest().startswith("9dd4e4")
+print("seen by nobody", random.Random(1).random())
+if __name__ == "__main__":
+    assert json.loads("[1]") == [1]
+"""
+
+
+@pytest.fixture(params=["kernel filter", "audit hook"])
+def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Protection]:
+    """Both protections; the kernel's only where it has one."""
+    if request.param == "audit hook":
+        monkeypatch.setattr(sandbox, "_filter_text", lambda: "")
+    elif run_python("pass").protection != "kernel filter":
+        pytest.skip("this kernel takes no filter")
+    yield request.param
+
+
+def _run(source: str, guarded: Protection) -> SandboxResult:
+    result = run_python(source)
+    assert result.protection == guarded
+    assert result.passed == (result.reason == "")
+    assert "\n" not in result.reason
+    return result
+
+
+@pytest.mark.parametrize("source", ["", "x = 1", _STANDARD_LIBRARY, "x = '\ud800'", "assert {'b', 'a'} == {'a', 'b'}"])
+def test_what_runs_to_its_end_passes(guarded: Protection, source: str) -> None:
+    assert _run(source, guarded).passed
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("x = 1\nassert x == 2, 'not two'", "AssertionError: not two (line 2)"),
+        ("def f(:\n", "SyntaxError: invalid syntax (line 1)"),
+        ("x = 'a\0b'", "SyntaxError: source code "),
+        ("def f(n): return f(n + 1)\nf(0)", "RecursionError: "),
+        ("raise SystemExit", "it called sys.exit before its end"),
+        ("import sys\nsys.exit(0)", "it called sys.exit before its end"),
+        ("import os\nos._exit(0)\nassert False", "it left before its end (exit code 0)"),
+        ("import os\nos._exit(3)", "it left before its end (exit code 3)"),
+        ("input()", "EOFError: "),
+        ("import sys\nassert sys.stdin.read() == 'x'", "AssertionError"),
+        ("x = bytearray(4 << 30)", "MemoryError (line 1)"),
+        ("raise ValueError('a\\nb' + 'c' * 9999)", "ValueError: a bccc"),
+        ("class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E", ""),
+        ("import atexit\natexit.register(print)\nraise KeyboardInterrupt", "KeyboardInterrupt (line 3)"),
+    ],
+)
+def test_what_does_not_reach_its_end_fails_and_says_why(guarded: Protection, source: str, reason: str) -> None:
+    result = _run(source, guarded)
+    assert not result.passed
+    assert result.reason.startswith(reason)
+    assert len(result.reason) < 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(60)",
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        "import os\nos.closerange(0, 64)\nwhile True: pass",
+        "while True: print('x' * 100_000)",
+    ],
+)
+def test_what_never_ends_is_ended(source: str) -> None:
+    begin_s = time.monotonic()
+    assert run_python(source, timeout_s=1.0).reason == "it took longer than 1 s"
+    assert time.monotonic() - begin_s < 8
+
+
+def test_memory_is_limited_while_it_grows() -> None:
+    result = run_python("x = 'a'\nwhile True: x += x", memory_bytes=128 * 2**20)
+    assert result.reason == "MemoryError (line 2)"
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open({file!r}, 'w')",
+        "open({file!r}, 'a')",
+        "open({file!r}, 'r+')",
+        "open('here', 'w')",
+        "import os; os.open({file!r}, os.O_RDONLY | os.O_TRUNC)",
+        "import os; os.remove({file!r})",
+        "import os; os.rename({file!r}, 'x')",
+        "import os; os.truncate({file!r}, 0)",
+        "import os; os.chmod({file!r}, 0)",
+        "import os; os.mkdir({file!r} + 'd')",
+        "import os; os.symlink({file!r}, 'x')",
+        "import shutil; shutil.copy({file!r}, {file!r} + '2')",
+        "import socket; socket.socket()",
+        "import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)",
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
+        "import os; os.fork()",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: raise",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.killpg(0, 9)",
+        "import os; os.execv('/bin/sh', ['sh'])",
+        "import os; os.posix_spawn('/bin/sh', ['sh'], {{}})",
+        "import subprocess; subprocess.run(['true'])",
+        "import ctypes; assert ctypes.CDLL(None).syscall(41, 2, 1, 0) == 0",
+        "import os; assert os.system('true') == 0",
+        "import multiprocessing; multiprocessing.Process(target=print).start()",
+    ],
+)
+def test_what_reaches_out_is_refused(guarded: Protection, tmp_path: Path, attempt: str) -> None:
+    file = tmp_path / "kept.txt"
+    file.write_text("kept")
+    result = _run(attempt.format(file=str(file)), guarded)
+    assert not result.passed
+    assert result.reason.startswith(("PermissionError", "AssertionError", "URLError", "<urlopen error", "URLError"))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+    assert file.read_text() == "kept"
+
+
+def test_the_kernel_refuses_threads_too() -> None:
+    if run_python("pass").protection != "kernel filter":
+        pytest.skip("this kernel takes no filter")
+    assert run_python("import threading\nthreading.Thread(target=print).start()").reason.startswith("RuntimeError")
+
+
+@pytest.mark.parametrize("forged", ["b'P'", "b'x' * 100_000", "b'0' * 32 + b'P'"])
+def test_a_report_cannot_be_forged_without_the_token(guarded: Protection, forged: str) -> None:
+    source = f"import os\nfor fd in range(64):\n    try: os.write(fd, {forged})\n    except OSError: pass\nos._exit(0)"
+    assert not _run(source, guarded).passed
+
+
+def test_a_program_cannot_redefine_its_end(guarded: Protection) -> None:
+    assert not _run("import os\nos.write = os._exit = lambda *a: None\nraise ValueError", guarded).passed
+
+
+def test_the_folder_is_empty_and_gone_afterwards(guarded: Protection) -> None:
+    result = _run("import os\nassert False, os.getcwd() + str(os.listdir())", guarded)
+    folder = result.reason.removeprefix("AssertionError: ").partition("[]")[0]
+    assert Path(folder).name.startswith("moeedge-run-")
+    assert not Path(folder).exists()
+
+
+def test_sets_have_the_same_order_on_every_run() -> None:
+    source = "assert False, list({'a', 'b', 'c', 'd', 'e'})"
+    assert run_python(source).reason == run_python(source).reason
+
+
+def test_a_process_that_cannot_start_is_no_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(SandboxError, match=r"did not start \(exit code 3\)"):
+        patch.setattr(sandbox, "_child_text", lambda: "raise SystemExit(3)")
+        run_python("pass")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="cannot be started"):
+        run_python("pass")
+
+
+def test_hundreds_of_programs_take_no_time() -> None:
+    begin_s = time.process_time()  # of this process alone: what the machine does beside it does not count
+    for _ in range(20):
+        assert run_python("assert sum(range(10)) == 45").passed
+    assert time.process_time() - begin_s < 1  # and 0.02 s each on the clock of an idle machine
+
+
+def test_nothing_is_left_running() -> None:
+    result = run_python("import time\ntime.sleep(60)", timeout_s=0.2)
+    assert result.reason == "it took longer than 0.2 s"
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None)
+
+
+def test_the_filter_is_whole_instructions() -> None:
+    filter_bytes = syscall_filter()
+    assert len(filter_bytes) % 8 == 0
+    assert len(filter_bytes) // 8 < 4096  # the kernel's limit
