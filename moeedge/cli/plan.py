@@ -41,7 +41,15 @@ def plan(
             rich_help_panel="Hardware",
         ),
     ] = None,
-    cache_ratio: options.CacheRatio = None,
+    cache_ratio: Annotated[
+        float | None,
+        typer.Option(
+            "--cache-ratio",
+            metavar="R",
+            help="The share of all expert bytes that the device shall hold, 0 to 1; 0: no cache. Default: what fits.",
+            rich_help_panel="Expert placement",
+        ),
+    ] = None,
     reserve: Annotated[
         str | None,
         typer.Option(

@@ -8,6 +8,8 @@ from moeedge.engine.context import Context
 from moeedge.engine.model import Model
 from moeedge.engine.types import EngineConfig
 
+_PLAIN = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory in which weights are as they are in the file
+
 
 @dataclass(frozen=True)
 class Share:
@@ -52,6 +54,6 @@ def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
                 gpus[use.device] = gpus.get(use.device, Share()) + share
                 continue
             ram += share
-            if not use.device and use.buffer_type != "CPU":
+            if not use.device and use.buffer_type not in _PLAIN:
                 repacked += use.weights_bytes
     return Footprint(gpus, ram, repacked)

@@ -44,7 +44,7 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
     if facts.n_experts:
         console.print(
             f"  {facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.n_experts_used} per token; "
-            f"an expert {format_bytes(facts.expert_bytes)}, all {format_bytes(facts.experts_bytes)}, the rest "
+            f"an expert {_size(facts.expert_bytes)}, all {format_bytes(facts.experts_bytes)}, the rest "
             f"{format_bytes(facts.dense_bytes)}"
         )
     console.print(f"  read per token: {format_bytes(facts.active_bytes)}")
@@ -134,6 +134,10 @@ def _place_dict(place: Place) -> dict[str, Any]:
         "fixed_bytes": place.fixed_bytes,
         "left_bytes": place.left_bytes,
     }
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / _MIB:.1f} MiB" if _MIB <= n_bytes < 100 * _MIB else format_bytes(n_bytes)
 
 
 def _count(n: int) -> str:

@@ -1,0 +1,147 @@
+"""`moeedge plan` as people and programs call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from moeedge.cli.app import app
+from tests.conftest import TinyFactory
+from tests.support.published import write_qwen3_30b_a3b
+
+
+def run(*arguments: str, expect: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == expect, result.output
+    return result
+
+
+def record(*arguments: str) -> dict[str, Any]:
+    found = json.loads(run(*arguments, "-o", "json").stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_qwen3_30b_a3b(tmp_path_factory.mktemp("header") / "[q] 30b.gguf"))
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_the_map_of_a_header_for_a_machine_that_is_not_here(
+    header: str, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192").stdout
+    for words in (
+        "[q] 30b.gguf",
+        "a GPU of 8.0 GiB",
+        "dense weights",
+        "KV cache, 8,192 tokens",
+        "compute buffers",
+        "expert slots: 1,900 of 6,144",
+        "experts on device",
+        "32,768",
+        "Largest context that fits: 40,960 tokens",
+        "is not whole",
+    ):
+        assert words in " ".join(out.split()) or words in out
+    assert f"moeedge chat -m '{header}' -c 8192 --cache-ratio 0.309" in out
+    assert max(len(line) for line in out.splitlines() if header not in line) <= columns
+
+
+def test_json_has_bytes_of_every_line(header: str) -> None:
+    found = record("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192")
+    gpu, ram = found["plan"]["places"]
+    assert gpu["total_bytes"] == gpu["free_bytes"] == 8 * 2**30
+    assert gpu["used_bytes"] == sum(line["n_bytes"] for line in gpu["lines"])
+    assert ram["free_bytes"] == 32 * 2**30
+    assert found["plan"]["kv_bytes"] == 8192 * 96 * 1024
+    assert found["device"]["measured"] is False and found["ram_measured"] is False
+    assert [one["n_ctx"] for one in found["contexts"]] == [4096, 8192, 16384, 32768]
+    assert found["model"]["n_experts"] == 128 and found["model"]["missing_bytes"] > 18e9
+    assert found["draft"] is None and found["command"].startswith("moeedge chat")
+
+
+def test_the_bundled_pair_without_options() -> None:
+    found = record()
+    assert found["draft"]["file"].endswith("draft.gguf")
+    assert found["plan"]["verdict"] == "fits"
+    assert found["command"].startswith("moeedge chat -c ")
+
+
+def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
+    target, draft = str(tiny("qwen3moe")), str(tiny("qwen3"))
+    alone, pair = record("-m", target, "-c", "1024"), record("-m", target, "-md", draft, "-c", "1024")
+    assert pair["plan"]["kv_bytes"] > alone["plan"]["kv_bytes"]
+    assert any(line["what"] == "draft: weights" for line in pair["plan"]["places"][-1]["lines"])
+    assert f"-md {draft}" in pair["command"] and "-md" not in alone["command"]
+    off = record("-m", target, "-md", draft, "-c", "1024", "--draft-max", "0")
+    assert off["plan"]["kv_bytes"] == alone["plan"]["kv_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "absent.gguf"], "absent.gguf"),
+        (["--vram", "lots"], '"lots" is no size'),
+        (["--ram", "-1"], '"-1" is no size'),
+        (["--vram", "0"], "--vram must be more than 0"),
+        (["--vram", "8G", "-dev", "none"], "-dev none has no memory for experts"),
+        (["--cache-ratio", "2"], "cache ratio"),
+        (["-dev", "CUDA7"], "CUDA7"),
+        (["-c", "-5"], "n_ctx"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
+    result = run(*arguments, expect=2)
+    assert words in result.stderr and result.stdout == "" and "Traceback" not in result.output
+
+
+def test_so_is_a_file_that_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + bytes(40))
+    assert str(path) in run("-m", str(path), expect=2).stderr
+    path.write_bytes(b"MZ" + bytes(40))
+    assert "is not a GGUF file" in run("-m", str(path), expect=2).stderr
+
+
+def test_a_vocabulary_that_does_not_match_is_refused(header: str, tiny: TinyFactory) -> None:
+    assert "vocabular" in run("-m", header, "-md", str(tiny("qwen3")), expect=2).stderr
+
+
+def test_what_cannot_fit_is_said_and_no_error(header: str) -> None:
+    found = record("-m", header, "--ram", "1G", "-c", "32768", "-dev", "none")
+    assert found["plan"]["verdict"] == "does not fit" and found["command"] == ""
+    assert any("lacks" in note for note in found["notes"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "moeedge", "plan", "-m", header]
+    piped = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, stdin=subprocess.DEVNULL
+    )
+    assert piped.stdout is not None
+    piped.stdout.close()
+    _, complaints = piped.communicate(timeout=120)
+    assert b"Traceback" not in complaints
+    stopped = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, stdin=subprocess.DEVNULL
+    )
+    while stopped.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    stopped.send_signal(signal.SIGINT)
+    _, complaints = stopped.communicate(timeout=120)
+    assert stopped.returncode in (0, 130) and b"Traceback" not in complaints
+    assert not list(tmp_path.iterdir())
