@@ -1,0 +1,111 @@
+"""`moeedge bench --score` from the outside."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moeedge import paths
+from moeedge.cli.app import app
+
+_ROWS = (
+    {"category": "who", "prompt": "Who are you?", "reference": {"scorer": "contains", "expect": "toy"}},
+    {"category": "who", "prompt": "Hello", "reference": {"scorer": "exact", "expect": "xyzzy"}},
+    {"category": "code", "prompt": "Set x", "reference": {"scorer": "code", "tests": "pass"}},
+)
+_QUICK = ["-t", "1", "--no-warmup"]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A file of a user's with three references."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+    return path
+
+
+def _bench(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_the_bundled_pair_on_a_file_of_one_s_own(own: Path) -> None:
+    if not paths.bundled_target().is_file():
+        pytest.skip("the bundled pair is not there")
+    result = _bench("--dataset", own, "--score", *_QUICK)
+    assert result.exit_code == 0, result.stderr
+    heads, _, *rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    column = [cell.strip() for cell in heads.split("|")].index("score")
+    assert {row.split("|")[column].strip() for row in rows} == {"0.500 (2/3)"}
+    assert len(rows) == 3
+    assert "score: contains,exact; 0 of 3 answers cut at 512 tokens" in result.stdout
+    assert "not scored: 1 of 3, a program, and programs are run with --run-code only" in result.stdout
+    assert "SCORES DIFFER" not in result.stdout
+    assert "repetitions: 1" in result.stdout
+    assert "Programs, 1 of 3 answers, are scored with --run-code only." in result.stderr
+
+
+def test_the_record_has_answers_and_reasons(tiny_moe: Path, own: Path) -> None:
+    common = ["-m", tiny_moe, "--dataset", own, "--score", "-n", "4", *_QUICK]
+    rows = json.loads(_bench(*common, "--run-code", "-o", "json").stdout)
+    for row in rows:
+        assert not any(isinstance(value, dict) for value in row.values())
+        assert (row["n_scored"], row["n_answers"], row["n_cut"], row["run_code"]) == (3, 3, 3, True)
+        assert [one["category"] for one in row["score_by_category"]] == ["who", "code"]
+        assert all(isinstance(sample["answer"], str) for sample in row["samples"])
+    table = list(csv.DictReader(io.StringIO(_bench(*common, "-o", "csv").stdout)))
+    assert [row["n_scored"] for row in table] == ["2", "2"]
+    assert json.loads(table[0]["unscored"])[0]["n"] == 1
+
+
+def test_a_set_without_references_says_so(tiny_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt": "Hi"}\n')
+    result = _bench("-m", tiny_moe, "--dataset", path, "--score", "-n", "2", *_QUICK)
+    assert result.exit_code == 0
+    assert "- (0/1)" in result.stdout
+    assert "not scored: 1 of 1, no reference" in result.stdout
+    assert "No answer to own will be scored: no reference." in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--score"], "--score needs a --dataset"),
+        (["--dataset", "sample", "--run-code"], "--run-code runs programs for their score: it needs --score"),
+        (["--dataset", "sample", "--score", "--ignore-eos"], "--score and --ignore-eos exclude each other"),
+    ],
+)
+def test_what_cannot_go_together(tiny_moe: Path, arguments: list[str], said: str) -> None:
+    result = _bench("-m", tiny_moe, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ('{"scorer": "bleu", "expect": "x"}', "own.jsonl, line 1: the scorer must be one of contains"),
+        ('{"scorer": "number", "expect": "x"}', 'own.jsonl, line 1: "expect" must hold numbers'),
+    ],
+)
+def test_a_bad_reference_exits_with_2_and_the_line(tiny_moe: Path, tmp_path: Path, reference: str, said: str) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text(f'{{"prompt": "Hi", "reference": {reference}}}\n')
+    result = _bench("-m", tiny_moe, "--dataset", path)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_references_must_match_the_turns(tiny_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"turns": ["Hi", "Ho"], "reference": {"scorer": "exact", "expect": "x"}}\n')
+    result = _bench("-m", tiny_moe, "--dataset", path)
+    assert result.exit_code == 2
+    assert "there must be one reference for each of the 2 turns" in result.stderr
