@@ -20,7 +20,7 @@ from moeedge.data.fetch import hub_endpoint
 from moeedge.errors import DownloadError
 from moeedge.hardware.size import format_bytes
 from moeedge.hub import cache
-from moeedge.hub.remote import RemoteFile, hub_errors
+from moeedge.hub.remote import NoAnswerError, RemoteFile, hub_errors
 
 _BLOCK_BYTES = 4 * 2**20
 _CHUNK_BYTES = 2**19  # huggingface_hub's 10 MB would be lost by every cut, and shown by a slow line twice a minute
@@ -77,16 +77,21 @@ def _fetch(file: RemoteFile, partial: Path, watcher: Watcher) -> str:
             f"{file.path} of {file.repo} is larger than the hub gives by plain HTTP (50 GB).",
             f"Fetch it by hf download {file.repo} {file.path}; moeedge finds it in the same cache.",
         )
+    what = f"{file.path} of {file.repo}"
     with _HashedFile(partial, watcher.at) as sink:
-        if sink.tell() < file.size_bytes:
-            with _small_chunks(), hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
-                http_get(
-                    hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint()),
-                    cast(BinaryIO, sink),
-                    resume_size=sink.tell(),
-                    headers=build_hf_headers(),
-                    expected_size=file.size_bytes,
-                )
+        while (have := sink.tell()) < file.size_bytes:
+            try:
+                with _small_chunks(), hub_errors(what, file.repo, file.commit):
+                    http_get(
+                        hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint()),
+                        cast(BinaryIO, sink),
+                        resume_size=have,
+                        headers=build_hf_headers(),
+                        expected_size=file.size_bytes,
+                    )
+            except NoAnswerError:
+                if sink.tell() <= have:  # versions of huggingface_hub differ in which cuts they mend themselves
+                    raise
         sink.sync()
         return sink.hexdigest()
 
@@ -94,16 +99,20 @@ def _fetch(file: RemoteFile, partial: Path, watcher: Watcher) -> str:
 @contextmanager
 def _small_chunks() -> Iterator[None]:
     """Without huggingface_hub's own bar, and in chunks of ours."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    had_bars, chunk_bytes = not are_progress_bars_disabled(), constants.DOWNLOAD_CHUNK_SIZE
+    name = "DOWNLOAD_CHUNK_SIZE"
+    modules = [module for module in (constants, file_download) if hasattr(module, name)]  # by version, one or both
+    had_bars, before = not are_progress_bars_disabled(), [getattr(module, name) for module in modules]
     disable_progress_bars()
-    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
+    for module in modules:
+        setattr(module, name, _CHUNK_BYTES)
     try:
         yield
     finally:
-        constants.DOWNLOAD_CHUNK_SIZE = chunk_bytes
+        for module, value in zip(modules, before, strict=True):
+            setattr(module, name, value)
         if had_bars:
             enable_progress_bars()
 
@@ -112,9 +121,9 @@ def _check(file: RemoteFile, partial: Path, digest: str, wanted: str | None) -> 
     """Raises DownloadError, and removes what came, unless size and hash are right."""
     size = cache.size_of(partial)
     if size != file.size_bytes:
-        raise DownloadError(
-            f"Of {file.path} {size:,} bytes came instead of {file.size_bytes:,}.", "Pull again: it goes on from there."
-        )
+        if size > file.size_bytes:
+            partial.unlink()
+        raise DownloadError(f"Of {file.path} {size:,} bytes came instead of {file.size_bytes:,}.", "Pull again.")
     for right in (file.sha256, wanted):
         if right is not None and digest != right:
             partial.unlink(missing_ok=True)

@@ -18,6 +18,10 @@ _ETAG = re.compile(r"[\w.-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+class NoAnswerError(DownloadError):
+    """The server could not be reached, broke off or fell silent: the network's failure, not an answer."""
+
+
 @dataclass(frozen=True)
 class RemoteFile:
     """One file as the hub serves it now."""
@@ -108,7 +112,7 @@ def explain(error: Exception, what: str, repo: str, revision: str) -> DownloadEr
     status = getattr(response, "status_code", None)
     if status is None:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return DownloadError(
+        return NoAnswerError(
             f"{endpoint} could not be asked for {what} ({reason}).",
             "Check the network, $HF_ENDPOINT and your proxy; what has arrived is kept.",
         )

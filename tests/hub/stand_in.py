@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             {
                 "rfilename": file,
                 "size": len(body),
-                "lfs": {"sha256": self._sha256(body), "size": len(body), "pointerSize": 9},
+                "lfs": {"sha256": self.hub.claimed_sha256 or self._sha256(body), "size": len(body), "pointerSize": 9},
             }
             for file, body in files.items()
         ]
