@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from models.generator import held_back
+from models.generator import DOMAINS, held_back
 
 N_PROMPTS = 42  # six of every domain
 OUT = Path(__file__).parent.parent / "moeedge" / "data" / "toy.jsonl"
@@ -17,7 +17,7 @@ def rows() -> list[dict[str, Any]]:
     """The set in the form of docs/datasets.md; system messages are left out."""
     seen: Counter[str] = Counter()
     out = []
-    for chat in held_back(N_PROMPTS, "toy"):
+    for chat in sorted(held_back(N_PROMPTS, "toy"), key=lambda chat: list(DOMAINS).index(chat.domain)):
         seen[chat.domain] += 1
         out.append(
             {

@@ -1,4 +1,8 @@
-"""Multiple choice over the facts of the world, over passages and over sums: the answer, then its letter."""
+"""Multiple choice over the facts of the world, over passages and over sums.
+
+The answer is worked: what is right, then the options one by one up to that one, then its letter. Small models look for
+what follows a word that they know long before they look for what stands before it.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +45,11 @@ def make(rng: random.Random) -> Chat:
     options = rng.sample(wrong, min(rng.choices((2, 3, 4, 5), (2, 6, 1, 1))[0], len(wrong)))
     options.insert(rng.randint(0, len(options)), short)
     style = rng.choice(STYLES)
-    lines = "\n".join(style.format(mark, text) for mark, text in zip(LETTERS, options, strict=False))
+    lines = [style.format(mark, text) for mark, text in zip(LETTERS, options, strict=False)]
     tail = rng.choice(("", "", "\nAnswer with the letter.", "\nWhich is right?"))
-    right = LETTERS[options.index(short)]
-    turn = Turn(f"{ask}\n{lines}{tail}", f"{short} ({right}).", letter(right))
+    n_read = options.index(short) + 1
+    right = LETTERS[n_read - 1]
+    listing = "\n".join(lines)
+    worked = "\n".join((f"It is {short}.", *lines[:n_read], f"The answer is ({right})."))
+    turn = Turn(f"{ask}\n{listing}{tail}", worked, letter(right))
     return Chat(DOMAIN, (turn,), source)

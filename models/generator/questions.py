@@ -62,7 +62,7 @@ def make(rng: random.Random) -> Chat:
         return Chat(DOMAIN, tuple(turns), "fact")
     text, told = passage(rng)
     unique = [f for f in told if sum(f.answer.split(" ", 1)[1] == g.answer.split(" ", 1)[1] for g in told) == 1]
-    if unique and rng.random() < 0.25:
+    if unique and rng.random() < 0.15:
         turns = [by_name(rng, unique)]
     else:
         chosen = rng.sample(told, min(len(told), rng.choices((1, 2), (2, 1))[0]))

@@ -196,9 +196,11 @@ def test_the_published_files(monkeypatch: pytest.MonkeyPatch, data_folder: Path,
 def test_the_toy_set_is_what_the_bundled_pair_can_answer_and_never_saw() -> None:
     toy = load_dataset("toy")
     assert (toy.name, toy.place) == ("toy", "package")
-    chats = held_back(36, "toy")
+    chats = held_back(42, "toy")
     chats.sort(key=lambda chat: list(DOMAINS).index(chat.domain))
     assert [prompt.category for prompt in toy.prompts] == [chat.domain for chat in chats]
     assert _texts(toy) == [[turn.user for turn in chat.turns] for chat in chats]
-    for limit in (4, 8, 9, 12):  # spread over the domains
-        assert len({prompt.category for prompt in toy.limited(limit).prompts}) >= min(limit, 8)
+    given = [[reference.to_row() for reference in prompt.references if reference] for prompt in toy.prompts]
+    assert given == [[turn.reference.to_row() for turn in chat.turns] for chat in chats]
+    for limit in (4, 7, 9, 12):  # spread over the domains
+        assert len({prompt.category for prompt in toy.limited(limit).prompts}) == min(limit, 7)
