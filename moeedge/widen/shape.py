@@ -122,6 +122,11 @@ def wider_shape(source: Shape, asked: Asked, like: str | None = None) -> tuple[S
             f"{source.heads} heads over {source.heads_kv} KV heads do not fit {wide.heads} over {wide.heads_kv}.",
             "Give --heads a multiple of --heads-kv, and as many KV heads as the source at least.",
         )
+    if wide.head_dim != source.head_dim:
+        notes.append(
+            f"Heads grow from {source.head_dim} to {wide.head_dim}: attention adds up in another order, and logits "
+            f"differ by rounding. --head-dim {source.head_dim} keeps them to the bit."
+        )
     return wide, notes
 
 
@@ -161,12 +166,16 @@ def _like(source: Shape, like: str, named: Mapping[str, int]) -> tuple[Shape, li
             wide = replace(wide, **{name: getattr(shape, name)})
         else:
             stays.append(name)
-    if shape.head_dim % source.head_dim == 0:
-        wide = replace(wide, head_dim=shape.head_dim)
-    elif "head_dim" not in named:
+    head_dim = named.get("head_dim", shape.head_dim)
+    if head_dim % source.head_dim:
+        head_dim = source.head_dim
         stays.append("head_dim")
-    if GroupedHeads(source.heads, source.heads_kv, shape.heads, shape.heads_kv).fit():
-        wide = replace(wide, heads=shape.heads, heads_kv=shape.heads_kv)
+    # smaller heads, but more of them: matrices and KV cache have the same size
+    more = shape.head_dim // head_dim if shape.head_dim % head_dim == 0 else 1
+    heads = GroupedHeads(source.heads, source.heads_kv, shape.heads * more, shape.heads_kv * more)
+    wide = replace(wide, head_dim=head_dim)
+    if heads.fit():
+        wide = replace(wide, heads=heads.wide_heads, heads_kv=heads.wide_heads_kv)
     else:
         stays += [name for name in ("heads", "heads_kv") if name not in named]
     stays += [name for name in ("experts", "used", "vocab") if getattr(shape, name) != getattr(source, name)]

@@ -51,6 +51,11 @@ def test_the_shape_is_like_qwen3_30b(bundled_pair: tuple[Path, Path], tmp_path: 
     assert wanted.items() <= told["shape"].items()
     assert told["expert_bytes"] == 48 * 128 * 3 * 2048 * 768 // 32 * 18
     assert "vocabulary 2048 (151936)" in told["notes"][0]
+    assert "to the bit" in told["notes"][1]
+    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--head-dim", 32, "--dry-run", "-o", "json")
+    smaller = json.loads(result.stdout)
+    assert smaller["bytes"] == pytest.approx(told["bytes"], rel=1e-5)  # more heads instead: the same matrices
+    assert (smaller["shape"]["heads"], smaller["shape"]["heads_kv"], len(smaller["notes"])) == (128, 16, 1)
 
 
 def test_of_another_architecture_the_sizes_are_taken(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
