@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -11,8 +14,9 @@ from moeedge.cli import options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
-from moeedge.cli.pair import resolve_pair
+from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.cli.placement import placement_config
+from moeedge.errors import ModelNameError
 
 
 def plan(
@@ -66,8 +70,9 @@ def plan(
 ) -> None:
     """Say what a model will take of this machine's memory, and what fits, before anything is loaded.
 
-    The header of the file is enough: a download that has only begun will do. Prints what lies on the device and what in
-    memory, the share of the experts that the device can hold, the largest context, and the command that runs it so.
+    The header of the file is enough: a download that has only begun will do, and of a model that is not here it is read
+    from the hub. Prints what lies on the device and what in memory, the share of the experts that the device can hold,
+    the largest context, and the command that runs it so.
     """
     from moeedge.hardware.size import parse_size
     from moeedge.planning.machine import this_machine
@@ -76,7 +81,7 @@ def plan(
     from moeedge.ui.console import stdout_console
     from moeedge.ui.plan_view import print_plan, print_plan_json
 
-    with cli_errors():
+    with cli_errors(), ExitStack() as resources:
         placement = placement_config(cache_ratio=cache_ratio)
         vram_bytes, ram_bytes, reserve_bytes = (
             None if one is None else parse_size(one) for one in (vram, ram, reserve)
@@ -84,7 +89,7 @@ def plan(
         check_device(device)
         if verbose:
             show_log()
-        pair = resolve_pair(model, model_draft)
+        pair, names = _find(model, model_draft, resources)
         config = pair.engine_config(
             ctx_size=ctx_size,
             threads=0,
@@ -95,9 +100,34 @@ def plan(
             emulate=True,
         )
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
-        with Planner(config, machine, reserve=reserve_bytes or 0) as planner:
-            found = make_plan(planner, model_name=None if model is None else os.fspath(model), draft_name=model_draft)
+        with Planner(config, machine, reserve=reserve_bytes or 0, names=names) as planner:
+            typed = None if model is None else os.fspath(model)
+            found = make_plan(planner, model_name=typed, draft_name=model_draft)
         if output is options.Output.JSON:
             print_plan_json(found)
         else:
             print_plan(found, stdout_console())
+
+
+def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[Pair, dict[Path, str]]:
+    """The pair that -m and -md name; of what is not on this machine the headers, and what to pull for them."""
+    try:
+        return resolve_pair(model, draft), {}
+    except ModelNameError:
+        if model is None:
+            raise
+    from moeedge.planning.remote import catalog_draft, locate_or_fetch
+    from moeedge.ui.console import say, stderr_console
+
+    folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
+    err = stderr_console()
+    target = locate_or_fetch(str(model), folder, lambda line: say(err, line))
+    if draft is None and not model.exists():
+        draft = catalog_draft(str(model))
+    if draft in (None, "none"):
+        return Pair(target.path, None), {target.path: target.remote_name} if target.remote_name else {}
+    if draft == "ngram":
+        return Pair(target.path, "ngram"), {target.path: target.remote_name} if target.remote_name else {}
+    assistant = locate_or_fetch(str(draft), folder, lambda line: say(err, line))
+    names = {one.path: one.remote_name for one in (target, assistant) if one.remote_name}
+    return Pair(target.path, assistant.path), names

@@ -8,6 +8,7 @@ import psutil
 
 from moeedge.engine.model import Model
 from moeedge.errors import InputError
+from moeedge.hardware.size import format_bytes
 
 _BYTES_PER_VALUE = 2  # the KV cache is float16 unless told otherwise
 _SHARE = 0.5  # of the free memory, for all KV caches together
@@ -44,8 +45,8 @@ def check_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = No
     needed = n_ctx * sum(kv_bytes_per_token(model) for model in plain)
     if needed > free:
         raise InputError(
-            f"A context of {n_ctx:,} tokens needs {needed / 2**30:,.1f} GiB of KV cache, "
-            f"but {free / 2**30:,.1f} GiB of memory are free.",
+            f"A context of {n_ctx:,} tokens needs {format_bytes(needed)} of KV cache, "
+            f"but {format_bytes(free)} of memory are free.",
             f"Use -c {max(_GRAIN, n_ctx * free // needed // _GRAIN * _GRAIN)} or less.",
         )
 
@@ -63,5 +64,5 @@ def default_n_ctx(models: Sequence[Model], free_bytes: int | None = None) -> tup
         return trained, None
     return fitting, (
         f"The context is {fitting:,} tokens instead of the {trained:,} that the model was trained with, "
-        f"since the whole KV cache would take {trained * per_token / 2**30:.1f} GiB; -c N sets it."
+        f"since the whole KV cache would take {format_bytes(trained * per_token)}; -c N sets it."
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from moeedge.engine import gguf_file
 from moeedge.engine.expert_tensors import expert_bytes, expert_tensors
@@ -16,7 +18,8 @@ from moeedge.planning.header import Loadable
 class ModelFacts:
     """A model's shape and sizes in bytes."""
 
-    file: str
+    file: str  # or what pull takes for it
+    is_here: bool  # on this machine, perhaps in part
     description: str
     architecture: str
     n_layers: int
@@ -39,19 +42,20 @@ class ModelFacts:
         return 8 * (self.experts_bytes + self.dense_bytes) / max(1, self.n_weights)
 
 
-def read_facts(model: Model, file: Loadable) -> tuple[ModelFacts, list[ExpertTensor]]:
-    """The facts, and the expert tensors that the cache would hold."""
+def read_facts(model: Model, file: Loadable, names: Mapping[Path, str]) -> tuple[ModelFacts, list[ExpertTensor]]:
+    """The facts, and the expert tensors that the cache would hold; names: of files that are elsewhere."""
     info = model.info
     tensors = [tensor for part in gguf_file.parts(file.path) for tensor in gguf_file.read_tensors(part)]
     experts, _ = expert_tensors(file.path, n_layers=info.n_layers)
     total = sum(tensor.size_bytes for tensor in tensors)
     routed = expert_bytes(experts)
-    names = {tensor.name for tensor in tensors}
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
     # of an embedding matrix that is not the output matrix too, one row is read
-    rows = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and "output.weight" in names)
+    rows = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and has_output)
     share = info.n_experts_used / info.n_experts if info.n_experts else 0.0
     facts = ModelFacts(
-        file=str(file.original),
+        file=names.get(file.original, str(file.original)),
+        is_here=file.original not in names,
         description=info.description,
         architecture=info.architecture,
         n_layers=info.n_layers,

@@ -17,6 +17,7 @@ class Line:
     what: str
     n_bytes: int
     mapped_bytes: int = 0  # of these pages of the model file: the system can drop them and read them again
+    spare: bool = False  # left free for others, not taken: nothing fails without it
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Place:
     @property
     def fixed_bytes(self) -> int:
         """What must be in memory: all but pages of the model file."""
-        return sum(line.n_bytes - line.mapped_bytes for line in self.lines)
+        return sum(line.n_bytes - line.mapped_bytes for line in self.lines if not line.spare)
 
     @property
     def left_bytes(self) -> int:
@@ -44,7 +45,8 @@ class Place:
 
     @property
     def verdict(self) -> Verdict:
-        if self.left_bytes >= 0:
+        spare = sum(line.n_bytes for line in self.lines if line.spare)
+        if self.left_bytes + spare >= 0:
             return "fits"
         return "from disk" if self.fixed_bytes <= self.free_bytes else "does not fit"
 

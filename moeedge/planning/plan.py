@@ -25,6 +25,7 @@ PRESETS = {
     "Q2_K": 3.16,
     "IQ2_XXS": 2.38,
 }
+_SMALLER = 0.95  # of the file: less is no other quantization
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def _ram(found: MemoryMap) -> Place:
 def _about_files(planner: Planner) -> list[str]:
     notes = []
     for facts in (planner.facts, planner.draft_facts):
-        if facts is not None and facts.missing_bytes:
+        if facts is not None and not facts.is_here:
+            notes.append(f"moeedge pull {facts.file} downloads {format_bytes(facts.file_bytes)}.")
+        elif facts is not None and facts.missing_bytes:
             notes.append(
                 f"{facts.file} is not whole: {format_bytes(facts.missing_bytes)} of its weights are missing. "
                 "The plan needs its header only."
@@ -80,7 +83,7 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
     facts, ram = planner.facts, _ram(chosen)
     notes = [chosen.refused] if chosen.refused else []
     for place in chosen.places[:-1]:
-        if place.left_bytes < 0:
+        if place.verdict != "fits":
             notes.append(f"{place.name} lacks {format_bytes(-place.left_bytes)} at {chosen.n_ctx:,} tokens.")
     if ram.verdict == "does not fit":
         notes.append(f"The memory lacks {format_bytes(ram.fixed_bytes - ram.free_bytes)} at {chosen.n_ctx:,} tokens.")
@@ -89,11 +92,13 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
             f"All of it together is larger than the free memory by {format_bytes(-ram.left_bytes)}: of the weights "
             "that are used from the file, so much is read from the disk again and again, which is slow."
         )
-    if chosen.verdict != "fits":
-        if largest and largest < chosen.n_ctx:
-            notes.append(f"A context of {largest:,} tokens would fit: -c {largest}.")
+    if chosen.verdict != "fits" and 0 < largest < chosen.n_ctx:
+        notes.append(f"A context of {largest:,} tokens would fit: -c {largest}.")
+    if ram.verdict != "fits":
         notes += _smaller_file(facts, ram)
         notes.append(f"RAM that holds it all: {format_bytes(ram.used_bytes)} free.")
+    elif chosen.verdict != "fits":
+        notes.append("-ngl N leaves all but N layers to the CPU; -dev none plans without the device.")
     return notes
 
 
@@ -103,9 +108,9 @@ def _smaller_file(facts: ModelFacts, ram: Place) -> list[str]:
     room = weights + ram.left_bytes
     for name, bits in PRESETS.items():
         n_bytes = round(bits * facts.n_weights / 8)
-        if n_bytes <= room and n_bytes < weights:
+        if n_bytes <= room and n_bytes < _SMALLER * weights:
             return [f"A file in {name} would fit: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."]
-    return [] if ram.left_bytes >= 0 else ["No quantization of this model fits into this memory."]
+    return ["No smaller quantization alone would make it fit."]
 
 
 def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft_name: str | None) -> str:

@@ -6,10 +6,11 @@ how many slots the cache has (engine/placement/sizing.py). llama.cpp says itself
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import psutil
 
@@ -34,10 +35,18 @@ _GRAIN = 256  # tokens; llama.cpp rounds contexts to this
 class Planner:
     """Maps of one model (and draft) on one machine, at any context size; a context manager.
 
-    reserve: bytes of the device to leave free beside what the cache leaves anyway.
+    reserve: bytes of the device to leave free beside what the cache leaves anyway. names: of files that are headers of
+    models elsewhere.
     """
 
-    def __init__(self, config: EngineConfig, machine: Machine, *, reserve: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        machine: Machine,
+        *,
+        reserve: int = 0,
+        names: Mapping[Path, str] = MappingProxyType({}),
+    ) -> None:
         self.machine = machine
         self.reserve = reserve
         self.notes: list[str] = []
@@ -55,10 +64,10 @@ class Planner:
             header = self._target(whole=False)
             draft = self._load_draft(header)
             self.draft, _, self.use_ngram = choose_draft(config, machine.device, header, draft, self.notes, stack)
-            self.facts, self._experts = read_facts(header, self.file)
+            self.facts, self._experts = read_facts(header, self.file, names)
             self.draft_facts: ModelFacts | None = None
             if self.draft is not None and self.draft_file is not None:
-                self.draft_facts, _ = read_facts(self.draft, self.draft_file)
+                self.draft_facts, _ = read_facts(self.draft, self.draft_file, names)
             self._program_bytes = psutil.Process().memory_info().rss
             self._stack = stack.pop_all()
 
@@ -182,21 +191,18 @@ class Planner:
             beside = beside_slots_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
             lines.append(Line("beside the slots (staging, columns)", beside))
         kept = self.reserve + reserve_bytes(device, device.total_bytes)
-        lines += [Line("reserve", kept)] if kept else []
+        lines += [Line("reserve", kept, spare=True)] if kept else []
         n_all = info.n_expert_layers * info.n_experts
         if budget.n_slots:
             lines.append(Line(f"expert slots: {budget.n_slots:,} of {n_all:,}", budget.pool_bytes))
         return budget, lines
 
     def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[Line]:
-        on_host = 0 if target.experts_on_gpu else min(self._experts_bytes, ours.ram.weights_bytes)
-        # which tensors are repacked is llama.cpp's to say; nearly all of them are experts
-        repacked = min(on_host, ours.repacked_bytes)
-        dense = ours.ram.weights_bytes - on_host
         drafted = drafts.ram.weights_bytes
+        layers_apart = target.experts_on_gpu and ours.ram.weights_bytes > self.facts.dense_bytes
+        experts = 0 if target.experts_on_gpu and not layers_apart else self._experts_bytes
         lines = [
-            Line("experts", on_host, on_host - repacked),
-            Line("dense weights", dense, max(0, dense - (ours.repacked_bytes - repacked))),
+            *_weights(ours.ram.weights_bytes, experts, ours.repacked_bytes),
             Line("KV cache", ours.ram.kv_bytes),
             Line("compute buffers", ours.ram.compute_bytes),
             Line("draft: weights", drafted, drafted - drafts.repacked_bytes),
@@ -242,10 +248,8 @@ class Planner:
 
 
 def _gpu_lines(ours: Share, drafts: Share, target: Model, experts: int) -> list[Line]:
-    on_gpu = min(experts, ours.weights_bytes) if target.experts_on_gpu else 0
     lines = [
-        Line("dense weights", ours.weights_bytes - on_gpu),
-        Line("experts", on_gpu),
+        *_weights(ours.weights_bytes, experts if target.experts_on_gpu else 0),
         Line("KV cache", ours.kv_bytes),
         Line("compute buffers", ours.compute_bytes),
         Line("draft: weights", drafts.weights_bytes),
@@ -253,3 +257,17 @@ def _gpu_lines(ours: Share, drafts: Share, target: Model, experts: int) -> list[
         Line("draft: compute buffers", drafts.compute_bytes),
     ]
     return [line for line in lines if line.n_bytes]
+
+
+def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[Line]:
+    """The target's weights in one place, `experts` of its bytes among them.
+
+    repacked: how many cannot be dropped, all if not given. Which tensors these are is llama.cpp's to say; nearly all of
+    them are experts.
+    """
+    fixed = n_bytes if repacked is None else repacked
+    if n_bytes < experts:  # whole layers here, the others elsewhere
+        return [Line("weights of these layers", n_bytes, n_bytes - fixed)]
+    fixed_experts = min(experts, fixed)
+    dense, fixed_dense = n_bytes - experts, fixed - fixed_experts
+    return [Line("experts", experts, experts - fixed_experts), Line("dense weights", dense, dense - fixed_dense)]

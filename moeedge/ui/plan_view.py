@@ -65,6 +65,8 @@ def _place_table(place: Place, chosen: MemoryMap) -> Table:
     table.add_row(f"free of {_mib(place.total_bytes)}", _mib(place.free_bytes))
     if place.left_bytes >= 0:
         table.add_row("left", _mib(place.left_bytes))
+    elif place.verdict == "fits":
+        table.add_row("missing of the reserve", _mib(-place.left_bytes))
     else:
         table.add_row(f"missing ({place.verdict})", _mib(-place.left_bytes), style="bold red")
     return table

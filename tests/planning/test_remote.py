@@ -1,0 +1,70 @@
+"""Plans of models that are not on this machine, against the stand-in for the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moeedge.planning import remote
+from tests.conftest import TinyFactory
+from tests.hub.conftest import BIG, SMALL, Place
+from tests.hub.stand_in import hub_stand_in
+
+
+@pytest.fixture
+def place(tiny: TinyFactory, tmp_path: Path) -> Iterator[Place]:
+    """A target of 12 MiB of experts, and its draft."""
+    target = tiny("qwen3moe", expert_type="F32", experts=64, layers=8).read_bytes()
+    with hub_stand_in({BIG: target, SMALL: tiny("qwen3").read_bytes()}) as hub:
+        here = Place(hub, tmp_path)
+        here.write_catalog()
+        yield here
+
+
+def test_a_name_of_the_catalog_is_planned_with_its_draft_before_it_is_pulled(place: Place, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = place.run("plan", "-m", "big", "-c", "1024", "-o", "json", TMPDIR=str(scratch))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    size = len(place.hub.files[BIG])
+    assert found["model"]["file_bytes"] == size and found["model"]["missing_bytes"] >= size - 2**22
+    assert found["model"]["is_here"] is False and found["draft"]["is_here"] is False
+    assert found["command"] == "moeedge chat -m big -c 1024"
+    assert any(note.startswith("moeedge pull big downloads") for note in found["notes"]), found["notes"]
+    assert "its header is read from" in done.stderr
+    assert place.hub.ranges() == [None, None]  # one request each, ended early
+    assert not list(scratch.iterdir()) and place.blobs(BIG[0]) == {}
+
+
+def test_so_is_a_file_of_the_hub(place: Place) -> None:
+    done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}", "-md", "none")
+    assert done.returncode == 0, done.stderr
+    assert f"moeedge pull hf:{BIG[0]}:{BIG[1]}" in " ".join(done.stdout.split())
+
+
+def test_a_long_header_is_fetched_piece_by_piece(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in place.environment().items():
+        if name.startswith(("HF_", "MOEEDGE_")):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "_FIRST_BYTES", 256)
+    found = remote.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, lambda line: None)
+    assert found.path.read_bytes() == place.hub.files[BIG][: found.path.stat().st_size]
+    assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
+    assert found.path.stat().st_size <= 2**16
+
+
+def test_what_the_hub_does_not_give_is_one_sentence(place: Place) -> None:
+    place.hub.files[BIG] = b"no model" * 100
+    done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}")
+    assert done.returncode == 1 and "has no GGUF header" in done.stderr and done.stdout == ""
+    done = place.run("plan", "-m", "bigg")
+    assert done.returncode == 2 and 'There is no model "bigg"' in done.stderr
+    done = place.run("plan", "-m", "big", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr
+    place.hub.status = 503
+    done = place.run("plan", "-m", "big")
+    assert done.returncode == 1 and "HTTP status 503" in done.stderr and "Traceback" not in done.stderr
