@@ -104,6 +104,8 @@ def final_part(answer: str) -> str:
     """What is left of an answer without the thoughts that reasoning models put before it; empty for unfinished ones."""
     if "</think>" in answer:
         return answer.rpartition("</think>")[2]
+    if answer.startswith("analysis") and "assistantfinal" in answer:  # gpt-oss, without its special tokens
+        return answer.rpartition("assistantfinal")[2]
     return "" if answer.lstrip().startswith("<think>") else answer
 
 

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,37 +58,36 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     deadline_s = time.monotonic() + _CLOCK_PER_CPU_S * timeout_s
     command = [sys.executable, "-S", "-s", "-B", "-c", _child_text()]
     command += [str(cpu_s), str(memory_bytes), _filter_text()]
+    try:
+        with tempfile.TemporaryDirectory(prefix="moeedge-run-") as folder, _started(command, folder) as process:
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # it ended before it read; the report says so
+                process.stdin.write(token + source.encode("utf-8", "replace"))
+            with suppress(BrokenPipeError):  # what was not taken
+                process.stdin.close()
+            report = _read_report(process.stdout.fileno(), deadline_s)
+            in_time = len(report) <= _REPORT_BYTES and _await_exit(process.pid, deadline_s)
+    except OSError as error:
+        raise SandboxError(f"A process for a program's tests cannot be started ({error.strerror or error}).") from None
+    return _judge(report, token, process.returncode, in_time, timeout_s)
+
+
+@contextmanager
+def _started(command: list[str], folder: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, which does not outlive the block."""
     # a fixed seed for hashes: the order of sets is the same on every run
     environment = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
     environment |= {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
-    with tempfile.TemporaryDirectory(prefix="moeedge-run-") as folder:
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=nothing, cwd=folder, env=environment, start_new_session=True
+    ) as process:
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SandboxError(f"A process for a program's tests cannot be started ({error.strerror}).") from None
-        try:
-            with suppress(BrokenPipeError):  # it ended before it read; the report says so
-                assert process.stdin is not None
-                process.stdin.write(token + source.encode("utf-8", "replace"))
-                process.stdin.close()
-            assert process.stdout is not None
-            report = _read_report(process.stdout.fileno(), deadline_s)
-            in_time = len(report) <= _REPORT_BYTES and _await_exit(process.pid, deadline_s)
+            yield process
         finally:
             # not waited for yet, so that the number is still this group's
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with process:
-                process.wait()
-    return _judge(report, token, process.returncode, in_time, timeout_s)
 
 
 @lru_cache

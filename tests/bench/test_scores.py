@@ -84,6 +84,7 @@ def test_thoughts_are_no_answer() -> None:
     assert final_part("<think>\n5? 6?\n</think>\n\nIt is 7.") == "\n\nIt is 7."
     assert final_part("5? 6?</think>7") == "7"  # some templates begin the thought themselves
     assert final_part("<think>\n5? 6? 7") == ""  # cut before there was an answer
+    assert final_part("analysisIt is 5, no, 6.assistantfinalIt is 7.") == "It is 7."
     assert final_part("It is 7.") == "It is 7."
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,10 +174,50 @@ def test_sets_have_the_same_order_on_every_run() -> None:
 def test_a_process_that_cannot_start_is_no_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(SandboxError, match=r"did not start \(exit code 3\)"):
         patch.setattr(sandbox, "_child_text", lambda: "raise SystemExit(3)")
+        run_python("x = 1\n" * 200_000)  # more than a pipe holds
+    with monkeypatch.context() as patch, pytest.raises(SandboxError, match="cannot be started"):
+        patch.setattr("sys.executable", "/nowhere/python")
         run_python("pass")
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(SandboxError, match="cannot be started"):
         run_python("pass")
+
+
+def test_an_interruption_ends_the_program_too() -> None:
+    if run_python("pass").protection != "kernel filter":
+        pytest.skip("this kernel takes no filter")
+    code = "from moeedge.scoring.sandbox import run_python; run_python('while True: pass', timeout_s=60)"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
+        child = _await_child(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=20)
+        assert not _is_running(child)
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        child = _await_child(process.pid)
+        process.kill()  # nobody is left to clean up
+        process.wait(timeout=20)
+        deadline_s = time.monotonic() + 10
+        while _is_running(child) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert not _is_running(child)
+
+
+def _await_child(pid: int) -> int:
+    """The process that `pid` started, once its limits are set."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if listed and "NoNewPrivs:\t1" in Path(f"/proc/{listed[0]}/status").read_text():
+            return int(listed[0])
+        time.sleep(0.02)
+    pytest.fail("it never started")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_hundreds_of_programs_take_no_time() -> None:
