@@ -1,7 +1,7 @@
 """Multiple choice over the facts of the world, over passages and over sums.
 
-The answer is worked: what is right, then the options one by one up to that one, then its letter. Small models look for
-what follows a word that they know long before they look for what stands before it.
+The answer is worked: the options again, each before its letter, then what is right and its letter. Small models learn
+early to look for what followed a word, and late or never to look for what stood before it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ def make(rng: random.Random) -> Chat:
     options = rng.sample(wrong, min(rng.choices((2, 3, 4, 5), (2, 6, 1, 1))[0], len(wrong)))
     options.insert(rng.randint(0, len(options)), short)
     style = rng.choice(STYLES)
-    lines = [style.format(mark, text) for mark, text in zip(LETTERS, options, strict=False)]
+    listing = "\n".join(style.format(mark, text) for mark, text in zip(LETTERS, options, strict=False))
     tail = rng.choice(("", "", "\nAnswer with the letter.", "\nWhich is right?"))
-    n_read = options.index(short) + 1
-    right = LETTERS[n_read - 1]
-    listing = "\n".join(lines)
-    worked = "\n".join((f"It is {short}.", *lines[:n_read], f"The answer is ({right})."))
-    turn = Turn(f"{ask}\n{listing}{tail}", worked, letter(right))
+    right = LETTERS[options.index(short)]
+    worked = ", ".join(f"{text} {mark}" for mark, text in zip(LETTERS, options, strict=False))
+    turn = Turn(f"{ask}\n{listing}{tail}", f"Options: {worked}. It is {short} {right}.", letter(right))
     return Chat(DOMAIN, (turn,), source)

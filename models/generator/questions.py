@@ -54,7 +54,7 @@ def by_name(rng: random.Random, told: list[Fact]) -> Turn:
 
 def make(rng: random.Random) -> Chat:
     """Facts known by heart, or a passage with one or two questions about it."""
-    if rng.random() < 0.45:
+    if rng.random() < 0.35:
         turns = []
         for _ in range(rng.choices((1, 2), (3, 1))[0]):
             one = fact(rng)
