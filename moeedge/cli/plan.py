@@ -18,6 +18,44 @@ from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.cli.placement import placement_config
 from moeedge.errors import ModelNameError
 
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        "--vram",
+        metavar="SIZE",
+        help="Plan for a GPU with so much free memory, for instance 8G, instead of what is measured; there need "
+        "not be one here.",
+        rich_help_panel="Hardware",
+    ),
+]
+Ram = Annotated[
+    str | None,
+    typer.Option(
+        "--ram",
+        metavar="SIZE",
+        help="Plan for a machine with so much free memory, instead of what is measured.",
+        rich_help_panel="Hardware",
+    ),
+]
+CacheRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-ratio",
+        metavar="R",
+        help="The share of all expert bytes that the device shall hold, 0 to 1; 0: no cache. Default: what fits.",
+        rich_help_panel="Expert placement",
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve",
+        metavar="SIZE",
+        help="Memory of the device to leave free, beside what the cache leaves to others anyway.",
+        rich_help_panel="Expert placement",
+    ),
+]
+
 
 def plan(
     model: options.Model = None,
@@ -26,43 +64,10 @@ def plan(
     ctx_size: options.CtxSize = 0,
     n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "auto",
-    vram: Annotated[
-        str | None,
-        typer.Option(
-            "--vram",
-            metavar="SIZE",
-            help="Plan for a GPU with so much free memory, for instance 8G, instead of what is measured; there need "
-            "not be one here.",
-            rich_help_panel="Hardware",
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            "--ram",
-            metavar="SIZE",
-            help="Plan for a machine with so much free memory, instead of what is measured.",
-            rich_help_panel="Hardware",
-        ),
-    ] = None,
-    cache_ratio: Annotated[
-        float | None,
-        typer.Option(
-            "--cache-ratio",
-            metavar="R",
-            help="The share of all expert bytes that the device shall hold, 0 to 1; 0: no cache. Default: what fits.",
-            rich_help_panel="Expert placement",
-        ),
-    ] = None,
-    reserve: Annotated[
-        str | None,
-        typer.Option(
-            "--reserve",
-            metavar="SIZE",
-            help="Memory of the device to leave free, beside what the cache leaves to others anyway.",
-            rich_help_panel="Expert placement",
-        ),
-    ] = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    cache_ratio: CacheRatio = None,
+    reserve: Reserve = None,
     output: Annotated[
         options.Output, typer.Option("-o", "--output", help="Print tables, or one JSON object with sizes in bytes.")
     ] = options.Output.TEXT,
