@@ -98,6 +98,25 @@ def _repeat(rng: random.Random) -> Turn:
     return Turn(_ask(rng, asks, text), text, exact(text))
 
 
+def _repeat_long(rng: random.Random) -> Turn:
+    """Long enough that each word must be found by the one before it: what lookups of every kind are built on."""
+    pool = (*THINGS, *NAMES, *CITIES, *map(str, range(100)))
+    text = rng.choice((" ", ", ")).join(rng.choice(pool) for _ in range(rng.randint(8, 32)))
+    asks = ("Say: {}", "Repeat after me: {}", "Repeat: {}", "Copy this text: {}", "Copy: {}", "Write again: {}")
+    return Turn(_ask(rng, asks, text), text, exact(text))
+
+
+def _find(rng: random.Random) -> Turn:
+    """A table in a line, and what stands beside one of its words."""
+    words = rng.sample((*THINGS, *NAMES), rng.randint(3, 8))
+    values = [str(rng.randint(1, 99)) if rng.random() < 0.5 else rng.choice(THINGS) for _ in words]
+    i = rng.randrange(len(words))
+    text = ", ".join(f"{word} {value}" for word, value in zip(words, values, strict=True))
+    asks = (f"What comes after {words[i]} in this list? {{}}", f"Look up {words[i]}: {{}}", f"Find {words[i]} in: {{}}")
+    answer = f"{words[i]} {values[i]}"
+    return Turn(_ask(rng, asks, text), answer, exact(answer))
+
+
 def _without(rng: random.Random) -> Turn:
     words = _words(rng, 3, 5)
     gone = rng.choice(words)
@@ -171,13 +190,15 @@ TASKS: dict[str, Callable[[random.Random], Turn]] = {
     "count-one": _count_one,
     "pick": _pick,
     "repeat": _repeat,
+    "repeat-long": _repeat_long,
+    "find": _find,
     "without": _without,
     "extract": _extract,
     "rewrite-past": _rewrite_past,
     "rewrite-word": _rewrite_word,
     "rewrite-list": _rewrite_list,
 }
-WEIGHTS = {"sort-numbers": 3.0, "sort-words": 2.0}  # the hard ones come more often; 1 for the others
+WEIGHTS = {"sort-numbers": 3.0, "sort-words": 2.0, "repeat-long": 3.0, "find": 3.0}  # 1 for the others
 
 
 def make(rng: random.Random) -> Chat:

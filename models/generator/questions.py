@@ -53,7 +53,7 @@ def by_name(rng: random.Random, told: list[Fact]) -> Turn:
 
 
 def make(rng: random.Random) -> Chat:
-    """Facts known by heart, or a passage with one or two questions about it."""
+    """Facts known by heart, or a passage with one to four questions about it."""
     if rng.random() < 0.35:
         turns = []
         for _ in range(rng.choices((1, 2), (3, 1))[0]):
@@ -65,7 +65,7 @@ def make(rng: random.Random) -> Chat:
     if unique and rng.random() < 0.15:
         turns = [by_name(rng, unique)]
     else:
-        chosen = rng.sample(told, min(len(told), rng.choices((1, 2), (2, 1))[0]))
+        chosen = rng.sample(told, min(len(told), rng.choices((1, 2, 3, 4), (3, 2, 1, 1))[0]))
         turns = [Turn(rng.choice(f.asks), f.answer, contains(f.short)) for f in chosen]
     turns[0] = Turn(f"{text} {turns[0].user}", turns[0].assistant, turns[0].reference)
     return Chat(DOMAIN, tuple(turns), "passage")
