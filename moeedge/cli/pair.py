@@ -69,24 +69,26 @@ def resolve_pair(model: Path | None, draft: str | None) -> Pair:
     that exists wins over a name. Raises ModelFileError where the bundled files are missing, ModelNameError for a name
     that is unknown or whose files are not here.
     """
-    from moeedge.hub.catalog import BUNDLED
-    from moeedge.hub.local import LocalModel, locate
-
-    named = model is not None and (str(model).lower() != BUNDLED or model.exists())
-    target = locate(str(model)) if named else LocalModel(paths.bundled_target())
     given: Draft = None
     if draft == "ngram":
         given = "ngram"
     elif draft is not None and draft != "none":
-        found = locate(draft)
-        given = found.path
-        _tell(found.name, found.path)
-    elif draft is None and target.choice is None and paths.is_bundled(target.path):
-        given = paths.bundled_draft() if target.path.name == "target.gguf" else None
-    if target.choice is None:
-        _tell(target.name, target.path)
-        return Pair(target.path, given)
-    return _from_catalog(target, given, choose=draft is None)
+        given = _locate(draft).path
+    if model is None or (str(model).lower() == "bundled" and not model.exists()):
+        model = paths.bundled_target()
+    if paths.is_bundled(model):
+        own = draft is None and model.name == "target.gguf"
+        return Pair(model, paths.bundled_draft() if own else given)
+    target = _locate(str(model))
+    return Pair(target.path, given) if target.choice is None else _from_catalog(target, given, choose=draft is None)
+
+
+def _locate(text: str) -> LocalModel:
+    from moeedge.hub.local import locate  # reads the catalog: not needed for the bundled pair
+
+    found = locate(text)
+    _tell(found.name, found.path)
+    return found
 
 
 def _from_catalog(target: LocalModel, draft: Draft, *, choose: bool) -> Pair:
@@ -96,7 +98,6 @@ def _from_catalog(target: LocalModel, draft: Draft, *, choose: bool) -> Pair:
 
     assert target.choice is not None
     entry = target.choice.entry
-    _tell(target.name, target.path)
     if choose and entry.drafts:
         found = local_draft(load_catalog(), target.choice)
         if found is None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from moeedge.engine import library
 from moeedge.errors import ModelFileError
+from moeedge.hub.reference import all_parts, is_first_part
 
 _MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
-_SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$")
 _AGAIN = "Download or copy it again."
 
 
@@ -72,13 +72,11 @@ def promised_bytes(tensors: list[GgufTensor]) -> int:
 
 def parts(path: Path) -> list[Path]:
     """All files of a split model (name-00001-of-00003.gguf), or the one file."""
-    match = _SPLIT_NAME.match(path.name)
-    if match is None:
-        return [path]
-    n_parts = int(match["parts"])
-    if int(match["part"]) != 1 and path.exists():
-        raise ModelFileError(f"{path} is part {int(match['part'])} of {n_parts}.", "Give the first part.")
-    return [path.with_name(f"{match['stem']}-{i:05d}-of-{n_parts:05d}.gguf") for i in range(1, n_parts + 1)]
+    names = all_parts(path.name)
+    if not is_first_part(path.name) and path.exists():
+        number = int(path.stem.split("-")[-3])
+        raise ModelFileError(f"{path} is part {number} of {len(names)}.", "Give the first part.")
+    return [path.with_name(name) for name in names]
 
 
 def _check_readable(path: Path) -> None:

@@ -9,7 +9,7 @@ from moeedge.errors import InputError, ModelNameError
 from moeedge.hardware.size import format_bytes
 from moeedge.hub import cache
 from moeedge.hub.catalog import Catalog, Choice, load_catalog
-from moeedge.hub.pull import find
+from moeedge.hub.naming import find
 
 
 @dataclass(frozen=True)

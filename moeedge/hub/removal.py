@@ -10,7 +10,7 @@ from pathlib import Path
 from moeedge.errors import InputError, ModelNameError
 from moeedge.hub import cache
 from moeedge.hub.catalog import BUNDLED, Catalog, Choice
-from moeedge.hub.pull import find
+from moeedge.hub.naming import find
 
 
 @dataclass(frozen=True)

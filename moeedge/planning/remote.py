@@ -13,7 +13,8 @@ from moeedge.engine import gguf_file
 from moeedge.errors import DownloadError, ModelFileError, ModelNameError
 from moeedge.hub.catalog import Choice, load_catalog
 from moeedge.hub.local import locate
-from moeedge.hub.pull import find, want
+from moeedge.hub.naming import find
+from moeedge.hub.pull import want
 from moeedge.hub.remote import RemoteFile, ask_file, hub_errors
 
 _FIRST_BYTES = 2**22  # the vocabulary of most models fits
