@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 MODULES: tuple[tuple[ModuleType, float], ...] = (  # with each domain's share of the chats
-    (conversation, 0.16),
-    (arithmetic, 0.20),
-    (instructions, 0.19),
+    (conversation, 0.12),
+    (arithmetic, 0.17),
+    (instructions, 0.29),
     (questions, 0.13),
-    (choice, 0.18),
-    (code, 0.07),
-    (summaries, 0.07),
+    (choice, 0.17),
+    (code, 0.06),
+    (summaries, 0.06),
 )
 DOMAINS: dict[str, ModuleType] = {module.DOMAIN: module for module, _ in MODULES}
 

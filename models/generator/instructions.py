@@ -117,6 +117,19 @@ def _find(rng: random.Random) -> Turn:
     return Turn(_ask(rng, asks, text), answer, exact(answer))
 
 
+def _find_all(rng: random.Random) -> Turn:
+    """The same table read in another order, one look-up after the other."""
+    words = rng.sample((*THINGS, *NAMES), rng.randint(4, 10))
+    marks = rng.sample("ABCDEFGHIJKLMNOP", len(words))
+    values = marks if rng.random() < 0.5 else [rng.choice((*THINGS, *NAMES)) for _ in words]
+    pairs = [f"{word} {value}" for word, value in zip(words, values, strict=True)]
+    order = rng.sample(range(len(words)), len(words))
+    asked = ", ".join(words[i] for i in order)
+    ask = rng.choice(("List: {t}. Put it into this order: {a}", "Table: {t}. Look up: {a}", "Given {t}, find: {a}"))
+    answer = ", ".join(pairs[i] for i in order)
+    return Turn(ask.format(t=", ".join(pairs), a=asked), answer, exact(answer))
+
+
 def _without(rng: random.Random) -> Turn:
     words = _words(rng, 3, 5)
     gone = rng.choice(words)
@@ -192,13 +205,14 @@ TASKS: dict[str, Callable[[random.Random], Turn]] = {
     "repeat": _repeat,
     "repeat-long": _repeat_long,
     "find": _find,
+    "find-all": _find_all,
     "without": _without,
     "extract": _extract,
     "rewrite-past": _rewrite_past,
     "rewrite-word": _rewrite_word,
     "rewrite-list": _rewrite_list,
 }
-WEIGHTS = {"sort-numbers": 3.0, "sort-words": 2.0, "repeat-long": 3.0, "find": 3.0}  # 1 for the others
+WEIGHTS = {"sort-numbers": 3.0, "sort-words": 2.0, "repeat-long": 2.0, "find": 2.0, "find-all": 10.0}  # 1 for the others
 
 
 def make(rng: random.Random) -> Chat:
