@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("what", choices=("target", "draft"))
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shallow-steps", type=int, default=9800)
+    parser.add_argument("--shallow-steps", type=int, default=9500)
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--draft-plain-steps", type=int, default=500)
     parser.add_argument("--draft-steps", type=int, default=300)

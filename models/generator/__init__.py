@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 MODULES: tuple[tuple[ModuleType, float], ...] = (  # with each domain's share of the chats
-    (conversation, 0.12),
-    (arithmetic, 0.17),
-    (instructions, 0.29),
-    (questions, 0.13),
-    (choice, 0.17),
+    (conversation, 0.13),
+    (arithmetic, 0.22),
+    (instructions, 0.24),
+    (questions, 0.15),
+    (choice, 0.13),
     (code, 0.06),
-    (summaries, 0.06),
+    (summaries, 0.07),
 )
 DOMAINS: dict[str, ModuleType] = {module.DOMAIN: module for module, _ in MODULES}
 

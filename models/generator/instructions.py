@@ -212,7 +212,7 @@ TASKS: dict[str, Callable[[random.Random], Turn]] = {
     "rewrite-word": _rewrite_word,
     "rewrite-list": _rewrite_list,
 }
-WEIGHTS = {"sort-numbers": 3.0, "sort-words": 2.0, "repeat-long": 2.0, "find": 2.0, "find-all": 10.0}  # 1 for the others
+WEIGHTS = {"sort-numbers": 3.0, "sort-words": 2.0, "repeat-long": 2.0, "find": 2.0, "find-all": 6.0}  # 1 for the others
 
 
 def make(rng: random.Random) -> Chat:
