@@ -34,7 +34,7 @@ class Shape:
 
 
 TARGET_SHAPE = Shape()
-DRAFT_SHAPE = Shape(n_layer=3, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
+DRAFT_SHAPE = Shape(n_layer=4, n_embd=96, n_expert=0, n_expert_used=0, n_ff=256)
 
 
 # Adjacent tokens whose router logits are as alike as this (cosine) are not drawn closer together. The top 8 of 128
