@@ -100,6 +100,16 @@ class Runner:
         llama_cpp.llama_free(self.context)
         llama_cpp.llama_model_free(self.model)
 
+    @property
+    def n_expert(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return int(self._meta(f"{self._meta('general.architecture')}.expert_count") or 0)
+
+    def _meta(self, key: str) -> str:
+        room = ctypes.create_string_buffer(128)
+        n = llama_cpp.llama_model_meta_val_str(self.model, key.encode(), room, len(room))
+        return room.value.decode() if n >= 0 else ""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text with its special tokens."""
         data = text.encode()

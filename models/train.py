@@ -131,9 +131,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder of checkpoints and logs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shallow-steps", type=int, default=9500)
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--draft-plain-steps", type=int, default=3000)
-    parser.add_argument("--draft-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=750)
+    parser.add_argument("--draft-plain-steps", type=int, default=2200)
+    parser.add_argument("--draft-steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--deep-lr", type=float, default=2e-3)
     best = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.evaluate import BUNDLED, MIN_ACCEPTANCE, MIN_OVERLAP, evaluate
-from models.generator import held_back, render_chat
+from models.evaluate import BUNDLED, MAX_FILE_BYTES, bars, read, table, truthful
+from models.generator import DOMAINS, held_back, render_chat
 from models.llama_runner import Runner
+from models.measure import measure
 
 TARGET, DRAFT = BUNDLED / "target.gguf", BUNDLED / "draft.gguf"
 
@@ -26,7 +27,13 @@ def test_the_card_gives_the_files_hashes() -> None:
 
 
 def test_both_files_together_are_small() -> None:
-    assert TARGET.stat().st_size + DRAFT.stat().st_size < 50e6
+    assert TARGET.stat().st_size + DRAFT.stat().st_size <= MAX_FILE_BYTES
+
+
+def test_the_recorded_evaluation_keeps_every_bar_and_is_the_cards() -> None:
+    recorded = read(BUNDLED / "evaluation.json")
+    assert [bar.name for bar in bars(recorded) if not bar.kept] == []
+    assert table(recorded) in (BUNDLED / "README.md").read_text()
 
 
 def test_shape_and_routers_of_all_layers_differ() -> None:
@@ -68,7 +75,11 @@ def test_llama_cpp_reads_the_same_tokens_as_the_tokenizer(path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bars_hold_on_a_subset() -> None:
-    result = evaluate(TARGET, DRAFT, gamma=4, n_prompts=12, n_scored=4)
-    assert result.acceptance >= MIN_ACCEPTANCE
-    assert result.overlap >= MIN_OVERLAP
-    assert result.finished == 1.0
+    result = measure(TARGET, DRAFT, gamma=8, n_scored=12)
+    assert set(result.domains) == set(DOMAINS)
+    assert truthful(result.who)
+    assert result.mean_right >= 0.75  # 12 chats of a domain say less than the 100 of the bars
+    assert result.acceptance >= 0.65
+    assert 0.2 <= result.overlap <= 0.6
+    assert result.unique_of_4 <= 0.9
+    assert all(domain.finished >= 0.9 for domain in result.domains.values())
