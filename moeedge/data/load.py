@@ -58,7 +58,8 @@ def load_sample(kind: str | None = None) -> Dataset:
 def load_toy() -> Dataset:
     """Prompts of the kinds that the bundled pair was trained on; these very ones it never saw.
 
-    They are `held_back(42, "toy")` of models/generator, by domain and without the system messages: `python -m models.toy`.
+    They are `held_back(42, "toy")` of models/generator, by domain and without the system messages
+    (`python -m models.toy`).
     """
     with as_file(files("moeedge.data") / "toy.jsonl") as path:
         toy = _read(TOY, path, parse_custom, "package", "prompts that the bundled toy model can answer")
