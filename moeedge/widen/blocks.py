@@ -77,6 +77,8 @@ def quantize_rows(values: NDArray[np.float32], type_: GgmlType) -> Bytes:
     values = np.ascontiguousarray(values, np.float32)
     n_rows, n = values.shape
     out = np.empty((n_rows, row_bytes(type_, n)), np.uint8)
+    if not values.size:  # it would divide by the number of columns
+        return out
     if type_ == GgmlType.F32:  # which the quantizer does not take
         return values.view(np.uint8).reshape(out.shape)
     written = _quantizer()(int(type_), values.ctypes.data, out.ctypes.data, 0, n_rows, n, None)

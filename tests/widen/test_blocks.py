@@ -105,3 +105,10 @@ def test_the_quantizer_is_llama_cpps(type_: GgmlType) -> None:
         assert np.abs(gguf.quants.dequantize(found, type_) - values).max() < 0.5
     else:
         assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("type_", sorted(STEPS))
+def test_rows_of_nothing_stay_zero(type_: GgmlType) -> None:
+    size = gguf.GGML_QUANT_SIZES[type_][0]
+    moved = RowMover(GgmlType.F32, type_, np.full(2 * size, -1)).move(rows_of(GgmlType.F32, 3, 64, 0))
+    assert not gguf.quants.dequantize(moved, type_).any()
