@@ -186,7 +186,10 @@ def test_a_process_that_cannot_start_is_no_failed_program(monkeypatch: pytest.Mo
 def test_an_interruption_ends_the_program_too() -> None:
     if run_python("pass").protection != "kernel filter":
         pytest.skip("this kernel takes no filter")
-    code = "from moeedge.scoring.sandbox import run_python; run_python('while True: pass', timeout_s=60)"
+    code = (  # in the background of a shell the signal would be ignored
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from moeedge.scoring.sandbox import run_python; run_python('while True: pass', timeout_s=60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
         child = _await_child(process.pid)
         process.send_signal(signal.SIGINT)

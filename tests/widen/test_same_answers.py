@@ -115,8 +115,8 @@ def test_fifty_answers_are_the_same(asked: Asked, least: int, bundled_pair: tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("type_", list(WeightType))
-def test_the_score_in_every_type(type_: WeightType, bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("type_", [t for t in WeightType if t != WeightType.Q4_0])  # Q4_0 are the source's own bytes
+def test_the_score_in_other_types(type_: WeightType, bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Within two points of the source's on held-back prompts."""
     wide = widened(bundled_pair[0], tmp_path, Asked(embd=256, ff=256), type_)
     chats = held_back(100)
