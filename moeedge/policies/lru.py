@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler.plan import Planner
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
 FloatArray = NDArray[np.float32]
 _RENUMBER_AT = float(1 << 22)  # tokens: far below where float32 loses count
@@ -23,6 +23,8 @@ class Lru:
     """Score: the number of the token that used the expert last."""
 
     name = "lru"
+    traits = Traits()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         cells = (shape.n_layers, shape.n_experts)
@@ -56,7 +58,7 @@ class Lru:
             np.maximum(self._last, 0.0, out=self._last)
         np.copyto(self._utility, self._used)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """Loads what was missed; what is coming plays no part."""
         self._planner.fit(self._last, resident, 0.0)
         return self._planner.moves(self._last, self._utility, self._tau, resident, allowed=self._used)

@@ -31,7 +31,7 @@ from moeedge.policies.workload import ExpectedWorkload
 from moeedge.scheduler.history import History
 from moeedge.scheduler.lookahead import TokenTable
 from moeedge.scheduler.plan import Planner
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
 FloatArray = NDArray[np.float32]
 
@@ -48,6 +48,8 @@ class Spac:
     """See the module."""
 
     name = "spac"
+    traits = Traits()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
@@ -105,7 +107,7 @@ class Spac:
         if self._binary or self._first_come:
             np.greater(counts, 0, out=self._used)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """What to move; see scheduler/policy.py."""
         known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
         score = self._expected(upcoming, known)
