@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, calibrate, chat, devices, profile, worker
+from moeedge.cli import bench, calibrate, chat, devices, profile, trace, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(profile.profile)
+app.add_typer(trace.trace_app)
 app.command()(calibrate.calibrate)
 app.command()(devices.devices)
 app.command()(worker.worker)
