@@ -1,0 +1,207 @@
+"""One simulation: a policy, a machine, a model and what drives it, and the row of figures that comes out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies import PolicyConfig, make_policy
+from moeedge.scheduler.policy import CacheShape, Policy
+from moeedge.sim.events import Log
+from moeedge.sim.execution import CAUSES, Account, Execution
+from moeedge.sim.foresight import Accuracy, Foresight
+from moeedge.sim.machine import Machine
+from moeedge.sim.shapes import ModelShape
+from moeedge.sim.steps import Step, Tail, cut, recorded, texts_of
+from moeedge.trace import Trace
+
+_WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is varied."""
+
+    policy: str
+    cache_ratio: float
+    gamma: int
+    acceptance: float = 0.8  # of a draft, where the trace does not tell
+    cap: int = 4  # K
+    link_factor: float = 1.0  # speed of the link over that of the machine
+    ablations: frozenset[str] = frozenset()
+    tail: Tail = "optimistic"
+    accuracy: Accuracy = Accuracy()
+    seed: int = 0
+    balanced: bool = True  # the policy knows the machine's unit times
+    options: tuple[tuple[str, Any], ...] = ()  # anything else that PolicyConfig takes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cache_ratio <= 1:
+            raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"the acceptance must be in [0, 1], not {self.acceptance}")
+        if not self.link_factor > 0:
+            raise ValueError(f"the link factor must be > 0, not {self.link_factor}")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Seconds per token of text, by cause; see moeedge.sim.execution."""
+
+    setup: Setup
+    gamma: int  # in effect: 0 where the system has no draft
+    account: Account
+    step_s: NDArray[np.float64]  # of every verification accounted for
+    log: Log
+    n_expert_layers: int
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per token of text."""
+        return self.account.total_ns * 1e-9 / max(self.account.tokens, 1)
+
+    @property
+    def tg_ts(self) -> float:
+        """Tokens per second."""
+        return 1.0 / self.tpot_s if self.tpot_s else 0.0
+
+    def row(self, **about: Any) -> dict[str, Any]:
+        """Flat, as -o json prints it; `about` names hardware, model and trace."""
+        account, setup = self.account, self.setup
+        per_token = {f"{cause}_s": account.ns[cause] * 1e-9 / max(account.tokens, 1) for cause in CAUSES}
+        busy = {name: ns * 1e-9 for name, ns in self.log.busy_ns.items() if name in ("gpu", "cpu", "link")}
+        return {
+            "policy": setup.policy,
+            **about,
+            "cache_ratio": setup.cache_ratio,
+            "gamma": self.gamma,
+            "utility_cap": setup.cap,
+            "link_factor": setup.link_factor,
+            "ablations": ",".join(sorted(setup.ablations)),
+            "tg_ts": self.tg_ts,
+            "tpot_s": self.tpot_s,
+            "tokens_per_step": account.tokens / max(account.steps, 1),
+            "draft_s": per_token["draft_s"],
+            "dense_s": per_token["dense_s"],
+            "device_s": per_token["device_s"],
+            "stall_cpu_s": per_token["cpu_s"],
+            "stall_load_s": per_token["load_s"],
+            "stall_link_s": per_token["link_s"],
+            "host_s": per_token["host_s"],
+            "hit_rate_pairs": account.pairs_hit / max(account.pairs, 1),
+            "hit_rate_unique": account.unique_hit / max(account.unique, 1),
+            "uploads_per_layer_step": account.uploads / max(account.steps * self.n_expert_layers, 1),
+            "steps": account.steps,
+            "tokens": account.tokens,
+            **{f"busy_{name}_s": value for name, value in busy.items()},
+        }
+
+
+class Source(Protocol):
+    """What drives a simulation."""
+
+    n_layers: int
+    n_experts: int
+    expert_layers: list[int]
+
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
+        """The same for the same arguments."""
+
+
+class Texts:
+    """Plain text, ids [T, n_layers, k] each: cut into windows."""
+
+    def __init__(self, texts: list[NDArray[np.int32]], n_experts: int, expert_layers: list[int] | None = None) -> None:
+        self.texts = texts
+        self.n_layers = int(texts[0].shape[1])
+        self.n_experts = n_experts
+        self.expert_layers = list(range(self.n_layers)) if expert_layers is None else expert_layers
+
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
+        """Windows of gamma + 1 tokens."""
+        return cut(self.texts, gamma, acceptance, seed, tail)
+
+
+class Recorded:
+    """A trace: with the gamma that it was recorded with, its own steps; with any other, windows over its text."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.n_layers, self.n_experts = trace.meta.n_layers, trace.meta.n_experts
+        self.expert_layers = trace.expert_layers()
+        self._texts = texts_of(trace)
+
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
+        """Recorded steps where they fit, else windows."""
+        if gamma > 0 and gamma == self.trace.meta.gamma:
+            return recorded(self.trace)
+        return cut(self._texts, gamma, acceptance, seed, tail)
+
+
+def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Texts:
+    """Text of the model's stand-in process. Raises ValueError where the model has none."""
+    if shape.routing is None:
+        raise ValueError(f"nothing is known of the routing of {shape.name}: name a trace")
+    lengths = [n_tokens] * n_texts
+    rng = np.random.default_rng(seed)
+    texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, lengths, rng)
+    return Texts(texts, shape.n_experts)
+
+
+def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool = False) -> Result:
+    """Runs one setup over all steps of the source; the same arguments give the same events."""
+    gamma = 0 if "no-sd" in setup.ablations else setup.gamma
+    shape = _cache(source, setup.cache_ratio)
+    machine = machine.with_link(setup.link_factor)
+    policy = _policy(machine, source, shape, setup, gamma)
+    if not policy.traits.speculation and gamma:
+        gamma = 0
+        policy = _policy(machine, source, shape, setup, gamma)
+    steps = source.steps(gamma, setup.acceptance, setup.seed, setup.tail)
+    if not any(not step.prefill for step in steps):
+        raise ValueError(f"the trace holds no text of {gamma + 1} tokens")
+    n_verified = sum(not step.prefill for step in steps)
+    foresight = Foresight(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
+    execution = Execution(
+        machine,
+        shape,
+        policy,
+        steps,
+        foresight=foresight,
+        warm_steps=min(int(_WARM_SHARE * n_verified), _WARM_STEPS),
+        keep_log=keep_log,
+    )
+    account = execution.run()
+    return Result(
+        setup=setup,
+        gamma=gamma,
+        account=account,
+        step_s=np.array(execution.step_ns) * 1e-9,
+        log=execution.log,
+        n_expert_layers=len(source.expert_layers),
+    )
+
+
+def _cache(source: Source, ratio: float) -> CacheShape:
+    group = np.full(source.n_layers, -1, dtype=np.int32)
+    group[source.expert_layers] = 0
+    n_slots = int(ratio * len(source.expert_layers) * source.n_experts)
+    return CacheShape(source.n_layers, source.n_experts, group, np.array([n_slots], dtype=np.int32))
+
+
+def _policy(machine: Machine, source: Source, shape: CacheShape, setup: Setup, gamma: int) -> Policy:
+    units = machine.units(setup.cap) if setup.balanced else None
+    config = PolicyConfig(
+        gamma=gamma, cap=setup.cap, ablations=setup.ablations - {"no-sd"}, units=units, **dict(setup.options)
+    )
+    return make_policy(setup.policy, shape, config)
+
+
+def describe(setup: Setup) -> dict[str, Any]:
+    """The setup as JSON can hold it."""
+    return asdict(setup) | {"ablations": sorted(setup.ablations), "options": dict(setup.options)}
