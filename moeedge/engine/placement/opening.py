@@ -116,6 +116,7 @@ class _Opening:
             n_stage=n_stage,
             emulated_threads=self._emulated_threads(),
             link_bytes_per_s=float(self.device.link_bytes_per_s),
+            link_latency_s=self.device.latency_us * 1e-6,
         )
         try:
             cache = stack.enter_context(ExpertCache.open(cache_config))
