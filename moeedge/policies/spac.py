@@ -120,7 +120,8 @@ class Spac:
             self._threshold(score)
         self._n_planned += 1
         allowed = self._used if self._first_come else None
-        return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed)
+        expected = None if self._binary else score
+        return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed, expected)
 
     def _margin(self, known: bool) -> float:
         if known:

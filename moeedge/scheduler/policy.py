@@ -126,6 +126,9 @@ class Plan:
     levels: NDArray[np.uint8]  # [n], K first; first in, first out by layer within a level
     victims: NDArray[np.int32]  # [m, 2] layer and expert, lowest utility first
     victim_utility: NDArray[np.float32]  # [m]
+    # [n_layers, n_experts], activations that the next batch is expected to bring, of a policy that estimates them. Who
+    # asks whether an expert is called hot (used at least once) reads this, or else whether its utility is at least 1.
+    expected: NDArray[np.float32] | None = None
 
 
 class Policy(Protocol):
