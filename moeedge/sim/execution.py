@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from moeedge.scheduler.policy import CacheShape, LayerPolicy, Observation, Policy
 from moeedge.sim.clock import Clock, Process
 from moeedge.sim.events import Log, Span, Stream
-from moeedge.sim.foresight import Foresight
 from moeedge.sim.machine import Machine
 from moeedge.sim.mover import RESIDENT, Mover
+from moeedge.sim.stand_in import StandIn
 from moeedge.sim.steps import Step, count
 
 CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
@@ -58,7 +58,7 @@ class Execution:
         policy: Policy,
         steps: Sequence[Step],
         *,
-        foresight: Foresight,
+        stand_in: StandIn,
         warm_steps: int = 0,
         keep_log: bool = False,
     ) -> None:
@@ -69,7 +69,7 @@ class Execution:
         self.mover = Mover(self.clock, self.log, machine, shape, batched=policy.traits.batched_io)
         self.account = Account()
         self.step_ns: list[int] = []  # of every verification accounted for
-        self._steps, self._warm_steps, self._foresight = steps, warm_steps, foresight
+        self._steps, self._warm_steps, self._stand_in = steps, warm_steps, stand_in
         self._number = 0  # of the verification
 
     def run(self) -> Account:
@@ -89,7 +89,7 @@ class Execution:
                 continue
             self.mover.step = self._number
             start_ns, uploads = self.clock.now_ns, self.mover.n_uploads
-            self._foresight.begin(step.ids)
+            self._stand_in.begin(step.ids)
             yield from self._draft(step)
             yield from self._verify(counts)
             yield from self._end(step, counts, following)
@@ -114,7 +114,7 @@ class Execution:
             self.log.add(Span("draft", "draft", now_ns, now_ns + ns, self._number, n=token))
             yield ns
             if hinted or token == n_drafts:
-                hints = self._foresight.of_draft(token + 1) if hinted else None
+                hints = self._stand_in.of_draft(token) if hinted else None
                 self.mover.push(self.policy.plan(self.mover.resident, known[: token + 1], hints))
         self.account.ns["draft"] += n_drafts * self.machine.draft_ns
 
@@ -129,7 +129,7 @@ class Execution:
     def _plan_layer(self, layer: int) -> None:
         policy = self.policy
         if policy.traits.prefetch_within_step and isinstance(policy, LayerPolicy):
-            hints = self._foresight.of_gates(layer) if "block-inputs" in policy.needs else None
+            hints = self._stand_in.of_gates(layer) if "block-inputs" in policy.needs else None
             self.mover.push(policy.plan_layer(layer, self.mover.resident, hints))
 
     def _experts(self, layer: int, counts: NDArray[np.uint32]) -> Process:
@@ -175,8 +175,9 @@ class Execution:
         machine, mover = self.machine, self.mover
         coming = [(int(one), mover.arrival(layer, int(one))) for one in misses]
         wanted = [one for one, arrived in coming if arrived is None]
-        if self.policy.traits.layerwise and machine.whole_layers and wanted:
-            demands = [(misses.tolist(), mover.demand(layer, list(range(self.shape.n_experts))))]
+        if self.policy.traits.layerwise and wanted:  # a layer in one transfer
+            moved = list(range(self.shape.n_experts)) if machine.whole_layers else wanted
+            demands = [(wanted, mover.demand(layer, moved, machine.dense_demand_ns))]
         else:
             demands = [([one], mover.demand(layer, [one])) for one in wanted]
         block_ns = machine.block_ns + self._sum(machine.device_ns, counts, hits)
@@ -201,7 +202,7 @@ class Execution:
         """Observing and planning, while nothing else can be done; the token that comes next is known."""
         if not step.prefill:
             yield from self._on_host(self.machine.schedule_ns)
-        self._foresight.learn(counts)
+        self._stand_in.learn(counts)
         self.policy.observe(
             Observation(counts, step.n_tokens, step.n_accepted, step.tokens, step.ids, None, prefill=step.prefill)
         )

@@ -29,6 +29,7 @@ class Framework:
     transfer_factor: float = 1.0  # time of a transfer over that of one from pinned memory
     demand_factor: float = 1.0  # the same for those that the computation waits for
     whole_layers: bool = True  # layer offload moves all experts of a layer, not only those in use
+    dense_travels: bool = False  # layer offload moves attention and the rest of a layer, too
     cpu_factor: float = 1.0  # time of experts on the CPU over that of the rows that were fitted
 
 
@@ -47,6 +48,7 @@ class Machine:
     head_ns: int  # what comes once per step
     draft_ns: int  # a token of the draft model
     schedule_ns: int  # observing and planning, per step
+    dense_demand_ns: int = 0  # what else of an absent layer is moved on demand
     whole_layers: bool = True
 
     def __post_init__(self) -> None:
@@ -56,7 +58,12 @@ class Machine:
 
     def with_link(self, factor: float) -> Machine:
         """The same with a link that is `factor` times as fast."""
-        return replace(self, transfer_ns=round(self.transfer_ns / factor), demand_ns=round(self.demand_ns / factor))
+        return replace(
+            self,
+            transfer_ns=round(self.transfer_ns / factor),
+            demand_ns=round(self.demand_ns / factor),
+            dense_demand_ns=round(self.dense_demand_ns / factor),
+        )
 
     def units(self, cap: int) -> Units:
         """What the balancer of a policy is told. The shares r_c and r_g of a warm-up are not known here.
@@ -65,8 +72,8 @@ class Machine:
         """
         share = np.linspace(0.0, 1.0, cap + 1)
         return Units(
-            cpu_expert_s=self.cpu_ns[:17] * 1e-9,
-            device_expert_s=self.device_ns[:17] * 1e-9,
+            cpu_expert_s=self.cpu_ns[:17].astype(np.float64) * 1e-9,
+            device_expert_s=self.device_ns[:17].astype(np.float64) * 1e-9,
             transfer_expert_s=(self.transfer_ns + self.latency_ns) * 1e-9,
             draft_token_s=self.draft_ns * 1e-9,
             block_overhead_s=self.block_ns * 1e-9,
@@ -84,7 +91,8 @@ def from_hardware(hardware: Hardware, shape: ModelShape, framework: Framework | 
     def curve(bytes_per_s: float, flops: float, factor: float) -> NsArray:
         times = np.maximum(shape.expert_bytes / bytes_per_s, tokens * shape.expert_flops / flops)
         times[0] = 0.0
-        return np.rint(times * factor * 1e9).astype(np.int64)
+        rounded: NsArray = np.rint(times * factor * 1e9).astype(np.int64)
+        return rounded
 
     overhead_s = hardware.layer_overhead_s + framework.layer_overhead_s
     dense_s = shape.dense_layer_bytes / hardware.gpu_bytes_per_s + overhead_s
@@ -93,6 +101,9 @@ def from_hardware(hardware: Hardware, shape: ModelShape, framework: Framework | 
         draft_layer_s = hardware.layer_overhead_s + framework.draft_layer_overhead_s
         draft_s = shape.draft.bytes / hardware.gpu_bytes_per_s + shape.draft.n_layers * draft_layer_s
     transfer_s = shape.expert_bytes / hardware.link_bytes_per_s
+    dense_travel_s = 0.0
+    if framework.dense_travels:
+        dense_travel_s = shape.dense_layer_bytes / hardware.link_bytes_per_s * framework.demand_factor
     return Machine(
         cpu_ns=curve(hardware.cpu_bytes_per_s, hardware.cpu_flops, framework.cpu_factor),
         device_ns=curve(hardware.gpu_bytes_per_s, hardware.gpu_flops, 1.0),
@@ -105,6 +116,7 @@ def from_hardware(hardware: Hardware, shape: ModelShape, framework: Framework | 
         head_ns=to_ns(shape.head_bytes / hardware.gpu_bytes_per_s),
         draft_ns=to_ns(draft_s),
         schedule_ns=0,
+        dense_demand_ns=to_ns(dense_travel_s),
         whole_layers=framework.whole_layers,
     )
 

@@ -24,9 +24,10 @@ Cell = tuple[int, int]  # layer, expert
 class Demand:
     """One transfer that the computation waits for."""
 
-    def __init__(self, layer: int, n_experts: int) -> None:
+    def __init__(self, layer: int, n_experts: int, beside_ns: int) -> None:
         self.layer = layer
         self.n_experts = n_experts
+        self.beside_ns = beside_ns  # for what else is moved
         self.arrived = Signal()
         self.start_ns = 0
 
@@ -75,9 +76,9 @@ class Mover:
         """These are in use: no upload takes their slots until the next call."""
         self._pinned = {(layer, expert) for expert in experts}
 
-    def demand(self, layer: int, experts: list[int]) -> Demand:
+    def demand(self, layer: int, experts: list[int], beside_ns: int = 0) -> Demand:
         """Moves the experts in one transfer, before everything that is queued."""
-        wanted = Demand(layer, len(experts))
+        wanted = Demand(layer, len(experts), beside_ns)
         self._demands.append(wanted)
         self._staged.update((layer, expert) for expert in experts)
         self._wake()
@@ -100,7 +101,7 @@ class Mover:
 
     def _serve(self, wanted: Demand) -> Process:
         machine, wanted.start_ns = self._machine, self._clock.now_ns
-        ns = machine.latency_ns + wanted.n_experts * machine.demand_ns
+        ns = machine.latency_ns + wanted.n_experts * machine.demand_ns + wanted.beside_ns
         self._note("demand", ns, wanted.layer, wanted.n_experts)
         yield ns
         self.n_uploads += wanted.n_experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,9 +12,9 @@ from moeedge.policies import PolicyConfig, make_policy
 from moeedge.scheduler.policy import CacheShape, Policy
 from moeedge.sim.events import Log
 from moeedge.sim.execution import CAUSES, Account, Execution
-from moeedge.sim.foresight import Accuracy, Foresight
 from moeedge.sim.machine import Machine
 from moeedge.sim.shapes import ModelShape
+from moeedge.sim.stand_in import Accuracy, StandIn
 from moeedge.sim.steps import Step, Tail, cut, recorded, texts_of
 from moeedge.trace import Trace
 
@@ -33,9 +33,10 @@ class Setup:
     link_factor: float = 1.0  # speed of the link over that of the machine
     ablations: frozenset[str] = frozenset()
     tail: Tail = "optimistic"
-    accuracy: Accuracy = Accuracy()
+    accuracy: Accuracy = field(default_factory=Accuracy)
     seed: int = 0
     balanced: bool = True  # the policy knows the machine's unit times
+    max_steps: int | None = None  # verifications; None: all that the text gives
     options: tuple[tuple[str, Any], ...] = ()  # anything else that PolicyConfig takes
 
     def __post_init__(self) -> None:
@@ -59,6 +60,7 @@ class Result:
     step_s: NDArray[np.float64]  # of every verification accounted for
     log: Log
     n_expert_layers: int
+    first_step: int = 0  # number of the first verification accounted for
 
     @property
     def tpot_s(self) -> float:
@@ -165,15 +167,17 @@ def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool =
     steps = source.steps(gamma, setup.acceptance, setup.seed, setup.tail)
     if not any(not step.prefill for step in steps):
         raise ValueError(f"the trace holds no text of {gamma + 1} tokens")
+    steps = _first(steps, setup.max_steps)
     n_verified = sum(not step.prefill for step in steps)
-    foresight = Foresight(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
+    warm_steps = min(int(_WARM_SHARE * n_verified), _WARM_STEPS)
+    stand_in = StandIn(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
     execution = Execution(
         machine,
         shape,
         policy,
         steps,
-        foresight=foresight,
-        warm_steps=min(int(_WARM_SHARE * n_verified), _WARM_STEPS),
+        stand_in=stand_in,
+        warm_steps=warm_steps,
         keep_log=keep_log,
     )
     account = execution.run()
@@ -184,7 +188,16 @@ def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool =
         step_s=np.array(execution.step_ns) * 1e-9,
         log=execution.log,
         n_expert_layers=len(source.expert_layers),
+        first_step=warm_steps,
     )
+
+
+def _first(steps: list[Step], n_verified: int | None) -> list[Step]:
+    """Up to the `n_verified`-th verification."""
+    if n_verified is None:
+        return steps
+    ends = np.flatnonzero([not step.prefill for step in steps])
+    return steps[: ends[n_verified - 1] + 1] if 0 < n_verified < len(ends) else steps
 
 
 def _cache(source: Source, ratio: float) -> CacheShape:
