@@ -67,20 +67,15 @@ class Routers:
         n_layers, n_experts, n_embd = self.weight.shape
         return n_layers, n_experts, n_embd
 
-    def matched(self, layers: NDArray[np.intp], read_norm: FloatArray | None) -> Routers:
-        """Routers of `layers` [n] for what was read behind norms of weights `read_norm` [n, n_embd]."""
-        weight = self.weight[layers]
-        if self.norm is not None and read_norm is not None:
-            known = np.abs(read_norm) > _TINY
-            ratio = np.where(known, self.norm[layers] / np.where(known, read_norm, 1.0), 0.0).astype(np.float32)
-            weight = weight * ratio[:, None, :]
-        return Routers(
-            weight=np.ascontiguousarray(weight),
-            bias=None if self.bias is None else self.bias[layers],
-            selection_bias=None if self.selection_bias is None else self.selection_bias[layers],
-            norm=None,
-            sigmoid=self.sigmoid,
-        )
+    def ratio(self, layers: NDArray[np.intp], read_norm: FloatArray | None) -> FloatArray | None:
+        """What brings values read behind norms of weights `read_norm` to the scale of `layers` [n]; both [n, n_embd].
+
+        None where either norm is not known.
+        """
+        if self.norm is None or read_norm is None:
+            return None
+        known = np.abs(read_norm) > _TINY
+        return np.where(known, self.norm[layers] / np.where(known, read_norm, 1.0), 0.0).astype(np.float32)
 
     def probabilities(self, logits: FloatArray) -> FloatArray:
         """Of experts, from logits [..., n_experts]."""
@@ -89,20 +84,18 @@ class Routers:
         raised = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return np.asarray(raised / raised.sum(axis=-1, keepdims=True), dtype=np.float32)
 
-    def scores(self, inputs: FloatArray) -> FloatArray:
-        """Probabilities [n_layers, n_tokens, n_experts] from what routers read, [n_layers, n_tokens, n_embd]."""
-        # not through BLAS, which would wait for cores that a model is computing on (scheduler/history.py)
-        logits = np.einsum("lth,leh->lte", inputs, self.weight)
+    def scores(self, layers: slice, inputs: FloatArray) -> FloatArray:
+        """Probabilities [n, n_tokens, n_experts] of `layers` from what their routers read, [n, n_tokens, n_embd]."""
+        logits = np.matmul(inputs, self.weight[layers].transpose(0, 2, 1))
         if self.bias is not None:
-            logits += self.bias[:, None, :]
+            logits += self.bias[layers][:, None, :]
         return self.probabilities(logits)
 
-    def best(self, scores: FloatArray, k: int, first_layer: int = 0) -> NDArray[np.int32]:
-        """The k experts [..., k] that would be chosen, the likeliest first, from scores [n_layers, ..., n_experts]."""
+    def best(self, layers: slice, scores: FloatArray, k: int) -> NDArray[np.int32]:
+        """The k experts [n, n_tokens, k] that would be chosen, the likeliest first, from `scores`."""
         chosen_by = scores
         if self.selection_bias is not None:
-            bias = self.selection_bias[first_layer : first_layer + len(scores)]
-            chosen_by = scores + bias.reshape(len(bias), *(1,) * (scores.ndim - 2), -1)
+            chosen_by = scores + self.selection_bias[layers][:, None, :]
         top = np.argpartition(-chosen_by, k - 1, axis=-1)[..., :k]
         order = np.argsort(-np.take_along_axis(chosen_by, top, axis=-1), axis=-1, kind="stable")
         return np.take_along_axis(top, order, axis=-1).astype(np.int32)
