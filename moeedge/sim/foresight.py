@@ -18,7 +18,6 @@ The engine measures such accuracies on real models, and where it did, its figure
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +26,12 @@ from moeedge.scheduler.policy import Hints
 from moeedge.sim.windows import Chunk
 from moeedge.trace import Trace
 
-Source = Literal["draft-router", "next-gate"]
-
-ACCURACY: dict[Source, float] = {"draft-router": 0.88, "next-gate": 0.80}
-_SOURCE_OF: dict[str, Source] = {"draft-inputs": "draft-router", "block-inputs": "next-gate"}
-_STREAM: dict[Source, int] = {"draft-router": 1, "next-gate": 2}
+ACCURACY: dict[str, float] = {"draft-router": 0.88, "next-gate": 0.80}
+_SOURCE_OF = {"draft-inputs": "draft-router", "block-inputs": "next-gate"}  # by what policies need
+_STREAM = {"draft-router": 1, "next-gate": 2}  # of random numbers
 
 
-def source_of(needs: frozenset[str]) -> Source | None:
+def source_of(needs: frozenset[str]) -> str | None:
     """Which stand-in serves a policy with these needs; the draft's, if it needs both."""
     return next((source for need, source in _SOURCE_OF.items() if need in needs), None)
 
@@ -42,7 +39,7 @@ def source_of(needs: frozenset[str]) -> Source | None:
 class Foresight:
     """Foretells batches of a trace."""
 
-    def __init__(self, trace: Trace, seed: int, accuracy: Mapping[Source, float] | None = None) -> None:
+    def __init__(self, trace: Trace, seed: int, accuracy: Mapping[str, float] | None = None) -> None:
         self.accuracy = ACCURACY | dict(accuracy or {})
         for source, share in self.accuracy.items():
             if not 0 <= share <= 1:
@@ -53,12 +50,12 @@ class Foresight:
         self._n_experts = trace.meta.n_experts
         self._cumulative = _cumulative(trace)
 
-    def foretell(self, chunk: Chunk, source: Source) -> list[Hints | None]:
+    def foretell(self, chunk: Chunk, source: str) -> list[Hints | None]:
         """Hints for each batch of the chunk; None for prompts."""
         rng = np.random.default_rng([self._seed, _STREAM[source], chunk.first])
         return [None if batch.prefill else self._hints(batch.ids, source, rng) for batch in chunk.batches]
 
-    def _hints(self, ids: NDArray[np.int32], source: Source, rng: np.random.Generator) -> Hints:
+    def _hints(self, ids: NDArray[np.int32], source: str, rng: np.random.Generator) -> Hints:
         drawn = rng.random(ids.shape, dtype=np.float32)
         share = np.float32(self.accuracy[source])
         wrong = drawn >= share

@@ -15,8 +15,8 @@ Batches come in chunks, counted together and shared by all that replays them (mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ from moeedge.trace_summary import speculation
 TailModel = Literal["optimistic", "pessimistic"]
 Tail = Literal["optimistic", "pessimistic", "recorded"]
 
+GAMMA, ACCEPTANCE = 8, 0.8  # of a text of which nothing else is known: MoE-SpAc's draft length
 _CELLS_AT_ONCE = 1 << 20  # of the counts of a chunk: 4 MB
 _PREFILL_TOKENS = 4096  # at least so many tokens of prompts may lie in a chunk
 
@@ -209,3 +210,37 @@ def _schedule(trace: Trace, steps: Steps, tail: Tail, gamma: int, acceptance: fl
         prefill=is_prompt[order],
         fresh=np.r_[True, np.diff(owner[order]) != 0],
     )
+
+
+def schedules(
+    trace: Trace, *, gamma: int | None, acceptance: float | None, tails: Sequence[TailModel] | None, seed: int
+) -> list[Schedule]:
+    """What a trace is replayed as: once as it was recorded, or once per tail model.
+
+    As recorded where the trace has verification steps and nothing else is asked for. Otherwise its text is cut into
+    windows: by both models unless `tails` says which; gamma and acceptance are the trace's where it has them and none
+    are given, else 8 and 0.8. Without drafts (gamma 0) the models are the same: once.
+    """
+    own_gamma, own_acceptance = speculation(trace)
+    if own_gamma is not None and gamma is None and acceptance is None and tails is None:
+        recorded = recorded_schedule(trace)
+        assert recorded is not None
+        return [recorded]
+    gamma = gamma if gamma is not None else own_gamma if own_gamma is not None else GAMMA
+    acceptance = acceptance if acceptance is not None else own_acceptance if own_acceptance is not None else ACCEPTANCE
+    kept: Sequence[TailModel] = tails if tails is not None else ("optimistic", "pessimistic")
+    if gamma == 0:
+        kept = kept[:1]
+    return [cut_schedule(trace, gamma=gamma, acceptance=acceptance, tail=tail, seed=seed) for tail in kept]
+
+
+def texts_of(trace: Trace, first: int, last: int | None = None) -> Trace:
+    """The texts number `first` up to but not including `last`, in order of their appearance."""
+    numbers = np.unique(trace.sequence)[first:last]
+    rows = np.isin(trace.sequence, numbers)
+    columns = {name: getattr(trace, name)[rows] for name in _ROW_ARRAYS}
+    weights = None if trace.weights is None else trace.weights[rows]
+    return replace(trace, weights=weights, **columns)
+
+
+_ROW_ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
