@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, calibrate, chat, devices, profile, simulate, trace, worker
+from moeedge.cli import ablate, bench, calibrate, chat, devices, profile, simulate, trace, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -21,6 +21,7 @@ app.command()(bench.bench)
 app.command()(profile.profile)
 app.add_typer(trace.trace_app)
 app.command()(calibrate.calibrate)
+app.command()(ablate.ablate)
 app.command()(simulate.simulate)
 app.command()(devices.devices)
 app.command()(worker.worker)
