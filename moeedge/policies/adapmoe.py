@@ -11,9 +11,10 @@ AdapMoE (Zhong et al., ICCAD 2024, arXiv 2408.10284):
 
 The accuracies are measured offline in the paper; here during the first steps that bring predictions, after which the
 sizes are set once. The expected loads of a layer that holds c of n experts, of which a token uses k, prediction right
-with probability a: with k absent experts in the mean of k * (1 - c/n), of which one comes ahead where it was foretold,
-k * (1 - c/n) - a * (1 - (c/n)^k). For k = 2 these are dp.py's terms summed up. It is convex in c, so the slots are
-given away one by one to the layer that gains most, which is what the dynamic programming finds.
+with probability a: k * (1 - c/n) are absent in the mean, of which one comes ahead where it was foretold and any is
+absent at all: k * (1 - c/n) - a * (1 - P(all k are there)). For k = 2 these are dp.py's terms summed up (without its
+gating). It is convex in c, so the slots are given away one by one to the layer that gains most, which is what the
+dynamic programming finds.
 """
 
 from __future__ import annotations
@@ -78,21 +79,19 @@ class AdapMoe(LayerLru):
     def _allocate(self, pairs_per_token: float) -> None:
         """Slots of each layer by the accuracies measured."""
         n_layers = max(int(np.count_nonzero(self.shape.group >= 0)), 1)
-        n_used = max(pairs_per_token / n_layers, 1.0)
+        n_used = min(max(round(pairs_per_token / n_layers), 1), self.shape.n_experts)
         accuracy = self._right / np.maximum(self._said, 1.0)
         self._planner = Shares(self.shape, self._cap, allocate(self.shape, accuracy, n_used))
 
 
-def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: float) -> NDArray[np.intp]:
+def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> NDArray[np.intp]:
     """Slots of each layer [n_layers] that minimise the expected loads on demand.
 
     accuracy  [n_layers], of the prediction for each layer
     n_used    experts per token
     """
-    held = np.arange(shape.n_experts + 1) / shape.n_experts
-    loads = n_used * (1.0 - held)[None, :] - accuracy[:, None] * (1.0 - held**n_used)[None, :]
-    gain = -np.diff(loads, axis=1)  # of the c-th slot of each layer; a later one never gains more than an earlier one
-    gain = np.minimum.accumulate(gain, axis=1)
+    loads = expected_loads(shape.n_experts, accuracy, n_used)
+    gain = -np.diff(loads, axis=1)  # of the c-th slot of each layer
     shares = np.zeros(shape.n_layers, dtype=np.intp)
     for group, capacity in enumerate(shape.capacity.tolist()):
         layers = np.flatnonzero(shape.group == group)
@@ -100,3 +99,13 @@ def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: float) ->
             best = np.argsort(-gain[layers].T.reshape(-1), kind="stable")[:capacity]  # ties: one slot for each layer
             shares[layers] = np.bincount(best % layers.size, minlength=layers.size)
     return shares
+
+
+def expected_loads(n_experts: int, accuracy: NDArray[np.float64], n_used: int) -> NDArray[np.float64]:
+    """Loads on demand per token of a layer that holds 0..n_experts experts, [n_layers, n_experts + 1]."""
+    held = np.arange(n_experts + 1)
+    there = np.ones(n_experts + 1)  # the chance that all that a token uses are there
+    for used in range(n_used):
+        there *= np.maximum(held - used, 0) / max(n_experts - used, 1)
+    absent = n_used * (1.0 - held / n_experts)
+    return np.asarray(absent[None, :] - accuracy[:, None] * (1.0 - there)[None, :])

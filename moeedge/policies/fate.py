@@ -127,47 +127,44 @@ class Arc:
         lists, size = self._list, self._size
         in_ghost_recent = lists == _GHOST_RECENT
         in_ghost_frequent = lists == _GHOST_FREQUENT
-        hit_recent = np.count_nonzero(used & in_ghost_recent, axis=1)[:, None]
-        hit_frequent = np.count_nonzero(used & in_ghost_frequent, axis=1)[:, None]
-        n_recent = np.count_nonzero(in_ghost_recent, axis=1)[:, None]
-        n_frequent = np.count_nonzero(in_ghost_frequent, axis=1)[:, None]
+        hit_recent, hit_frequent = _length(used & in_ghost_recent), _length(used & in_ghost_frequent)
+        n_recent, n_frequent = _length(in_ghost_recent), _length(in_ghost_frequent)
         # cases II and III: a ghost that returns moves the target towards its list
         self._target += hit_recent * np.maximum(n_frequent / np.maximum(n_recent, 1), 1.0)
         self._target -= hit_frequent * np.maximum(n_recent / np.maximum(n_frequent, 1), 1.0)
         np.clip(self._target, 0.0, size, out=self._target)
-        # case I and the ghosts: used again; case IV: new
+        # case I and the ghosts: used again; case IV: new, and room was made before it came
+        came = (used & (lists == _NEW)).any(axis=1)[:, None]
         lists[used] = np.where(lists[used] == _NEW, _RECENT, _FREQUENT)
-        self._replace(last)
-        self._trim(last)
+        order = np.argsort(last, axis=1, kind="stable")
+        queue = np.take_along_axis(lists, order, axis=1)  # what was used longest ago first
+        self._replace(queue, np.floor(self._target).astype(np.intp) + came)
+        self._trim(queue)
+        np.put_along_axis(lists, order, queue, axis=1)
         self.held = (lists == _RECENT) | (lists == _FREQUENT)
 
-    def _replace(self, last: FloatArray) -> None:
-        """REPLACE: the recent list gives up what is above its target, the frequent list the rest."""
-        lists, size = self._list, self._size
-        recent, frequent = lists == _RECENT, lists == _FREQUENT
-        n_recent = np.count_nonzero(recent, axis=1)[:, None]
-        n_frequent = np.count_nonzero(frequent, axis=1)[:, None]
-        excess = np.maximum(n_recent + n_frequent - size, 0)
-        from_recent = np.minimum(excess, np.maximum(n_recent - np.floor(self._target).astype(np.intp), 0))
+    def _replace(self, queue: NDArray[np.int8], target: NDArray[np.intp]) -> None:
+        """REPLACE: the recent list gives up what is above its target [n_layers, 1], the frequent list the rest."""
+        recent, frequent = queue == _RECENT, queue == _FREQUENT
+        n_recent, n_frequent = _length(recent), _length(frequent)
+        excess = np.maximum(n_recent + n_frequent - self._size, 0)
+        from_recent = np.minimum(excess, np.maximum(n_recent - target, 0))
         from_recent = np.maximum(from_recent, excess - n_frequent)
-        lists[recent & (_rank(recent, last) < from_recent)] = _GHOST_RECENT
-        lists[frequent & (_rank(frequent, last) < excess - from_recent)] = _GHOST_FREQUENT
+        queue[_first(recent, from_recent)] = _GHOST_RECENT
+        queue[_first(frequent, excess - from_recent)] = _GHOST_FREQUENT
 
-    def _trim(self, last: FloatArray) -> None:
+    def _trim(self, queue: NDArray[np.int8]) -> None:
         """The recent list and its ghosts have `size` entries together, all four lists twice as many."""
-        lists, size = self._list, self._size
-        ghosts = lists == _GHOST_RECENT
-        n_recent = np.count_nonzero(lists == _RECENT, axis=1)[:, None]
-        n_ghosts = np.count_nonzero(ghosts, axis=1)[:, None]
-        lists[ghosts & (_rank(ghosts, last) < n_recent + n_ghosts - size)] = _NEW
-        n_all = np.count_nonzero(lists, axis=1)[:, None]
-        ghosts = lists == _GHOST_FREQUENT
-        lists[ghosts & (_rank(ghosts, last) < n_all - 2 * size)] = _NEW
+        size = self._size
+        ghosts = queue == _GHOST_RECENT
+        queue[_first(ghosts, _length(queue == _RECENT) + _length(ghosts) - size)] = _NEW
+        queue[_first(queue == _GHOST_FREQUENT, _length(queue != _NEW) - 2 * size)] = _NEW
 
 
-def _rank(cells: BoolArray, last: FloatArray) -> NDArray[np.intp]:
-    """Each cell's place among `cells` of its layer, the one used longest ago is 0."""
-    order = np.argsort(np.where(cells, last, np.float32(np.inf)), axis=1, kind="stable")
-    rank = np.empty(order.shape, dtype=np.intp)
-    np.put_along_axis(rank, order, np.broadcast_to(np.arange(order.shape[1]), order.shape), axis=1)
-    return rank
+def _length(cells: BoolArray) -> NDArray[np.intp]:
+    return np.asarray(np.count_nonzero(cells, axis=1))[:, None]
+
+
+def _first(cells: BoolArray, n: NDArray[np.intp]) -> BoolArray:
+    """The first n [n_layers, 1] of `cells` in each layer."""
+    return np.asarray(cells & (cells.cumsum(axis=1) <= n))

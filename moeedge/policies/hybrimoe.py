@@ -170,6 +170,10 @@ class Queue:
         units = self._units
         if units is None:
             return np.multiply(_GPU_EXPERT, tokens > 0), _CPU_TOKEN * tokens, _MOVE, _CPU_FIRST
-        gpu_s = np.interp(tokens, np.arange(units.device_expert_s.size), units.device_expert_s)
-        cpu_s = np.interp(tokens, np.arange(units.cpu_expert_s.size), units.cpu_expert_s)
-        return gpu_s, cpu_s, units.transfer_expert_s, 0.0
+        return _at(units.device_expert_s, tokens), _at(units.cpu_expert_s, tokens), units.transfer_expert_s, 0.0
+
+
+def _at(curve_s: NDArray[Any], tokens: NDArray[np.float64]) -> NDArray[Any]:
+    """The curve between its points; beyond the last one in proportion to the tokens, as Units has it."""
+    last = curve_s.size - 1
+    return np.asarray(np.interp(tokens, np.arange(curve_s.size), curve_s) * np.maximum(tokens / last, 1.0))
