@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import ablate, bench, calibrate, chat, devices, profile, simulate, trace, worker
+from moeedge.cli import ablate, bench, calibrate, chat, devices, profile, replay, simulate, trace, validate, worker
 
 app = typer.Typer(
     name="moeedge",
@@ -19,10 +19,12 @@ app = typer.Typer(
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(profile.profile)
+app.command()(replay.replay)
 app.add_typer(trace.trace_app)
 app.command()(calibrate.calibrate)
 app.command()(ablate.ablate)
 app.command()(simulate.simulate)
+app.add_typer(validate.validate_app)
 app.command()(devices.devices)
 app.command()(worker.worker)
 

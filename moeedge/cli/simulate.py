@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeedge.cli.common import cli_errors
+from moeedge.cli.lists import numbers, whole_numbers, words
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,7 +82,15 @@ def simulate(
         Tail, typer.Option("--tail", help="What refused drafts route to.", rich_help_panel=_PANEL_DRIVE)
     ] = Tail.OPTIMISTIC,
     seed: Annotated[int, typer.Option("-s", "--seed", help="Of everything drawn.", rich_help_panel=_PANEL_DRIVE)] = 0,
-    policy: Annotated[str, typer.Option("--policy", metavar="LIST", rich_help_panel=_PANEL_SWEEP)] = "spac",
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            metavar="LIST",
+            help="Systems to run, as for moeedge replay: spac, spac-paper, lru, llama-cpp-sd, hybrimoe and others.",
+            rich_help_panel=_PANEL_SWEEP,
+        ),
+    ] = "spac",
     cache_ratio: Annotated[
         str,
         typer.Option(
@@ -134,14 +143,14 @@ def simulate(
         }
         setups = list(
             _setups(
-                policies=_words(policy, "--policy"),
-                ratios=_numbers(cache_ratio, "--cache-ratio"),
-                gammas=[_whole(one, "--gamma") for one in _numbers(gamma, "--gamma")],
-                caps=[_whole(one, "--utility-cap") for one in _numbers(utility_cap, "--utility-cap")],
-                links=_numbers(link, "--link"),
+                policies=words(policy, "--policy"),
+                ratios=numbers(cache_ratio, "--cache-ratio"),
+                gammas=whole_numbers(gamma, "--gamma"),
+                caps=whole_numbers(utility_cap, "--utility-cap"),
+                links=numbers(link, "--link"),
                 common={
                     "acceptance": acceptance,
-                    "ablations": frozenset(_words(ablate, "--ablate")) if ablate else frozenset(),
+                    "ablations": frozenset(words(ablate, "--ablate")) if ablate else frozenset(),
                     "tail": tail.value,
                     "seed": seed,
                     "max_steps": max_steps,
@@ -227,23 +236,3 @@ def _write(results: list[Result], gantt: Path | None, event_log: Path | None) ->
             event_log.write_text(results[-1].log.text(), encoding="utf-8")
         except OSError as error:
             raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None
-
-
-def _words(text: str, option: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not words:
-        raise InputError(f"{option} names nothing.", "Give names, separated by commas.")
-    return words
-
-
-def _numbers(text: str, option: str) -> list[float]:
-    try:
-        return [float(word) for word in _words(text, option)]
-    except ValueError:
-        raise InputError(f'{option} takes numbers, not "{text}".', "Separate them by commas.") from None
-
-
-def _whole(value: float, option: str) -> int:
-    if not value.is_integer():
-        raise InputError(f"{option} takes whole numbers, not {value:g}.", "Separate them by commas.")
-    return int(value)

@@ -30,7 +30,7 @@ from moeedge.sim.stand_in import StandIn
 from moeedge.sim.steps import Step, count
 
 CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
-NOTHING: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+_PARTS = 16  # of drafting, after each of which a policy that looks at the draft plans anew
 
 
 @dataclass
@@ -109,14 +109,22 @@ class Execution:
         known = [] if step.tokens is None else step.tokens.tolist()
         hinted = "draft-inputs" in self.policy.needs
         n_drafts = step.n_tokens - 1
+        n_parts = max(_PARTS // n_drafts, 1) if hinted and n_drafts else 1
         for token in range(1, n_drafts + 1):
             now_ns, ns = self.clock.now_ns, self.machine.draft_ns
             self.log.add(Span("draft", "draft", now_ns, now_ns + ns, self._number, n=token))
-            yield ns
-            if hinted or token == n_drafts:
-                hints = self._stand_in.of_draft(token) if hinted else None
-                self.mover.push(self.policy.plan(self.mover.resident, known[: token + 1], hints))
+            for part in range(1, n_parts + 1):
+                yield ns * part // n_parts - ns * (part - 1) // n_parts
+                if hinted:
+                    hints = self._stand_in.of_draft(token, part / n_parts)
+                    self.mover.push(self.policy.plan(self.mover.resident, known[:token], hints))
+                elif token == n_drafts:
+                    self.mover.push(self.policy.plan(self.mover.resident, known))
         self.account.ns["draft"] += n_drafts * self.machine.draft_ns
+        if hinted:  # what was foretold while drafting must be there before verification begins (SP-MoE, section 3.2)
+            since_ns = self.clock.now_ns
+            yield self.mover.drained()
+            self.account.ns["link"] += self.clock.now_ns - since_ns
 
     def _verify(self, counts: NDArray[np.uint32]) -> Process:
         for layer in range(self.shape.n_layers):

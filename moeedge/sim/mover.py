@@ -51,6 +51,7 @@ class Mover:
         self._arrivals: dict[Cell, Signal] = {}
         self._first = True  # of its plan
         self._work = Signal()
+        self._drained = Signal()
 
     def push(self, plan: Plan) -> None:
         """A new plan; what lies in the staging buffer and is to stay takes its slot at once."""
@@ -88,6 +89,12 @@ class Mover:
         """The end of the transfer that brings this expert; None where it is not in flight."""
         return self._arrivals.get((layer, expert))
 
+    def drained(self) -> Signal:
+        """Nothing is queued or in flight any more."""
+        if self._queue or self._demands or self._arrivals:
+            self._drained = Signal()
+        return self._drained
+
     def process(self) -> Process:
         """The copy stream."""
         while True:
@@ -96,6 +103,7 @@ class Mover:
             elif self._queue:
                 yield from self._upload(self._queue.popleft())
             else:
+                self._drained.fire(self._clock)
                 self._work = Signal()
                 yield self._work
 

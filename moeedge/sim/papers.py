@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moeedge.sim.clock import to_ns
 from moeedge.sim.hardware import Hardware, find_hardware
 from moeedge.sim.machine import Framework, from_hardware
 from moeedge.sim.shapes import find_model, only_known, read_data
 from moeedge.sim.simulate import Result, Setup, Texts, simulate, synthetic
+from moeedge.sim.stand_in import Accuracy
 
 Tell = Callable[[str], None]
 _TOKENS = 520  # of text
-_STEPS = 90  # verifications per simulation, at most
+_STEPS = 80  # verifications per simulation, at most
 _ROUNDS = 4  # of the fit of the acceptance
 _CLOSE = 0.25  # the aim: predicted within so much of published
 
@@ -160,17 +162,28 @@ class Papers:
                 cache_ratio=entry["cache_ratio"],
                 gamma=figure["gamma"],
                 acceptance=entry["acceptance"],
+                accuracy=Accuracy(critical=entry["critical"]),
                 seed=self._seed,
                 max_steps=_STEPS,
             )
             n_layers = find_model(model).n_expert_layers
+            hardware = find_hardware(entry["hardware"])
             for layer in [*range(0, n_layers, 4), n_layers]:
                 asked = replace(setup, options=(("cutoff_layer", layer),))
-                result = self._run(figure["system"], find_hardware(entry["hardware"]), model, asked)
+                result = self._run(figure["system"], hardware, model, asked, draft_s=entry["draft_s"])
                 rows.append(Compared(table="cutoff", name=f"{model}, layer {layer}", result=result))
         return rows
 
-    def _run(self, system: str, hardware: Hardware, model: str, setup: Setup, *, pageable: bool = False) -> Result:
+    def _run(
+        self,
+        system: str,
+        hardware: Hardware,
+        model: str,
+        setup: Setup,
+        *,
+        pageable: bool = False,
+        draft_s: float | None = None,
+    ) -> Result:
         """One system of the table "systems", in its own framework."""
         entry = self.data["systems"][system]
         overheads = only_known(self.data["frameworks"][entry["framework"]], Framework) | entry.get("transfer", {})
@@ -180,6 +193,8 @@ class Papers:
         self._tell(f"{system}, {model}, ratio {setup.cache_ratio:g}, gamma {setup.gamma}")
         shape = find_model(model)
         machine = from_hardware(hardware, shape, Framework(**overheads))
+        if draft_s is not None:
+            machine = replace(machine, draft_ns=to_ns(draft_s))
         if model not in self._texts:
             self._texts[model] = synthetic(shape, _TOKENS, 1, self._seed)
         return simulate(machine, self._texts[model], replace(setup, policy=entry["policy"]))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig, make_policy
-from moeedge.scheduler.policy import CacheShape, Policy
+from moeedge.policies import BOUNDS, PolicyConfig, make_policy
+from moeedge.scheduler.policy import CacheShape, Policy, Traits
 from moeedge.sim.events import Log
 from moeedge.sim.execution import CAUSES, Account, Execution
 from moeedge.sim.machine import Machine
 from moeedge.sim.shapes import ModelShape
 from moeedge.sim.stand_in import Accuracy, StandIn
-from moeedge.sim.steps import Step, Tail, cut, recorded, texts_of
+from moeedge.sim.steps import Step, Tail, count, cut, recorded, texts_of
 from moeedge.trace import Trace
 
 _WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
@@ -157,18 +157,14 @@ def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Text
 
 def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool = False) -> Result:
     """Runs one setup over all steps of the source; the same arguments give the same events."""
-    gamma = 0 if "no-sd" in setup.ablations else setup.gamma
+    gamma = 0 if "no-sd" in setup.ablations or not traits_of(setup.policy).speculation else setup.gamma
     shape = _cache(source, setup.cache_ratio)
     machine = machine.with_link(setup.link_factor)
-    policy = _policy(machine, source, shape, setup, gamma)
-    if not policy.traits.speculation and gamma:
-        gamma = 0
-        policy = _policy(machine, source, shape, setup, gamma)
-    steps = source.steps(gamma, setup.acceptance, setup.seed, setup.tail)
-    if not any(not step.prefill for step in steps):
-        raise ValueError(f"the trace holds no text of {gamma + 1} tokens")
-    steps = _first(steps, setup.max_steps)
+    steps = _first(source.steps(gamma, setup.acceptance, setup.seed, setup.tail), setup.max_steps)
     n_verified = sum(not step.prefill for step in steps)
+    if not n_verified:
+        raise ValueError(f"the trace holds no text of {gamma + 1} tokens")
+    policy = _policy(machine, shape, setup, gamma, steps)
     warm_steps = min(int(_WARM_SHARE * n_verified), _WARM_STEPS)
     stand_in = StandIn(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
     execution = Execution(
@@ -207,14 +203,22 @@ def _cache(source: Source, ratio: float) -> CacheShape:
     return CacheShape(source.n_layers, source.n_experts, group, np.array([n_slots], dtype=np.int32))
 
 
-def _policy(machine: Machine, source: Source, shape: CacheShape, setup: Setup, gamma: int) -> Policy:
-    units = machine.units(setup.cap) if setup.balanced else None
+def _policy(machine: Machine, shape: CacheShape, setup: Setup, gamma: int, steps: list[Step]) -> Policy:
+    future = None
+    if setup.policy in BOUNDS:
+        future = np.stack([count(step.ids, shape.n_experts) for step in steps if not step.prefill])
     config = PolicyConfig(
-        gamma=gamma, cap=setup.cap, ablations=setup.ablations - {"no-sd"}, units=units, **dict(setup.options)
+        gamma=gamma,
+        cap=setup.cap,
+        ablations=setup.ablations - {"no-sd"},
+        units=machine.units(setup.cap) if setup.balanced else None,
+        future=future,
+        **dict(setup.options),
     )
     return make_policy(setup.policy, shape, config)
 
 
-def describe(setup: Setup) -> dict[str, Any]:
-    """The setup as JSON can hold it."""
-    return asdict(setup) | {"ablations": sorted(setup.ablations), "options": dict(setup.options)}
+def traits_of(policy: str) -> Traits:
+    """How the system of that name executes its plans. Raises ValueError for an unknown one."""
+    config = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32) if policy in BOUNDS else None)
+    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).traits

@@ -23,6 +23,7 @@ class Accuracy:
     draft_router: float = ACCURACY["draft-router"]
     next_gate: float = ACCURACY["next-gate"]  # one layer ahead
     reach: int = 3  # layers ahead that a gate looks
+    critical: int | None = None  # experts per token and layer that the draft names; None: all that a token uses
 
     def __post_init__(self) -> None:
         if not (0 <= self.draft_router <= 1 and 0 <= self.next_gate <= 1 and self.reach >= 1):
@@ -56,10 +57,13 @@ class StandIn:
         """What a verification used, [n_layers, n_experts]."""
         self._seen += counts
 
-    def of_draft(self, n_tokens: int) -> Hints:
-        """What the draft's outputs say of the first `n_tokens` tokens, for all layers."""
+    def of_draft(self, n_tokens: int, share: float = 1.0) -> Hints:
+        """What the draft's outputs say of the first `n_tokens` tokens; of the last one for a share of the layers."""
         shown = self._mixed(self._accuracy.draft_router)
         shown[:, n_tokens:] = -1
+        shown[round(share * len(shown)) :, n_tokens - 1] = -1
+        if self._accuracy.critical is not None:
+            shown[:, :, self._accuracy.critical :] = -1
         return Hints(shown, "draft-router")
 
     def of_gates(self, layer: int) -> Hints:

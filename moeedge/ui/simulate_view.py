@@ -58,7 +58,7 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
 
 
 def print_table(columns: Sequence[str], cells: Sequence[Sequence[str]], console: Console, *, left: int = 1) -> None:
-    """Columns as wide as they must be, the first `left` flush left; lines are never wrapped, so that files keep them."""
+    """Columns as wide as they must be, the first `left` flush left; lines are never wrapped: a file keeps them."""
     lines = [list(columns), *(list(line) for line in cells)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     for line in lines:

@@ -1,0 +1,209 @@
+"""The simulator against the engine: one run gives the measured time per token, the trace and the unit times.
+
+For every combination a session is opened, calibrated anew, and answers two prompts with a recorder attached. The first
+warms up (slots fill, policies learn); the second is measured. Then its own trace drives the simulation of both on the
+unit times that the calibration gave, and only the second answer is accounted for. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from moeedge.engine.loading import resolve_device
+from moeedge.engine.model import Model
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
+from moeedge.errors import EngineError
+from moeedge.policies import PolicyConfig, make_policy
+from moeedge.profiling.collector import TraceCollector
+from moeedge.scheduler.policy import CacheShape
+from moeedge.sim.execution import Execution
+from moeedge.sim.machine import Machine, from_units
+from moeedge.sim.stand_in import Accuracy, StandIn
+from moeedge.sim.steps import recorded
+from moeedge.trace import Trace, TraceMeta
+
+Tell = Callable[[str], None]
+PROMPTS = (
+    "Explain step by step how to sort a list of numbers, and write a short program that does it.",
+    "Tell a story about a harbour in the early morning, then add 31 and 44 and say what the sum means.",
+)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One point of the comparison."""
+
+    policy: str
+    cache_ratio: float
+    gamma: int
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Seconds per token of text, measured and simulated, and what explains a difference."""
+
+    combination: Combination
+    measured_s: float
+    simulated_s: float
+    tokens: int
+    steps: int
+    hit_measured: float | None  # pairs
+    hit_simulated: float
+    draft_measured_s: float  # per token of text
+    draft_simulated_s: float
+    trace: Trace
+    machine: Machine
+
+    @property
+    def error(self) -> float:
+        """Simulated over measured, less 1."""
+        return self.simulated_s / self.measured_s - 1
+
+    def row(self) -> dict[str, Any]:
+        """Flat, as -o json prints it."""
+        return {
+            "policy": self.combination.policy,
+            "cache_ratio": self.combination.cache_ratio,
+            "gamma": self.combination.gamma,
+            "measured_tpot_s": self.measured_s,
+            "tpot_s": self.simulated_s,
+            "tg_ts": 1 / self.simulated_s,
+            "error": self.error,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "hit_rate_pairs_measured": self.hit_measured,
+            "hit_rate_pairs": self.hit_simulated,
+            "draft_measured_s": self.draft_measured_s,
+            "draft_s": self.draft_simulated_s,
+        }
+
+
+def combinations(policies: Sequence[str], ratios: Sequence[float], gammas: Sequence[int]) -> list[Combination]:
+    """Every one."""
+    return [Combination(*values) for values in itertools.product(policies, ratios, gammas)]
+
+
+def summary(rows: Sequence[Measured]) -> tuple[float, float]:
+    """Median and largest absolute error."""
+    errors = [abs(row.error) for row in rows]
+    return median(errors), max(errors)
+
+
+def compare(
+    base: EngineConfig, wanted: Sequence[Combination], *, n_predict: int, tell: Tell, models: tuple[Model, Model | None]
+) -> list[Measured]:
+    """Measures and simulates one combination after the other; `base` has model, draft, device and threads."""
+    return [_compare(base, one, n_predict, tell, models) for one in wanted]
+
+
+def _compare(
+    base: EngineConfig, one: Combination, n_predict: int, tell: Tell, models: tuple[Model, Model | None]
+) -> Measured:
+    tell(f"{one.policy}, ratio {one.cache_ratio:g}, gamma {one.gamma}")
+    placement = replace(
+        base.placement, policy=one.policy, cache_ratio=one.cache_ratio, vram_bytes=None, measure_anew=True
+    )
+    config = replace(base, gamma=one.gamma, placement=placement, draft=base.draft if one.gamma else None)
+    draft_model = models[1] if one.gamma else None
+    with Session.open(config, model=models[0], draft_model=draft_model) as session:
+        if session.placement is None or session.calibration is None or session.calibration.units is None:
+            raise EngineError("Nothing was measured: no experts lie on a device.", "Use -dev emulated:link=2GB/s.")
+        run = _Run(session)
+        for prompt in PROMPTS:
+            run.answer(prompt, n_predict)
+        trace = run.collector.trace()
+        units = session.calibration.units
+        machine = from_units(units, schedule_s=run.schedule_s)
+        group, capacity, _ = session.placement.cache.groups()
+        info = session.model.info
+        shape = CacheShape(info.n_layers, info.n_experts, group.copy(), capacity.copy())
+    config_of_policy = PolicyConfig(gamma=one.gamma, cap=base.placement.utility_cap, units=units)
+    policy = make_policy(one.policy, shape, config_of_policy)
+    execution = Execution(
+        machine,
+        shape,
+        policy,
+        recorded(trace),
+        stand_in=StandIn(shape.n_layers, shape.n_experts, Accuracy(), 0),
+        warm_steps=run.warm_steps,
+    )
+    account = execution.run()
+    return Measured(
+        combination=one,
+        measured_s=run.measured_s / run.tokens,
+        simulated_s=account.total_ns * 1e-9 / max(account.tokens, 1),
+        tokens=run.tokens,
+        steps=run.steps,
+        hit_measured=run.hit_rate,
+        hit_simulated=account.pairs_hit / max(account.pairs, 1),
+        draft_measured_s=run.draft_s / run.tokens,
+        draft_simulated_s=account.ns["draft"] * 1e-9 / max(account.tokens, 1),
+        trace=trace,
+        machine=machine,
+    )
+
+
+class _Run:
+    """Two answers of one session: the first warms up, the second counts."""
+
+    def __init__(self, session: Session) -> None:
+        info = session.info
+        meta = TraceMeta(
+            model=info.model,
+            architecture=info.architecture,
+            n_layers=info.n_layers,
+            n_experts=info.n_experts,
+            n_experts_used=info.n_experts_used,
+            gamma=info.gamma,
+            draft=info.draft,
+            source="moeedge validate",
+        )
+        self.session = session
+        self.collector = TraceCollector(meta)
+        session.observers.append(self.collector)
+        self.warm_steps = 0
+        self.schedule_s = 0.0  # median of the first answer's steps
+        self.measured_s, self.draft_s, self.tokens, self.steps = 0.0, 0.0, 0, 0
+        self.hit_rate: float | None = None
+
+    def answer(self, text: str, n_predict: int) -> None:
+        """Counts this answer instead of the one before, which becomes the warm-up."""
+        session = self.session
+        self.warm_steps += self.steps
+        session.reset()
+        prompt = session.model.tokenize(session.model.render_chat([{"role": "user", "content": text}]))
+        if session.target.sensor is not None:
+            session.target.sensor.frames()  # of the calibration: not ours
+        self.collector.begin(prompt)
+        records: list[StepRecord] = []
+        before = None
+        generation = session.generate(
+            prompt, n_predict=n_predict, sampling=SamplingConfig(temperature=0.0), ignore_eos=True
+        )
+        for record in generation:
+            if record.n_verified:
+                records.append(record)
+            else:
+                before = session.placement_stats()
+        after = session.placement_stats()
+        if self.steps == 0 and records:
+            self.schedule_s = median(record.observe_s for record in records)
+        self.steps = len(records)
+        self.tokens = sum(record.n_accepted + 1 for record in records)
+        self.measured_s = sum(record.draft_s + record.verify_s + record.observe_s for record in records)
+        self.draft_s = sum(record.draft_s for record in records)
+        if before is not None and after is not None:
+            self.hit_rate = (after - before).hit_rate_pairs
+
+
+def check_paced(config: EngineConfig) -> bool:
+    """Whether the device is an emulated one with a paced link, as the comparison asks for."""
+    device = resolve_device(config)
+    return device.kind == "emulated" and bool(np.isfinite(device.link_bytes_per_s)) and device.link_bytes_per_s > 0
