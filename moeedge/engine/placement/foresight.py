@@ -118,41 +118,37 @@ class GateForesight:
     def __init__(self, target: Model) -> None:
         self._routers = Routers.read(target)
         self._n_used = target.info.n_experts_used
-        self._expert_layers = frozenset(target.info.expert_layers)
-        self._foretold: NDArray[np.int32] | None = (
-            None  # [n_layers, n_tokens, k], one layer ahead, of the batch at hand
-        )
-        norm = self._routers.norm
-        # from layer l to l + 1, l + 2, ...: [n_layers, n_embd] each
-        self._ratios = [
-            None if norm is None else self._routers.ratio(np.arange(ahead, len(norm)), norm[:-ahead])
-            for ahead in range(1, _AHEAD + 1)
-        ]
+        # of the batch at hand, each layer as foretold by the one before: [n_layers, n_tokens, k]
+        self._foretold: NDArray[np.int32] | None = None
+        layers, norm = target.info.expert_layers, self._routers.norm
+        # behind each layer with experts the next ones that have some, and what brings values there to their scale
+        self._next = {
+            layer: [
+                (behind, None if norm is None else self._routers.ratio(np.array([behind]), norm[[layer]]))
+                for behind in layers[place + 1 : place + 1 + _AHEAD]
+            ]
+            for place, layer in enumerate(layers)
+        }
         self.accuracy = Accuracy()
 
-    def look(self, block: Block, n_ahead: int = _AHEAD) -> Hints | None:
-        """Foretells the next `n_ahead` layers; None where the backend does not know what the router reads."""
-        if block.inputs is None:
-            return None
+    def look(self, block: Block) -> Hints | None:
+        """Foretells the next layers with experts; None where nobody knows what the router reads."""
         n_layers, _, n_embd = self._routers.shape
-        n_tokens, layer = len(block.inputs), block.layer
-        ids = np.full((n_layers, n_tokens, self._n_used), -1, dtype=np.int32)
-        if block.inputs.shape[1] != n_embd:
+        if block.inputs is None or block.inputs.shape[1] != n_embd:
             return None
-        for ahead in range(1, min(n_ahead, _AHEAD, n_layers - 1 - layer) + 1):
-            if layer + ahead in self._expert_layers:
-                ratio = self._ratios[ahead - 1]
-                inputs = block.inputs if ratio is None else block.inputs * ratio[layer]
-                here = slice(layer + ahead, layer + ahead + 1)
-                ids[here] = self._routers.best(here, self._routers.scores(here, inputs[None]), self._n_used)
-        self._remember(layer, ids)
+        ids = np.full((n_layers, len(block.inputs), self._n_used), -1, dtype=np.int32)
+        for place, (layer, ratio) in enumerate(self._next.get(block.layer, [])):
+            inputs = block.inputs if ratio is None else block.inputs * ratio
+            here = slice(layer, layer + 1)
+            ids[here] = self._routers.best(here, self._routers.scores(here, inputs[None]), self._n_used)
+            if place == 0:
+                self._remember(layer, ids)
         return Hints(layer_ids=ids, source="next-gate")
 
     def _remember(self, layer: int, ids: NDArray[np.int32]) -> None:
         if self._foretold is None or self._foretold.shape != ids.shape:
             self._foretold = np.full(ids.shape, -1, dtype=np.int32)
-        if layer + 1 < len(ids):
-            self._foretold[layer + 1] = ids[layer + 1]
+        self._foretold[layer] = ids[layer]
 
     def judge(self, ids: NDArray[np.int32]) -> None:
         """What the batch used [n_layers, n_tokens, k]."""
