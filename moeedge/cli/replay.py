@@ -72,8 +72,9 @@ def replay(
         typer.Option(
             "--hint-accuracy",
             metavar="LIST",
-            help="Accuracies of the predictors that stand in for hidden states, such as "
-            "draft-router=0.88,next-gate=0.8.",
+            help="Lets predictors of such accuracies stand in for hidden states, which a trace lacks: "
+            "draft-router=0.88,next-gate=0.8, or default for these. Otherwise systems that need them go by their "
+            "caches alone.",
             rich_help_panel=_CACHE,
             show_default=False,
         ),
@@ -241,6 +242,8 @@ def _accuracies(text: str | None) -> dict[str, float]:
     """Accuracies by stand-in. Raises InputError."""
     from moeedge.sim.foresight import ACCURACY
 
+    if text is not None and text.strip() == "default":
+        return {str(name): value for name, value in ACCURACY.items()}
     found: dict[str, float] = {}
     for part in (text or "").split(","):
         name, _, value = part.strip().partition("=")

@@ -33,6 +33,7 @@ __all__ = [
     "POLICIES",
     "SIMULATED",
     "PolicyConfig",
+    "foresees",
     "ignored_ablations",
     "make_policy",
 ]
@@ -67,6 +68,7 @@ BOUNDS: dict[str, str] = {
 }
 ALL_POLICIES: dict[str, str] = POLICIES | SIMULATED | BOUNDS
 
+_FROM_HIDDEN_STATES = frozenset({"draft-inputs", "block-inputs"})
 _OF_ENGINE = frozenset({"no-sd"})
 _HEEDED: dict[str, frozenset[str]] = {  # ablations that change something; none for a policy that is not listed
     "spac": frozenset(ABLATIONS),
@@ -109,6 +111,11 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
     if name not in _CLASSES:
         raise ValueError(f'unknown policy "{name}"; there are {", ".join(ALL_POLICIES)}')
     return _CLASSES[name](shape, config)
+
+
+def foresees(name: str) -> bool:
+    """Whether the policy of that name wants predictions made from hidden states."""
+    return bool(getattr(_CLASSES.get(name), "needs", frozenset()) & _FROM_HIDDEN_STATES)
 
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:

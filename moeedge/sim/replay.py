@@ -9,7 +9,10 @@ what plans may move, alike for all policies.
 Systems that compute everything on the device (`Traits.device_only`) load each missing expert when it is needed: one
 transfer, which counts as an upload but not as found; what they then keep of it costs no second one. Those that plan
 before every layer are given what they would know by then at once (scheduler/policy.py): with slots per layer that
-comes to the same. Where a policy wants hidden states, moeedge/sim/foresight.py stands in for them.
+comes to the same. Where a policy wants hidden states, which traces lack, it goes by its cache alone, unless
+moeedge/sim/foresight.py is asked to stand in for them (`ReplayConfig.accuracy`): where transfers take no time a
+predictor that is nearly always right makes any cache nearly the oracle, so that such rows compare accuracies that
+were put in. When what was foretold arrives is the simulator's question.
 
 All policies and cache ratios go through the trace together, chunk by chunk: windows are counted once.
 """
@@ -299,7 +302,8 @@ def replay(
         for name in config.policies:
             policy = make_policy(name, shape, policy_config)
             lane = Lane(policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes)
-            lanes.append((lane, source_of(policy.needs)))
+            source = source_of(policy.needs)
+            lanes.append((lane, source if source in config.accuracy else None))
         n_slots = int(shape.capacity[0])
         bounds.append(_BoundLane(Oracle(next_use.n_cells, n_slots), shape))
         bounds.append(_BoundLane(Belady(next_use, n_slots), shape))

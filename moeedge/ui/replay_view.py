@@ -11,6 +11,7 @@ from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
+from moeedge.policies import foresees
 from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.replay import ReplayRow
 from moeedge.ui.console import visible
@@ -81,6 +82,9 @@ def _legend(rows: Sequence[ReplayRow]) -> str:
     if told:
         names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(told, key=str))
         lines.append(f"* needs hidden states, which a trace lacks: a predictor of stated accuracy stands in ({names}).")
+    blind = dict.fromkeys(row.policy for row in rows if row.hints is None and foresees(row.policy))
+    if blind:
+        lines.append(f"{', '.join(blind)}: the cache alone, for a trace lacks hidden states (see --hint-accuracy).")
     return "\n".join(lines)
 
 
