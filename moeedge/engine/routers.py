@@ -31,6 +31,7 @@ _NORMS = ("ffn_norm.weight", "post_attention_norm.weight")  # in front of the ro
 _WANTED = frozenset((_WEIGHT, _BIAS, _SELECTION, *_NORMS))
 _F32, _F16, _BF16 = 0, 1, 30  # enum ggml_type
 _SIGMOID = "2"  # enum llama_expert_gating_func_type
+_SIGMOID_BY_ITSELF = frozenset({"llama4"})  # architectures whose files do not say so
 _TINY = 1e-12  # a norm's weight below which a channel says nothing
 
 
@@ -53,12 +54,16 @@ class Routers:
         if weight is None:
             raise ModelFileError(f"{model.path} has no routers.")
         per_expert = (info.n_layers, info.n_experts)
+        selection_bias = _stacked(found, _SELECTION, per_expert)
+        # where the file does not tell, a bias for the choice alone means DeepSeek-V3's kind of router
+        untold = selection_bias is not None or info.architecture in _SIGMOID_BY_ITSELF
+        told = model.metadata(f"{info.architecture}.expert_gating_func")
         return cls(
             weight=weight,
             bias=_stacked(found, _BIAS, per_expert),
-            selection_bias=_stacked(found, _SELECTION, per_expert),
+            selection_bias=selection_bias,
             norm=norm_weights(found, info.n_layers, info.n_embd),
-            sigmoid=model.metadata(f"{info.architecture}.expert_gating_func") == _SIGMOID,
+            sigmoid=untold if told is None else told == _SIGMOID,
         )
 
     @property
