@@ -37,5 +37,6 @@ def test_help_says_the_same(command: Command, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_command_is_there() -> None:
     assert [command.name for command in commands(app)] == [
-        "chat", "bench", "profile", "calibrate", "devices", "worker", "trace info", "trace import", "trace convert",
+        "chat", "bench", "profile", "replay", "calibrate", "ablate", "simulate", "devices", "worker", "trace info",
+        "trace import", "trace convert", "validate papers", "validate measured",
     ]  # fmt: skip
