@@ -44,6 +44,7 @@ def bench(
     policy: bench_options.Policy = None,
     cache_ratio: bench_options.CacheRatio = None,
     plot: bench_options.Plot = None,
+    trace_out: bench_options.TraceOut = None,
     output: bench_options.OutputFormat = bench_options.Output.MD,
     ctx_size: bench_options.CtxSize = 0,
     threads: options.Threads = 0,
@@ -93,6 +94,8 @@ def bench(
             _check_room(base, cache_ratio)
         default = None if not sweeps or n_prompt is not None else "toy" if pair.bundled else "sample"
         prompts = _prompts(dataset, default, offline_sample=offline_sample)
+        if trace_out is not None:
+            _check_trace(trace_out, prompts)
         plan, notes = make_plan(
             base,
             modes,
@@ -107,7 +110,7 @@ def bench(
         )
         if verbose:
             show_log()
-        raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot))
+        raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot, trace_out=trace_out))
 
 
 def _prompts(dataset: str | None, default: str | None, *, offline_sample: bool) -> Dataset | None:
@@ -186,14 +189,26 @@ def _check_room(base: EngineConfig, cache_ratio: str | None) -> None:
         )
 
 
-def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None) -> int:
-    """Runs the plan, prints the rows, draws the picture if one is asked for, returns the exit code."""
+def _check_trace(path: Path, prompts: Dataset | None) -> None:
+    """Before hours of measuring: can the file be written, and is there text to record?"""
+    if prompts is None:
+        raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
+
+
+def _measure(
+    plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None, trace_out: Path | None = None
+) -> int:
+    """Runs the plan, prints the rows, draws and records what is asked for, returns the exit code."""
+    from moeedge.bench.recording import record_answers, recorded_mode
     from moeedge.bench.runner import Bench
     from moeedge.ui.bench_plot import draw_sweep
     from moeedge.ui.bench_progress import BenchProgress
     from moeedge.ui.bench_table import difference_lines, render
     from moeedge.ui.interrupt import Interrupt
 
+    traced = None if trace_out is None else recorded_mode(plan.modes)
     progress = BenchProgress(bar=bar)
     for note in notes:
         progress.note(note)
@@ -203,9 +218,13 @@ def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: P
             finished = run.run(cancel=interrupt)
         interrupt.disarm()
         rows = run.rows()
-    for line in difference_lines(rows):
-        progress.note(line)
-    typer.echo(render(rows, form), nl=False)
+        for line in difference_lines(rows):
+            progress.note(line)
+        typer.echo(render(rows, form), nl=False)
+        if finished and traced is not None and trace_out is not None:  # the rows are out, whatever happens now
+            progress.note(f"Recording the routing of {traced.label}.")
+            with run.lane(traced) as lane:
+                record_answers(lane, run.prompts, plan).save(trace_out)
     if plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")
     if not finished:
