@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 
-class LayerLru:
+class LayerLru(ABC):
     """Score: the number of the token that used the expert last; what is guessed is used next, so it comes first."""
 
     _touches = False  # whether an expert brought ahead counts as used
@@ -60,9 +61,9 @@ class LayerLru:
     def reset(self) -> None:
         """What was used last was used last in this conversation, too."""
 
+    @abstractmethod
     def wanted(self, counts: FloatArray, resident: Resident) -> BoolArray:
         """The cells to have ahead [n_layers, n_experts]; `counts`: how many tokens will use each, as foretold."""
-        raise NotImplementedError
 
     def _ahead(self, counts: FloatArray, wanted: BoolArray, resident: Resident) -> tuple[FloatArray, BoolArray]:
         """Scores with what is wanted in front, and what of it is absent."""

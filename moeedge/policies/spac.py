@@ -41,8 +41,8 @@ _MARGIN_GUESSED = 0.3  # the tokens are not known, and will not be: at least
 _MARGIN_GUESSED_MOST = 3.0
 # What guesses may cost: the share of the slots that changes in a step, above which the margin rises, slowly. On
 # gpt-oss-20b, optimistic tail, 0.85 uploads per layer and step find 0.60 of the pairs, 0.38 (this share) find 0.57
-_GUESSED_TURNOVER = 0.078
-_GUESS_PULL = 0.005  # of the margin, per step, at twice as many
+_GUESSED_TURNOVER = 0.074
+_GUESS_PULL = 0.008  # of the margin, per step, at twice as many
 _MARGIN_AHEAD = 1.0  # a second plan follows, which will know the draft: only what is clearly better
 # Mix and trust change slowly: after the first steps every fourth one is enough to follow them; and so it is for tau
 # where the CPU is the slower side by far

@@ -21,7 +21,8 @@ from moeedge.policies import (
 )
 from moeedge.scheduler.policy import NEEDS, CacheShape, Hints, LayerPolicy, Observation, Plan, Policy, check_plan
 from moeedge.scheduler.units import Units
-from tests.policies.replay import Slots, count
+from moeedge.sim.slots import Slots
+from tests.support.routing import count
 
 
 def units(cap: int, device_s: float, transfer_s: float) -> Units:
