@@ -170,7 +170,8 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help="Who decides which experts the device holds: spac, spac-paper, lru, static or none.",
+        help="Who decides which experts the device holds: spac, spac-paper, lru, lfu, static, moe-infinity, fate, "
+        "adapmoe, hybrimoe, fiddler, sp-moe or none.",
         rich_help_panel=_PLACEMENT,
     ),
 ]
