@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.recency import Recency
 from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.scheduler.shares import Shares, predicted_counts
+from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
 
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -65,17 +65,15 @@ class Fate:
         return self._planner.plan(keep, score, self._utility, resident)
 
     def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
-        """What the next layer is expected to use; all other layers stay as they are."""
+        """What the next layer with experts is expected to use; all others stay as they are."""
         score = self._held()
-        ahead = layer + 1
-        coming = np.zeros(score.shape, dtype=np.bool_)
-        if hints is not None and ahead < self.shape.n_layers:
-            counts = np.zeros(score.shape, dtype=np.float32)
+        ahead = layers_behind(self.shape, layer)
+        counts: FloatArray = np.zeros(score.shape, dtype=np.float32)
+        if hints is not None:
             counts[ahead] = predicted_counts(hints, self.shape)[ahead]
             self._ahead(score, counts)
-            coming[ahead] = counts[ahead] > 0
-        keep = self._planner.best(score, resident, coming)
-        others = np.arange(self.shape.n_layers) != ahead
+        keep = self._planner.best(score, resident, counts > 0)
+        others = ~np.isin(np.arange(self.shape.n_layers), ahead)
         keep[others] = resident[others] != 0
         return self._planner.plan(keep, score, self._utility, resident)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.scheduler.shares import Shares, predicted_counts
+from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
 from moeedge.scheduler.units import Units
 
 FloatArray = NDArray[np.float32]
@@ -75,7 +75,7 @@ class HybriMoe:
         """The one expert of the next layers that shortens its layer most."""
         counts: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
         if hints is not None:
-            reach = slice(layer + 1, layer + 1 + _AHEAD)
+            reach = layers_behind(self.shape, layer, _AHEAD)
             counts[reach] = predicted_counts(hints, self.shape)[reach]
         brought = np.zeros(counts.shape, dtype=np.bool_)
         best = self._queue.most_impact(counts, resident != 0)

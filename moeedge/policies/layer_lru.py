@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.recency import Recency
 from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident
-from moeedge.scheduler.shares import Shares, predicted_counts
+from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
 
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -48,17 +48,18 @@ class LayerLru(ABC):
         return planner.plan(keep, score, self._utility, resident)
 
     def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
-        """What comes for the next layer while this one is computed; all other layers stay as they are."""
+        """What comes for the next layer with experts while this one is computed; all others stay as they are."""
         counts: FloatArray = np.zeros(self._utility.shape, dtype=np.float32)
-        if hints is not None and layer + 1 < self.shape.n_layers:
-            counts[layer + 1] = predicted_counts(hints, self.shape)[layer + 1]
+        ahead = layers_behind(self.shape, layer)
+        if hints is not None:
+            counts[ahead] = predicted_counts(hints, self.shape)[ahead]
         score, coming = self._ahead(counts, self.wanted(counts, resident), resident)
         keep = self._planner.best(score, resident, coming)
-        others = self._layers != layer + 1
+        others = ~np.isin(self._layers, ahead)
         keep[others] = resident[others] != 0
         return self._planner.plan(keep, score, self._utility, resident)
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - there is nothing to forget
         """What was used last was used last in this conversation, too."""
 
     @abstractmethod

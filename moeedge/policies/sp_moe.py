@@ -15,12 +15,14 @@ SP-MoE (section numbers of the paper):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.layer_lru import LayerLru
-from moeedge.scheduler.policy import CacheShape, Resident, Traits
+from moeedge.scheduler.policy import CacheShape, Hints, Plan, Resident, Traits
 
 
 class SpMoe(LayerLru):
@@ -39,6 +41,7 @@ class SpMoe(LayerLru):
             self._drafting_s = config.gamma * config.units.draft_token_s
             self._transfer_s = config.units.transfer_expert_s
         self._expert_layers = np.flatnonzero(shape.group >= 0)
+        self._cutoff = 0
 
     def cutoff(self, n_critical: int) -> int:
         """Layers with experts that are prefetched for, where a token has `n_critical` critical experts."""
@@ -48,12 +51,16 @@ class SpMoe(LayerLru):
         n_slots = int(self._planner.shares.sum())
         return cutoff_layer(n_layers, n_critical, n_slots, self._drafting_s, self._transfer_s)
 
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+        """As the cache of its kind."""
+        if hints is not None:
+            self._cutoff = self.cutoff(hints.layer_ids.shape[2])
+        return super().plan(resident, upcoming, hints)
+
     def wanted(self, counts: NDArray[np.float32], resident: Resident) -> NDArray[np.bool_]:
         """See the module."""
         wanted = counts > 0.0
-        first = self._expert_layers[:1]  # its experts stand for every layer's; no layer holds more than its share
-        n_critical = max(min(int(np.count_nonzero(wanted[first])), int(self._planner.shares[first].sum())), 1)
-        wanted[self._expert_layers[self.cutoff(n_critical) :]] = False
+        wanted[self._expert_layers[self._cutoff :]] = False
         return wanted
 
 

@@ -31,6 +31,12 @@ def even_shares(shape: CacheShape) -> NDArray[np.intp]:
     return np.minimum(shares, shape.n_experts)
 
 
+def layers_behind(shape: CacheShape, layer: int, n: int = 1) -> NDArray[np.intp]:
+    """The next n layers with experts behind `layer`, fewer at the end."""
+    layers = np.flatnonzero(shape.group >= 0)
+    return layers[layers > layer][:n]
+
+
 def predicted_counts(hints: Hints, shape: CacheShape) -> FloatArray:
     """How many of the tokens to come will use each expert, float32 [n_layers, n_experts], as `hints` has it."""
     ids = hints.layer_ids
