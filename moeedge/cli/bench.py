@@ -18,6 +18,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
+    from moeedge.bench.modes import BenchMode
     from moeedge.bench.plan import BenchPlan
     from moeedge.bench.record import BenchRow
     from moeedge.bench.sweep import Sweep
@@ -94,8 +95,6 @@ def bench(
             _check_room(base, cache_ratio)
         default = None if not sweeps or n_prompt is not None else "toy" if pair.bundled else "sample"
         prompts = _prompts(dataset, default, offline_sample=offline_sample)
-        if trace_out is not None:
-            _check_trace(trace_out, prompts)
         plan, notes = make_plan(
             base,
             modes,
@@ -189,26 +188,29 @@ def _check_room(base: EngineConfig, cache_ratio: str | None) -> None:
         )
 
 
-def _check_trace(path: Path, prompts: Dataset | None) -> None:
-    """Before hours of measuring: can the file be written, and is there text to record?"""
-    if prompts is None:
+def _traced_mode(path: Path, plan: BenchPlan) -> BenchMode:
+    """The mode whose routing goes to `path`; raises InputError, before hours of measuring, where there is none."""
+    from moeedge.bench.recording import recorded_mode
+
+    if plan.dataset is None:
         raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
+    return recorded_mode(plan.modes)
 
 
 def _measure(
     plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None, trace_out: Path | None = None
 ) -> int:
     """Runs the plan, prints the rows, draws and records what is asked for, returns the exit code."""
-    from moeedge.bench.recording import record_answers, recorded_mode
+    from moeedge.bench.recording import record_answers
     from moeedge.bench.runner import Bench
     from moeedge.ui.bench_plot import draw_sweep
     from moeedge.ui.bench_progress import BenchProgress
     from moeedge.ui.bench_table import difference_lines, render
     from moeedge.ui.interrupt import Interrupt
 
-    traced = None if trace_out is None else recorded_mode(plan.modes)
+    traced = None if trace_out is None else _traced_mode(trace_out, plan)
     progress = BenchProgress(bar=bar)
     for note in notes:
         progress.note(note)

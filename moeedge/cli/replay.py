@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from moeedge.cli import replay_options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.trace import NExperts, TraceFile
 from moeedge.errors import InputError
@@ -16,132 +16,24 @@ if TYPE_CHECKING:
     from moeedge.sim.windows import Schedule, TailModel
     from moeedge.trace import Trace
 
-_STEPS, _CACHE, _OUTPUT = "How the trace is read", "What is compared", "Output"
 _PROFILE_TEXTS_AT_MOST = 30  # of a tenth
-
-
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
-class Tails(str, Enum):
-    """Where refused drafts routed to, if the trace does not know; see moeedge.sim.windows."""
-
-    OPTIMISTIC = "optimistic"
-    PESSIMISTIC = "pessimistic"
-    BOTH = "both"
 
 
 def replay(
     trace: TraceFile,
-    cache_ratio: Annotated[
-        str,
-        typer.Option(
-            "--cache-ratio",
-            metavar="LIST",
-            help="Shares of all experts that fit the slots, separated by commas.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = "0.17",
-    policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            metavar="LIST",
-            help="Policies to compare, separated by commas, or all. The one-step oracle and Belady's bound are always "
-            "there.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = "all",
-    max_uploads: Annotated[
-        float | None,
-        typer.Option(
-            "--max-uploads",
-            metavar="X",
-            help="What the link carries per layer and step: plans may move no more. Loads on demand are counted, but "
-            "not held back.",
-            rich_help_panel=_CACHE,
-            show_default=False,
-        ),
-    ] = None,
-    hint_accuracy: Annotated[
-        str | None,
-        typer.Option(
-            "--hint-accuracy",
-            metavar="LIST",
-            help="Lets predictors of such accuracies stand in for hidden states, which a trace lacks: "
-            "draft-router=0.88,next-gate=0.8, or default for these. Otherwise systems that need them go by their "
-            "caches alone.",
-            rich_help_panel=_CACHE,
-            show_default=False,
-        ),
-    ] = None,
-    profile_texts: Annotated[
-        int | None,
-        typer.Option(
-            "--profile-texts",
-            metavar="N",
-            help="So many texts at the start are not replayed: policies that need a profile get theirs from them. "
-            "Otherwise a tenth, 30 at most.",
-            rich_help_panel=_CACHE,
-            show_default=False,
-        ),
-    ] = None,
-    gamma: Annotated[
-        int | None,
-        typer.Option(
-            "--gamma",
-            metavar="N",
-            help="Draft length. Otherwise the trace's own, or 8 where it has none; 0: no drafts.",
-            rich_help_panel=_STEPS,
-            show_default=False,
-        ),
-    ] = None,
-    acceptance: Annotated[
-        float | None,
-        typer.Option(
-            "--acceptance",
-            metavar="X",
-            help="Chance of a draft to be accepted. Otherwise the trace's own, or 0.8.",
-            rich_help_panel=_STEPS,
-            show_default=False,
-        ),
-    ] = None,
-    tail: Annotated[
-        Tails | None,
-        typer.Option(
-            "--tail",
-            help="Refused drafts of which the trace knows nothing route like the tokens that follow (optimistic) or "
-            "like unrelated tokens of the text (pessimistic); otherwise both.",
-            rich_help_panel=_STEPS,
-            show_default=False,
-        ),
-    ] = None,
-    limit: Annotated[
-        int,
-        typer.Option("--limit", metavar="N", help="Only the first N texts; 0: all.", rich_help_panel=_STEPS),
-    ] = 0,
+    cache_ratio: replay_options.CacheRatio = "0.17",
+    policy: replay_options.Policy = "all",
+    max_uploads: replay_options.MaxUploads = None,
+    hint_accuracy: replay_options.HintAccuracy = None,
+    profile_texts: replay_options.ProfileTexts = None,
+    gamma: replay_options.Gamma = None,
+    acceptance: replay_options.Acceptance = None,
+    tail: replay_options.Tail = None,
+    limit: replay_options.Limit = 0,
     n_experts: NExperts = None,
-    expert_bytes: Annotated[
-        int | None,
-        typer.Option(
-            "--expert-bytes",
-            metavar="N",
-            help="Size of an expert, where the trace does not say, for the bytes moved.",
-            rich_help_panel=_OUTPUT,
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option("-s", "--seed", help="Seed of acceptances, tails and stand-ins.", rich_help_panel=_STEPS),
-    ] = 0,
-    output: Annotated[
-        Output, typer.Option("-o", "--output", help="Tables, or a JSON array of flat rows.", rich_help_panel=_OUTPUT)
-    ] = Output.TABLE,
+    expert_bytes: replay_options.ExpertBytes = None,
+    seed: replay_options.Seed = 0,
+    output: replay_options.OutputFormat = replay_options.Output.TABLE,
 ) -> None:
     """Replay a routing trace under many policies: what they would have had in their slots, and what they moved for it.
 
@@ -151,6 +43,7 @@ def replay(
     """
     with cli_errors():
         from moeedge.bench.sweep import parse_ratios
+        from moeedge.sim.windows import schedules
         from moeedge.trace_import import read_trace
 
         policies, ratios = _policies(policy), parse_ratios(cache_ratio)
@@ -158,18 +51,16 @@ def replay(
             raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be >= 0")
         whole = read_trace(trace, n_experts)
         profiled, replayed = _split(whole, limit, profile_texts)
-        tails: dict[Tails, tuple[TailModel, ...]] = {
-            Tails.OPTIMISTIC: ("optimistic",),
-            Tails.PESSIMISTIC: ("pessimistic",),
-            Tails.BOTH: ("optimistic", "pessimistic"),
+        tails: dict[replay_options.Tails, tuple[TailModel, ...]] = {
+            replay_options.Tails.OPTIMISTIC: ("optimistic",),
+            replay_options.Tails.PESSIMISTIC: ("pessimistic",),
+            replay_options.Tails.BOTH: ("optimistic", "pessimistic"),
         }
         config = _config(whole, profiled, policies, ratios, seed, max_uploads, expert_bytes, hint_accuracy)
-        from moeedge.sim.windows import schedules
-
         plan = schedules(
             replayed, gamma=gamma, acceptance=acceptance, tails=None if tail is None else tails[tail], seed=seed
         )
-        _print(_run(plan, config), as_json=output is Output.JSON)
+        _print(_run(plan, config), as_json=output is replay_options.Output.JSON)
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -182,11 +73,10 @@ def _policies(text: str) -> tuple[str, ...]:
     if "all" in names:
         return tuple(name for name in known if name != "none")
     unknown = [name for name in names if name not in known and name not in BOUNDS]
-    chosen = tuple(name for name in names if name not in BOUNDS)
-    if unknown or not chosen:
+    if unknown or not names:
         wrong = f'There is no policy "{unknown[0]}".' if unknown else "--policy names no policy."
         raise InputError(wrong, f"Choose from {', '.join(known)}, separated by commas, or all.")
-    return chosen
+    return tuple(name for name in names if name not in BOUNDS)
 
 
 def _split(whole: Trace, limit: int, profile_texts: int | None) -> tuple[Trace | None, Trace]:

@@ -76,11 +76,16 @@ def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
     assert (seeing["hints"], seeing["hints_accuracy"]) == ("next-gate", 1.0)
 
 
+def test_the_bounds_alone(plain: Path) -> None:
+    rows = json.loads(_replay(plain, "--policy", "belady,oracle", "--gamma", 0, "-o", "json").stdout)
+    assert [row["policy"] for row in rows] == ["oracle", "belady"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--policy", "mru"], 'no policy "mru"'),
-        (["--policy", "oracle"], "names no policy"),
+        (["--policy", ","], "names no policy"),
         (["--cache-ratio", "2"], "[0, 1]"),
         (["--gamma", "-1"], "gamma must be >= 0"),
         (["--gamma", "100"], "smaller --gamma"),

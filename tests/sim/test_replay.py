@@ -249,7 +249,7 @@ def test_layers_without_experts_have_no_part() -> None:
 
 
 def test_mistakes() -> None:
-    for wrong in ({"ratios": (1.2,)}, {"policies": ()}, {"max_uploads": -1.0}):
+    for wrong in ({"ratios": (1.2,)}, {"ratios": ()}, {"max_uploads": -1.0}):
         with pytest.raises(ValueError):
             ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="accuracy"):
