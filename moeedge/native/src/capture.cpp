@@ -32,19 +32,21 @@ void input_capture::take(const block_input & found) {
         std::fill(probs.layer_tokens.begin(), probs.layer_tokens.end(), 0);
     }
     last_layer = found.layer;
-    copy(inputs, found.layer, found.input);
-    copy(probs, found.layer, found.probs);
+    copy(inputs, found.layer, found.input, found.n_tokens, found.stride);
+    if (found.probs) {
+        copy(probs, found.layer, found.probs, found.probs->ne[1], found.probs->nb[1]);
+    }
 }
 
-void input_capture::copy(values & out, int layer, const ggml_tensor * in) {
-    if (!out.rows || in == nullptr || in->ne[0] != out.width || in->ne[1] > n_tokens_max) {
+void input_capture::copy(values & out, int layer, const ggml_tensor * in, int64_t n_tokens, size_t stride) {
+    if (!out.rows || in->ne[0] != out.width || n_tokens > n_tokens_max) {
         return;
     }
     float * rows = out.rows.get() + (size_t) layer * n_tokens_max * out.width;
-    for (int64_t t = 0; t < in->ne[1]; t++) {
-        std::memcpy(rows + t * out.width, (const char *) in->data + t * in->nb[1], out.width * sizeof(float));
+    for (int64_t t = 0; t < n_tokens; t++) {
+        std::memcpy(rows + t * out.width, (const char *) in->data + t * stride, out.width * sizeof(float));
     }
-    out.layer_tokens[layer] = (int32_t) in->ne[1];
+    out.layer_tokens[layer] = (int32_t) n_tokens;
 }
 
 bool input_capture::read(int what, moeedge_captured & out) const {

@@ -32,7 +32,7 @@ class input_capture {
         std::unique_ptr<float[]> rows; // [n_layers, n_tokens_max, width]
     };
 
-    void copy(values & out, int layer, const ggml_tensor * in);
+    void copy(values & out, int layer, const ggml_tensor * in, int64_t n_tokens, size_t stride);
 
     const int n_layers;
     values    inputs, probs;

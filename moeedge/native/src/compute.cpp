@@ -27,7 +27,7 @@ static bool is_watched(const instance * self) {
 }
 
 static bool is_small(const std::vector<block_input> & inputs) {
-    return !inputs.empty() && inputs.front().input->ne[1] <= input_capture::n_tokens_max;
+    return !inputs.empty() && inputs.front().n_tokens <= input_capture::n_tokens_max;
 }
 
 void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
@@ -160,11 +160,11 @@ static void call_hook(instance * self, const moe_block * block, const block_inpu
     about.layer         = block ? block->layer : found->layer;
     if (found) {
         const ggml_tensor * x = found->input;
-        about.n_tokens        = (int32_t) x->ne[1];
+        about.n_tokens        = (int32_t) found->n_tokens;
         about.n_embd          = (int32_t) x->ne[0];
         self->hook_input.resize(ggml_nelements(x));
-        for (int64_t t = 0; t < x->ne[1]; t++) {
-            std::memcpy(&self->hook_input[t * x->ne[0]], (const char *) x->data + t * x->nb[1], x->ne[0] * sizeof(float));
+        for (int64_t t = 0; t < found->n_tokens; t++) {
+            std::memcpy(&self->hook_input[t * x->ne[0]], (const char *) x->data + t * found->stride, x->ne[0] * sizeof(float));
         }
         about.input = self->hook_input.data();
     }
@@ -185,7 +185,7 @@ static void call_hook(instance * self, const moe_block * block, const block_inpu
 
 static const block_input * input_of(const parsed_graph & parsed, const moe_block & block) {
     for (const block_input & found : parsed.inputs) {
-        if (found.layer == block.layer && found.input->ne[1] == block.ids->ne[1]) {
+        if (found.layer == block.layer && found.n_tokens == block.ids->ne[1]) {
             return &found;
         }
     }
