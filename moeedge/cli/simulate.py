@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from moeedge.cli import simulate_options as options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.lists import numbers, whole_numbers, words
 from moeedge.errors import InputError
@@ -20,109 +20,25 @@ if TYPE_CHECKING:
     from moeedge.sim.shapes import ModelShape
     from moeedge.sim.simulate import Result, Setup, Source
 
-_PANEL_SWEEP = "What is varied: lists, separated by commas"
-_PANEL_DRIVE = "What drives it"
-
-
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
-class Tail(str, Enum):
-    """What refused drafts route to, where the trace does not say."""
-
-    OPTIMISTIC = "optimistic"
-    PESSIMISTIC = "pessimistic"
-
 
 def simulate(
-    hardware: Annotated[
-        str,
-        typer.Option(
-            "--hardware",
-            metavar="NAME|FILE",
-            help="rtx4090-pcie4, rtx3090, a100, a JSON file of the same fields, a file that moeedge calibrate kept, or "
-            '"this": the newest such file of the model.',
-        ),
-    ] = "rtx4090-pcie4",
-    model: Annotated[
-        str, typer.Option("-m", "--model", metavar="NAME|FILE", help="qwen3-30b-a3b and others, or a GGUF file.")
-    ] = "qwen3-30b-a3b",
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="A routing trace (moeedge trace info). Without one, seeded text of the model's stand-in process.",
-            show_default=False,
-            rich_help_panel=_PANEL_DRIVE,
-        ),
-    ] = None,
-    n_tokens: Annotated[
-        int, typer.Option("-n", "--tokens", help="Tokens of stand-in text.", min=16, rich_help_panel=_PANEL_DRIVE)
-    ] = 512,
-    max_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--max-steps",
-            help="Verifications to simulate, at most.",
-            min=1,
-            show_default=False,
-            rich_help_panel=_PANEL_DRIVE,
-        ),
-    ] = None,
-    acceptance: Annotated[
-        float,
-        typer.Option("--acceptance", help="Of a draft, where the trace does not say.", rich_help_panel=_PANEL_DRIVE),
-    ] = 0.8,
-    tail: Annotated[
-        Tail, typer.Option("--tail", help="What refused drafts route to.", rich_help_panel=_PANEL_DRIVE)
-    ] = Tail.OPTIMISTIC,
-    seed: Annotated[int, typer.Option("-s", "--seed", help="Of everything drawn.", rich_help_panel=_PANEL_DRIVE)] = 0,
-    policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            metavar="LIST",
-            help="Systems to run, as for moeedge replay: spac, spac-paper, lru, llama-cpp-sd, hybrimoe and others.",
-            rich_help_panel=_PANEL_SWEEP,
-        ),
-    ] = "spac",
-    cache_ratio: Annotated[
-        str,
-        typer.Option(
-            "--cache-ratio",
-            metavar="LIST",
-            help="Share of all experts that the device holds.",
-            rich_help_panel=_PANEL_SWEEP,
-        ),
-    ] = "0.17",
-    gamma: Annotated[
-        str, typer.Option("--gamma", metavar="LIST", help="Draft lengths; 0: none.", rich_help_panel=_PANEL_SWEEP)
-    ] = "8",
-    utility_cap: Annotated[
-        str,
-        typer.Option("-K", "--utility-cap", metavar="LIST", help="Highest utilities.", rich_help_panel=_PANEL_SWEEP),
-    ] = "4",
-    link: Annotated[
-        str,
-        typer.Option(
-            "--link", metavar="LIST", help="Speeds of the link, times the machine's own.", rich_help_panel=_PANEL_SWEEP
-        ),
-    ] = "1",
-    ablate: Annotated[str, typer.Option("--ablate", metavar="LIST", help="Parts to switch off, all together.")] = "",
-    gantt: Annotated[
-        Path | None,
-        typer.Option("--gantt", metavar="FILE", help="Draw one step of every row (.png, .svg).", show_default=False),
-    ] = None,
-    event_log: Annotated[
-        Path | None,
-        typer.Option("--event-log", metavar="FILE", help="Write all events of the last row.", show_default=False),
-    ] = None,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Print a table, or JSON rows.")] = Output.TABLE,
+    hardware: options.Hardware = "rtx4090-pcie4",
+    model: options.Model = "qwen3-30b-a3b",
+    trace: options.Trace = None,
+    n_tokens: options.NTokens = 512,
+    max_steps: options.MaxSteps = None,
+    acceptance: options.Acceptance = 0.8,
+    tail: options.TailModel = options.Tail.OPTIMISTIC,
+    seed: options.Seed = 0,
+    policy: options.Policy = "spac",
+    cache_ratio: options.CacheRatio = "0.17",
+    gamma: options.Gamma = "8",
+    utility_cap: options.UtilityCap = "4",
+    link: options.Link = "1",
+    ablate: options.Ablate = "",
+    gantt: options.Gantt = None,
+    event_log: options.EventLog = None,
+    output: options.OutputFormat = options.Output.TABLE,
 ) -> None:
     """Simulate policies on a machine: GPU, CPU, link and draft as discrete events, driven by a routing trace.
 
@@ -160,7 +76,7 @@ def simulate(
         wants_log = gantt is not None or event_log is not None
         results = [run(machine, source, setup, keep_log=wants_log) for setup in setups]
         rows = [result.row(**about) for result in results]
-        if output is Output.JSON:
+        if output is options.Output.JSON:
             typer.echo(json.dumps(rows, indent=1))
         else:
             print_rows(rows, stdout_console())
