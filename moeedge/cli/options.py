@@ -139,9 +139,9 @@ Device = Annotated[
         "--device",
         metavar="auto|none|emulated|NAME|rpc://HOST:PORT",
         help="What may hold experts: a GPU by its name (moeedge devices lists them), a worker on another machine, the "
-        "emulated device (a second CPU instance; emulated:link=25GB/s,threads=2 slows its transfers down and sets its "
-        "threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in chat, "
-        "calibrate and bench's sweeps.",
+        "emulated device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down "
+        "and sets its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in "
+        "chat, calibrate, ablate and bench's sweeps.",
         rich_help_panel=_HARDWARE,
     ),
 ]
