@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.scheduler.policy import CacheShape, LayerPolicy, Observation, Policy
+from moeedge.scheduler.policy import CacheShape, LayerPolicy, Observation, Policy, Traits
 from moeedge.sim.clock import Clock, Process
 from moeedge.sim.events import Log, Span, Stream
 from moeedge.sim.machine import Machine
@@ -49,7 +49,7 @@ class Account:
 
 
 class Execution:
-    """Runs `steps`; the first `warm_steps` verifications are not accounted for."""
+    """Runs `steps`; the first `warm_steps` verifications are not accounted for. `traits`: other than the policy's."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Execution:
         steps: Sequence[Step],
         *,
         stand_in: StandIn,
+        traits: Traits | None = None,
         warm_steps: int = 0,
         keep_log: bool = False,
     ) -> None:
@@ -66,7 +67,8 @@ class Execution:
         self.log = Log(kept=keep_log)
         self.gpu, self.cpu = Stream("gpu", self.log), Stream("cpu", self.log)
         self.machine, self.shape, self.policy = machine, shape, policy
-        self.mover = Mover(self.clock, self.log, machine, shape, batched=policy.traits.batched_io)
+        self.traits = policy.traits if traits is None else traits
+        self.mover = Mover(self.clock, self.log, machine, shape, batched=self.traits.batched_io)
         self.account = Account()
         self.step_ns: list[int] = []  # of every verification accounted for
         self._steps, self._warm_steps, self._stand_in = steps, warm_steps, stand_in
@@ -136,7 +138,7 @@ class Execution:
 
     def _plan_layer(self, layer: int) -> None:
         policy = self.policy
-        if policy.traits.prefetch_within_step and isinstance(policy, LayerPolicy):
+        if self.traits.prefetch_within_step and isinstance(policy, LayerPolicy):
             hints = self._stand_in.of_gates(layer) if "block-inputs" in policy.needs else None
             self.mover.push(policy.plan_layer(layer, self.mover.resident, hints))
 
@@ -144,7 +146,7 @@ class Execution:
         used = np.flatnonzero(counts)
         tokens = counts[used]
         there = self.mover.resident[layer, used] == RESIDENT
-        account, traits = self.account, self.policy.traits
+        account, traits = self.account, self.traits
         if traits.layerwise and not there.all():
             there = np.zeros_like(there)
         account.pairs += int(tokens.sum())
@@ -183,7 +185,7 @@ class Execution:
         machine, mover = self.machine, self.mover
         coming = [(int(one), mover.arrival(layer, int(one))) for one in misses]
         wanted = [one for one, arrived in coming if arrived is None]
-        if self.policy.traits.layerwise and wanted:  # a layer in one transfer
+        if self.traits.layerwise and wanted:  # a layer in one transfer
             moved = list(range(self.shape.n_experts)) if machine.whole_layers else wanted
             demands = [(wanted, mover.demand(layer, moved, machine.dense_demand_ns))]
         else:

@@ -132,6 +132,7 @@ def _compare(
         policy,
         recorded(trace),
         stand_in=StandIn(shape.n_layers, shape.n_experts, Accuracy(), 0),
+        traits=replace(policy.traits, device_only=base.placement.execution.misses == "load", layerwise=False),
         warm_steps=run.warm_steps,
     )
     account = execution.run()
