@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moeedge.policies.accelerate import Accelerate
 from moeedge.policies.adapmoe import AdapMoe
 from moeedge.policies.belady import Belady
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.fate import Fate
 from moeedge.policies.fiddler import Fiddler
 from moeedge.policies.hybrimoe import HybriMoe
-from moeedge.policies.layers import Accelerate, LlamaCpp, LlamaCppSd, Vllm
 from moeedge.policies.lfu import Lfu
+from moeedge.policies.llama_cpp import LlamaCpp, LlamaCppSd
 from moeedge.policies.lru import Lru
 from moeedge.policies.mixtral_offloading import MixtralOffloading
 from moeedge.policies.moe_infinity import MoeInfinity
@@ -23,6 +24,7 @@ from moeedge.policies.sp_moe import SpMoe
 from moeedge.policies.spac import Spac
 from moeedge.policies.spac_paper import SpacPaper
 from moeedge.policies.static import Static
+from moeedge.policies.vllm import Vllm
 from moeedge.scheduler.ablations import ABLATIONS
 from moeedge.scheduler.policy import CacheShape, Policy
 
