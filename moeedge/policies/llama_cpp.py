@@ -1,7 +1,7 @@
 """Policies llama-cpp and llama-cpp-sd: the last layers are on the GPU, without and with a draft model.
 
-`-ngl`, `--n-cpu-moe N`: the experts of the first N layers stay on the CPU and are computed there, the last layers are on
-the GPU (llama.cpp, common/arg.cpp, "keep the Mixture of Experts (MoE) weights of the first N layers in the CPU";
+`-ngl`, `--n-cpu-moe N`: the experts of the first N layers stay on the CPU and are computed there, the last layers are
+on the GPU (llama.cpp, common/arg.cpp, "keep the Mixture of Experts (MoE) weights of the first N layers in the CPU";
 src/llama-model.cpp, i_gpu_start: the last n_gpu_layers). MoE-SpAc, Table 2, rows llama.cpp and llama.cpp with
 speculation.
 """
