@@ -193,8 +193,12 @@ class _Run:
                 records.append(record)
             else:
                 before = session.placement_stats()
+        if generation.stop_reason == "interrupted":
+            raise KeyboardInterrupt
+        if not records:
+            raise EngineError("The model had nothing to say: no step was measured.", "Use a larger -n.")
         after = session.placement_stats()
-        if self.steps == 0 and records:
+        if self.steps == 0:
             self.schedule_s = median(record.observe_s for record in records)
         self.steps = len(records)
         self.tokens = sum(record.n_accepted + 1 for record in records)
