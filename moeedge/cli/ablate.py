@@ -67,7 +67,7 @@ _CacheRatio = Annotated[
 
 
 def ablate(
-    system: Annotated[System, typer.Argument(help="The system: sp-moe.")] = System.SP_MOE,
+    system: Annotated[System, typer.Argument(metavar="SYSTEM", help="The system: sp-moe.")] = System.SP_MOE,
     model: options.Model = None,
     model_draft: _Draft = None,
     draft_type: _DraftType = "q4_0",
