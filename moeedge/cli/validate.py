@@ -92,6 +92,7 @@ def measured(
     cache_ratio: Annotated[str, typer.Option("--cache-ratio", metavar="LIST", help="Shares held.")] = "0.17,0.5",
     gamma: Annotated[str, typer.Option("--gamma", metavar="LIST", help="Draft lengths.")] = "0,4",
     n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per answer.", min=8)] = 96,
+    repeat: Annotated[int, typer.Option("-r", "--repeat", help="Measurements, of which the median counts.", min=1)] = 3,
     output: Annotated[Output, typer.Option("-o", "--output", help="Print a table, or JSON rows.")] = Output.TABLE,
 ) -> None:
     """Measure time per token on the emulated device, and simulate it from the very trace and the calibrated unit times.
@@ -125,7 +126,14 @@ def measured(
         progress = stderr_console()
         with ExitStack() as stack:
             models = load_models(base, [MODES["moeedge"]], stack)
-            rows = compare(base, wanted, n_predict=n_predict, tell=lambda text: say(progress, text), models=models)
+            rows = compare(
+                base,
+                wanted,
+                n_predict=n_predict,
+                repeat=repeat,
+                tell=lambda text: say(progress, text),
+                models=models,
+            )
         if output is Output.JSON:
             typer.echo(json.dumps([row.row() for row in rows], indent=1))
         else:

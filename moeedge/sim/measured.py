@@ -2,14 +2,15 @@
 
 For every combination a session is opened, calibrated anew, and answers two prompts with a recorder attached. The first
 warms up (slots fill, policies learn); the second is measured. Then its own trace drives the simulation of both on the
-unit times that the calibration gave, and only the second answer is accounted for. Nothing is fitted.
+unit times that the calibration gave, and only the second answer is accounted for. Nothing is fitted. All of it is
+repeated, and medians count.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from moeedge.errors import EngineError
 from moeedge.policies import PolicyConfig, make_policy
 from moeedge.profiling.collector import TraceCollector
 from moeedge.scheduler.policy import CacheShape
+from moeedge.scheduler.units import Units
 from moeedge.sim.execution import Execution
 from moeedge.sim.machine import Machine, from_units
 from moeedge.sim.stand_in import Accuracy, StandIn
@@ -96,59 +98,112 @@ def summary(rows: Sequence[Measured]) -> tuple[float, float]:
     return median(errors), max(errors)
 
 
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """What one session of a combination gave."""
+
+    units: Units
+    shape: CacheShape
+    trace: Trace
+    warm_steps: int
+    steps: int
+    tokens: int
+    measured_s: float  # per token of text, as what follows
+    draft_s: float
+    schedule_s: float  # per step
+    hit_rate: float | None
+
+
 def compare(
-    base: EngineConfig, wanted: Sequence[Combination], *, n_predict: int, tell: Tell, models: tuple[Model, Model | None]
+    base: EngineConfig,
+    wanted: Sequence[Combination],
+    *,
+    n_predict: int,
+    repeat: int,
+    tell: Tell,
+    models: tuple[Model, Model | None],
 ) -> list[Measured]:
-    """Measures and simulates one combination after the other; `base` has model, draft, device and threads."""
-    return [_compare(base, one, n_predict, tell, models) for one in wanted]
+    """Measures all combinations `repeat` times, one after the other, and simulates each on the medians.
+
+    `base` has model, draft, device and threads. Combinations take turns, so that what disturbs the machine for a while
+    does not fall on one alone.
+    """
+    outcomes: dict[Combination, list[_Outcome]] = {one: [] for one in wanted}
+    for number in range(repeat):
+        for one in wanted:
+            tell(f"{one.policy}, ratio {one.cache_ratio:g}, gamma {one.gamma}, {number + 1} of {repeat}")
+            outcomes[one].append(_measure(base, one, n_predict, models))
+    return [_simulate(base, one, outcomes[one]) for one in wanted]
 
 
-def _compare(
-    base: EngineConfig, one: Combination, n_predict: int, tell: Tell, models: tuple[Model, Model | None]
-) -> Measured:
-    tell(f"{one.policy}, ratio {one.cache_ratio:g}, gamma {one.gamma}")
+def _measure(base: EngineConfig, one: Combination, n_predict: int, models: tuple[Model, Model | None]) -> _Outcome:
     placement = replace(
         base.placement, policy=one.policy, cache_ratio=one.cache_ratio, vram_bytes=None, measure_anew=True
     )
     config = replace(base, gamma=one.gamma, placement=placement, draft=base.draft if one.gamma else None)
-    draft_model = models[1] if one.gamma else None
-    with Session.open(config, model=models[0], draft_model=draft_model) as session:
+    with Session.open(config, model=models[0], draft_model=models[1] if one.gamma else None) as session:
         if session.placement is None or session.calibration is None or session.calibration.units is None:
             raise EngineError("Nothing was measured: no experts lie on a device.", "Use -dev emulated:link=2GB/s.")
         run = _Run(session)
         for prompt in PROMPTS:
             run.answer(prompt, n_predict)
-        trace = run.collector.trace()
-        units = session.calibration.units
-        machine = from_units(units, schedule_s=run.schedule_s)
         group, capacity, _ = session.placement.cache.groups()
         info = session.model.info
-        shape = CacheShape(info.n_layers, info.n_experts, group.copy(), capacity.copy())
-    config_of_policy = PolicyConfig(gamma=one.gamma, cap=base.placement.utility_cap, units=units)
-    policy = make_policy(one.policy, shape, config_of_policy)
+        return _Outcome(
+            units=session.calibration.units,
+            shape=CacheShape(info.n_layers, info.n_experts, group.copy(), capacity.copy()),
+            trace=run.collector.trace(),
+            warm_steps=run.warm_steps,
+            steps=run.steps,
+            tokens=run.tokens,
+            measured_s=run.measured_s / run.tokens,
+            draft_s=run.draft_s / run.tokens,
+            schedule_s=run.schedule_s,
+            hit_rate=run.hit_rate,
+        )
+
+
+def _simulate(base: EngineConfig, one: Combination, outcomes: Sequence[_Outcome]) -> Measured:
+    last = outcomes[-1]
+    units = median_units([outcome.units for outcome in outcomes])
+    machine = from_units(units, schedule_s=median(outcome.schedule_s for outcome in outcomes))
+    policy = make_policy(
+        one.policy, last.shape, PolicyConfig(gamma=one.gamma, cap=base.placement.utility_cap, units=units)
+    )
     execution = Execution(
         machine,
-        shape,
+        last.shape,
         policy,
-        recorded(trace),
-        stand_in=StandIn(shape.n_layers, shape.n_experts, Accuracy(), 0),
+        recorded(last.trace),
+        stand_in=StandIn(last.shape.n_layers, last.shape.n_experts, Accuracy(), 0),
         traits=replace(policy.traits, device_only=base.placement.execution.misses == "load", layerwise=False),
-        warm_steps=run.warm_steps,
+        warm_steps=last.warm_steps,
     )
     account = execution.run()
     return Measured(
         combination=one,
-        measured_s=run.measured_s / run.tokens,
+        measured_s=median(outcome.measured_s for outcome in outcomes),
         simulated_s=account.total_ns * 1e-9 / max(account.tokens, 1),
-        tokens=run.tokens,
-        steps=run.steps,
-        hit_measured=run.hit_rate,
+        tokens=last.tokens,
+        steps=last.steps,
+        hit_measured=last.hit_rate,
         hit_simulated=account.pairs_hit / max(account.pairs, 1),
-        draft_measured_s=run.draft_s / run.tokens,
+        draft_measured_s=median(outcome.draft_s for outcome in outcomes),
         draft_simulated_s=account.ns["draft"] * 1e-9 / max(account.tokens, 1),
-        trace=trace,
+        trace=last.trace,
         machine=machine,
     )
+
+
+def median_units(units: Sequence[Units]) -> Units:
+    """The median of every number: one measurement may have been disturbed."""
+
+    def middle(name: str) -> Any:
+        stacked = np.stack([np.asarray(getattr(one, name), dtype=np.float64) for one in units])
+        found = np.median(stacked, axis=0)
+        return found if found.ndim else float(found)
+
+    return Units(**{item.name: middle(item.name) for item in fields(Units)})
 
 
 class _Run:

@@ -16,6 +16,7 @@ from moeedge.engine.calibration import Calibration
 from moeedge.errors import InputError
 from moeedge.scheduler.units import Units
 from moeedge.sim.calibrated import is_calibration, newest_calibration, read_calibration, shape_of_file
+from moeedge.sim.measured import median_units
 from tests.conftest import TinyFactory
 
 
@@ -54,6 +55,11 @@ def test_a_kept_file_makes_a_machine(tmp_path: Path) -> None:
         read_calibration(file)
 
 
+def test_a_disturbed_measurement_does_not_count() -> None:
+    found = median_units([units(1e-4), units(1.2e-4), units(5e-2)])
+    assert found.cpu_expert_s.tolist() == [0, 1.2e-4, 2.4e-4] and found.draft_token_s == 1e-3
+
+
 def test_the_newest_measurement_of_a_model_is_taken() -> None:
     with pytest.raises(InputError, match="Nothing was measured"):
         newest_calibration("model.gguf")
@@ -79,7 +85,7 @@ def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> Non
 def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> None:
     """On a model this small and beside other programs times mean nothing: only that both sides saw the same steps."""
     arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
-    arguments += ["--gamma", "0,3", "-n", "12", "-c", "512", "-o", "json"]
+    arguments += ["--gamma", "0,3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
     result = CliRunner().invoke(app, ["validate", "measured", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
