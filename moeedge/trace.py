@@ -22,7 +22,7 @@ import math
 import zipfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -131,6 +131,13 @@ class Trace:
         """The layers for which any expert was recorded."""
         return [int(layer) for layer in np.flatnonzero((self.ids != self.sentinel).any(axis=(0, 2)))]
 
+    def expert_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of one expert of each layer, int64 [n_layers]; None where the source did not say."""
+        known = self.meta.parameters.get("expert_bytes")
+        values = known if isinstance(known, list) else [known] * self.meta.n_layers
+        whole = all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48 for value in values)
+        return np.array(values, dtype=np.int64) if whole and len(values) == self.meta.n_layers else None
+
     def text_rows(self) -> NDArray[np.int64]:
         """Rows of the decoded text, in reading order: accepted tokens of decode and verification steps."""
         decoded = (self.phase == DECODE) | (self.phase == VERIFY)
@@ -197,16 +204,33 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
         raise not_a_trace(path, f"not an .npz archive ({type(error).__name__})") from None
 
 
+def read_npy(path: Path) -> NDArray[Any]:
+    """The array of an .npy file, without pickles. Raises InputError for whatever is not one."""
+    try:
+        with path.open("rb") as file:
+            return _read_array(file, path.stat().st_size)
+    except FileNotFoundError:
+        raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
+    except OSError as error:
+        raise not_a_trace(path, error.strerror or "it cannot be read") from None
+    except Exception as error:  # as above
+        raise not_a_trace(path, f"not an .npy file ({type(error).__name__})") from None
+
+
 def _read_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
-    """One array; a header that promises more data than the member holds is refused before memory is asked for."""
     with archive.open(entry) as stream:
-        version = npy.read_magic(stream)
-        header = npy.read_array_header_1_0(stream) if version == (1, 0) else npy.read_array_header_2_0(stream)
-        shape, _, dtype = header
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize > entry.file_size:
-            raise ValueError("header and data disagree")
-    with archive.open(entry) as stream:
-        return np.asarray(npy.read_array(stream, allow_pickle=False))
+        return _read_array(stream, entry.file_size)
+
+
+def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
+    """One array; a header that promises more data than there is is refused before memory is asked for."""
+    version = npy.read_magic(stream)
+    header = npy.read_array_header_1_0(stream) if version == (1, 0) else npy.read_array_header_2_0(stream)
+    shape, _, dtype = header
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > n_bytes:
+        raise ValueError("header and data disagree")
+    stream.seek(0)
+    return np.asarray(npy.read_array(stream, allow_pickle=False))
 
 
 def _parse_meta(path: Path, array: NDArray[Any]) -> TraceMeta:

@@ -2,7 +2,8 @@
 
   .npz  ids [T, n_layers, k] with lengths [sequences]  decode tokens of several texts
   .npz  ids [T, n_layers, k] with phase [T]            one text, phase 0 prefill and 1 decode, id -1 not recorded
-  .csv  turn,phase,step,layer,slot,expert,weight,...   "route_trace v1": a row per (token, layer, slot)
+  .npz  ids [T, n_layers, k], or .npy of the same      decode tokens of one text
+  .csv  turn,phase,step,layer,slot,expert,weight,...   "route_trace v1" of BigMoeOnEdge: a row per (token, layer, slot)
   .csv  pos,layer,id0,id1,...                          a row per (token, layer)
 
 None of them says how many experts the model has, except route_trace v1: it is then the largest id + 1 unless given.
@@ -14,14 +15,26 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
-from moeedge.trace import DECODE, MAX_EXPERTS, PREFILL, Ids, Trace, TraceMeta, ids_dtype, not_a_trace, read_npz
+from moeedge.trace import (
+    DECODE,
+    MAX_EXPERTS,
+    PREFILL,
+    Ids,
+    Trace,
+    TraceMeta,
+    ids_dtype,
+    not_a_trace,
+    read_npy,
+    read_npz,
+)
 
 _MAX_CELLS = 1 << 31  # a few damaged digits in a csv must not ask for terabytes
 
@@ -30,6 +43,8 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
     """A trace of our own format or of one of the foreign ones, told apart by content. Raises InputError."""
     if path.suffix.lower() == ".csv":
         return read_route_csv(path, n_experts)
+    if path.suffix.lower() == ".npy":
+        return _from_arrays(path, {"ids": read_npy(path)}, n_experts)
     arrays = read_npz(path)
     return Trace.load(path) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
 
@@ -38,13 +53,13 @@ def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
     """A trace in one of the two csv layouts. Raises InputError with the line number of what it cannot use."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            header: dict[str, str] = {}
-            lines = csv.reader(_without_comments(file, header))
-            columns = next(lines, [])
-            if columns[:2] == ["pos", "layer"] and len(columns) > 2:
-                return _from_positions(path, _table(path, lines, len(columns)), n_experts)
-            if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
-                return _from_slots(path, _table(path, lines, len(columns)), header, n_experts)
+            header = _Header()
+            lines = list(_without_comments(file, header))
+        columns = next(csv.reader(lines[:1]), [])
+        if columns[:2] == ["pos", "layer"] and len(columns) > 2:
+            return _from_positions(path, _table(path, lines[1:], len(columns)), n_experts)
+        if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
+            return _from_slots(path, _table(path, lines[1:], len(columns)), header, n_experts)
     except FileNotFoundError:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
@@ -54,19 +69,52 @@ def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
     raise not_a_trace(path, "its columns are not those of a known layout")
 
 
-def _without_comments(file: Any, header: dict[str, str]) -> Iterator[str]:
-    """The csv lines; `# key=value ...` lines in between fill `header`."""
+@dataclass
+class _Header:
+    """What comment lines say: `# key=value ...`, and in route_trace v1 `# layer=0 expert_bytes=4336640 ...`."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    expert_bytes: dict[int, int] = field(default_factory=dict)  # by layer
+
+    def add(self, line: str) -> None:
+        """One comment line."""
+        found: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", line))
+        layer, size = _count(found.get("layer", "")), _count(found.get("expert_bytes", ""))
+        if layer is not None and size is not None:
+            self.expert_bytes[layer] = size
+        self.values.update(found)
+
+    def bytes_of(self, n_layers: int) -> list[int] | None:
+        """Bytes of one expert by layer, None where no layer says it."""
+        return [self.expert_bytes.get(layer, 0) for layer in range(n_layers)] if self.expert_bytes else None
+
+
+def _without_comments(file: TextIO, header: _Header) -> Iterator[str]:
+    """The csv lines; the comments in between fill `header`."""
     for line in file:
         if line.startswith("#"):
-            header.update(re.findall(r"(\w+)=(\S+)", line))
+            header.add(line)
         else:
             yield line
 
 
-def _table(path: Path, lines: Iterator[list[str]], n_columns: int) -> NDArray[np.float64]:
+def _table(path: Path, lines: list[str], n_columns: int) -> NDArray[np.float64]:
     """The rows below the column names, float64 [rows, columns]; there is at least one."""
+    if not any(line.strip() for line in lines):
+        raise not_a_trace(path, "it has no rows")
+    try:  # a tenth of the time that csv takes, for files that are as they should be
+        table = np.loadtxt(lines, delimiter=",", comments=None, ndmin=2, dtype=np.float64)
+        if table.shape[1] == n_columns and np.isfinite(table).all():
+            return table
+    except (ValueError, UserWarning):
+        pass
+    return _table_by_row(path, lines, n_columns)
+
+
+def _table_by_row(path: Path, lines: list[str], n_columns: int) -> NDArray[np.float64]:
+    """The same slowly: finds the row that cannot be used."""
     rows: list[list[float]] = []
-    for number, cells in enumerate(lines, 2):
+    for number, cells in enumerate(csv.reader(lines), 2):
         if not cells:
             continue
         where = f"row {number} (comments not counted)"
@@ -101,13 +149,11 @@ def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | N
         if recorded.shape != (n_rows,) or not np.isin(recorded, (0, 1)).all():
             raise not_a_trace(path, "phase is not 0 or 1 for each token")
         phase = np.where(recorded == 0, PREFILL, DECODE).astype(np.uint8)
-    else:
-        raise not_a_trace(path, "it has neither metadata nor lengths nor phase")
-    return _assemble(path, ids.astype(np.int64), phase, sequence, n_experts, None, {})
+    return _assemble(path, ids.astype(np.int64), phase, sequence, n_experts)
 
 
 def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | None) -> Trace:
-    """Columns pos, layer, id0, ... ; a position that starts again from 0 at layer 0 begins another text."""
+    """Columns pos, layer, id0, ... ; a position that does not rise begins another text."""
     numbers = _whole(path, table)
     if (numbers[:, :2] < 0).any():
         raise not_a_trace(path, "a position or layer is negative")
@@ -115,14 +161,14 @@ def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | Non
     new_token = np.r_[True, (np.diff(position) != 0) | (np.diff(layer) <= 0)]
     token = np.cumsum(new_token) - 1
     first = position[new_token]
-    sequence = np.cumsum(np.r_[0, np.diff(first) < 0]).astype(np.int32)
+    sequence = np.cumsum(np.r_[0, np.diff(first) <= 0]).astype(np.int32)
     ids = _grid(path, (int(token[-1]) + 1, int(layer.max()) + 1, numbers.shape[1] - 2))
     ids[token, layer] = numbers[:, 2:]
     phase = np.full(ids.shape[0], DECODE, dtype=np.uint8)
-    return _assemble(path, ids, phase, sequence, n_experts, None, {})
+    return _assemble(path, ids, phase, sequence, n_experts)
 
 
-def _from_slots(path: Path, table: NDArray[np.float64], header: dict[str, str], n_experts: int | None) -> Trace:
+def _from_slots(path: Path, table: NDArray[np.float64], header: _Header, n_experts: int | None) -> Trace:
     """Columns turn, phase, step, layer, slot, expert, weight, ...: one row per chosen expert, `step` counts tokens."""
     numbers = _whole(path, table[:, :6])
     if (numbers < 0).any():
@@ -132,12 +178,12 @@ def _from_slots(path: Path, table: NDArray[np.float64], header: dict[str, str], 
     turn, phase, step, layer, slot, expert = (column[order] for column in (turn, phase, step, layer, slot, expert))
     new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
     token = np.cumsum(new_token) - 1
-    n_layers = _count(header.get("n_layer", "")) or 0
+    n_layers = _count(header.values.get("n_layer", "")) or 0
     ids = _grid(path, (int(token[-1]) + 1, max(n_layers, int(layer.max()) + 1), int(slot.max()) + 1))
     weights = np.full(ids.shape, np.nan, dtype=np.float16)
     ids[token, layer, slot] = expert
     weights[token, layer, slot] = np.clip(table[order, 6], -60000, 60000)
-    n_experts = n_experts or _count(header.get("n_expert", ""))
+    n_experts = n_experts or _count(header.values.get("n_expert", ""))
     if not np.isin(phase, (0, 1)).all():
         raise not_a_trace(path, "a phase is neither 0 nor 1")
     phases = np.where(phase[new_token] == 0, PREFILL, DECODE).astype(np.uint8)
@@ -168,10 +214,11 @@ def _assemble(
     phase: NDArray[np.uint8],
     sequence: NDArray[np.int32],
     n_experts: int | None,
-    weights: NDArray[np.float16] | None,
-    header: dict[str, str],
+    weights: NDArray[np.float16] | None = None,
+    header: _Header | None = None,
 ) -> Trace:
     """Number the steps and positions, narrow the ids, check everything."""
+    header = header or _Header()
     n_rows, n_layers, n_used = ids.shape
     n_named = int(ids.max(initial=-1)) + 1
     n_experts = n_experts or max(n_named, n_used)
@@ -184,14 +231,16 @@ def _assemble(
     n_prefill = np.zeros(int(sequence[-1]) + 1, dtype=np.int64)
     np.add.at(n_prefill, sequence, phase == PREFILL)
     step = np.where(phase == PREFILL, 0, position - n_prefill[sequence] + 1)
+    expert_bytes = header.bytes_of(n_layers)
     try:
         meta = TraceMeta(
-            model=Path(header["model"]).name if "model" in header else path.stem,
-            architecture=header.get("arch", ""),
+            model=Path(header.values["model"]).name if "model" in header.values else path.stem,
+            architecture=header.values.get("arch", ""),
             n_layers=n_layers,
             n_experts=n_experts,
             n_experts_used=n_used,
             source=f"imported from {path.name}",
+            parameters={} if expert_bytes is None else {"expert_bytes": expert_bytes},
         )
         return Trace(
             meta=meta,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -133,6 +133,19 @@ class Bench:
                 one.lanes = [open_now[mode.label] for mode in one.modes]
                 self._measure(one, cancel)
         return not cancel()
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Those of the dataset that fit the context."""
+        return self._prompts
+
+    @contextmanager
+    def lane(self, mode: BenchMode) -> Iterator[Lane]:
+        """The lane of one of the plan's modes: one that is open anyway, or its own for as long."""
+        open_now = {lane.mode.label: lane for lane in self._passes[0].lanes} if self._passes else {}
+        with ExitStack() as stack:
+            still = mode.label in open_now and len(self._passes) == 1
+            yield open_now[mode.label] if still else self._open([mode], stack)[0]
 
     def _n_samples(self, one: Pass) -> int:
         """Samples of a finished pass."""

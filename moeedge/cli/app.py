@@ -7,7 +7,24 @@ from typing import Annotated
 import typer
 
 import moeedge
-from moeedge.cli import bench, calibrate, chat, devices, list_models, plan, profile, pull, rm, widen, worker
+from moeedge.cli import (
+    ablate,
+    bench,
+    calibrate,
+    chat,
+    devices,
+    list_models,
+    plan,
+    profile,
+    pull,
+    replay,
+    rm,
+    simulate,
+    trace,
+    validate,
+    widen,
+    worker,
+)
 
 app = typer.Typer(
     name="moeedge",
@@ -19,7 +36,12 @@ app = typer.Typer(
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(profile.profile)
+app.command()(replay.replay)
+app.add_typer(trace.trace_app)
 app.command()(calibrate.calibrate)
+app.command()(ablate.ablate)
+app.command()(simulate.simulate)
+app.add_typer(validate.validate_app)
 app.command()(devices.devices)
 app.command()(pull.pull)
 app.command("list")(list_models.list_models)

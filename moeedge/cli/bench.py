@@ -18,6 +18,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
+    from moeedge.bench.modes import BenchMode
     from moeedge.bench.plan import BenchPlan
     from moeedge.bench.record import BenchRow
     from moeedge.bench.sweep import Sweep
@@ -46,6 +47,7 @@ def bench(
     policy: bench_options.Policy = None,
     cache_ratio: bench_options.CacheRatio = None,
     plot: bench_options.Plot = None,
+    trace_out: bench_options.TraceOut = None,
     output: bench_options.OutputFormat = bench_options.Output.MD,
     ctx_size: bench_options.CtxSize = 0,
     threads: options.Threads = 0,
@@ -108,7 +110,7 @@ def bench(
         )
         if verbose:
             show_log()
-        raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot))
+        raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot, trace_out=trace_out))
 
 
 def _prepare_process(device: str, model: Path | None, *, sweeps: bool) -> None:
@@ -209,14 +211,29 @@ def _check_room(base: EngineConfig, cache_ratio: str | None) -> None:
         )
 
 
-def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None) -> int:
-    """Runs the plan, prints the rows, draws the picture if one is asked for, returns the exit code."""
+def _traced_mode(path: Path, plan: BenchPlan) -> BenchMode:
+    """The mode whose routing goes to `path`; raises InputError, before hours of measuring, where there is none."""
+    from moeedge.bench.recording import recorded_mode
+
+    if plan.dataset is None:
+        raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
+    return recorded_mode(plan.modes)
+
+
+def _measure(
+    plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None, trace_out: Path | None = None
+) -> int:
+    """Runs the plan, prints the rows, draws and records what is asked for, returns the exit code."""
+    from moeedge.bench.recording import record_answers
     from moeedge.bench.runner import Bench
     from moeedge.ui.bench_plot import draw_sweep
     from moeedge.ui.bench_progress import BenchProgress
     from moeedge.ui.bench_table import difference_lines, render
     from moeedge.ui.interrupt import Interrupt
 
+    traced = None if trace_out is None else _traced_mode(trace_out, plan)
     progress = BenchProgress(bar=bar)
     for note in notes:
         progress.note(note)
@@ -226,9 +243,13 @@ def _measure(plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: P
             finished = run.run(cancel=interrupt)
         interrupt.disarm()
         rows = run.rows()
-    for line in difference_lines(rows):
-        progress.note(line)
-    typer.echo(render(rows, form), nl=False)
+        for line in difference_lines(rows):
+            progress.note(line)
+        typer.echo(render(rows, form), nl=False)
+        if finished and traced is not None and trace_out is not None:  # the rows are out, whatever happens now
+            progress.note(f"Recording the routing of {traced.label}.")
+            with run.lane(traced) as lane:
+                record_answers(lane, run.prompts, plan).save(trace_out)
     if plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")
     if not finished:

@@ -138,6 +138,17 @@ Plot = Annotated[
         rich_help_panel=_SWEEP,
     ),
 ]
+TraceOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-out",
+        metavar="FILE.npz",
+        help="Answer the prompts once more, after the measurement, and write the routing of every token, refused "
+        "drafts included (docs/traces.md).",
+        rich_help_panel=_WORK,
+        show_default=False,
+    ),
+]
 NoWarmup = Annotated[
     bool,
     typer.Option(

@@ -152,9 +152,9 @@ Device = Annotated[
         "--device",
         metavar="auto|none|emulated|NAME|rpc://HOST:PORT",
         help="What may hold experts: a GPU by its name (moeedge devices lists them), a worker on another machine, the "
-        "emulated device (a second CPU instance; emulated:link=25GB/s,threads=2 slows its transfers down and sets its "
-        "threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in chat, "
-        "calibrate and bench's sweeps.",
+        "emulated device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down "
+        "and sets its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in "
+        "chat, calibrate, ablate and bench's sweeps.",
         rich_help_panel=_HARDWARE,
     ),
 ]
@@ -183,7 +183,8 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help="Who decides which experts the device holds: spac, spac-paper, lru, static or none.",
+        help="Who decides which experts the device holds: spac, spac-paper, lru, lfu, static, moe-infinity, fate, "
+        "adapmoe, hybrimoe, fiddler, sp-moe or none.",
         rich_help_panel=_PLACEMENT,
     ),
 ]

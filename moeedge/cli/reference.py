@@ -6,7 +6,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -49,7 +49,7 @@ class Command:
 
 
 def commands(app: typer.Typer) -> list[Command]:
-    """Every command that is mounted on `app`, in that order."""
+    """Every command that is mounted on `app`, in that order, then those of its groups ("trace info")."""
     found = []
     for mounted in app.registered_commands:
         function = mounted.callback
@@ -58,6 +58,10 @@ def commands(app: typer.Typer) -> list[Command]:
         name = mounted.name or function.__name__.replace("_", "-")
         text = mounted.help or inspect.getdoc(function) or ""
         found.append(Command(name, inspect.cleandoc(text), tuple(_parameters(function))))
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            prefix = group.name if isinstance(group.name, str) else group.typer_instance.info.name
+            found += [replace(command, name=f"{prefix} {command.name}") for command in commands(group.typer_instance)]
     return found
 
 

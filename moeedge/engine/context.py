@@ -72,6 +72,8 @@ class Context:
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
         self.sensor: native.Sensor | None = None
+        self._instance = native.newest_instance()
+        self._capture: native.Capture | None = None
         try:
             self.sensor = self._attach_sensor()
             self._claim(mode)
@@ -90,19 +92,38 @@ class Context:
 
     def set_mode(self, mode: Mode) -> None:
         """What our backend claims from the next decode on: "stock" nothing. A dense model is always as in stock."""
-        # llama.cpp reuses its last graph with the old assignment; clearing the control vector makes it plan anew,
-        # and unlike removing a sampler it does so where there is none
         if self._claim(mode):
-            lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """llama.cpp reuses its last graph with the old assignment and memory; this makes it build the next one anew."""
+        # clearing the control vector does; and unlike removing a sampler it does so where there is none
+        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
 
     def _claim(self, mode: Mode) -> bool:
         """Tells the backend; whether that is a change."""
-        if self.sensor is None or mode == self.mode:
+        backend = self.sensor or self._capture
+        if backend is None or mode == self.mode:
             return False
         claims = native.Claims.BLOCK if self.model.beside_gpu else native.Claims.WHOLE
-        self.sensor.set_claims(native.Claims.NONE if mode == "stock" else claims)
+        backend.set_claims(native.Claims.NONE if mode == "stock" else claims)
         self.mode = mode
         return True
+
+    def watch(self) -> native.Capture | None:
+        """What the layers read, for predictors of experts; from then on our backend computes a dense model, too.
+
+        None where llama.cpp has that on a GPU.
+        """
+        if self._capture is None and (self.sensor is not None or not self.model.beside_gpu):
+            info = self.model.info
+            self._capture = native.Capture(
+                self._instance, n_layers=info.n_layers, n_embd=info.n_embd, n_experts=info.n_experts
+            )
+            if self.sensor is None:
+                self._claim("moeedge")
+            self._plan_anew()
+        return self._capture
 
     @property
     def n_past(self) -> int:
@@ -119,6 +140,8 @@ class Context:
             raise ValueError("nothing to decode")
         if self.sensor is not None:
             self.sensor.set_phase(phase)
+        elif self._capture is not None:
+            self._capture.set_phase(phase)
         before = len(self.tokens)
         size = self._batch.n_max
         try:
@@ -166,6 +189,8 @@ class Context:
             reason = library.first_complaint() or "it gave no reason"
             raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {reason}.")
         self.tokens.extend(tokens)
+        if self._capture is not None:
+            self._capture.raise_error()
         return self._logits(n_out)
 
     def _logits(self, n_out: int) -> Logits:
@@ -254,6 +279,9 @@ class Context:
         if self._handle:
             self._view = None
             self.sensor = None
+            if self._capture is not None:
+                self._capture.close()
+                self._capture = None
             lib.llama_free(self._handle)
             self._handle = None
 

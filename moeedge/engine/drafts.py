@@ -66,6 +66,8 @@ class ModelDraft:
 
     def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
         self.context = context
+        # called with the last token of the history and the drafts so far, before each further one is computed
+        self.on_token: Callable[[Sequence[int]], None] | None = None
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
@@ -86,6 +88,8 @@ class ModelDraft:
             seen.append(token)
             if len(proposal.tokens) == gamma or self._is_eog(token):
                 return proposal
+            if self.on_token is not None:
+                self.on_token([history[-1], *proposal.tokens])
             pending = [token]
 
     def rollback(self, n_valid: int) -> None:

@@ -53,6 +53,15 @@ def expert_bytes(tensors: list[ExpertTensor]) -> int:
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
 
 
+def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[int]:
+    """Bytes of one expert of each layer, [n_layers]; 0 for a layer without experts."""
+    sizes = [0] * n_layers
+    for tensor in tensors:
+        if tensor.layer < n_layers:
+            sizes[tensor.layer] += tensor.stride
+    return sizes
+
+
 def n_groups(tensors: list[ExpertTensor]) -> int:
     """Groups of layers whose experts have the same tensors; a cache has staging slots for each of them."""
     layers: dict[int, set[tuple[str, int, int, int]]] = {}

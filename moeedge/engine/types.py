@@ -52,6 +52,25 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """How plans are carried out: the defaults are ours, the rest is what published systems do, for comparisons."""
+
+    misses: Literal["cpu", "load"] = "cpu"  # the CPU computes what is missing, or it is loaded when its layer comes
+    # what the draft's hidden states foretell is moved by a worker, or waited for layer by layer, or not moved
+    drafting: Literal["worker", "vanilla", "off"] = "worker"
+    batch: int | None = None  # experts in one transfer at most; 0: as the device likes it; None: as the policy does
+    cutoff_layer: int | None = None  # sp-moe: layers that are prefetched for; None: worked out
+
+    def __post_init__(self) -> None:
+        if self.misses not in ("cpu", "load"):
+            raise ValueError(f"misses must be cpu or load, not {self.misses}")
+        if self.drafting not in ("worker", "vanilla", "off"):
+            raise ValueError(f"drafting must be worker, vanilla or off, not {self.drafting}")
+        if self.batch is not None and self.batch < 0:
+            raise ValueError(f"a transfer cannot have {self.batch} experts")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
     """Which experts a device may hold, and who decides; the defaults are those of MoE-SpAc section 4.1."""
 
@@ -64,6 +83,7 @@ class PlacementConfig:
     prefill: PrefillPath = "auto"
     calibrate: bool = True  # measure on first use; False: take what was measured before, or nothing
     measure_anew: bool = False  # whatever was measured before
+    execution: ExecutionConfig = ExecutionConfig()
 
     def __post_init__(self) -> None:
         if self.vram_bytes is not None and self.vram_bytes < 0:

@@ -27,6 +27,7 @@ class ResolvedDevice:
     label: str = "none"  # for the screen and for records; contains "emulated" where it is
     llama_device: str = "none"  # for llama.cpp's layers: "none", "auto" (its GPUs, never a worker's) or a GPU's name
     link_bytes_per_s: int = 0  # emulated only; 0: not paced
+    latency_us: float = 0.0  # emulated only
     threads: int = 0  # emulated only; 0: half the physical cores
     endpoint: str = ""  # rpc only: HOST:PORT
     pci_id: str = ""  # of a GPU, where its backend tells
@@ -103,6 +104,7 @@ def _automatic(bundled: bool) -> ResolvedDevice:
 
 def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDevice:
     link = f", link {format_rate(spec.link_bytes_per_s)}" if spec.link_bytes_per_s else ""
+    link += f", latency {spec.latency_us:g} us" if spec.latency_us else ""
     memory = psutil.virtual_memory()
     return ResolvedDevice(
         "emulated",
@@ -110,6 +112,7 @@ def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDe
         label=f"emulated (CPU{link})",
         llama_device="auto",
         link_bytes_per_s=spec.link_bytes_per_s,
+        latency_us=spec.latency_us,
         threads=spec.threads,
         free_bytes=memory.available,
         total_bytes=memory.total,

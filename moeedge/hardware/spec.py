@@ -11,7 +11,9 @@ from moeedge.hardware.size import parse_rate
 SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
 EMULATED = "emulated"
 RPC_SCHEME = "rpc://"
-_EMULATED_FORM = "Write emulated, emulated:link=25GB/s, emulated:threads=2 or both, separated by a comma."
+_EMULATED_FORM = (
+    "Write emulated, or emulated: and link=25GB/s, latency=20us, threads=2 or several, separated by commas."
+)
 _RPC_FORM = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
 MAX_THREADS = 512  # of the emulated device: ggml's own limit
 
@@ -23,12 +25,13 @@ class DeviceSpec:
     kind: SpecKind
     name: str = ""  # of a device that llama.cpp lists; kind "name" only
     link_bytes_per_s: int = 0  # of the emulated device; 0: not paced
+    latency_us: float = 0.0  # what each of the emulated device's transfers takes besides
     threads: int = 0  # of the emulated device; 0: half the physical cores
     endpoint: str = ""  # HOST:PORT of a worker; kind "rpc" only
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
-        """Reads auto, none, emulated[:link=RATE][,threads=N], rpc://HOST:PORT or a device's name.
+        """Reads auto, none, emulated[:link=RATE][,latency=TIME][,threads=N], rpc://HOST:PORT or a device's name.
 
         Raises DeviceError where a known form is filled in wrongly. Whether a name exists is for `resolve` to say.
         """
@@ -47,7 +50,7 @@ class DeviceSpec:
 
 
 def _parse_emulated(text: str) -> DeviceSpec:
-    link, threads, seen = 0, 0, set()
+    link, threads, latency_us, seen = 0, 0, 0.0, set()
     _, colon, options = text.partition(":")
     for option in options.split(",") if colon else []:
         key, _, value = option.strip().partition("=")
@@ -59,13 +62,24 @@ def _parse_emulated(text: str) -> DeviceSpec:
                 link = parse_rate(value)
             except ValueError as error:
                 raise DeviceError(f"The emulated device has no such link speed: {error}.", _EMULATED_FORM) from error
+        elif key == "latency":
+            latency_us = _parse_latency(value)
         elif key == "threads":
             if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_THREADS):
                 raise DeviceError(f'The emulated device cannot have "{value}" threads.', f"1 to {MAX_THREADS} go.")
             threads = int(value)
         else:
             raise DeviceError(f'The emulated device has no option "{option.strip()}".', _EMULATED_FORM)
-    return DeviceSpec("emulated", link_bytes_per_s=link, threads=threads)
+    return DeviceSpec("emulated", link_bytes_per_s=link, latency_us=latency_us, threads=threads)
+
+
+def _parse_latency(text: str) -> float:
+    """Microseconds; "20us" and "1.5ms" go."""
+    for unit, factor in (("us", 1.0), ("ms", 1e3)):
+        number = text.removesuffix(unit)
+        if number != text and number.isascii() and number.replace(".", "", 1).isdigit():
+            return float(number) * factor
+    raise DeviceError(f'The emulated device cannot have the latency "{text}".', "Write it like 20us or 1ms.")
 
 
 def _parse_endpoint(text: str) -> str:

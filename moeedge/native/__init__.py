@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from moeedge.native.capture import Block, Capture, Captured, Kept
 from moeedge.native.claims import Claims
 from moeedge.native.device_list import Device, devices
-from moeedge.native.library import attach, library_path, load
+from moeedge.native.library import attach, library_path, load, newest_instance
 from moeedge.native.sensor import Frame, Sensor, SensorStats
 
-__all__ = ["Claims", "Device", "Frame", "Sensor", "SensorStats", "attach", "devices", "library_path", "load"]
+__all__ = [
+    "Block",
+    "Capture",
+    "Captured",
+    "Claims",
+    "Device",
+    "Frame",
+    "Kept",
+    "Sensor",
+    "SensorStats",
+    "attach",
+    "devices",
+    "library_path",
+    "load",
+    "newest_instance",
+]

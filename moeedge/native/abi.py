@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 
 import numpy as np
+
+ABI_VERSION = 3  # of include/moeedge.h, as the structures and signatures below have it
 
 
 class FrameStruct(ctypes.Structure):
@@ -30,6 +32,36 @@ class StatsStruct(ctypes.Structure):
         ("sense_ns", c_int64),
         ("compute_ns", c_int64),
     ]
+
+
+class CapturedStruct(ctypes.Structure):
+    """struct moeedge_captured."""
+
+    _fields_ = [
+        ("serial", c_int64),
+        ("n_layers", c_int32),
+        ("stride", c_int32),
+        ("width", c_int32),
+        ("layer_tokens", POINTER(c_int32)),
+        ("rows", POINTER(c_float)),
+    ]
+
+
+class BlockStruct(ctypes.Structure):
+    """struct moeedge_block."""
+
+    _fields_ = [
+        ("layer", c_int32),
+        ("phase", c_int32),
+        ("n_tokens", c_int32),
+        ("n_used", c_int32),
+        ("n_embd", c_int32),
+        ("ids", POINTER(c_int32)),
+        ("input", POINTER(c_float)),
+    ]
+
+
+BLOCK_HOOK = CFUNCTYPE(None, c_void_p, POINTER(BlockStruct))  # moeedge_block_hook
 
 
 class ExpertTensorStruct(ctypes.Structure):
@@ -63,6 +95,7 @@ class CacheConfigStruct(ctypes.Structure):
         ("n_tensors", c_int32),
         ("ratio", c_double),
         ("n_stage", c_int32),
+        ("link_latency_s", c_double),
     ]
 
 
@@ -161,6 +194,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_ggml_version": (c_char_p, []),
     "moeedge_llama_cpp_version": (c_char_p, []),
     "moeedge_backend_api_version": (c_int, []),
+    "moeedge_abi_version": (c_int, []),
     "moeedge_register": (c_int, []),
     "moeedge_set_default_claims": (c_int, [c_int]),
     "moeedge_newest_instance": (c_int64, []),
@@ -174,6 +208,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_instance_threads": (c_int, [c_int64]),
     "moeedge_imagined_gpu": (c_void_p, []),
     "moeedge_memory_uses": (c_int, [c_void_p, c_void_p, c_int, POINTER(MemoryUseStruct), c_int]),
+    "moeedge_instance_set_capture": (c_int, [c_int64, c_int, c_int, c_int, c_int]),
+    "moeedge_instance_captured": (c_int, [c_int64, c_int, POINTER(CapturedStruct)]),
+    "moeedge_instance_set_hook": (c_int, [c_int64, BLOCK_HOOK, c_void_p]),
 }
 
 # arrays go as addresses (c_void_p): these are called once or twice per step
@@ -184,6 +221,11 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_cache_get_info": (c_int, [c_int64, POINTER(CacheInfoStruct)]),
     "moeedge_cache_groups": (c_int, [c_int64, c_void_p, c_void_p, c_void_p]),
     "moeedge_cache_plan": (c_int, [c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "moeedge_cache_demand": (
+        c_int,
+        [c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double],
+    ),
+    "moeedge_cache_set_batch": (c_int, [c_int64, c_int]),
     "moeedge_cache_residency": (c_int, [c_int64, c_void_p]),
     "moeedge_cache_get_stats": (c_int, [c_int64, POINTER(CacheStatsStruct)]),
     "moeedge_cache_blocks": (c_int, [c_int64, c_int64, c_void_p, c_int]),
@@ -198,7 +240,7 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Give the library's functions their signatures."""
+    """Give the library's functions their signatures. Raises AttributeError for a library that lacks one."""
     for name, (restype, argtypes) in {**_SIGNATURES, **_CACHE_SIGNATURES}.items():
         function = getattr(library, name)
         function.restype = restype

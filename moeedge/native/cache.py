@@ -66,6 +66,7 @@ class CacheConfig:
     n_stage: int = 0  # extra slots per group, for streaming prefill
     emulated_threads: int = 1
     link_bytes_per_s: float = 0.0  # rate that the emulated device's transfers are slowed down to; 0: they are not
+    link_latency_s: float = 0.0  # what each of them takes besides
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,42 @@ class ExpertCache:
             )
         )
 
+    def demand(
+        self,
+        layer: int,
+        experts: npt.NDArray[np.int32],
+        victims: npt.NDArray[np.int32],
+        victim_utility: npt.NDArray[np.float32],
+        timeout_s: float,
+    ) -> int:
+        """Brings the absent ones of a layer's experts [n] before all that is queued, and waits; how many are resident.
+
+        None of the experts is evicted; victims [m, 2] and those of the last plan are, the lowest utility first.
+        """
+        experts, victims = np.ascontiguousarray(experts, np.int32), np.ascontiguousarray(victims, np.int32)
+        victim_utility = np.ascontiguousarray(victim_utility, np.float32)
+        if victims.size != 2 * victim_utility.size:
+            raise ValueError("a demand needs one utility per victim")
+        return self._check(
+            self._library.moeedge_cache_demand(
+                self._cache,
+                layer,
+                experts.ctypes.data,
+                experts.size,
+                victims.ctypes.data,
+                victim_utility.ctypes.data,
+                victim_utility.size,
+                timeout_s,
+            )
+        )
+
+    def set_batch(self, n_experts: int) -> None:
+        """How many experts of a layer go in one transfer at most.
+
+        0, as at first: each by itself, as many under way as the device takes; 1: each waited for before the next.
+        """
+        self._check(self._library.moeedge_cache_set_batch(self._cache, n_experts))
+
     def residency(self) -> npt.NDArray[np.uint8]:
         """Where each expert is (`Residency`), uint8 [n_layers, n_experts]; the next call reuses the array."""
         self._check(self._library.moeedge_cache_residency(self._cache, self._residency.ctypes.data))
@@ -307,6 +344,7 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, list[object]]:
         device=config.device.encode(),
         emulated_threads=config.emulated_threads,
         link_bytes_per_s=config.link_bytes_per_s,
+        link_latency_s=config.link_latency_s,
         n_layers=config.n_layers,
         n_experts=config.n_experts,
         files=files,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.errors import BackendError, VersionMismatchError
-from moeedge.native.abi import BackendRegistration, declare
+from moeedge.native.abi import ABI_VERSION, BackendRegistration, declare
 from moeedge.native.claims import Claims
 
 
@@ -94,7 +94,16 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(library_path()))
     except OSError as error:
         raise BackendError(f"moeedge's native library cannot be loaded: {error}.", "Install moeedge again.") from error
-    declare(library)
+    try:
+        declare(library)
+        built_for = int(library.moeedge_abi_version())
+    except AttributeError:  # older than the number
+        built_for = 1
+    if built_for != ABI_VERSION:
+        raise VersionMismatchError(
+            f"moeedge's native library has version {built_for} of its interface, Python's side wants {ABI_VERSION}.",
+            "Install moeedge again with pip install . to compile it.",
+        )
     _check_versions(library.moeedge_llama_cpp_version().decode(), importlib.metadata.version("llama-cpp-python"))
     _check_backend_api(library.moeedge_backend_api_version(), _installed_api_version(ggml_library))
     return library
@@ -131,3 +140,8 @@ def attach() -> None:
             "Install moeedge again with the llama-cpp-python that it names.",
         )
     library.moeedge_set_default_claims(int(Claims.NONE))
+
+
+def newest_instance() -> int:
+    """Id of our backend's part of the llama.cpp context that the calling thread made last; 0 without one."""
+    return int(load().moeedge_newest_instance())

@@ -6,38 +6,102 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moeedge.policies.accelerate import Accelerate
+from moeedge.policies.adapmoe import AdapMoe
+from moeedge.policies.belady import Belady
 from moeedge.policies.config import PolicyConfig
+from moeedge.policies.fate import Fate
+from moeedge.policies.fiddler import Fiddler
+from moeedge.policies.hybrimoe import HybriMoe
+from moeedge.policies.lfu import Lfu
+from moeedge.policies.llama_cpp import LlamaCpp, LlamaCppSd
 from moeedge.policies.lru import Lru
+from moeedge.policies.mixtral_offloading import MixtralOffloading
+from moeedge.policies.moe_infinity import MoeInfinity
 from moeedge.policies.none import Nothing
+from moeedge.policies.oracle import Oracle
+from moeedge.policies.sp_moe import SpMoe
 from moeedge.policies.spac import Spac
 from moeedge.policies.spac_paper import SpacPaper
 from moeedge.policies.static import Static
+from moeedge.policies.vllm import Vllm
 from moeedge.scheduler.ablations import ABLATIONS
 from moeedge.scheduler.policy import CacheShape, Policy
 
-__all__ = ["ABLATIONS", "POLICIES", "PolicyConfig", "ignored_ablations", "make_policy"]
+__all__ = [
+    "ABLATIONS",
+    "ALL_POLICIES",
+    "BOUNDS",
+    "POLICIES",
+    "SIMULATED",
+    "PolicyConfig",
+    "foresees",
+    "ignored_ablations",
+    "make_policy",
+]
 
+# The engine runs these, with its own rule for what is missing (the CPU computes it); replay and simulation, too
 POLICIES: dict[str, str] = {
     "spac": "decayed activation counts, and lookahead by what the draft's tokens activated before",
     "spac-paper": "Algorithm 1 of MoE-SpAc as printed",
     "lru": "what was used last stays",
+    "lfu": "what is used most often lately stays",
     "static": "the most used experts of a profile, or of the first steps, for good",
+    "moe-infinity": "what the most similar earlier text used",
+    "fate": "the next layer's gate on this layer's input; ARC per layer",
+    "adapmoe": "the next layer's gate, one expert ahead; LRU per layer",
+    "hybrimoe": "averaged routing scores; a queue shares each layer between CPU and GPU",
+    "fiddler": "the most popular experts for good, as Fiddler places them",
+    "sp-moe": "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     "none": "nothing on the device",
 }
+# Only the replay and the simulator run these: systems whose execution the engine has no part for
+SIMULATED: dict[str, str] = {
+    "llama-cpp": "llama.cpp: the last layers whole, no draft",
+    "llama-cpp-sd": "llama.cpp with a draft model",
+    "mixtral-offloading": "LRU per layer and two guesses; every miss is loaded, the GPU computes all",
+    "vllm": "vLLM's offload: the GPU reads the first layers over the link",
+    "accelerate": "Accelerate's offload: the last layers are brought for each pass",
+}
+# And these, which see the future (PolicyConfig.future)
+BOUNDS: dict[str, str] = {
+    "oracle": "bound: knows the next step",
+    "belady": "bound: what is used again last makes room",
+}
+ALL_POLICIES: dict[str, str] = POLICIES | SIMULATED | BOUNDS
 
+_FROM_HIDDEN_STATES = frozenset({"draft-inputs", "block-inputs"})
 _OF_ENGINE = frozenset({"no-sd"})
 _HEEDED: dict[str, frozenset[str]] = {  # ablations that change something; none for a policy that is not listed
     "spac": frozenset(ABLATIONS),
     "spac-paper": frozenset(ABLATIONS),
     "lru": frozenset({"no-prefetch", "no-evict"}),
+    "lfu": frozenset({"no-prefetch", "no-evict"}),
+    "moe-infinity": frozenset({"no-prefetch", "no-evict"}),
+    "oracle": frozenset({"no-prefetch", "no-evict"}),
+    "belady": frozenset({"no-prefetch", "no-evict"}),
 }
 
 _CLASSES: dict[str, Callable[[CacheShape, PolicyConfig], Policy]] = {
     "spac": Spac,
     "spac-paper": SpacPaper,
     "lru": Lru,
+    "lfu": Lfu,
     "static": Static,
+    "moe-infinity": MoeInfinity,
+    "fate": Fate,
+    "adapmoe": AdapMoe,
+    "hybrimoe": HybriMoe,
+    "fiddler": Fiddler,
+    "sp-moe": SpMoe,
     "none": Nothing,
+    "llama-cpp": LlamaCpp,
+    "llama-cpp-sd": LlamaCppSd,
+    "mixtral-offloading": MixtralOffloading,
+    "vllm": Vllm,
+    "accelerate": Accelerate,
+    "oracle": Oracle,
+    "belady": Belady,
 }
 
 
@@ -47,8 +111,13 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
     if config.profile is not None and np.shape(config.profile) != (shape.n_layers, shape.n_experts):
         raise ValueError(f"the profile has shape {np.shape(config.profile)}, the model has other layers and experts")
     if name not in _CLASSES:
-        raise ValueError(f'unknown policy "{name}"; there are {", ".join(POLICIES)}')
+        raise ValueError(f'unknown policy "{name}"; there are {", ".join(ALL_POLICIES)}')
     return _CLASSES[name](shape, config)
+
+
+def foresees(name: str) -> bool:
+    """Whether the policy of that name wants predictions made from hidden states."""
+    return bool(getattr(_CLASSES.get(name), "needs", frozenset()) & _FROM_HIDDEN_STATES)
 
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:

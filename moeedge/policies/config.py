@@ -24,6 +24,8 @@ class PolicyConfig:
     units: Units | None = None  # None: no balancing, every expert likely to be used is hot
     profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static
     lookahead_bytes: int = 64 << 20  # memory of spac's table of tokens; 0: no lookahead
+    cutoff_layer: int | None = None  # layers for which sp-moe prefetches; None: worked out from the units
+    future: NDArray[Any] | None = None  # [n_steps, n_layers, n_experts] activations to come, for oracle and belady
 
     def __post_init__(self) -> None:
         if self.gamma < 0:
@@ -32,6 +34,8 @@ class PolicyConfig:
             raise ValueError(f"the utility cap K must be in 1..64, not {self.cap}")
         if not 0 <= self.forgetting <= 1:
             raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        if self.cutoff_layer is not None and self.cutoff_layer < 0:
+            raise ValueError(f"the cutoff layer must be >= 0, not {self.cutoff_layer}")
         if self.lookahead_bytes < 0:
             raise ValueError(f"the lookahead table cannot have {self.lookahead_bytes} bytes")
         unknown = sorted(self.ablations - set(ABLATIONS))

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from moeedge.policies.config import PolicyConfig
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
 
 class Nothing:
     """Plans nothing, whatever it sees."""
 
     name = "none"
+    traits = Traits()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         nobody = np.zeros((0, 2), dtype=np.int32)
@@ -29,7 +31,7 @@ class Nothing:
     def observe(self, observation: Observation) -> None:
         """Nothing to learn."""
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """The empty plan."""
         return self._plan
 

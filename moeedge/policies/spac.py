@@ -31,13 +31,18 @@ from moeedge.policies.workload import ExpectedWorkload
 from moeedge.scheduler.history import History
 from moeedge.scheduler.lookahead import TokenTable
 from moeedge.scheduler.plan import Planner
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
 FloatArray = NDArray[np.float32]
 
 # By how much a newcomer must be better, in standard deviations of a count whose mean is the marginal score
 _MARGIN_KNOWN = 0.25
-_MARGIN_GUESSED = 0.3  # the tokens are not known, and will not be
+_MARGIN_GUESSED = 0.3  # the tokens are not known, and will not be: at least
+_MARGIN_GUESSED_MOST = 3.0
+# What guesses may cost: the share of the slots that changes in a step, above which the margin rises, slowly. On
+# gpt-oss-20b, optimistic tail, 0.85 uploads per layer and step find 0.60 of the pairs, 0.38 (this share) find 0.57
+_GUESSED_TURNOVER = 0.074
+_GUESS_PULL = 0.008  # of the margin, per step, at twice as many
 _MARGIN_AHEAD = 1.0  # a second plan follows, which will know the draft: only what is clearly better
 # Mix and trust change slowly: after the first steps every fourth one is enough to follow them; and so it is for tau
 # where the CPU is the slower side by far
@@ -48,6 +53,8 @@ class Spac:
     """See the module."""
 
     name = "spac"
+    traits = Traits()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
@@ -77,6 +84,8 @@ class Spac:
         if config.units is not None and config.fixed_tau is None and not config.binary:
             self._workload = ExpectedWorkload(shape, self.cap, config.units, config.gamma)
         self._max_uploads: int | None = None
+        self._guess_margin = _MARGIN_GUESSED
+        self._n_slots = float(shape.capacity.sum())
         self._n_balanced = 0  # steps
         self._n_planned = 0  # plans since the last step
         self._n_plans = 1  # plans of the last step: more than one where drafts become known
@@ -105,7 +114,7 @@ class Spac:
         if self._binary or self._first_come:
             np.greater(counts, 0, out=self._used)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """What to move; see scheduler/policy.py."""
         known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
         score = self._expected(upcoming, known)
@@ -118,12 +127,22 @@ class Spac:
             self._threshold(score)
         self._n_planned += 1
         allowed = self._used if self._first_come else None
-        return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed)
+        expected = None if self._binary else score
+        plan = self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed, expected)
+        if not known and self._n_plans == 1 and plan.victims.size:
+            self._weigh_guesses(len(plan.uploads))
+        return plan
 
     def _margin(self, known: bool) -> float:
         if known:
             return _MARGIN_KNOWN
-        return _MARGIN_AHEAD if self._n_plans > 1 else _MARGIN_GUESSED
+        return _MARGIN_AHEAD if self._n_plans > 1 else self._guess_margin
+
+    def _weigh_guesses(self, n_uploads: int) -> None:
+        """Asks more of a newcomer where guesses move much: what is used by chance leaves as fast as it came."""
+        ratio = min(n_uploads / max(_GUESSED_TURNOVER * self._n_slots, 1.0), 4.0)
+        margin = self._guess_margin * math.exp(_GUESS_PULL * (ratio - 1.0))
+        self._guess_margin = min(max(margin, _MARGIN_GUESSED), _MARGIN_GUESSED_MOST)
 
     def _threshold(self, score: FloatArray) -> None:
         """tau of every layer, and how many uploads fit a step's time."""

@@ -23,7 +23,7 @@ from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler import utility
 from moeedge.scheduler.balancer import Workload, thresholds
 from moeedge.scheduler.plan import RESIDENT, Planner
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
 FloatArray = NDArray[np.float32]
 
@@ -34,6 +34,8 @@ class SpacPaper:
     """See the module."""
 
     name = "spac-paper"
+    traits = Traits()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
@@ -65,7 +67,7 @@ class SpacPaper:
         np.greater(observation.counts, 0, out=self._used)
         self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """What to move; what is coming plays no part."""
         s = self._used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
         tau = self._thresholds(s, resident)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moeedge.policies.config import PolicyConfig
 from moeedge.scheduler.plan import Planner
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, Resident
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
 FloatArray = NDArray[np.float32]
 N_STEPS = 16  # verifications, without a profile
@@ -22,6 +22,8 @@ class Static:
     """Score: activations per token, summed up."""
 
     name = "static"
+    traits = Traits()
+    needs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         cells = (shape.n_layers, shape.n_experts)
@@ -40,7 +42,7 @@ class Static:
             self._score += observation.counts.astype(np.float32)
             self._steps_left -= not observation.prefill
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """Loads what belongs there and is missing; nothing, once it is all there."""
         marginal = self._planner.fit(self._score, resident, 0.0)
         np.copyto(self._utility, self._score >= _of_layers(marginal, self._planner.shape))

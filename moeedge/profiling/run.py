@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import moeedge
+from moeedge.engine.expert_tensors import expert_bytes_by_layer, expert_tensors
 from moeedge.engine.session import Session
 from moeedge.engine.turn import Answer
 from moeedge.engine.types import SamplingConfig
@@ -75,17 +76,18 @@ def record_routing(
     sampling: SamplingConfig,
     raw: bool = False,
     source: dict[str, Any] | None = None,
+    command: str = "profile",
     cancel: Callable[[], bool] = lambda: False,
     on_step: Callable[[int, int], None] = lambda _question, _tokens: None,
 ) -> Recording:
     """Answer every turn of every question, starting each with empty KV caches, and return the trace of all of it.
 
-    n_predict: tokens per answer, -1 until the model stops. raw: the text as it is, without the chat template. source:
-    noted in the trace. cancel: asked between steps, True ends the run with what there is. on_step: told the index of
-    the question and the number of tokens that its step emitted. Questions that do not fit the context are skipped and
-    named, unless none fits: then ContextTooSmallError is raised.
+    n_predict: tokens per answer, -1 until the model stops. raw: the text as it is, without the chat template. source
+    and command: noted in the trace. cancel: asked between steps, True ends the run with what there is. on_step: told
+    the index of the question and the number of tokens that its step emitted. Questions that do not fit the context are
+    skipped and named, unless none fits: then ContextTooSmallError is raised.
     """
-    run = _Run(session, TraceCollector(_describe(session, n_predict, sampling, source or {})), cancel, on_step)
+    run = _Run(session, TraceCollector(_describe(session, n_predict, sampling, source or {}, command)), cancel, on_step)
     session.observers.append(run.collector)
     try:
         for index, question in enumerate(questions):
@@ -142,14 +144,18 @@ class _Run:
             messages.append({"role": "assistant", "content": answer.text})
 
 
-def _describe(session: Session, n_predict: int, sampling: SamplingConfig, source: dict[str, Any]) -> TraceMeta:
+def _describe(
+    session: Session, n_predict: int, sampling: SamplingConfig, source: dict[str, Any], command: str
+) -> TraceMeta:
     info = session.info
+    tensors, _ = expert_tensors(session.model.path)
     parameters = source | {
         "n_predict": n_predict,
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "n_ctx": info.n_ctx,
         "n_threads": info.n_threads,
+        "expert_bytes": expert_bytes_by_layer(tensors, info.n_layers),
     }
     return TraceMeta(
         model=info.model,
@@ -159,6 +165,6 @@ def _describe(session: Session, n_predict: int, sampling: SamplingConfig, source
         n_experts_used=info.n_experts_used,
         gamma=info.gamma,
         draft=info.draft,
-        source=f"moeedge {moeedge.__version__} profile",
+        source=f"moeedge {moeedge.__version__} {command}",
         parameters=parameters,
     )

@@ -68,29 +68,30 @@ def simulated_steps(trace: Trace, *, gamma: int, acceptance: float, tail: Tail, 
 
     A window that starts at token p and has n accepted drafts is followed by one at p + n + 1; windows that would leave
     the text are dropped. What rejected drafts would have routed to is unknown; two bounds: `continuation` takes the
-    tokens that really follow (optimistic), `unrelated` random tokens of the same text (pessimistic).
+    tokens that really follow (optimistic), `unrelated` random tokens of the same text (pessimistic). Both draw the same
+    acceptances from generators of the same seed.
     """
     if gamma < 1:
         raise ValueError(f"gamma must be >= 1, not {gamma}")
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
+    tails = rng.spawn(1)[0]
     text = trace.text_rows()
     sequences = trace.sequence[text]
     windows: list[NDArray[np.int64]] = []
     accepted: list[int] = []
     owners: list[int] = []
-    for sequence in np.unique(sequences):
-        rows = text[sequences == sequence]
+    for rows in np.split(text, np.flatnonzero(np.diff(sequences)) + 1):
         start = 0
         while start + gamma + 1 <= rows.size:
             rejected = np.flatnonzero(rng.random(gamma) >= acceptance)
             n_accepted = int(rejected[0]) if rejected.size else gamma
             window = rows[start : start + gamma + 1].copy()
             if tail == "unrelated":
-                window[n_accepted + 1 :] = rng.choice(rows, gamma - n_accepted)
+                window[n_accepted + 1 :] = tails.choice(rows, gamma - n_accepted)
             windows.append(window)
             accepted.append(n_accepted + 1)
-            owners.append(int(sequence))
+            owners.append(int(trace.sequence[rows[0]]))
             start += n_accepted + 1
     if not windows:
         return _no_steps()

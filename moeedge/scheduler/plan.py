@@ -87,6 +87,7 @@ class Planner:
         resident: Resident,
         max_uploads: int | None = None,
         allowed: NDArray[np.bool_] | None = None,
+        expected: FloatArray | None = None,
     ) -> Plan:
         """The plan.
 
@@ -94,6 +95,7 @@ class Planner:
         utility  [n_layers, n_experts] 0..K, rising with the score; its integer part is the level
         tau      [n_layers]
         allowed  [n_layers, n_experts] may be uploaded at all
+        expected [n_layers, n_experts] is handed on
         """
         flat_score, flat_utility, there = score.reshape(-1), utility.reshape(-1), resident.reshape(-1)
         found = [
@@ -118,6 +120,7 @@ class Planner:
             levels=levels.take(order),
             victims=self._pair_of.take(down, axis=0),
             victim_utility=flat_utility.take(down),
+            expected=expected,
         )
 
     def _candidates(

@@ -4,9 +4,15 @@ The engine calls it, and so will a replay and a simulator; a policy is pure NumP
 per step: after verification `observe` and `plan`, and, once the draft's tokens are known, `plan` again, so that what
 the next verification will need can be moved in time.
 
-    policy.observe(observation)                   # the verification that just ended
-    plan = policy.plan(resident, upcoming)        # upcoming: [the token that the target added]
-    plan = policy.plan(resident, upcoming)        # upcoming: [that token, then the drafts]
+    policy.observe(observation)                     # the verification that just ended
+    plan = policy.plan(resident, upcoming)          # upcoming: [the token that the target added]
+    plan = policy.plan(resident, upcoming, hints)   # upcoming: [that token, then the drafts]
+
+Some systems plan once more before every layer of the verification (`LayerPolicy`), from predictions that need hidden
+states. Whoever drives the policy makes those and hands them in as `Hints`; a policy says in `needs` what it would like
+to have, and does without where there is none. `traits` says how a system executes what it plans, as far as that differs
+from the engine's rules (experts that are not resident are computed on the CPU, one pool of slots for all layers): the
+replay and the simulator obey them, the engine has its own rules.
 
 Utilities lie in 0..K (MoE-SpAc, section 3.2); tau in {1..K} separates hot from cold, layer by layer. K + 1 is the score
 of an expert in use (Appendix D): the native library gives it, by pinning the slots that a computation reads.
@@ -16,13 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.integer[Any]]
 Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts]: 0 absent, 1 resident, 2 on its way
+
+NEEDS: dict[str, str] = {
+    "draft-inputs": "the draft's attention outputs, put through the target's routers (SP-MoE)",
+    "block-inputs": "the input of each MoE block, put through the next layers' routers (Fate, AdapMoE, HybriMoE)",
+    "router-scores": "the router's probabilities of all experts (Observation.router_scores)",
+}
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -71,6 +83,34 @@ class Observation:
     ids: NDArray[np.int32] | None = None  # [n_layers, n_tokens, k], -1: unused
     weights: NDArray[np.float32] | None = None  # the same shape
     prefill: bool = False
+    router_scores: NDArray[np.float32] | None = None  # [n_layers, n_tokens, n_experts], probabilities
+
+
+@dataclass(frozen=True, eq=False)
+class Hints:
+    """Which experts the tokens to come will use, foretold outside the policy, from hidden states.
+
+    A layer or token of which nothing is known holds -1. `layer_ids[layer]` says nothing about how far ahead the
+    prediction was made: before layer l of a verification, "next-gate" fills the rows behind l that it can reach.
+    """
+
+    layer_ids: NDArray[np.int32]  # [n_layers, n_tokens, k], the likeliest first, -1: unknown
+    source: str  # "draft-router", "next-gate", "stand-in"
+    scores: NDArray[np.float32] | None = None  # the same shape, the router's probabilities
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How a system executes its plans; the defaults are the engine's rules."""
+
+    # experts that are missing are loaded on demand and computed on the device, through a staging buffer: each is one
+    # transfer. What then stays is what the plan after `observe` uploads: no second transfer for those just used.
+    device_only: bool = False
+    per_layer_slots: bool = False  # the policy keeps to an even share of its pool for every layer
+    layerwise: bool = False  # a layer's experts are all on one side
+    prefetch_within_step: bool = False  # a LayerPolicy: plans again before every layer of a verification
+    batched_io: bool = False  # one transfer for all that one plan uploads, without waiting between them
+    speculation: bool = True  # made for, or at least run with, a draft model
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,21 +126,38 @@ class Plan:
     levels: NDArray[np.uint8]  # [n], K first; first in, first out by layer within a level
     victims: NDArray[np.int32]  # [m, 2] layer and expert, lowest utility first
     victim_utility: NDArray[np.float32]  # [m]
+    # [n_layers, n_experts], activations that the next batch is expected to bring, of a policy that estimates them. Who
+    # asks whether an expert is called hot (used at least once) reads this, or else whether its utility is at least 1.
+    expected: NDArray[np.float32] | None = None
 
 
 class Policy(Protocol):
     """Decides which experts live on the device."""
 
     name: str
+    traits: Traits
+    needs: frozenset[str]  # of NEEDS
 
     def observe(self, observation: Observation) -> None:
         """Takes in what a step activated."""
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """What to move now; `upcoming` are the token ids known of the next batch, none at worst."""
 
     def reset(self) -> None:
         """A new conversation starts; what was learned about the model may stay."""
+
+
+@runtime_checkable
+class LayerPolicy(Policy, Protocol):
+    """One that plans within a verification, too (`traits.prefetch_within_step`)."""
+
+    def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
+        """What to move while `layer` is computed, mostly for the layers behind it; nothing of `layer` is a victim.
+
+        The plan before layer 0 is that of `plan`. Where time plays no part (replay), calling this for every layer, or
+        `plan` once with the hints of all layers, comes to the same experts as far as slots are kept per layer.
+        """
 
 
 def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> None:

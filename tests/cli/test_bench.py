@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -26,6 +27,7 @@ from moeedge.cli.bench import _judge, make_plan
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.trace import VERIFY, Trace
 from moeedge.ui.bench_plot import draw_sweep, lines_of
 from moeedge.ui.bench_table import difference_lines, render
 
@@ -56,6 +58,32 @@ def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: 
         assert row["output_compared"] == 2
         assert not any(isinstance(value, dict) for value in row.values())
     assert "repetition 1" in result.stderr
+
+
+def test_the_routing_of_the_answers_can_be_kept(tiny_moe: Path, tiny_draft: Path, talk: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.npz"
+    arguments = ("-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, "-o", "json", "--trace-out", out)
+    result = _bench(*arguments)
+    assert result.exit_code == 0, result.stderr
+    trace = Trace.load(out)
+    assert (trace.meta.gamma, trace.meta.source.split()[-1]) == (3, "bench")
+    assert trace.meta.parameters["mode"] == "moeedge" and trace.expert_bytes() is not None
+    assert np.unique(trace.sequence).size == 3  # two prompts, one of two turns
+    assert np.count_nonzero(trace.phase == VERIFY) > 0
+    assert [row["mode"] for row in json.loads(result.stdout)] == ["stock-ar", "stock-sd", "moeedge"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trace-out", "out.npz"], "synthetic tests have none"),
+        (["--trace-out", "no/out.npz", "--dataset", "sample"], "cannot be written"),
+        (["--trace-out", "out.npz", "--dataset", "sample", "--modes", "stock-ar"], "Stock modes record no routing"),
+    ],
+)
+def test_no_routing_to_keep(tiny_moe: Path, arguments: list[str], words: str) -> None:
+    result = _bench("-m", tiny_moe, *_QUICK, *arguments)
+    assert result.exit_code == 2 and result.stdout == "" and words in " ".join(result.stderr.split())
 
 
 def test_json_lines_csv_and_markdown(tiny_moe: Path, talk: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_committed_reference_is_up_to_date() -> None:
 @pytest.mark.parametrize("command", commands(app), ids=lambda command: command.name)
 def test_help_says_the_same(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    result = CliRunner().invoke(app, [command.name, "--help"])
+    result = CliRunner().invoke(app, [*command.name.split(), "--help"])
     assert result.exit_code == 0
     shown = words(result.stdout)
     for parameter in command.parameters:

@@ -18,6 +18,7 @@ import pytest
 from moeedge.engine import library
 from moeedge.engine.model import Model
 from moeedge.engine.session import Session
+from moeedge.engine.types import ExecutionConfig
 from moeedge.hardware import rpc, vram
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
@@ -88,3 +89,32 @@ def test_one_split_per_block_that_gives_back_one_sum(
     theirs = [name for backend, inputs in splits if backend == "RPC" for name in inputs if name.startswith("ffn_moe")]
     assert ours and all(len(inputs) <= 3 for inputs in ours)  # the block's input, ids and weights
     assert len(theirs) == len(ours)  # their sum; a copy for each of a token's experts would be as large as all together
+
+
+@pytest.mark.parametrize("policy", ["fate", "sp-moe", "hybrimoe"])
+def test_hidden_states_beside_a_gpu(
+    policy: str, tiny: TinyFactory, tiny_draft: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU computes routers and draft: what the experts read stands in, and of the draft nobody knows anything."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    devices = (ctypes.c_void_p * 2)(library._device(gpu), None)
+    monkeypatch.setattr(library, "device_list", lambda _name: devices)
+    monkeypatch.setattr(vram, "read", lambda *_, **__: None)
+    with StockContext(path) as stock, Model.load(path, n_gpu_layers=-1, experts_on_cpu=True) as model:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        execution = ExecutionConfig(misses="load")
+        config = hybrid_config(
+            path, tiny_draft, 0.5, gamma=4, device="emulated:threads=1", policy=policy, execution=execution
+        )
+        with (
+            Model.load(tiny_draft, n_gpu_layers=-1) as draft,
+            Session.open(config, model=model, draft_model=draft) as session,
+        ):
+            for turn in range(2):
+                tokens = greedy_answer(session, PROMPT, N_PREDICT)
+                assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")
+            assert session.placement is not None and session.placement.within is not None
+            assert session.placement.within.loaded > 0
+            told = session.placement.foretold_share
+            assert (told is not None) == (policy != "sp-moe"), session.info.notes
+            assert told is None or told > 0.2

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.policies import ABLATIONS, POLICIES, PolicyConfig, ignored_ablations, make_policy
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, check_plan
+from moeedge.policies import (
+    ABLATIONS,
+    ALL_POLICIES,
+    BOUNDS,
+    POLICIES,
+    SIMULATED,
+    PolicyConfig,
+    ignored_ablations,
+    make_policy,
+)
+from moeedge.scheduler.policy import NEEDS, CacheShape, Hints, LayerPolicy, Observation, Plan, Policy, check_plan
 from moeedge.scheduler.units import Units
-from tests.policies.replay import Slots, count
+from moeedge.sim.slots import Slots
+from tests.support.routing import count
 
 
 def units(cap: int, device_s: float, transfer_s: float) -> Units:
@@ -64,6 +76,7 @@ def observations(shape: CacheShape, seed: int, n_steps: int) -> list[Observation
         counts = count(ids, shape.n_experts)
         tokens = rng.integers(0, 30, n_tokens).astype(np.int32)
         known = rng.random() < 0.8
+        scores = rng.dirichlet(np.ones(shape.n_experts), (shape.n_layers, n_tokens)).astype(np.float32)
         steps.append(
             Observation(
                 counts,
@@ -71,37 +84,95 @@ def observations(shape: CacheShape, seed: int, n_steps: int) -> list[Observation
                 0 if prefill else int(rng.integers(0, n_tokens)),
                 tokens if known else None,
                 ids if known else None,
+                (np.ones(ids.shape) / n_used).astype(np.float32) if known else None,
                 prefill=prefill,
+                router_scores=scores if rng.random() < 0.3 else None,
             )
         )
     return steps
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=60, deadline=None)
+def hints(shape: CacheShape, rng: np.random.Generator) -> Hints | None:
+    """None at times; else experts foretold for some tokens, of some layers nothing."""
+    if rng.random() < 0.3:
+        return None
+    n_used = min(3, shape.n_experts)
+    order = rng.random((shape.n_layers, int(rng.integers(1, 9)), shape.n_experts)).argsort(axis=2)
+    ids = order[:, :, :n_used].astype(np.int32)
+    ids[rng.random(shape.n_layers) < 0.3] = -1
+    ids[shape.group < 0] = -1
+    return Hints(ids, "stand-in")
+
+
+def future_of(observed: list[Observation]) -> np.ndarray:
+    """What a clairvoyant policy is given."""
+    return np.stack([each.counts for each in observed if not each.prefill] or [observed[0].counts])
+
+
+def within_capacity(slots: Slots, shape: CacheShape) -> bool:
+    held = [np.count_nonzero(slots.resident[shape.group == group]) for group in range(shape.n_groups)]
+    return bool((np.array(held) <= shape.capacity).all())
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+@settings(max_examples=40, deadline=None)
 @given(shape=shapes(), config=configs(), seed=st.integers(0, 1000))
 def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig, seed: int) -> None:
     """Every plan passes `check_plan`, and carried out it never fills more slots than there are."""
-    policy = make_policy(name, shape, config)
+    observed = observations(shape, seed, 8)
+    policy = make_policy(name, shape, replace(config, future=future_of(observed)))
     cap = 1 if "no-spec-ue" in config.ablations and name.startswith("spac") else config.cap
     slots = Slots(shape)
     rng = np.random.default_rng(seed)
-    for observation in observations(shape, seed, 8):
+    for observation in observed:
         policy.observe(observation)
         for upcoming in ([], [3], rng.integers(0, 40, 5).tolist()):
             resident = slots.resident.copy()
             # some of them are still on their way, and a backend may show residency as truth values
             resident[(resident == 1) & (rng.random(resident.shape) < 0.2)] = 2
-            check_plan(policy.plan(resident, upcoming), shape, resident, cap)
+            check_plan(policy.plan(resident, upcoming, hints(shape, rng)), shape, resident, cap)
             truth = slots.resident.astype(np.bool_)
-            check_plan(policy.plan(truth, upcoming), shape, truth, cap)
-            plan = policy.plan(slots.resident, upcoming)
+            check_plan(policy.plan(truth, upcoming, hints(shape, rng)), shape, truth, cap)
+            plan = policy.plan(slots.resident, upcoming, hints(shape, rng))
             check_plan(plan, shape, slots.resident, cap)
             slots.execute(plan)
-            for group, capacity in enumerate(shape.capacity):
-                assert np.count_nonzero(slots.resident[shape.group == group]) <= capacity
+            assert within_capacity(slots, shape)
+        plan_layers(policy, shape, slots, cap, rng)
         if rng.random() < 0.1:
             policy.reset()
+
+
+def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: np.random.Generator) -> None:
+    """One verification of a policy that plans within it: the rules hold, and nothing in use is evicted."""
+    if not policy.traits.prefetch_within_step:
+        return
+    assert isinstance(policy, LayerPolicy)
+    for layer in range(shape.n_layers):
+        plan = policy.plan_layer(layer, slots.resident, hints(shape, rng))
+        check_plan(plan, shape, slots.resident, cap)
+        assert layer not in plan.victims[:, 0], "a layer that computes loses an expert"
+        slots.execute(plan)
+        assert within_capacity(slots, shape)
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_what_is_on_its_way_is_no_victim(name: str, seed: int) -> None:
+    """Experts in use are pinned by the native library, those in flight by their state: a plan names neither."""
+    shape = CacheShape.uniform(4, 8, 9)
+    observed = observations(shape, seed, 6)
+    policy = make_policy(name, shape, PolicyConfig(future=future_of(observed)))
+    rng = np.random.default_rng(seed)
+    slots = Slots(shape)
+    for observation in observed:
+        policy.observe(observation)
+        resident = slots.resident.copy()
+        resident[(resident == 1) & (rng.random(resident.shape) < 0.5)] = 2
+        plan = policy.plan(resident, [1, 2], hints(shape, rng))
+        assert all(resident[layer, expert] == 1 for layer, expert in plan.victims.tolist())
+        assert not any(resident[layer, expert] for layer, expert in plan.uploads.tolist())
+        slots.execute(policy.plan(slots.resident, []))
 
 
 def copied(plan: Plan) -> list[np.ndarray]:
@@ -110,38 +181,50 @@ def copied(plan: Plan) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ALL_POLICIES)
 def test_same_input_same_plans(name: str) -> None:
     shape = CacheShape.uniform(5, 16, 20)
+    observed = observations(shape, 1, 12)
     runs = []
     for _ in range(2):
-        policy = make_policy(name, shape, PolicyConfig(units=units(4, 2e-5, 1e-5)))
-        slots, plans = Slots(shape), []
-        for observation in observations(shape, 1, 12):
+        policy = make_policy(name, shape, PolicyConfig(units=units(4, 2e-5, 1e-5), future=future_of(observed)))
+        slots, plans, rng = Slots(shape), [], np.random.default_rng(7)
+        for observation in observed:
             policy.observe(observation)
-            plan = policy.plan(slots.resident, [1, 2, 3])
-            plans += copied(plan)
-            slots.execute(plan)
+            for _ in range(2):
+                plan = policy.plan(slots.resident, [1, 2, 3], hints(shape, rng))
+                plans += copied(plan)
+                slots.execute(plan)
+            if isinstance(policy, LayerPolicy):
+                plan = policy.plan_layer(2, slots.resident, hints(shape, rng))
+                plans += copied(plan)
+                slots.execute(plan)
         runs.append(plans)
     assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ALL_POLICIES)
 def test_inputs_stay_as_they_are(name: str) -> None:
     shape = CacheShape.uniform(4, 8, 10)
-    policy = make_policy(name, shape)
+    observed = observations(shape, 2, 4)
+    policy = make_policy(name, shape, PolicyConfig(future=future_of(observed)))
     resident = np.zeros((4, 8), dtype=np.uint8)
-    for observation in observations(shape, 2, 4):
+    foretold = Hints(np.zeros((4, 3, 2), dtype=np.int32), "stand-in")
+    for observation in observed:
         kept = (observation.counts.copy(), observation.ids.copy() if observation.ids is not None else None)
         policy.observe(observation)
-        policy.plan(resident, [1])
+        policy.plan(resident, [1], foretold)
         assert np.array_equal(observation.counts, kept[0])
         assert observation.ids is None or np.array_equal(observation.ids, kept[1])
     assert not resident.any()
+    assert not foretold.layer_ids.any()
 
 
 # not spac-paper: the same counts in every step are no fluctuation, so no utility moves after the first
-@pytest.mark.parametrize("name", ["spac", "lru", "static"])
+SYSTEMS = ("lfu", "moe-infinity", "fate", "adapmoe", "hybrimoe", "fiddler", "sp-moe", "mixtral-offloading")
+
+
+@pytest.mark.parametrize("name", ["spac", "lru", "static", *SYSTEMS])
 def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     shape = CacheShape.uniform(3, 8, 24)
     policy = make_policy(name, shape)
@@ -164,10 +247,10 @@ class Asked(frozenset[str]):
         return False
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ALL_POLICIES)
 def test_an_ablation_is_ignored_where_the_policy_has_no_part_for_it(name: str) -> None:
     asked = Asked()
-    config = PolicyConfig()
+    config = PolicyConfig(future=np.zeros((1, 2, 4)))
     object.__setattr__(config, "ablations", asked)
     make_policy(name, CacheShape.uniform(2, 4, 3), config)
     heeded = set(ABLATIONS) - set(ignored_ablations(name, frozenset(ABLATIONS)))
@@ -176,14 +259,23 @@ def test_an_ablation_is_ignored_where_the_policy_has_no_part_for_it(name: str) -
 
 def test_names_and_mistakes() -> None:
     shape = CacheShape.uniform(2, 4, 3)
-    for name in POLICIES:
-        assert make_policy(name, shape).name == name
+    for name in ALL_POLICIES:
+        policy = make_policy(name, shape, PolicyConfig(future=np.zeros((1, 2, 4))))
+        assert policy.name == name
+        assert policy.needs <= set(NEEDS)
+        assert not name.startswith("llama-cpp") or policy.traits.layerwise
+    assert not set(POLICIES) & (set(SIMULATED) | set(BOUNDS))
+    for name in BOUNDS:
+        with pytest.raises(ValueError, match="steps to come"):
+            make_policy(name, shape)
+        with pytest.raises(ValueError, match="the future"):
+            make_policy(name, shape, PolicyConfig(future=np.zeros((1, 3, 4))))
     with pytest.raises(ValueError, match="spac-paper"):
         make_policy("mru", shape)
     with pytest.raises(ValueError, match="no-evict"):
         PolicyConfig(ablations=frozenset({"no-cache"}))
     with pytest.raises(ValueError, match="profile"):
         make_policy("static", shape, PolicyConfig(profile=np.ones((3, 4))))
-    for mistake in ({"cap": 0}, {"gamma": -1}, {"forgetting": 2.0}, {"lookahead_bytes": -1}):
+    for mistake in ({"cap": 0}, {"gamma": -1}, {"forgetting": 2.0}, {"lookahead_bytes": -1}, {"cutoff_layer": -1}):
         with pytest.raises(ValueError):
             PolicyConfig(**mistake)

@@ -11,6 +11,7 @@ import pytest
 from moeedge.profiling.analysis import profile_layers
 from moeedge.profiling.report import layer_report
 from moeedge.profiling.run import Recording
+from moeedge.sim.replay import ReplayRow
 from moeedge.trace import Trace, TraceMeta
 from tests.profiling.traces import two_texts
 
@@ -32,6 +33,8 @@ def test_tables_name_every_array_and_key() -> None:
         assert f"| `{array.name}` |" in TEXT, array.name
     for key in fields(TraceMeta):
         assert f"`{key.name}`" in TEXT, key.name
+    for column in fields(ReplayRow):
+        assert f"`{column.name}`" in TEXT, column.name
     trace = two_texts()
     report = layer_report(profile_layers(trace, [0])[0], Recording(trace, 1, 1, 1, 1, []))
     for key_name in (*report, *report["hot_cold_accuracy"], *report["unique_experts"], *report["activation_counts"]):

@@ -73,6 +73,29 @@ def test_foreign_npz_by_hand(tmp_path: Path) -> None:
     assert trace.layer_ids(1)[5].tolist() == [-1, -1]
 
 
+def test_plain_arrays_are_one_text(tmp_path: Path) -> None:
+    ids = (np.arange(24).reshape(6, 2, 2) % 8).astype(np.int16)
+    ids[2, 1] = -1
+    np.savez(tmp_path / "bare.npz", ids=ids)
+    np.save(tmp_path / "bare.npy", ids)
+    for name in ("bare.npz", "bare.npy"):
+        trace = read_trace(tmp_path / name)
+        assert trace.step.tolist() == [1, 2, 3, 4, 5, 6] and not trace.sequence.any()
+        assert trace.layer_ids(1)[2].tolist() == [-1, -1] and trace.meta.n_experts == 8
+
+
+def test_a_promise_of_more_data_than_there_is(tmp_path: Path) -> None:
+    np.save(tmp_path / "cut.npy", np.zeros((100, 2, 2), dtype=np.uint8))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:200])
+    with pytest.raises(InputError, match=r"cut\.npy"):
+        read_trace(tmp_path / "cut.npy")
+
+
+def test_expert_sizes_in_a_route_header(tmp_path: Path) -> None:
+    (tmp_path / "route.csv").write_text(ROUTE)
+    assert read_trace(tmp_path / "route.csv").meta.parameters == {"expert_bytes": [4336640, 0, 0]}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -113,9 +136,11 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", ids=np.zeros((2, 2)))
     with pytest.raises(InputError, match="integer array ids"):
         read_trace(tmp_path / "other.npz")
-    np.savez(tmp_path / "bare.npz", ids=np.zeros((2, 2, 2), dtype=np.uint8))
-    with pytest.raises(InputError, match="neither"):
-        read_trace(tmp_path / "bare.npz")
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(InputError, match=r"not an \.npy file"):
+        read_trace(tmp_path / "text.npy")
+    with pytest.raises(InputError, match="does not exist"):
+        read_trace(tmp_path / "none.npy")
     np.savez(tmp_path / "sum.npz", ids=np.zeros((2, 2, 2), dtype=np.uint8), lengths=np.array([1, 2]))
     with pytest.raises(InputError, match="add up to 3"):
         read_trace(tmp_path / "sum.npz")

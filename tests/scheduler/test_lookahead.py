@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moeedge.scheduler.lookahead import TokenTable
-from tests.policies.replay import count
+from tests.support.routing import count
 
 N_LAYERS, N_EXPERTS, N_USED = 3, 16, 2
 N = N_LAYERS * N_EXPERTS

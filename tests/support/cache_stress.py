@@ -2,8 +2,9 @@
 
     python -m tests.support.cache_stress SECONDS     (with MOEEDGE_LIBRARY and LD_PRELOAD also under a sanitizer)
 
-A thread replaces the plan without waiting for the last one; readers pin experts as a computation does, compare their
-slots with the file and let go; another one empties the cache now and then. Prints "done" if every byte was right.
+A thread replaces the plan without waiting for the last one, another one demands experts and waits for them; readers pin
+experts as a computation does, compare their slots with the file and let go; one more empties the cache now and then.
+Prints "done" if every byte was right.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ class Stress:
                 self.cache.residency()
                 assert_balanced(self.cache)
 
+    def demand(self) -> None:
+        """Waits for a few experts of a layer at a time, everything else may go; batches of any size."""
+        rng = np.random.default_rng(4)
+        while not self.is_over():
+            layer = int(rng.integers(self.model.n_layers))
+            wanted = rng.integers(0, self.model.n_experts, 4).astype(np.int32)
+            victims = self.everything[rng.permutation(len(self.everything))]
+            utility = np.sort(rng.random(len(victims))).astype(np.float32)
+            assert 0 <= self.cache.demand(layer, wanted, victims, utility, 0.01) <= len(set(wanted.tolist()))
+            self.cache.set_batch(int(rng.integers(0, 5)))
+
     def read(self, seed: int) -> None:
         """Pins a few experts of a layer at a time, checks the bytes of those that are resident, lets go."""
         rng = np.random.default_rng(seed)
@@ -94,7 +106,7 @@ def stress(model: ExpertFile, seconds: float, *, device: str = "emulated", link_
     config = model.config(RATIO, device=device, link_bytes_per_s=link_bytes_per_s)
     with ExpertCache.open(config) as cache:
         state = Stress(model, cache, time.monotonic() + seconds)
-        jobs = [(state.plan,), (state.read, 2), (state.read, 3), (state.clear,)]
+        jobs = [(state.plan,), (state.demand,), (state.read, 2), (state.read, 3), (state.clear,)]
         threads = [threading.Thread(target=state.guard, args=job) for job in jobs]
         for thread in threads:
             thread.start()

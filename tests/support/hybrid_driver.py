@@ -9,10 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from moeedge import native
+from moeedge.native import Block, Capture
 from moeedge.native.cache import ExpertCache, PrefillPath
 from tests.support.hybrid import RandomPlans, hybrid_context
 from tests.support.stock import StockContext, transcript
@@ -46,17 +49,27 @@ def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
         raise failures[0]
 
 
+def load(cache: ExpertCache, block: Block) -> None:
+    """Loads on demand, as a published system would, whatever else moves."""
+    if block.ids is not None:
+        victims = np.argwhere(cache.residency() == 1).astype(np.int32)
+        cache.demand(block.layer, np.unique(block.ids), victims, np.zeros(len(victims), np.float32), 0.02)
+
+
 def exercise(path: Path, n_threads: int) -> None:
     """Transcripts on every prefill path while experts move; the cache attached, taken away, attached again."""
     with StockContext(path, n_ubatch=32) as stock:
         expected = transcript(stock)
     limit = TOLERANCE * np.abs(expected).max()
     with hybrid_context(path, 0.5, n_stage=8, n_ubatch=32, n_threads=n_threads) as (context, cache):
+        capture = Capture(native.newest_instance(), n_layers=1, n_embd=1, n_experts=1)
         with churn(cache, seed=n_threads):
             for i in range(N_ROUNDS):
                 cache.set_prefill(list(PrefillPath)[i % 3], 20)
+                capture.call(partial(load, cache) if i % 2 else None)
                 error = np.abs(transcript(context) - expected).max()
                 assert error < limit, f"{path.name}: {error:.3g}"
+                capture.raise_error()
                 context.trim(0)
                 cache.blocks()
         assert cache.stats().pairs_device > 0

@@ -14,8 +14,8 @@ import llama_cpp
 
 from moeedge import native
 from moeedge.errors import BackendError
-from moeedge.native import Claims
-from tests.support.sensed import sensed_context
+from moeedge.native import Block, Capture, Claims, Kept
+from tests.support.sensed import model_number, sensed_context
 from tests.support.stock import StockContext, transcript
 
 
@@ -23,9 +23,19 @@ def exercise(path: Path, claims: Claims, *, n_threads: int = 1) -> None:
     """A context's life: transcripts with the sensor read after each, threads and claims changed on the way."""
     context, sensor = sensed_context(path, claims, n_ubatch=32, n_threads=n_threads)
     with context:
+        keys = ("block_count", "embedding_length", "expert_count")
+        n_layers, n_embd, n_experts = (model_number(context, key) for key in keys)
+        capture = Capture(sensor.instance, n_layers=n_layers, n_embd=n_embd, n_experts=n_experts)
         for phase, change in enumerate((Claims.WHOLE, Claims.NONE, Claims.BLOCK), start=1):
             sensor.set_phase(phase)
+            capture.keep((Kept.INPUTS | Kept.PROBS, Kept.PROBS, Kept.NOTHING)[phase % 3])
+            capture.call(look if phase > 1 else None)
             transcript(context, seed=phase)
+            capture.raise_error()
+            if phase % 3 < 2:
+                captured = capture.kept(Kept.PROBS)
+                for layer, n_tokens in enumerate(captured.layer_tokens):
+                    assert captured.rows[layer, :n_tokens].sum() == captured.rows[layer, :n_tokens].sum()
             for frame in sensor.frames():
                 # every row that is defined, so that a view past its memory is touched
                 for layer, n_tokens in enumerate(frame.layer_tokens):
@@ -42,11 +52,19 @@ def exercise(path: Path, claims: Claims, *, n_threads: int = 1) -> None:
             except BackendError:
                 continue
             raise AssertionError("a bad argument was taken")
+        capture.keep(Kept.INPUTS)
+        capture.call(look)  # the context is freed with both
     try:
         sensor.read_counts()
     except BackendError:
         return
     raise AssertionError("a closed context was read")
+
+
+def look(block: Block) -> None:
+    """A hook that touches all it is given."""
+    assert block.ids is not None and (block.ids >= 0).all()
+    assert block.inputs is None or block.inputs.sum() == block.inputs.sum()
 
 
 def churn(path: Path, start: threading.Barrier) -> None:
@@ -64,6 +82,7 @@ def misuse() -> None:
     library = native.load()
     assert library.moeedge_instance_configure(0, 1, 1, 1, 1) < 0
     assert library.moeedge_instance_threads(-5) < 0
+    assert library.moeedge_instance_set_capture(0, 1, 1, 1, 1) < 0
     assert library.moeedge_set_default_claims(9) < 0
     library.ggml_backend_init.restype = ctypes.c_void_p
     assert library.ggml_backend_init()

@@ -9,15 +9,19 @@ from numpy.typing import NDArray
 
 from moeedge.engine.speculative import Counts
 from moeedge.engine.types import Phase
-from moeedge.native import Frame, Sensor
+from moeedge.native import Capture, Frame, Kept, Sensor
 from moeedge.scheduler.policy import Observation
 
 
 class Watcher:
-    """Reads the frames of one context beside others that read them, too."""
+    """Reads the frames of one context beside others that read them, too.
 
-    def __init__(self, sensor: Sensor) -> None:
+    scores: of the same context, where it keeps the routers' probabilities of small batches.
+    """
+
+    def __init__(self, sensor: Sensor, scores: Capture | None = None) -> None:
         self._sensor = sensor
+        self._scores = scores
         self._last_serial = 0
         self.skip()
 
@@ -39,7 +43,22 @@ class Watcher:
         ids, weights = None, None
         if len(frames) == 1 and frames[0].n_tokens == tokens.size:
             ids, weights = routing(frames[0])
-        return Observation(counts, tokens.size, n_accepted, tokens, ids, weights)
+        scores = self._router_scores(tokens.size) if ids is not None else None
+        return Observation(counts, tokens.size, n_accepted, tokens, ids, weights, router_scores=scores)
+
+    def _router_scores(self, n_tokens: int) -> NDArray[np.float32] | None:
+        """A copy [n_layers, n_tokens, n_experts]; None where they were not kept."""
+        if self._scores is None:
+            return None
+        captured = self._scores.kept(Kept.PROBS)
+        if n_tokens > captured.rows.shape[1] or not (np.isin(captured.layer_tokens, (0, n_tokens))).all():
+            return None
+        values = captured.rows[:, :n_tokens].copy()
+        values[captured.layer_tokens == 0] = 0.0
+        if values.min(initial=0.0) < 0.0:  # logits: this model makes probabilities of the chosen experts alone
+            values = np.exp(values - values.max(axis=-1, keepdims=True))
+            values /= values.sum(axis=-1, keepdims=True)
+        return np.asarray(values, dtype=np.float32)
 
     def prefill(self, counts: Counts, prompt: Sequence[int]) -> list[Observation]:
         """What the decoding of `prompt` told, in pieces of one graph; a long one's first pieces as one sum."""

@@ -10,8 +10,10 @@ from moeedge.engine import library
 from moeedge.engine.calibration import Calibration, calibrate
 from moeedge.engine.context import Context
 from moeedge.engine.expert_tensors import expert_tensors
+from moeedge.engine.placement.foresight import DraftForesight, open_draft_foresight, open_gate_foresight
 from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.placement.sizing import cache_budget, stage_slots
+from moeedge.engine.placement.within_step import WithinStep
 from moeedge.engine.types import EngineConfig, Phase, PlacementConfig
 from moeedge.engine.warm_up import CONTEXT_MIN
 from moeedge.errors import EngineError, InputError
@@ -19,12 +21,14 @@ from moeedge.hardware import rpc, vram
 from moeedge.hardware.budget import Budget
 from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.size import format_bytes
+from moeedge.native import Capture, Kept
 from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
 from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.policies import POLICIES, PolicyConfig, ignored_ablations, make_policy
-from moeedge.scheduler.policy import CacheShape
+from moeedge.scheduler.policy import CacheShape, Policy
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
+_BATCH = 64  # experts in one transfer, of a policy that asks for it: all of a layer's that a step brings
 _PATHS = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT, "stream": PrefillPath.STREAM}
 
 
@@ -113,6 +117,7 @@ class _Opening:
             n_stage=stage_slots(self.config.placement, self.device.kind, info.n_experts),
             emulated_threads=self._emulated_threads(),
             link_bytes_per_s=float(self.device.link_bytes_per_s),
+            link_latency_s=self.device.latency_us * 1e-6,
         )
         try:
             cache = stack.enter_context(ExpertCache.open(cache_config))
@@ -182,7 +187,11 @@ class _Opening:
         group, capacity, _ = cache.groups()
         shape = CacheShape(info.n_layers, info.n_experts, group, capacity)
         settings = PolicyConfig(
-            gamma=self.gamma, cap=wish.utility_cap, forgetting=wish.forgetting, ablations=wish.ablations
+            gamma=self.gamma,
+            cap=wish.utility_cap,
+            forgetting=wish.forgetting,
+            ablations=wish.ablations,
+            cutoff_layer=wish.execution.cutoff_layer,
         )
         calibration = calibrate(
             self.target,
@@ -195,6 +204,7 @@ class _Opening:
             emulated_threads=self._emulated_threads() if self.device.kind == "emulated" else 0,
             tell=self.tell,
         )
+        calibration = self._at_least_the_link(calibration, cache)
         self._describe(cache)
         prefill = wish.prefill if wish.prefill != "auto" else calibration.prefill_path if calibration else "cpu"
         cache.set_prefill(_PATHS[prefill], _PREFILL_TOKENS_MIN)
@@ -209,19 +219,84 @@ class _Opening:
                     "keeps it on, moeedge calibrate measures again."
                 )
                 return Opened(None, self.notes, calibration)
+        policy = make_policy(wish.policy, shape, settings)
+        within = self._within(cache, policy)
+        foresight = self._draft_foresight(policy)
+        batch = wish.execution.batch
+        cache.set_batch((_BATCH if policy.traits.batched_io else 0) if batch is None else batch)
         placement = ExpertPlacement(
             cache,
             sensor,
-            make_policy(wish.policy, shape, settings),
+            policy,
             device=self.device.label,
             cache_ratio=cache.info.n_slots / (info.n_expert_layers * info.n_experts),
             expert_layers=info.expert_layers,
             read_vram=lambda: self._memory(cache),
             give_note=self.give_note,
             on_lost=self._forget_worker,
+            scores=self._scores(policy),
+            within=within,
+            foresight=foresight,
+            vanilla=wish.execution.drafting == "vanilla",
         )
+        if within is not None:
+            self._target_capture().call(within)
+        if placement.drafting is not None and wish.execution.drafting == "vanilla":
+            self._draft_capture().call(placement.drafting.block)
         memory = self._memory(cache)
         return Opened(placement, self.notes, calibration, memory[0] if memory else None)
+
+    def _at_least_the_link(self, calibration: Calibration | None, cache: ExpertCache) -> Calibration | None:
+        """An emulated link makes good what a busy machine delayed, which a short measurement takes for speed."""
+        if (
+            calibration is None
+            or calibration.units is None
+            or not (self.device.link_bytes_per_s or self.device.latency_us)
+        ):
+            return calibration
+        expert_bytes = float(cache.groups()[2].mean())
+        link_s = expert_bytes / self.device.link_bytes_per_s if self.device.link_bytes_per_s else 0.0
+        floor_s = link_s + self.device.latency_us * 1e-6
+        units = calibration.units
+        return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
+
+    def _target_capture(self) -> Capture:
+        capture = self.target.watch()
+        assert capture is not None  # it has a sensor
+        return capture
+
+    def _draft_capture(self) -> Capture:
+        capture = self.draft.watch() if self.draft is not None else None
+        assert capture is not None  # foresight was opened on it
+        return capture
+
+    def _scores(self, policy: Policy) -> Capture | None:
+        """Where the routers' probabilities are kept for a policy that needs them."""
+        if "router-scores" not in policy.needs:
+            return None
+        capture = self._target_capture()
+        capture.keep(Kept.PROBS)
+        return capture
+
+    def _within(self, cache: ExpertCache, policy: Policy) -> WithinStep | None:
+        """What is to happen between the layers of a verification, if anything."""
+        gate = None
+        if "block-inputs" in policy.needs:
+            gate, why_not = open_gate_foresight(self.target)
+            if gate is None:
+                self.notes.append(f"The policy {policy.name} foretells nothing here: {why_not}.")
+        load_misses = self.config.placement.execution.misses == "load"
+        within = WithinStep(cache, policy, gate=gate, load_misses=load_misses)
+        return within if within.is_needed else None
+
+    def _draft_foresight(self, policy: Policy) -> DraftForesight | None:
+        """What is foretold while the draft works, for a policy that needs it."""
+        if "draft-inputs" not in policy.needs or self.config.placement.execution.drafting == "off":
+            return None
+        foresight, why_not = open_draft_foresight(self.target, self.draft)
+        if foresight is None:
+            self.notes.append(f"The policy {policy.name} foretells nothing here: {why_not}.")
+        return foresight
 
     def _unmeasured(self) -> str:
         """Why nothing is known of this machine, and what follows."""

@@ -10,13 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.placement.counters import Counters
+from moeedge.engine.placement.drafting import Drafting
+from moeedge.engine.placement.foresight import DraftForesight
 from moeedge.engine.placement.observing import Watcher
+from moeedge.engine.placement.within_step import WithinStep
 from moeedge.engine.speculative import Counts
 from moeedge.engine.types import PlacementStats, StepRecord
 from moeedge.errors import BackendError, MoeedgeError
-from moeedge.native import Sensor
+from moeedge.native import Capture, Sensor
 from moeedge.native.cache import ExpertCache
-from moeedge.scheduler.policy import Plan, Policy
+from moeedge.scheduler.policy import Hints, Plan, Policy
 
 _STEPS_BETWEEN_BLOCKS = 32  # the native ring holds 4096 block records: 85 steps of 48 layers
 _FLIGHT_S = 5.0  # more than the experts on their way take on any link
@@ -28,6 +31,9 @@ class ExpertPlacement:
     read_vram: used and total bytes of the device, None where nobody knows.
     give_note: called with a sentence when something that was on goes off: a lost device, blocks not understood.
     on_lost: called once when the device is lost.
+    scores: where the routers' probabilities are kept, for a policy that needs them.
+    within: called before each block of the target. foresight: of the draft's hidden states.
+    vanilla: drafting waits for what is foretold, layer by layer.
     """
 
     def __init__(
@@ -42,6 +48,10 @@ class ExpertPlacement:
         read_vram: Callable[[], tuple[int, int] | None],
         give_note: Callable[[str], None],
         on_lost: Callable[[], None] = lambda: None,
+        scores: Capture | None = None,
+        within: WithinStep | None = None,
+        foresight: DraftForesight | None = None,
+        vanilla: bool = False,
     ) -> None:
         self.cache = cache
         self.policy = policy
@@ -52,7 +62,11 @@ class ExpertPlacement:
         self._read_vram = read_vram
         self._give_note = give_note
         self._on_lost = on_lost
-        self._watcher = Watcher(sensor)
+        self._watcher = Watcher(sensor, scores)
+        self.within = within
+        self.drafting: Drafting | None = None
+        if foresight is not None:
+            self.drafting = Drafting(foresight, self._replan_and_push, cache.drain, vanilla=vanilla)
         self._counters = Counters(cache.stats())
         self._plan: Plan | None = None  # not given to the mover yet
         self._tau: NDArray[np.float32] | None = None  # of the plan that the mover was given last, per layer
@@ -74,21 +88,40 @@ class ExpertPlacement:
             self.cache.attach(self._sensor)
             self._watcher.skip()
             self._attached = True
+            self._switch()
 
     def detach(self) -> None:
         """Lets the target compute as without a cache; what lies on the device stays there."""
         if self._attached:
             self.cache.detach()
             self._attached = False
+            self._switch()
+
+    def _switch(self) -> None:
+        """What acts between layers and draft tokens does so only while plans are made."""
+        for part in (self.within, self.drafting):
+            if part is not None:
+                part.on = self.active
+
+    def drafted(self, tokens: Sequence[int]) -> None:
+        """The draft goes on behind `tokens`: what is foretold by now moves meanwhile."""
+        if self.drafting is not None and self.active:
+            start_s = time.perf_counter()
+            self._in_step = True
+            self.drafting.token(tokens)
+            self._took(start_s)
 
     def anticipate(self, tokens: Sequence[int]) -> None:
         """Plans for the whole batch that is verified next, and starts the transfers."""
         if self.active and len(tokens) > 1:  # for a single one `schedule` has planned
             start_s = time.perf_counter()
             self._in_step = True
-            self._replan(tokens)
-            self._push()
+            self._replan_and_push(tokens, self.drafting.end() if self.drafting is not None else None)
             self._took(start_s)
+
+    def _replan_and_push(self, tokens: Sequence[int], hints: Hints | None) -> None:
+        self._replan(tokens, hints)
+        self._push()
 
     def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
         """Tells the policy what `batch` activated and plans for the token that comes next."""
@@ -101,11 +134,15 @@ class ExpertPlacement:
         self._look_for_trouble()
         if not self._lost:
             if record.n_verified:
-                self.policy.observe(self._watcher.verification(counts, batch, record.n_accepted))
+                observation = self._watcher.verification(counts, batch, record.n_accepted)
+                self.policy.observe(observation)
+                self._judge(observation.ids)
             else:
                 for piece in self._watcher.prefill(counts, batch):
                     self.policy.observe(piece)
             self._replan(record.tokens[-1:])
+            if self.drafting is not None:
+                self.drafting.begin()
         if self._counters.steps % _STEPS_BETWEEN_BLOCKS == 0:
             self._counters.take_blocks(self.cache.blocks())
         self._took(start_s)
@@ -122,8 +159,22 @@ class ExpertPlacement:
         if self._in_step:
             self._counters.add_schedule(time.perf_counter() - start_s)
 
-    def _replan(self, upcoming: Sequence[int]) -> None:
-        self._plan = self.policy.plan(self.cache.residency(), upcoming)
+    def _replan(self, upcoming: Sequence[int], hints: Hints | None = None) -> None:
+        self._plan = self.policy.plan(self.cache.residency(), upcoming, hints)
+
+    def _judge(self, ids: NDArray[np.int32] | None) -> None:
+        """Compares what was foretold of a batch with what it used."""
+        if ids is not None and self.drafting is not None:
+            self.drafting.foresight.judge(ids)
+        if ids is not None and self.within is not None and self.within.gate is not None:
+            self.within.gate.judge(ids)
+
+    @property
+    def foretold_share(self) -> float | None:
+        """Share of the experts foretold from hidden states that were used; None where nothing was foretold."""
+        gate = self.within.gate if self.within is not None else None
+        told = self.drafting.foresight if self.drafting is not None else gate
+        return told.accuracy.share if told is not None else None
 
     def _push(self) -> None:
         plan, self._plan = self._plan, None
@@ -137,6 +188,7 @@ class ExpertPlacement:
         if lost and not self._lost:
             self._lost = True
             self._plan = None
+            self._switch()
             self._on_lost()
             self._give_note(f"The device {self.device} is lost: all experts are computed on the CPU from here on.")
         if n_unknown and not self._told_unknown and not self._lost:

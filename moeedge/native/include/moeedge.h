@@ -62,6 +62,33 @@ struct moeedge_frame {
     const float   * weights;      // [n_layers, n_tokens, n_used] router weights, NaN where the graph hides them
 };
 
+// what a context's small graphs (of at most 32 tokens) leave behind when they are done; a sum of these
+enum moeedge_capture {
+    MOEEDGE_CAPTURE_NONE   = 0,
+    MOEEDGE_CAPTURE_INPUTS = 1, // what each layer's router reads; in a dense layer, what its FFN reads
+    MOEEDGE_CAPTURE_PROBS  = 2, // what the router makes of it: a value per expert, not normalised where the model does not
+};
+
+// of the newest small graph; the arrays live in the instance and are overwritten by the next one
+struct moeedge_captured {
+    int64_t         serial;       // 1, 2, ... per instance; 0: nothing yet
+    int32_t         n_layers;
+    int32_t         stride;       // rows from one layer to the next
+    int32_t         width;        // values per row: n_embd, or experts
+    const int32_t * layer_tokens; // [n_layers] rows; 0: nothing is known of the layer
+    const float *   rows;         // [n_layers, stride, width]
+};
+
+// a MoE block whose experts are computed next (in a dense model: the FFN); valid during the call
+struct moeedge_block {
+    int32_t         layer, phase, n_tokens, n_used, n_embd;
+    const int32_t * ids;   // [n_tokens, n_used] the chosen experts; null in a dense model
+    const float *   input; // [n_tokens, n_embd] what the router read; null where it is not known
+};
+
+// called by the thread that decodes
+typedef void (*moeedge_block_hook)(void * user, const struct moeedge_block * block);
+
 struct moeedge_stats {
     int64_t graphs;     // graphs (or graph parts) computed
     int64_t blocks;     // MoE blocks seen
@@ -72,6 +99,10 @@ struct moeedge_stats {
 MOEEDGE_API const char * moeedge_ggml_version(void);        // compiled against
 MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python, compiled against
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
+
+// of this header: structures and functions as a caller was written for
+#define MOEEDGE_ABI_VERSION 3
+MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; calling it again does nothing
 MOEEDGE_API int moeedge_register(void);
@@ -93,6 +124,13 @@ MOEEDGE_API int moeedge_instance_read_counts(int64_t id, uint32_t * out);
 // frames with serial > after, oldest first, at most n_max; returns how many
 MOEEDGE_API int moeedge_instance_frames(int64_t id, int64_t after, struct moeedge_frame * out, int n_max);
 MOEEDGE_API int moeedge_instance_stats(int64_t id, struct moeedge_stats * out);
+// what to keep of small graphs, a sum of moeedge_capture; n_embd and n_experts are the model's. Like a hook, it needs claims,
+// and takes effect with the next graph that llama.cpp builds
+MOEEDGE_API int moeedge_instance_set_capture(int64_t id, int what, int n_layers, int n_embd, int n_experts);
+// one kind of what is kept
+MOEEDGE_API int moeedge_instance_captured(int64_t id, int what, struct moeedge_captured * out);
+// calls the hook before each block of small batches that are no prompts; null: none. It may use caches, and must not decode
+MOEEDGE_API int moeedge_instance_set_hook(int64_t id, moeedge_block_hook hook, void * user);
 // threads that the instance's context asked for last
 MOEEDGE_API int moeedge_instance_threads(int64_t id);
 
@@ -121,6 +159,7 @@ struct moeedge_cache_config {
     int32_t              n_tensors;
     double               ratio;            // share of all experts that get a slot, 0..1
     int32_t              n_stage;          // extra slots per group, for streaming prefill
+    double               link_latency_s;   // what each of the emulated device's transfers takes besides; 0: nothing
 };
 
 struct moeedge_cache_info {
@@ -198,6 +237,14 @@ MOEEDGE_API int moeedge_cache_residency(int64_t cache, uint8_t * out);
 MOEEDGE_API int moeedge_cache_get_stats(int64_t cache, struct moeedge_cache_stats * out);
 // records with serial > after among the newest 4096, oldest first, at most n_max; returns how many
 MOEEDGE_API int moeedge_cache_blocks(int64_t cache, int64_t after, struct moeedge_block_record * out, int n_max);
+// Puts those of the experts [n] of a layer that are absent in front of the queue and waits for them. None of the experts is
+// evicted for another one, the victims [n_victims, 2] may be, beside those of the plan. Returns how many are resident in the
+// end: not all where there is no room or no time for them
+MOEEDGE_API int moeedge_cache_demand(int64_t cache, int layer, const int32_t * experts, int n, const int32_t * victims,
+                                     const float * victim_utility, int n_victims, double timeout_s);
+// how many experts of a layer go in one transfer at most. 0, as at first: each by itself, as many under way as the device
+// takes; 1: each by itself, waited for before the next
+MOEEDGE_API int moeedge_cache_set_batch(int64_t cache, int n_experts);
 // waits until nothing can be moved any more: the queue is empty or waits for a victim, and nothing is in flight
 MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 // empties queue and slots; waits for what is in flight or in use

@@ -30,6 +30,10 @@ int moeedge_backend_api_version(void) {
     return GGML_BACKEND_API_VERSION;
 }
 
+int moeedge_abi_version(void) {
+    return MOEEDGE_ABI_VERSION;
+}
+
 int moeedge_register(void) {
     if (!ggml_matches()) {
         return MOEEDGE_VERSION_MISMATCH;
@@ -78,6 +82,9 @@ int moeedge_instance_set_phase(int64_t id, int phase) {
     self->phase = phase;
     if (self->sense) {
         self->sense->end_frame();
+    }
+    if (self->capture) {
+        self->capture->end_frame();
     }
     return MOEEDGE_OK;
 }

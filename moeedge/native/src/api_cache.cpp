@@ -144,6 +144,32 @@ int moeedge_cache_plan(int64_t id, const int32_t * uploads, const uint8_t * leve
     }
 }
 
+int moeedge_cache_demand(int64_t id, int layer, const int32_t * experts, int n, const int32_t * victims,
+                         const float * victim_utility, int n_victims, double timeout_s) {
+    const auto cache = find(id);
+    if (!cache) {
+        return no_cache();
+    }
+    try {
+        const int status = cache->demand(layer, experts, n, victims, victim_utility, n_victims, timeout_s);
+        return explained(status, *cache, "The demand names an expert that the model does not have.");
+    } catch (const std::bad_alloc &) {
+        return fail(MOEEDGE_OUT_OF_MEMORY, "There is no memory for the demand.");
+    }
+}
+
+int moeedge_cache_set_batch(int64_t id, int n_experts) {
+    const auto cache = find(id);
+    if (!cache) {
+        return no_cache();
+    }
+    if (n_experts < 0) {
+        return fail(MOEEDGE_BAD_ARGUMENT, "No transfer has fewer than no experts.");
+    }
+    cache->set_batch(n_experts);
+    return MOEEDGE_OK;
+}
+
 int moeedge_cache_residency(int64_t id, uint8_t * out) {
     const auto cache = find(id);
     if (!cache) {

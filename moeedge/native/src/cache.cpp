@@ -28,7 +28,8 @@ namespace {
 bool is_valid(const moeedge_cache_config & config) {
     const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
     // a comparison with NaN is false
-    const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0;
+    const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0 &&
+                            config.link_latency_s >= 0.0;
     return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0;
 }
 
@@ -126,6 +127,7 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
     }
     core->table.reset(new residency_table(core->layout, capacity));
     core->link_bytes_per_s = core->device->is_emulated ? config.link_bytes_per_s : 0.0;
+    core->link_latency_s   = core->device->is_emulated ? config.link_latency_s : 0.0;
     core->device->loss->on_lost([weak = std::weak_ptr<cache_core>(core)] {
         if (auto live = weak.lock()) {
             live->table->stop();
@@ -293,6 +295,16 @@ int expert_cache::plan(const int32_t * uploads, const uint8_t * levels, int n_up
                        const float * utility, int n_victims) {
     const bool is_taken = self->core->table->plan(uploads, levels, n_uploads, victims, utility, n_victims);
     return is_taken ? MOEEDGE_OK : MOEEDGE_BAD_ARGUMENT;
+}
+
+int expert_cache::demand(int layer, const int32_t * experts, int n, const int32_t * victims, const float * utility,
+                         int n_victims, double timeout_s) {
+    const int n_resident = self->core->table->demand(layer, experts, n, victims, utility, n_victims, timeout_s);
+    return n_resident < 0 ? MOEEDGE_BAD_ARGUMENT : n_resident;
+}
+
+void expert_cache::set_batch(int n_experts) {
+    self->core->batch.store(n_experts);
 }
 
 void expert_cache::copy_residency(uint8_t * out) const {

@@ -83,6 +83,10 @@ class expert_cache {
 
     void get_info(moeedge_cache_info & out) const;
     void get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
+    // or a moeedge_status
+    int  demand(int layer, const int32_t * experts, int n, const int32_t * victims, const float * utility, int n_victims,
+                double timeout_s);
+    void set_batch(int n_experts);
     int  plan(const int32_t * uploads, const uint8_t * levels, int n_uploads, const int32_t * victims,
               const float * utility, int n_victims);
     void copy_residency(uint8_t * out) const;

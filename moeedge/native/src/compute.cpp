@@ -1,6 +1,7 @@
 #include "compute.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "ggml-impl.h"
 #include "instance.h"
@@ -20,16 +21,37 @@ static bool is_read_after(const std::vector<moe_block> & blocks) {
     return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_read_after;
 }
 
+// whether somebody wants to know what routers read
+static bool is_watched(const instance * self) {
+    return self->capture || self->hook;
+}
+
+static bool is_small(const std::vector<block_input> & inputs) {
+    return !inputs.empty() && inputs.front().n_tokens <= input_capture::n_tokens_max;
+}
+
 void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
-    if (!self->sense || graph->n_nodes == 0) {
-        return;
-    }
-    std::vector<moe_block> blocks;
-    find_blocks(graph, blocks);
-    if (!is_read_after(blocks)) {
+    if (graph->n_nodes == 0) {
         return;
     }
     ggml_tensor * last = graph->nodes[graph->n_nodes - 1];
+    if (is_watched(self)) {
+        std::vector<block_input> inputs;
+        find_inputs(graph, inputs);
+        for (const block_input & found : is_small(inputs) ? inputs : std::vector<block_input>()) {
+            params->add_alloc_dep(params->user_data, found.input, last);
+            if (found.probs) {
+                params->add_alloc_dep(params->user_data, found.probs, last);
+            }
+        }
+    }
+    std::vector<moe_block> blocks;
+    if (self->sense) {
+        find_blocks(graph, blocks);
+    }
+    if (!is_read_after(blocks)) {
+        return;
+    }
     for (const moe_block & block : blocks) {
         params->add_alloc_dep(params->user_data, block.ids, last);
         if (block.weights) {
@@ -39,6 +61,9 @@ void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_opt
 }
 
 static void sense_block(instance * self, const moe_block & block) {
+    if (!self->sense) {
+        return;
+    }
     self->sense->observe(block.layer, self->phase, block.ids, block.weights);
     self->stats.blocks++;
 }
@@ -100,6 +125,10 @@ static parsed_graph & parse_graph(instance * self, const ggml_cgraph * graph) {
     }
     find_blocks(graph, found.blocks);
     found.placed.clear();
+    found.inputs.clear();
+    if (is_watched(self)) {
+        find_inputs(graph, found.inputs);
+    }
     if (!self->hybrid) {
         return found;
     }
@@ -124,22 +153,76 @@ static enum ggml_status compute_part(instance * self, const ggml_cgraph * graph,
     return ggml_backend_graph_compute(self->cpu, &part);
 }
 
-// Stops the graph before the experts of each block in question, gives the block to the executor, goes on behind it. Here
-// is also where budgets and predictors will act: the chosen experts' ids and the block's input are in host memory, and a
-// stop before top-k would see the router's probabilities.
-static enum ggml_status compute_hybrid(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph, bool sense_here) {
-    hybrid_executor & hybrid    = *self->hybrid;
-    const int         n_min     = self->cache->prefill_tokens_min.load(std::memory_order_relaxed);
-    const bool        is_stream = self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_STREAM;
+// Tells the hook of a block (of a dense layer, if `block` is null) whose experts are computed next.
+static void call_hook(instance * self, const moe_block * block, const block_input * found) {
+    moeedge_block about = {};
+    about.phase         = self->phase;
+    about.layer         = block ? block->layer : found->layer;
+    if (found) {
+        const ggml_tensor * x = found->input;
+        about.n_tokens        = (int32_t) found->n_tokens;
+        about.n_embd          = (int32_t) x->ne[0];
+        self->hook_input.resize(ggml_nelements(x));
+        for (int64_t t = 0; t < found->n_tokens; t++) {
+            std::memcpy(&self->hook_input[t * x->ne[0]], (const char *) x->data + t * found->stride, x->ne[0] * sizeof(float));
+        }
+        about.input = self->hook_input.data();
+    }
+    if (block) {
+        const ggml_tensor * ids = block->ids;
+        about.n_used            = (int32_t) ids->ne[0];
+        about.n_tokens          = (int32_t) ids->ne[1];
+        self->hook_ids.resize(ggml_nelements(ids));
+        for (int64_t t = 0; t < ids->ne[1]; t++) {
+            for (int64_t i = 0; i < ids->ne[0]; i++) {
+                self->hook_ids[t * ids->ne[0] + i] = *(const int32_t *) ((const char *) ids->data + t * ids->nb[1] + i * ids->nb[0]);
+            }
+        }
+        about.ids = self->hook_ids.data();
+    }
+    self->hook(self->hook_user, &about);
+}
+
+static const block_input * input_of(const parsed_graph & parsed, const moe_block & block) {
+    for (const block_input & found : parsed.inputs) {
+        if (found.layer == block.layer && found.n_tokens == block.ids->ne[1]) {
+            return &found;
+        }
+    }
+    return nullptr;
+}
+
+// which ways a graph is taken
+struct graph_paths {
+    bool is_hybrid;  // the executor gets the blocks
+    bool has_hook;   // and somebody is told of each before
+    bool sense_here; // ids do not outlive the block
+};
+
+// Stops the graph before the experts of each block in question, tells the hook, gives the block to the executor, goes on
+// behind it. The chosen experts' ids and what the router read are in host memory there.
+static enum ggml_status compute_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph,
+                                         const graph_paths & paths) {
+    hybrid_executor * hybrid    = paths.is_hybrid ? self->hybrid.get() : nullptr;
+    const int         n_min     = hybrid ? self->cache->prefill_tokens_min.load(std::memory_order_relaxed) : 0;
+    const bool        is_stream = hybrid && self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_STREAM;
     int               i_from    = 0;
     self->is_split.assign(parsed.blocks.size(), false);
     for (size_t b = 0; b < parsed.blocks.size(); b++) {
-        const moe_block &    block       = parsed.blocks[b];
-        const placed_chain & placed      = parsed.placed[b];
-        const bool           is_streamed = is_stream && placed.group >= 0 && block.ids->ne[1] >= n_min;
-        const bool           is_split    = is_streamed || (placed.group >= 0 && self->cache->has_resident(block.layer));
-        self->is_split[b]              = is_split;
-        if (!is_split && !sense_here) {
+        const moe_block &    block  = parsed.blocks[b];
+        const placed_chain * placed = hybrid && parsed.placed[b].group >= 0 ? &parsed.placed[b] : nullptr;
+        if (paths.has_hook) {
+            const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+            i_from = block.i_first;
+            call_hook(self, &block, input_of(parsed, block));
+        }
+        const bool is_streamed = is_stream && placed && block.ids->ne[1] >= n_min;
+        const bool is_split    = is_streamed || (placed && self->cache->has_resident(block.layer));
+        self->is_split[b]      = is_split;
+        if (!is_split && !paths.sense_here) {
             continue;
         }
         const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
@@ -147,22 +230,36 @@ static enum ggml_status compute_hybrid(instance * self, const parsed_graph & par
             return status;
         }
         i_from = block.i_first;
-        if (sense_here) {
+        if (paths.sense_here) {
             const int64_t begin_ns = now_ns();
             sense_block(self, block);
-            if (!is_split && placed.group >= 0) {
-                hybrid.record_whole(placed.chain, self->phase); // its ids do not outlive the graph
+            if (!is_split && placed) {
+                hybrid->record_whole(placed->chain, self->phase); // its ids do not outlive the graph
             }
             self->stats.sense_ns += now_ns() - begin_ns;
         }
         if (!is_split || self->cache->lost()) {
             continue;
         }
-        switch (is_streamed ? hybrid.compute_streamed(placed, self->phase) : hybrid.compute(placed, self->phase)) {
+        switch (is_streamed ? hybrid->compute_streamed(*placed, self->phase) : hybrid->compute(*placed, self->phase)) {
             case hybrid_executor::outcome::whole:   break;
-            case hybrid_executor::outcome::done:    i_from = placed.chain.i_end; break;
-            case hybrid_executor::outcome::aborted: return hybrid.status();
+            case hybrid_executor::outcome::done:    i_from = placed->chain.i_end; break;
+            case hybrid_executor::outcome::aborted: return hybrid->status();
         }
+    }
+    return compute_part(self, graph, i_from, graph->n_nodes);
+}
+
+// stops a dense model's graph before each FFN to tell the hook
+static enum ggml_status compute_dense_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph) {
+    int i_from = 0;
+    for (const block_input & found : parsed.inputs) {
+        const enum ggml_status status = compute_part(self, graph, i_from, found.i_node);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        i_from = found.i_node;
+        call_hook(self, nullptr, &found);
     }
     return compute_part(self, graph, i_from, graph->n_nodes);
 }
@@ -187,19 +284,31 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
                             parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
     const bool is_hybrid = !has_gone && !parsed.blocks.empty() &&
                            (!is_prompt || self->cache->prefill_path.load() != MOEEDGE_PREFILL_CPU);
+    const bool has_hook = self->hook && self->phase != MOEEDGE_PHASE_PREFILL && is_small(parsed.inputs);
     self->stats.sense_ns += now_ns() - begin_ns;
     if (!is_after && !is_hybrid) {
         ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
         return ggml_backend_graph_compute(self->cpu, &extended);
     }
-    const enum ggml_status status = is_hybrid ? compute_hybrid(self, parsed, graph, /* sense_here = */ !is_after) :
-                                                ggml_backend_graph_compute(self->cpu, graph);
+    enum ggml_status status;
+    if (has_hook && parsed.blocks.empty()) {
+        status = compute_dense_in_parts(self, parsed, graph);
+    } else if (has_hook || is_hybrid) {
+        status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after });
+    } else {
+        status = ggml_backend_graph_compute(self->cpu, graph);
+    }
     if (status != GGML_STATUS_SUCCESS || !is_after) {
         return status;
     }
     begin_ns = now_ns();
     for (const moe_block & block : parsed.blocks) {
         sense_block(self, block);
+    }
+    if (self->capture && is_small(parsed.inputs)) {
+        for (const block_input & found : parsed.inputs) {
+            self->capture->take(found);
+        }
     }
     if (is_hybrid) {
         record_whole_blocks(self, parsed);
@@ -210,8 +319,8 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
 
 enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
     const int64_t          begin_ns = now_ns();
-    const enum ggml_status status =
-        self->sense ? compute_and_sense(self, graph) : ggml_backend_graph_compute(self->cpu, graph);
+    const enum ggml_status status   = self->sense || is_watched(self) ? compute_and_sense(self, graph) :
+                                                                        ggml_backend_graph_compute(self->cpu, graph);
     self->stats.graphs++;
     self->stats.compute_ns += now_ns() - begin_ns;
     return status;

@@ -12,8 +12,10 @@
 
 #include "blocks.h"
 #include "cache.h"
+#include "capture.h"
 #include "ggml-backend-impl.h"
 #include "hybrid.h"
+#include "inputs.h"
 #include "sensor.h"
 
 namespace moeedge {
@@ -22,6 +24,7 @@ namespace moeedge {
 struct parsed_graph {
     std::vector<moe_block>    blocks;
     std::vector<placed_chain> placed; // one per block while a cache is attached
+    std::vector<block_input>  inputs; // while somebody wants to know
 };
 
 struct instance {
@@ -39,6 +42,10 @@ struct instance {
     std::unique_ptr<sensor> sense; // null until configured
     moeedge_stats           stats = {};
 
+    std::unique_ptr<input_capture> capture; // null: nothing is kept
+    moeedge_block_hook             hook      = nullptr;
+    void *                         hook_user = nullptr;
+
     std::shared_ptr<expert_cache>    cache;  // null: everything on the CPU
     std::unique_ptr<hybrid_executor> hybrid; // of the cache
 
@@ -53,6 +60,8 @@ struct instance {
     std::vector<probe>         probes; // user data of the sensor's nodes
     std::vector<ggml_tensor *> nodes;
     std::vector<uint8_t>       arena; // the sensor's nodes
+    std::vector<int32_t>       hook_ids;
+    std::vector<float>         hook_input;
 };
 
 // live instances, guarded by a mutex; the only global state

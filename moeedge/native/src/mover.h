@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <thread>
 
@@ -20,6 +21,8 @@ struct cache_core {
     std::unique_ptr<uploader>        moving;    // the mover's
     std::unique_ptr<uploader>        streaming; // for staging slots; null if there are none
     double                           link_bytes_per_s = 0;
+    double                           link_latency_s   = 0;
+    std::atomic<int>                 batch{ 0 }; // see moeedge_cache_set_batch
     bool                             is_moved         = false; // the mover has ended; see device_loss::wait
 };
 

@@ -82,6 +82,72 @@ bool residency_table::plan(const int32_t * uploads, const uint8_t * levels, int 
     return true;
 }
 
+// takes entries off the lists of what may go
+void residency_table::spare(group_state & group, const std::vector<int32_t> & entries) {
+    const auto is_spared = [&entries](const victim & each) {
+        return std::find(entries.begin(), entries.end(), each.entry) != entries.end();
+    };
+    group.victims.erase(std::remove_if(group.victims.begin(), group.victims.end(), is_spared), group.victims.end());
+    group.deferred.erase(std::remove_if(group.deferred.begin(), group.deferred.end(), is_spared), group.deferred.end());
+    std::make_heap(group.victims.begin(), group.victims.end());
+}
+
+// above every level of a plan
+static constexpr uint8_t level_of_demands = UINT8_MAX;
+
+int residency_table::demand(int layer, const int32_t * experts, int n, const int32_t * victims, const float * utility,
+                            int n_victims, double timeout_s) {
+    std::vector<int32_t> wanted;
+    for (int i = 0; i < n; i++) {
+        const int32_t pair[]  = { layer, experts[i] };
+        const int32_t entry   = entry_of(pair);
+        const bool    is_new  = std::find(wanted.begin(), wanted.end(), entry) == wanted.end();
+        if (entry < 0) {
+            return -1;
+        }
+        if (is_new) {
+            wanted.push_back(entry);
+        }
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto                   is_there = [this](int32_t entry) { return state[entry] == resident; };
+    if (wanted.empty() || std::all_of(wanted.begin(), wanted.end(), is_there)) {
+        return (int) wanted.size();
+    }
+    group_state & group = groups[group_of[layer]];
+    for (int i = 0; i < n_victims; i++) {
+        const int32_t entry = entry_of(&victims[2 * i]);
+        if (entry < 0) {
+            return -1;
+        }
+        if (group_of[layer_of(entry)] == group_of[layer]) {
+            group.victims.push_back({ entry, std::isnan(utility[i]) ? INFINITY : utility[i], i });
+        }
+    }
+    spare(group, wanted);
+    group.deferred.reserve(group.deferred.size() + group.victims.size());
+    group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
+    group.head = 0;
+    std::vector<queued> first;
+    for (const int32_t entry : wanted) {
+        if (state[entry] == absent) {
+            first.push_back({ entry, level_of_demands });
+        }
+    }
+    group.queue.insert(group.queue.begin(), first.begin(), first.end());
+    is_resting = false;
+    ready_ns   = now_ns();
+    work.notify_one();
+    n_demands++;
+    const auto timeout = std::chrono::duration<double>(std::min(timeout_s, 1e9));
+    rest.wait_for(lock, timeout, [&] {
+        const bool is_over = is_resting && n_in_flight == 0; // the mover has found no room for more
+        return is_stopped || is_over || std::all_of(wanted.begin(), wanted.end(), is_there);
+    });
+    n_demands--;
+    return (int) std::count_if(wanted.begin(), wanted.end(), is_there);
+}
+
 // what is queued still and not asked for by the plan under way
 void residency_table::cancel_queue(group_state & group) {
     for (; group.head < group.queue.size(); group.head++) {

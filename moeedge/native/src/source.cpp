@@ -66,6 +66,16 @@ bool expert_source::read(int layer, int role, int expert, size_t begin, size_t s
     return true;
 }
 
+bool expert_source::is_dense(int layer) const {
+    const expert_group & group = layout->groups[layout->group_of[layer]];
+    for (size_t r = 0; r < group.roles.size(); r++) {
+        if (layout->slices[layer][r].stride != (int64_t) group.roles[r].bytes) {
+            return false;
+        }
+    }
+    return true;
+}
+
 void expert_source::announce(int layer, int expert) const {
 #if defined(POSIX_FADV_WILLNEED)
     const expert_group & group = layout->groups[layout->group_of[layer]];

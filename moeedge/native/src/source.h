@@ -23,8 +23,11 @@ class expert_source {
     // opens the files and checks that they hold all of the layout; false with the reason in `error`
     bool open(const moeedge_cache_config & config, const expert_layout & layout, std::string & error);
 
-    // `size` bytes of an expert's role from byte `begin` on; false where the file cannot be read
+    // `size` bytes of an expert's role from byte `begin` on, into the experts behind it where they are longer; false where the
+    // file cannot be read
     bool read(int layer, int role, int expert, size_t begin, size_t size, void * out) const;
+    // whether an expert's bytes are followed by the next one's, in every role
+    bool is_dense(int layer) const;
     // asks the system to have an expert's bytes at hand soon; does not wait
     void announce(int layer, int expert) const;
 

@@ -85,11 +85,18 @@ void residency_table::restore_deferred(group_state & group, int32_t freed) {
 
 // the mover
 
-residency_table::found residency_table::take(upload & out, bool may_wait) {
+residency_table::found residency_table::take(std::vector<upload> & out, int n_max, bool may_wait) {
     std::unique_lock<std::mutex> lock(mutex);
+    out.clear();
     while (!is_stopped) {
         if (group_state * group = next_group()) {
-            start(*group, out);
+            out.push_back(start(*group));
+            const int layer = out.front().what.layer;
+            while ((int) out.size() < n_max && skip_to_absent(*group) && layer_of(group->queue[group->head].entry) == layer &&
+                   find_room(*group)) {
+                out.push_back(start(*group));
+            }
+            pair_in_order(out);
             return found::upload;
         }
         if (!may_wait) {
@@ -100,6 +107,23 @@ residency_table::found residency_table::take(upload & out, bool may_wait) {
         work.wait(lock);
     }
     return found::stopped;
+}
+
+// Neighbours in the file that become neighbours on the device can go in one piece.
+void residency_table::pair_in_order(std::vector<upload> & uploads) {
+    if (uploads.size() < 2) {
+        return;
+    }
+    std::vector<int> slots;
+    for (const upload & each : uploads) {
+        slots.push_back(each.slot);
+    }
+    std::sort(slots.begin(), slots.end());
+    std::sort(uploads.begin(), uploads.end(), [](const upload & a, const upload & b) { return a.what.expert < b.what.expert; });
+    for (size_t i = 0; i < uploads.size(); i++) {
+        uploads[i].slot = slots[i];
+        slot[(size_t) uploads[i].what.layer * n_experts + uploads[i].what.expert] = slots[i];
+    }
 }
 
 // the group whose first upload comes first among those that have room: by level, then by layer
@@ -144,7 +168,7 @@ bool residency_table::find_room(group_state & group) {
     return false;
 }
 
-void residency_table::start(group_state & group, upload & out) {
+upload residency_table::start(group_state & group) {
     if (group.free.empty()) {
         const int32_t entry = group.victims.front().entry;
         std::pop_heap(group.victims.begin(), group.victims.end());
@@ -153,7 +177,7 @@ void residency_table::start(group_state & group, upload & out) {
     }
     const size_t  i_ahead = group.head + n_uploads_ahead;
     const int32_t entry   = group.queue[group.head++].entry;
-    out = { id_of(entry), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
+    upload        out   = { id_of(entry), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
     if (i_ahead < group.queue.size()) {
         out.ahead = id_of(group.queue[i_ahead].entry);
     }
@@ -163,6 +187,7 @@ void residency_table::start(group_state & group, upload & out) {
     if (n_in_flight++ == 0) {
         busy_from_ns = now_ns();
     }
+    return out;
 }
 
 void residency_table::evict(group_state & group, int32_t entry) {
@@ -193,6 +218,8 @@ void residency_table::finish(const upload & done, bool arrived) {
     }
     if (--n_in_flight == 0) {
         counts.transfer_ns += now_ns() - busy_from_ns;
+        rest.notify_all();
+    } else if (n_demands > 0) {
         rest.notify_all();
     }
 }

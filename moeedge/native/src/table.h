@@ -48,6 +48,9 @@ class residency_table {
     // see moeedge_cache_plan; false: an expert in it does not exist, and nothing has changed
     bool plan(const int32_t * uploads, const uint8_t * levels, int n_uploads, const int32_t * victims,
               const float * utility, int n_victims);
+    // see moeedge_cache_demand; how many of the experts are resident in the end, or -1: one of them does not exist
+    int  demand(int layer, const int32_t * experts, int n, const int32_t * victims, const float * utility, int n_victims,
+                double timeout_s);
     void copy_residency(uint8_t * out);
     void add_stats(moeedge_cache_stats & stats);
     enum class outcome { done, timeout, stopped };
@@ -57,8 +60,9 @@ class residency_table {
     // the mover
 
     enum class found { upload, nothing, stopped };
-    // the upload to do next, whose expert is now in flight; waits for one if `may_wait`
-    found take(upload & out, bool may_wait);
+    // the uploads to do next, whose experts are now in flight: the first one, and up to `n_max` of its layer in all, experts
+    // and slots both ascending; waits for one if `may_wait`
+    found take(std::vector<upload> & out, int n_max, bool may_wait);
     void  finish(const upload & done, bool arrived);
     // or until stopped
     void wait_until(std::chrono::steady_clock::time_point time);
@@ -104,7 +108,9 @@ class residency_table {
     group_state * next_group();
     bool          skip_to_absent(group_state & group);
     bool          find_room(group_state & group);
-    void          start(group_state & group, upload & out);
+    upload        start(group_state & group);
+    void          pair_in_order(std::vector<upload> & uploads);
+    void          spare(group_state & group, const std::vector<int32_t> & entries);
     void          evict(group_state & group, int32_t entry);
     void          restore_deferred(group_state & group, int32_t slot);
     bool          is_idle() const;
@@ -128,6 +134,7 @@ class residency_table {
     bool                          is_resting  = false; // the mover found nothing to do
     int64_t                       n_in_flight = 0;
     int64_t                       n_pins      = 0;
+    int                           n_demands   = 0; // callers that wait for single experts
     int64_t                       busy_from_ns = 0;
     int64_t                       ready_ns     = 0; // when a plan or a free slot came last
     moeedge_cache_stats           counts = {};

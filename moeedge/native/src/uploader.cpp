@@ -57,21 +57,22 @@ size_t uploader::staging_bytes() const {
     return chunk_bytes * chunks.size();
 }
 
-int64_t uploader::send(int layer, int expert, int slot) {
+int64_t uploader::send(int layer, int expert, int slot, int n) {
     const size_t n_roles = layout.slices[layer].size();
     for (size_t r = 0; r < n_roles; r++) {
-        if (!send_role(layer, (int) r, expert, slot)) {
+        if (!send_role(layer, (int) r, expert, slot, n)) {
             return -1;
         }
     }
     return n_sent;
 }
 
-bool uploader::send_role(int layer, int role, int expert, int slot) {
+bool uploader::send_role(int layer, int role, int expert, int slot, int n) {
     const int     group = layout.group_of[layer];
-    const size_t  bytes = layout.groups[group].roles[role].bytes;
+    const size_t  each  = layout.groups[group].roles[role].bytes;
+    const size_t  bytes = each * n;
     ggml_tensor * pool  = pools.tensor(group, role);
-    const size_t  to    = slot * bytes;
+    const size_t  to    = slot * each;
     if (device.is_host) {
         return source.read(layer, role, expert, 0, bytes, (char *) pool->data + to);
     }

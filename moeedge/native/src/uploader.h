@@ -30,9 +30,9 @@ class uploader {
     // to be called before each chunk for a remote worker: the place to wait until the connection is free
     void set_courtesy(std::function<void()> call) { courtesy = std::move(call); }
 
-    // starts to write an expert to a slot; a ticket for wait, or -1 where its file cannot be read (what was sent before
+    // starts to write `n` experts that follow each other to slots that do; a ticket for wait, or -1 where its file cannot be read (what was sent before
     // stays valid). Waits where the ring is full.
-    int64_t send(int layer, int expert, int slot);
+    int64_t send(int layer, int expert, int slot, int n = 1);
     // until what was sent up to the ticket has arrived
     void wait(int64_t ticket);
 
@@ -47,7 +47,7 @@ class uploader {
         int64_t              sent  = 0;       // ticket of what it carries
     };
 
-    bool send_role(int layer, int role, int expert, int slot);
+    bool send_role(int layer, int role, int expert, int slot, int n);
     void send_and_wait(const chunk & c, size_t size, ggml_tensor * pool, size_t offset);
     bool send_piece(int layer, int role, int expert, size_t begin, size_t size, ggml_tensor * pool, size_t offset);
 

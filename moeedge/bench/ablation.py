@@ -1,0 +1,231 @@
+"""SP-MoE taken apart in the engine, as in its Figures 12 and 14: prefetch, worker, batched transfers, cutoff layer.
+
+All variants run the same target with the same draft, load what is missing when its layer comes, and keep the same least
+recently used cache; they differ in what is prefetched while the draft works, and how. They take turns at every prompt,
+and every answer is compared with stock llama.cpp's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from moeedge.engine.agreement import ReferenceGap, compare
+from moeedge.engine.loading import load_draft, load_target, resolve_device
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, ExecutionConfig, PlacementStats, SamplingConfig
+from moeedge.errors import InputError
+from moeedge.policies.sp_moe import cutoff_layer
+
+POLICY = "sp-moe"
+_GREEDY = SamplingConfig(temperature=0.0)
+_REST_S = 0.5
+_WHOLE_LAYER = 1 << 16  # experts in a transfer: more than any layer has
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One bar of Figure 12, or one point of Figure 14."""
+
+    name: str
+    about: str
+    execution: ExecutionConfig
+
+
+def figure_12(cutoff: int) -> list[Variant]:
+    """Baseline, vanilla prefetch, worker, worker with batched transfers; each adds to the one before."""
+    load = ExecutionConfig(misses="load", cutoff_layer=cutoff, batch=1)
+    return [
+        Variant("baseline", "loads on demand, no prefetch", replace(load, drafting="off")),
+        Variant("vanilla", "prefetch, each draft layer waits for its experts", replace(load, drafting="vanilla")),
+        Variant("worker", "prefetch by a worker that nobody waits for", replace(load, drafting="worker")),
+        Variant(
+            "batched",
+            "the same, a layer's experts in one transfer",
+            replace(load, drafting="worker", batch=_WHOLE_LAYER),
+        ),
+    ]
+
+
+def figure_14(cutoffs: Sequence[int]) -> list[Variant]:
+    """The whole system at each cutoff layer."""
+    whole = figure_12(0)[-1]
+    return [
+        replace(whole, name="batched", about=f"cutoff layer {n}", execution=replace(whole.execution, cutoff_layer=n))
+        for n in cutoffs
+    ]
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """What a variant did; sums over all prompts and repetitions, the time per token as the median of answers."""
+
+    variant: str
+    cutoff_layer: int
+    tpot_s: float
+    tg_ts: float
+    speedup: float  # of the first row
+    acceptance_rate: float | None
+    hit_rate_pairs: float | None  # of pairs whose expert was there when its layer came, or was waited for
+    loaded_per_step: float  # experts that a layer had to wait for
+    uploads_per_step: float
+    uncached_per_step: float  # experts that found no room: on the CPU
+    foretold_right: float | None  # share of the predictions that came true
+    draft_s: float  # per step
+    verify_s: float  # per step
+    equal: int  # answers that are stock's, near-ties included
+    answers: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class _Lane:
+    """One variant's session and what it has done."""
+
+    def __init__(self, variant: Variant, session: Session) -> None:
+        self.variant = variant
+        self.session = session
+        self.tpots_s: list[float] = []
+        self.drafted = self.accepted = self.steps = self.equal = self.answers = 0
+        self.draft_s = self.verify_s = 0.0
+        self.start: PlacementStats | None = None
+        self.loaded = self.uncached = 0
+
+    def answer(self, prompt: Sequence[int], n_predict: int) -> list[int]:
+        """Greedy, from empty KV caches."""
+        self.session.reset()
+        generation = self.session.generate(prompt, n_predict=n_predict, sampling=_GREEDY, ignore_eos=True)
+        for _ in generation:
+            pass
+        if self.session.placement is not None:
+            self.session.placement.rest(_REST_S)
+        stats = generation.stats
+        if stats.generated_tokens > 1:
+            self.tpots_s.append(stats.decode_s / (stats.generated_tokens - 1))
+        self.drafted += stats.drafted
+        self.accepted += stats.accepted
+        self.steps += stats.steps
+        self.draft_s += stats.draft_s
+        self.verify_s += stats.verify_s
+        return generation.tokens
+
+    def forget(self) -> None:
+        """What the warm-up counted."""
+        within = self.session.placement.within if self.session.placement is not None else None
+        self.tpots_s.clear()
+        self.drafted = self.accepted = self.steps = 0
+        self.draft_s = self.verify_s = 0.0
+        self.start = self.session.placement_stats()
+        self.loaded = within.loaded if within is not None else 0
+        self.uncached = within.uncached if within is not None else 0
+
+    def row(self, first_tpot_s: float | None) -> AblationRow:
+        """`first_tpot_s`: of the first row, None in that row."""
+        placement, now = self.session.placement, self.session.placement_stats()
+        assert placement is not None and placement.within is not None and now is not None and self.start is not None
+        counted = now - self.start
+        steps = max(self.steps, 1)
+        tpot_s = median(self.tpots_s)
+        return AblationRow(
+            variant=self.variant.name,
+            cutoff_layer=self.variant.execution.cutoff_layer or 0,
+            tpot_s=tpot_s,
+            tg_ts=1.0 / tpot_s,
+            speedup=(first_tpot_s or tpot_s) / tpot_s,
+            acceptance_rate=self.accepted / self.drafted if self.drafted else None,
+            hit_rate_pairs=counted.hit_rate_pairs,
+            loaded_per_step=(placement.within.loaded - self.loaded) / steps,
+            uploads_per_step=counted.uploads / steps,
+            uncached_per_step=(placement.within.uncached - self.uncached) / steps,
+            foretold_right=placement.foretold_share,
+            draft_s=self.draft_s / steps,
+            verify_s=self.verify_s / steps,
+            equal=self.equal,
+            answers=self.answers,
+        )
+
+
+def solved_cutoff(config: EngineConfig, tell: Callable[[str], None] | None = None) -> tuple[int, str]:
+    """SP-MoE's cutoff layer from the calibrated unit times, and a sentence that says where it comes from.
+
+    Section 3.2: the experts of all layers before it fit the slots and arrive while the draft works.
+    """
+    with Session.open(replace(config, placement=replace(config.placement, policy=POLICY)), tell=tell) as session:
+        info, calibration, placement = session.info, session.calibration, session.placement
+        if placement is None:
+            raise InputError("No experts lie on a device: there is nothing to take apart.", "Try -dev emulated.")
+        units = calibration.units if calibration is not None else None
+        drafting_s = info.gamma * units.draft_token_s if units is not None else 0.0
+        transfer_s = units.transfer_expert_s if units is not None else 0.0
+        n = cutoff_layer(info.n_expert_layers, info.n_experts_used, info.cache_slots, drafting_s, transfer_s)
+        said = (
+            f"Cutoff layer {n} of {info.n_expert_layers}: drafting takes {drafting_s * 1e3:.2f} ms, an expert "
+            f"{transfer_s * 1e6:.1f} us, {info.n_experts_used} per layer; {info.cache_slots:,} slots."
+        )
+        return n, said
+
+
+def run_ablation(
+    config: EngineConfig,
+    variants: Sequence[Variant],
+    prompts: Sequence[list[dict[str, str]]],
+    *,
+    n_predict: int,
+    repetitions: int,
+    progress: Callable[[str], None] = lambda _line: None,
+) -> list[AblationRow]:
+    """Measures the variants side by side, and compares every answer with stock's."""
+    device = resolve_device(config)
+    with ExitStack() as stack:
+        model = stack.enter_context(load_target(config, device))
+        draft = stack.enter_context(load_draft(config, device))
+        stock_config = replace(config, mode="stock", draft=None, gamma=0)
+        stock = stack.enter_context(Session.open(stock_config, model=model))
+        lanes = []
+        for variant in variants:
+            placement = replace(config.placement, policy=POLICY, execution=variant.execution)
+            session = Session.open(replace(config, placement=placement), model=model, draft_model=draft)
+            lanes.append(_Lane(variant, stack.enter_context(session)))
+        placed = lanes[-1].session.placement
+        if placed is None or placed.drafting is None:
+            raise InputError(*_why_not(lanes[-1].session))
+        tokens = [model.tokenize(model.render_chat(messages)) for messages in prompts]
+        expected = [_stock_answer(stock, prompt, n_predict) for prompt in tokens]
+        for lane in lanes:
+            lane.answer(tokens[0], n_predict)
+            lane.forget()
+        for repetition in range(repetitions):
+            for number, prompt in enumerate(tokens):
+                order = lanes if (repetition + number) % 2 == 0 else lanes[::-1]
+                for lane in order:
+                    begin_s = time.perf_counter()
+                    answer = lane.answer(prompt, n_predict)
+                    lane.answers += 1
+                    lane.equal += _agrees(stock, prompt, expected[number], answer)
+                    progress(f"{lane.variant.name}, prompt {number + 1}: {time.perf_counter() - begin_s:.1f} s")
+        first = lanes[0].row(None)
+        return [first, *(lane.row(first.tpot_s) for lane in lanes[1:])]
+
+
+def _why_not(session: Session) -> tuple[str, str]:
+    notes = [note for note in session.info.notes if "foretells" in note] or ["No experts lie on a device."]
+    return notes[0], "Give a draft of the target's hidden size, or leave -md out; -dev emulated stands in for a device."
+
+
+def _stock_answer(stock: Session, prompt: Sequence[int], n_predict: int) -> list[int]:
+    stock.reset()
+    generation = stock.generate(prompt, n_predict=n_predict, sampling=_GREEDY, ignore_eos=True)
+    for _ in generation:
+        pass
+    return generation.tokens
+
+
+def _agrees(stock: Session, prompt: Sequence[int], expected: Sequence[int], answer: Sequence[int]) -> bool:
+    verdict = compare(expected, answer, ReferenceGap(stock.target, prompt, expected, answer))
+    return verdict.equal or verdict.near_tie

@@ -1,0 +1,174 @@
+"""`moeedge replay`: what every policy would have had in its slots, on a recorded trace and without a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from moeedge.cli import replay_options
+from moeedge.cli.common import cli_errors
+from moeedge.cli.trace import NExperts, TraceFile
+from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.sim.replay import ReplayConfig, ReplayRow
+    from moeedge.sim.windows import Schedule, TailModel
+    from moeedge.trace import Trace
+
+_PROFILE_TEXTS_AT_MOST = 30  # of a tenth
+
+
+def replay(
+    trace: TraceFile,
+    cache_ratio: replay_options.CacheRatio = "0.17",
+    policy: replay_options.Policy = "all",
+    max_uploads: replay_options.MaxUploads = None,
+    hint_accuracy: replay_options.HintAccuracy = None,
+    profile_texts: replay_options.ProfileTexts = None,
+    gamma: replay_options.Gamma = None,
+    acceptance: replay_options.Acceptance = None,
+    tail: replay_options.Tail = None,
+    limit: replay_options.Limit = 0,
+    n_experts: NExperts = None,
+    expert_bytes: replay_options.ExpertBytes = None,
+    seed: replay_options.Seed = 0,
+    output: replay_options.OutputFormat = replay_options.Output.TABLE,
+) -> None:
+    """Replay a routing trace under many policies: what they would have had in their slots, and what they moved for it.
+
+    A trace with verification steps is replayed as it was recorded, unless --gamma, --acceptance or --tail asks for
+    windows over its text. Transfers take no time here; moeedge simulate has a clock. The same seed gives the same
+    output, byte for byte.
+    """
+    with cli_errors():
+        from moeedge.bench.sweep import parse_ratios
+        from moeedge.sim.windows import schedules
+        from moeedge.trace_import import read_trace
+
+        policies, ratios = _policies(policy), parse_ratios(cache_ratio)
+        if seed < 0 or limit < 0:
+            raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be >= 0")
+        whole = read_trace(trace, n_experts)
+        profiled, replayed = _split(whole, limit, profile_texts)
+        tails: dict[replay_options.Tails, tuple[TailModel, ...]] = {
+            replay_options.Tails.OPTIMISTIC: ("optimistic",),
+            replay_options.Tails.PESSIMISTIC: ("pessimistic",),
+            replay_options.Tails.BOTH: ("optimistic", "pessimistic"),
+        }
+        config = _config(whole, profiled, policies, ratios, seed, max_uploads, expert_bytes, hint_accuracy)
+        plan = schedules(
+            replayed, gamma=gamma, acceptance=acceptance, tails=None if tail is None else tails[tail], seed=seed
+        )
+        _print(_run(plan, config), as_json=output is replay_options.Output.JSON)
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    """The names of the list, each once and in its order, the bounds left out. Raises InputError."""
+    from moeedge.policies import POLICIES, SIMULATED
+    from moeedge.sim.bounds import BOUNDS
+
+    known = [name for name in POLICIES | SIMULATED if name not in BOUNDS]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if "all" in names:
+        return tuple(name for name in known if name != "none")
+    unknown = [name for name in names if name not in known and name not in BOUNDS]
+    if unknown or not names:
+        wrong = f'There is no policy "{unknown[0]}".' if unknown else "--policy names no policy."
+        raise InputError(wrong, f"Choose from {', '.join(known)}, separated by commas, or all.")
+    return tuple(name for name in names if name not in BOUNDS)
+
+
+def _split(whole: Trace, limit: int, profile_texts: int | None) -> tuple[Trace | None, Trace]:
+    """The texts that make the profile, None for none, and those that are replayed."""
+    import numpy as np
+
+    from moeedge.sim.windows import texts_of
+
+    n_texts = int(np.unique(whole.sequence).size)
+    n_texts = min(limit, n_texts) if limit else n_texts
+    n_profile = min(n_texts // 10, _PROFILE_TEXTS_AT_MOST) if profile_texts is None else profile_texts
+    if not 0 <= n_profile < n_texts:
+        raise InputError(
+            f"--profile-texts {n_profile} leaves nothing to replay.", f"The trace has {n_texts} texts to choose from."
+        )
+    replayed = texts_of(whole, n_profile, n_texts)
+    return (texts_of(whole, 0, n_profile) if n_profile else None), replayed
+
+
+def _config(
+    whole: Trace,
+    profiled: Trace | None,
+    policies: tuple[str, ...],
+    ratios: tuple[float, ...],
+    seed: int,
+    max_uploads: float | None,
+    expert_bytes: int | None,
+    hint_accuracy: str | None,
+) -> ReplayConfig:
+    import numpy as np
+
+    from moeedge.sim.replay import ReplayConfig, profile_of
+    from moeedge.sim.windows import cut_schedule
+
+    if expert_bytes is not None and not 0 < expert_bytes < 1 << 48:
+        raise ValueError(f"--expert-bytes must be > 0, not {expert_bytes}")
+    sizes = whole.expert_bytes() if expert_bytes is None else np.full(whole.meta.n_layers, expert_bytes, dtype=np.int64)
+    profile = None
+    if profiled is not None and profiled.text_rows().size:
+        profile = profile_of(cut_schedule(profiled, gamma=0, acceptance=0.0, tail="optimistic", seed=0))
+    return ReplayConfig(
+        policies=policies,
+        ratios=ratios,
+        seed=seed,
+        max_uploads=max_uploads,
+        expert_bytes=sizes,
+        profile=profile,
+        accuracy=_accuracies(hint_accuracy),
+    )
+
+
+def _accuracies(text: str | None) -> dict[str, float]:
+    """Accuracies by stand-in. Raises InputError."""
+    from moeedge.sim.foresight import ACCURACY
+
+    if text is not None and text.strip() == "default":
+        return {str(name): value for name, value in ACCURACY.items()}
+    found: dict[str, float] = {}
+    for part in (text or "").split(","):
+        name, _, value = part.strip().partition("=")
+        if not name:
+            continue
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if name not in ACCURACY or not 0 <= found[name] <= 1:
+            raise InputError(
+                f'--hint-accuracy cannot use "{part.strip()}".',
+                f"Give NAME=SHARE, separated by commas; the names are {', '.join(ACCURACY)}.",
+            )
+    return found
+
+
+def _run(plan: list[Schedule], config: ReplayConfig) -> list[ReplayRow]:
+    from moeedge.sim.replay import replay as replay_schedule
+    from moeedge.ui.console import stderr_console
+    from moeedge.ui.replay_view import ReplayProgress
+
+    rows = []
+    with ReplayProgress(sum(schedule.prefill.size for schedule in plan), stderr_console()) as bar:
+        for schedule in plan:
+            rows += replay_schedule(schedule, config, on_batches=bar.advance)
+            bar.next_schedule()
+    return rows
+
+
+def _print(rows: list[ReplayRow], *, as_json: bool) -> None:
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.replay_view import print_rows, rows_json
+
+    if as_json:
+        typer.echo(rows_json(rows), nl=False)
+    else:
+        print_rows(rows, stdout_console())

@@ -1,0 +1,154 @@
+"""`moeedge simulate`: what a policy would do on a machine that is not there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from moeedge.cli import simulate_options as options
+from moeedge.cli.common import cli_errors
+from moeedge.cli.lists import numbers, whole_numbers, words
+from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.sim.machine import Machine
+    from moeedge.sim.shapes import ModelShape
+    from moeedge.sim.simulate import Result, Setup, Source
+
+
+def simulate(
+    hardware: options.Hardware = "rtx4090-pcie4",
+    model: options.Model = "qwen3-30b-a3b",
+    trace: options.Trace = None,
+    n_tokens: options.NTokens = 512,
+    max_steps: options.MaxSteps = None,
+    acceptance: options.Acceptance = 0.8,
+    tail: options.TailModel = options.Tail.OPTIMISTIC,
+    seed: options.Seed = 0,
+    policy: options.Policy = "spac",
+    cache_ratio: options.CacheRatio = "0.17",
+    gamma: options.Gamma = "8",
+    utility_cap: options.UtilityCap = "4",
+    link: options.Link = "1",
+    ablate: options.Ablate = "",
+    gantt: options.Gantt = None,
+    event_log: options.EventLog = None,
+    output: options.OutputFormat = options.Output.TABLE,
+) -> None:
+    """Simulate policies on a machine: GPU, CPU, link and draft as discrete events, driven by a routing trace.
+
+    Every combination of the lists becomes a row: tokens per second, time per token, and what the device waited for.
+    Constants of the built-in machines come from data files with sources; those of this one from moeedge calibrate.
+    """
+    with cli_errors():
+        from moeedge.sim.simulate import simulate as run
+        from moeedge.ui.console import stdout_console
+        from moeedge.ui.simulate_view import print_rows
+
+        source, shape = _source(trace, model, n_tokens, seed)
+        machine, name = _machine(hardware, model, shape)
+        about = {
+            "hardware": name,
+            "model": shape.name if shape else model,
+            "trace": trace.name if trace else "stand-in",
+        }
+        setups = list(
+            _setups(
+                policies=words(policy, "--policy"),
+                ratios=numbers(cache_ratio, "--cache-ratio"),
+                gammas=whole_numbers(gamma, "--gamma"),
+                caps=whole_numbers(utility_cap, "--utility-cap"),
+                links=numbers(link, "--link"),
+                common={
+                    "acceptance": acceptance,
+                    "ablations": frozenset(words(ablate, "--ablate")) if ablate else frozenset(),
+                    "tail": tail.value,
+                    "seed": seed,
+                    "max_steps": max_steps,
+                },
+            )
+        )
+        wants_log = gantt is not None or event_log is not None
+        results = [run(machine, source, setup, keep_log=wants_log) for setup in setups]
+        rows = [result.row(**about) for result in results]
+        if output is options.Output.JSON:
+            typer.echo(json.dumps(rows, indent=1))
+        else:
+            print_rows(rows, stdout_console())
+        _write(results, gantt, event_log)
+
+
+def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Source, ModelShape]:
+    """What drives the simulation, and the model's sizes where it has a name or a file."""
+    from moeedge.sim.shapes import builtin_models, find_model
+    from moeedge.sim.simulate import Recorded, synthetic
+    from moeedge.trace_import import read_trace
+
+    is_file = model.endswith(".gguf")
+    if trace is None:
+        if is_file:
+            raise InputError("A model file says nothing of its routing.", "Name a --trace, see moeedge profile.")
+        shape = find_model(model)
+        return synthetic(shape, n_tokens, 1, seed), shape
+    known = builtin_models()
+    source = Recorded(read_trace(trace, known[model].n_experts if model in known else None))
+    if is_file:
+        from moeedge.sim.calibrated import shape_of_file
+
+        shape = shape_of_file(Path(model), source.trace.meta.n_experts_used)
+    else:
+        shape = find_model(model)
+    if source.n_experts != shape.n_experts or len(source.expert_layers) > shape.n_layers:
+        raise InputError(
+            f"The trace has {len(source.expert_layers)} layers of {source.n_experts} experts, {shape.name} has "
+            f"{shape.n_expert_layers} of {shape.n_experts}.",
+            "Name the model of the trace.",
+        )
+    return source, shape
+
+
+def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Machine, str]:
+    from moeedge.sim.hardware import find_hardware
+    from moeedge.sim.machine import from_hardware
+
+    if hardware == "this" or hardware.endswith(".json"):
+        from moeedge.sim.calibrated import hardware_named, newest_calibration, read_calibration
+
+        if hardware_named(hardware):
+            kept = newest_calibration(Path(model).name) if hardware == "this" else read_calibration(Path(hardware))
+            return kept.machine, kept.file.stem
+    found = find_hardware(hardware)
+    return from_hardware(found, shape), found.name
+
+
+def _setups(
+    *,
+    policies: list[str],
+    ratios: list[float],
+    gammas: list[int],
+    caps: list[int],
+    links: list[float],
+    common: dict[str, Any],
+) -> Iterator[Setup]:
+    from moeedge.sim.simulate import Setup
+
+    for name, ratio, gamma, cap, link in itertools.product(policies, ratios, gammas, caps, links):
+        yield Setup(policy=name, cache_ratio=ratio, gamma=gamma, cap=cap, link_factor=link, **common)
+
+
+def _write(results: list[Result], gantt: Path | None, event_log: Path | None) -> None:
+    if gantt is not None:
+        from moeedge.ui.gantt import draw_gantt
+        from moeedge.ui.simulate_view import chart_of
+
+        draw_gantt([chart_of(result) for result in results], gantt)
+    if event_log is not None:
+        try:
+            event_log.write_text(results[-1].log.text(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None

@@ -1,0 +1,81 @@
+"""An LRU cache of experts per layer with guesses brought ahead: what Mixtral-Offloading, AdapMoE and SP-MoE share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.recency import Recency
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident
+from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
+
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class LayerLru(ABC):
+    """Score: the number of the token that used the expert last; what is guessed is used next, so it comes first."""
+
+    _touches = False  # whether an expert brought ahead counts as used
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig, shares: NDArray[np.intp] | None = None) -> None:
+        cells = (shape.n_layers, shape.n_experts)
+        self.shape = shape
+        self._planner = Shares(shape, config.cap, shares)
+        self._recency = Recency(*cells)
+        self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
+        self._score: FloatArray = np.zeros(cells, dtype=np.float32)
+        self._layers = np.arange(shape.n_layers)
+
+    def observe(self, observation: Observation) -> None:
+        """Notes what was used."""
+        self._recency.observe(observation)
+        np.copyto(self._utility, self._recency.used)
+
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+        """What was used last stays; of what is foretold, as much of each layer as the system brings ahead."""
+        recency, planner = self._recency, self._planner
+        if hints is None:
+            keep = planner.best(recency.last, resident, recency.used)
+            return planner.plan(keep, recency.last, self._utility, resident)
+        counts = predicted_counts(hints, self.shape)
+        score, coming = self._ahead(counts, self.wanted(counts, resident), resident)
+        keep = planner.best(score, resident, coming | recency.used)
+        return planner.plan(keep, score, self._utility, resident)
+
+    def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
+        """What comes for the next layer with experts while this one is computed; all others stay as they are."""
+        counts: FloatArray = np.zeros(self._utility.shape, dtype=np.float32)
+        ahead = layers_behind(self.shape, layer)
+        if hints is not None:
+            counts[ahead] = predicted_counts(hints, self.shape)[ahead]
+        score, coming = self._ahead(counts, self.wanted(counts, resident), resident)
+        keep = self._planner.best(score, resident, coming)
+        others = ~np.isin(self._layers, ahead)
+        keep[others] = resident[others] != 0
+        return self._planner.plan(keep, score, self._utility, resident)
+
+    def reset(self) -> None:  # noqa: B027 - there is nothing to forget
+        """What was used last was used last in this conversation, too."""
+
+    @abstractmethod
+    def wanted(self, counts: FloatArray, resident: Resident) -> BoolArray:
+        """The cells to have ahead [n_layers, n_experts]; `counts`: how many tokens will use each, as foretold."""
+
+    def _ahead(self, counts: FloatArray, wanted: BoolArray, resident: Resident) -> tuple[FloatArray, BoolArray]:
+        """Scores with what is wanted in front, and what of it is absent."""
+        recency = self._recency
+        out = recency.last if self._touches else self._score
+        return recency.ahead(counts, wanted, out), wanted & (resident == 0)
+
+
+def likeliest(counts: FloatArray, n: int) -> BoolArray:
+    """The n experts of each layer that most tokens want, [n_layers, n_experts]; the lower number first."""
+    best = np.argsort(-counts, axis=1, kind="stable")[:, : min(n, counts.shape[1])]
+    chosen = np.zeros(counts.shape, dtype=np.bool_)
+    np.put_along_axis(chosen, best, True, axis=1)
+    return chosen & (counts > 0.0)

@@ -1,0 +1,140 @@
+"""Unit times of one model on one machine: what every piece of work of a step takes, in nanoseconds.
+
+They come from the bandwidths of a machine and the sizes of a model (`from_hardware`), or from what `moeedge calibrate`
+measured (`from_units`). How a program runs on it, beyond its policy, is its `Framework`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.scheduler.units import Units
+from moeedge.sim.clock import to_ns
+from moeedge.sim.hardware import Hardware
+from moeedge.sim.shapes import ModelShape
+
+TOKENS_MAX = 256  # tokens of one expert that the curves reach
+NsArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """The program around a policy; the defaults are llama.cpp's and ours."""
+
+    layer_overhead_s: float = 0.0  # of every layer of the target, beyond the hardware's own
+    draft_layer_overhead_s: float = 0.0  # the same of the draft model
+    transfer_factor: float = 1.0  # time of a transfer over that of one from pinned memory
+    demand_factor: float = 1.0  # the same for those that the computation waits for
+    whole_layers: bool = True  # layer offload moves all experts of a layer, not only those in use
+    dense_travels: bool = False  # layer offload moves attention and the rest of a layer, too
+    cpu_factor: float = 1.0  # time of experts on the CPU over that of the rows that were fitted
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """Curves are indexed by the tokens that an expert serves; [0] is 0."""
+
+    cpu_ns: NsArray  # [TOKENS_MAX + 1], an expert on the CPU
+    device_ns: NsArray  # the same on the device
+    block_ns: int  # of a block of which the device has a part
+    sync_ns: int  # of a block of which both have a part
+    transfer_ns: int  # an expert to the device, without the latency
+    demand_ns: int  # the same while the computation waits for it
+    latency_ns: int  # of a transfer
+    dense_ns: int  # a layer beside its experts
+    head_ns: int  # what comes once per step
+    draft_ns: int  # a token of the draft model
+    schedule_ns: int  # observing and planning, per step
+    dense_demand_ns: int = 0  # what else of an absent layer is moved on demand
+    whole_layers: bool = True
+
+    def __post_init__(self) -> None:
+        for curve in (self.cpu_ns, self.device_ns):
+            if curve.shape != (TOKENS_MAX + 1,) or curve[0] != 0:
+                raise ValueError("a curve must reach from 0 tokens to TOKENS_MAX")
+
+    def with_link(self, factor: float) -> Machine:
+        """The same with a link that is `factor` times as fast."""
+        return replace(
+            self,
+            transfer_ns=round(self.transfer_ns / factor),
+            demand_ns=round(self.demand_ns / factor),
+            dense_demand_ns=round(self.dense_demand_ns / factor),
+        )
+
+    def units(self, cap: int) -> Units:
+        """What the balancer of a policy is told. The shares r_c and r_g of a warm-up are not known here.
+
+        They are given as straight lines: half of the work of tau = 1 at K.
+        """
+        share = np.linspace(0.0, 1.0, cap + 1)
+        return Units(
+            cpu_expert_s=self.cpu_ns[:17].astype(np.float64) * 1e-9,
+            device_expert_s=self.device_ns[:17].astype(np.float64) * 1e-9,
+            transfer_expert_s=(self.transfer_ns + self.latency_ns) * 1e-9,
+            draft_token_s=self.draft_ns * 1e-9,
+            block_overhead_s=self.block_ns * 1e-9,
+            layer_rest_s=self.dense_ns * 1e-9,
+            r_c=0.5 + 0.5 * share,
+            r_g=0.5 * (1 - share),
+        )
+
+
+def from_hardware(hardware: Hardware, shape: ModelShape, framework: Framework | None = None) -> Machine:
+    """Roofline: bytes over bandwidth or operations over speed, whichever takes longer, and stated overheads."""
+    framework = framework or Framework()
+    tokens = np.arange(TOKENS_MAX + 1)
+
+    def curve(bytes_per_s: float, flops: float, factor: float) -> NsArray:
+        times = np.maximum(shape.expert_bytes / bytes_per_s, tokens * shape.expert_flops / flops)
+        times[0] = 0.0
+        rounded: NsArray = np.rint(times * factor * 1e9).astype(np.int64)
+        return rounded
+
+    overhead_s = hardware.layer_overhead_s + framework.layer_overhead_s
+    dense_s = shape.dense_layer_bytes / hardware.gpu_bytes_per_s + overhead_s
+    draft_s = 0.0
+    if shape.draft is not None:
+        draft_layer_s = hardware.layer_overhead_s + framework.draft_layer_overhead_s
+        draft_s = shape.draft.bytes / hardware.gpu_bytes_per_s + shape.draft.n_layers * draft_layer_s
+    transfer_s = shape.expert_bytes / hardware.link_bytes_per_s
+    dense_travel_s = 0.0
+    if framework.dense_travels:
+        dense_travel_s = shape.dense_layer_bytes / hardware.link_bytes_per_s * framework.demand_factor
+    return Machine(
+        cpu_ns=curve(hardware.cpu_bytes_per_s, hardware.cpu_flops, framework.cpu_factor),
+        device_ns=curve(hardware.gpu_bytes_per_s, hardware.gpu_flops, 1.0),
+        block_ns=0,  # its launches are in the overhead of the layer
+        sync_ns=to_ns(hardware.sync_s),
+        transfer_ns=to_ns(transfer_s * framework.transfer_factor),
+        demand_ns=to_ns(transfer_s * framework.demand_factor),
+        latency_ns=to_ns(hardware.link_latency_s),
+        dense_ns=to_ns(dense_s),
+        head_ns=to_ns(shape.head_bytes / hardware.gpu_bytes_per_s),
+        draft_ns=to_ns(draft_s),
+        schedule_ns=0,
+        dense_demand_ns=to_ns(dense_travel_s),
+        whole_layers=framework.whole_layers,
+    )
+
+
+def from_units(units: Units, *, schedule_s: float = 0.0, transfer_s: float | None = None) -> Machine:
+    """What was measured: the head is part of `layer_rest_s`, latencies are part of the times."""
+    tokens = np.arange(TOKENS_MAX + 1)
+    transfer_ns = to_ns(units.transfer_expert_s if transfer_s is None else transfer_s)
+    return Machine(
+        cpu_ns=np.rint([units.cpu_s(float(n)) * 1e9 for n in tokens]).astype(np.int64),
+        device_ns=np.rint([units.device_s(float(n)) * 1e9 for n in tokens]).astype(np.int64),
+        block_ns=to_ns(units.block_overhead_s),
+        sync_ns=0,
+        transfer_ns=transfer_ns,
+        demand_ns=transfer_ns,
+        latency_ns=0,
+        dense_ns=to_ns(units.layer_rest_s),
+        head_ns=0,
+        draft_ns=to_ns(units.draft_token_s),
+        schedule_ns=to_ns(schedule_s),
+    )

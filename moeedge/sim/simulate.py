@@ -1,0 +1,224 @@
+"""One simulation: a policy, a machine, a model and what drives it, and the row of figures that comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies import BOUNDS, PolicyConfig, make_policy
+from moeedge.scheduler.policy import CacheShape, Policy, Traits
+from moeedge.sim.events import Log
+from moeedge.sim.execution import CAUSES, Account, Execution
+from moeedge.sim.machine import Machine
+from moeedge.sim.shapes import ModelShape
+from moeedge.sim.stand_in import Accuracy, StandIn
+from moeedge.sim.steps import Step, Tail, count, cut, recorded, texts_of
+from moeedge.trace import Trace
+
+_WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is varied."""
+
+    policy: str
+    cache_ratio: float
+    gamma: int
+    acceptance: float = 0.8  # of a draft, where the trace does not tell
+    cap: int = 4  # K
+    link_factor: float = 1.0  # speed of the link over that of the machine
+    ablations: frozenset[str] = frozenset()
+    tail: Tail = "optimistic"
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    seed: int = 0
+    balanced: bool = True  # the policy knows the machine's unit times
+    max_steps: int | None = None  # verifications; None: all that the text gives
+    options: tuple[tuple[str, Any], ...] = ()  # anything else that PolicyConfig takes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cache_ratio <= 1:
+            raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"the acceptance must be in [0, 1], not {self.acceptance}")
+        if not self.link_factor > 0:
+            raise ValueError(f"the link factor must be > 0, not {self.link_factor}")
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """Seconds per token of text, by cause; see moeedge.sim.execution."""
+
+    setup: Setup
+    gamma: int  # in effect: 0 where the system has no draft
+    account: Account
+    step_s: NDArray[np.float64]  # of every verification accounted for
+    log: Log
+    n_expert_layers: int
+    first_step: int = 0  # number of the first verification accounted for
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per token of text."""
+        return self.account.total_ns * 1e-9 / max(self.account.tokens, 1)
+
+    @property
+    def tg_ts(self) -> float:
+        """Tokens per second."""
+        return 1.0 / self.tpot_s if self.tpot_s else 0.0
+
+    def row(self, **about: Any) -> dict[str, Any]:
+        """Flat, as -o json prints it; `about` names hardware, model and trace."""
+        account, setup = self.account, self.setup
+        per_token = {f"{cause}_s": account.ns[cause] * 1e-9 / max(account.tokens, 1) for cause in CAUSES}
+        busy = {name: ns * 1e-9 for name, ns in self.log.busy_ns.items() if name in ("gpu", "cpu", "link")}
+        return {
+            "policy": setup.policy,
+            **about,
+            "cache_ratio": setup.cache_ratio,
+            "gamma": self.gamma,
+            "utility_cap": setup.cap,
+            "link_factor": setup.link_factor,
+            "ablations": ",".join(sorted(setup.ablations)),
+            "tg_ts": self.tg_ts,
+            "tpot_s": self.tpot_s,
+            "tokens_per_step": account.tokens / max(account.steps, 1),
+            "draft_s": per_token["draft_s"],
+            "dense_s": per_token["dense_s"],
+            "device_s": per_token["device_s"],
+            "stall_cpu_s": per_token["cpu_s"],
+            "stall_load_s": per_token["load_s"],
+            "stall_link_s": per_token["link_s"],
+            "host_s": per_token["host_s"],
+            "hit_rate_pairs": account.pairs_hit / max(account.pairs, 1),
+            "hit_rate_unique": account.unique_hit / max(account.unique, 1),
+            "uploads_per_layer_step": account.uploads / max(account.steps * self.n_expert_layers, 1),
+            "steps": account.steps,
+            "tokens": account.tokens,
+            **{f"busy_{name}_s": value for name, value in busy.items()},
+        }
+
+
+class Source(Protocol):
+    """What drives a simulation."""
+
+    n_layers: int
+    n_experts: int
+    expert_layers: list[int]
+
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
+        """The same for the same arguments."""
+
+
+class Texts:
+    """Plain text, ids [T, n_layers, k] each: cut into windows."""
+
+    def __init__(self, texts: list[NDArray[np.int32]], n_experts: int, expert_layers: list[int] | None = None) -> None:
+        self.texts = texts
+        self.n_layers = int(texts[0].shape[1])
+        self.n_experts = n_experts
+        self.expert_layers = list(range(self.n_layers)) if expert_layers is None else expert_layers
+
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
+        """Windows of gamma + 1 tokens."""
+        return cut(self.texts, gamma, acceptance, seed, tail)
+
+
+class Recorded:
+    """A trace: with the gamma that it was recorded with, its own steps; with any other, windows over its text."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.n_layers, self.n_experts = trace.meta.n_layers, trace.meta.n_experts
+        self.expert_layers = trace.expert_layers()
+        self._texts = texts_of(trace)
+
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
+        """Recorded steps where they fit, else windows."""
+        if gamma > 0 and gamma == self.trace.meta.gamma:
+            return recorded(self.trace)
+        return cut(self._texts, gamma, acceptance, seed, tail)
+
+
+def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Texts:
+    """Text of the model's stand-in process. Raises ValueError where the model has none."""
+    if shape.routing is None:
+        raise ValueError(f"nothing is known of the routing of {shape.name}: name a trace")
+    lengths = [n_tokens] * n_texts
+    rng = np.random.default_rng(seed)
+    texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, lengths, rng)
+    return Texts(texts, shape.n_experts)
+
+
+def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool = False) -> Result:
+    """Runs one setup over all steps of the source; the same arguments give the same events."""
+    gamma = 0 if "no-sd" in setup.ablations or not traits_of(setup.policy).speculation else setup.gamma
+    shape = _cache(source, setup.cache_ratio)
+    machine = machine.with_link(setup.link_factor)
+    steps = _first(source.steps(gamma, setup.acceptance, setup.seed, setup.tail), setup.max_steps)
+    n_verified = sum(not step.prefill for step in steps)
+    if not n_verified:
+        raise ValueError(f"the trace holds no text of {gamma + 1} tokens")
+    policy = _policy(machine, shape, setup, gamma, steps)
+    warm_steps = min(int(_WARM_SHARE * n_verified), _WARM_STEPS)
+    stand_in = StandIn(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
+    execution = Execution(
+        machine,
+        shape,
+        policy,
+        steps,
+        stand_in=stand_in,
+        warm_steps=warm_steps,
+        keep_log=keep_log,
+    )
+    account = execution.run()
+    return Result(
+        setup=setup,
+        gamma=gamma,
+        account=account,
+        step_s=np.array(execution.step_ns) * 1e-9,
+        log=execution.log,
+        n_expert_layers=len(source.expert_layers),
+        first_step=warm_steps,
+    )
+
+
+def _first(steps: list[Step], n_verified: int | None) -> list[Step]:
+    """Up to the `n_verified`-th verification."""
+    if n_verified is None:
+        return steps
+    ends = np.flatnonzero([not step.prefill for step in steps])
+    return steps[: ends[n_verified - 1] + 1] if 0 < n_verified < len(ends) else steps
+
+
+def _cache(source: Source, ratio: float) -> CacheShape:
+    group = np.full(source.n_layers, -1, dtype=np.int32)
+    group[source.expert_layers] = 0
+    n_slots = int(ratio * len(source.expert_layers) * source.n_experts)
+    return CacheShape(source.n_layers, source.n_experts, group, np.array([n_slots], dtype=np.int32))
+
+
+def _policy(machine: Machine, shape: CacheShape, setup: Setup, gamma: int, steps: list[Step]) -> Policy:
+    future = None
+    if setup.policy in BOUNDS:
+        future = np.stack([count(step.ids, shape.n_experts) for step in steps if not step.prefill])
+    config = PolicyConfig(
+        gamma=gamma,
+        cap=setup.cap,
+        ablations=setup.ablations - {"no-sd"},
+        units=machine.units(setup.cap) if setup.balanced else None,
+        future=future,
+        **dict(setup.options),
+    )
+    return make_policy(setup.policy, shape, config)
+
+
+def traits_of(policy: str) -> Traits:
+    """How the system of that name executes its plans. Raises ValueError for an unknown one."""
+    config = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32) if policy in BOUNDS else None)
+    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).traits

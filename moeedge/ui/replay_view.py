@@ -1,0 +1,129 @@
+"""What `moeedge replay` prints: a table per tail and cache ratio, or a JSON array of flat rows; and its progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from types import TracebackType
+
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+
+from moeedge.policies import foresees
+from moeedge.sim.bounds import BOUNDS
+from moeedge.sim.replay import ReplayRow
+from moeedge.ui.console import visible
+
+_MIB = 1024 * 1024
+_NONE = "-"
+
+
+def rows_json(rows: Sequence[ReplayRow]) -> str:
+    """One array, a line per row; the same rows give the same bytes."""
+    return "[\n" + ",\n".join(json.dumps(row.as_dict(), ensure_ascii=False) for row in rows) + "\n]\n"
+
+
+def print_rows(rows: Sequence[ReplayRow], console: Console) -> None:
+    """Tables with the best policy on top of each, the bounds below."""
+    for (tail, ratio), group in groupby(rows, key=lambda row: (row.tail, row.cache_ratio)):
+        same = list(group)
+        console.print(_title(same[0], tail, ratio), style="bold", soft_wrap=True)
+        console.print(_table(same))
+    if rows:
+        console.print(_legend(rows), style="dim")
+
+
+def _title(row: ReplayRow, tail: str, ratio: float) -> str:
+    acceptance = "" if row.acceptance is None else f", acceptance {row.acceptance:.2f}"
+    how = "as recorded" if tail == "recorded" else f"{tail} tail" if row.gamma else "one token at a time"
+    return (
+        f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "
+        f"slots for {100 * ratio:g} % of the experts ({row.slots})"
+    )
+
+
+def _table(rows: Sequence[ReplayRow]) -> Table:
+    has_bytes = any(row.bytes_per_step is not None for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    columns = ["pairs", "experts", "uploads", *(["MiB/step"] if has_bytes else []), "hot/cold", "of oracle"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    policies = [row for row in rows if row.policy not in BOUNDS]
+    for row in sorted(policies, key=lambda row: -row.hit_rate_pairs):
+        table.add_row(*_cells(row, has_bytes))
+    for row in rows:
+        if row.policy in BOUNDS:
+            table.add_row(*_cells(row, has_bytes), style="dim")
+    return table
+
+
+def _cells(row: ReplayRow, has_bytes: bool) -> list[str]:
+    cells = [
+        row.policy + ("" if row.hints is None else " *"),
+        _number(row.hit_rate_pairs, 3),
+        _number(row.hit_rate_unique, 3),
+        _number(row.uploads_per_layer_step, 2),
+    ]
+    if has_bytes:
+        cells.append(_NONE if row.bytes_per_step is None else f"{row.bytes_per_step / _MIB:.1f}")
+    return [*cells, _number(row.hot_cold_accuracy, 3), _number(row.share_of_oracle, 3)]
+
+
+def _legend(rows: Sequence[ReplayRow]) -> str:
+    lines = [
+        "pairs, experts: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
+        "uploads: per layer and step, loads on demand included. hot/cold: share of experts rightly called used or "
+        "unused before the step. oracle knows each next step; belady: what a cache of used experts could keep."
+    ]
+    told = {(row.hints, row.hints_accuracy) for row in rows if row.hints is not None}
+    if told:
+        names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(told, key=str))
+        lines.append(f"* needs hidden states, which a trace lacks: a predictor of stated accuracy stands in ({names}).")
+    blind = dict.fromkeys(row.policy for row in rows if row.hints is None and foresees(row.policy))
+    if blind:
+        lines.append(f"{', '.join(blind)}: the cache alone, for a trace lacks hidden states (see --hint-accuracy).")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NONE if value is None else f"{value:.{digits}f}"
+
+
+class ReplayProgress:
+    """The bar on standard error, where a person sees it; `advance` is told the batches done of this schedule."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._bar = progress.Progress(
+            progress.TextColumn("replaying"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
+            progress.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total)
+        self._before = 0
+        self._now = 0
+
+    def advance(self, n_batches: int) -> None:
+        """So many batches of the present schedule are done."""
+        self._now = n_batches
+        self._bar.update(self._task, completed=self._before + n_batches)
+
+    def next_schedule(self) -> None:
+        """The next one begins."""
+        self._before += self._now
+        self._now = 0
+
+    def __enter__(self) -> ReplayProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()

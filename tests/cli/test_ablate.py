@@ -1,0 +1,107 @@
+"""`moeedge ablate`: SP-MoE's parts, one row each, every answer stock's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moeedge.bench.ablation import figure_12, figure_14
+from moeedge.cli.app import app
+from moeedge.engine.model import Model
+from moeedge.engine.quantize import quantized
+from moeedge.errors import InputError
+from tests.conftest import TinyFactory
+
+SHORT = ["--draft-max", "3", "-n", "12", "--limit", "2", "-r", "1", "-t", "1", "-c", "512", "-o", "json"]
+DEVICE = ["-dev", "emulated:threads=1,link=20MB/s,latency=50us"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def target(tiny: TinyFactory) -> Path:
+    return tiny("qwen3moe", layers=4, experts=32, expert_type="Q8_0", dense_type="F16")
+
+
+def ablate(*arguments: str) -> list[dict[str, object]]:
+    result = CliRunner().invoke(app, ["ablate", "sp-moe", *SHORT, *arguments])
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, object]] = json.loads(result.stdout)
+    return rows
+
+
+def test_figure_12(target: Path, own_cache: Path) -> None:
+    """The target drafts for itself, quantized: near-perfect drafts, hidden states that foretell nearly all experts."""
+    rows = ablate("-m", str(target), "-dev", "emulated:threads=1,link=1GB/s,latency=5us", "--cache-ratio", "0.5")
+    assert [row["variant"] for row in rows] == ["baseline", "vanilla", "worker", "batched"]
+    assert all(row["equal"] == row["answers"] == 2 for row in rows)
+    assert list(own_cache.glob("drafts/*-q4_0.gguf"))
+    baseline, *prefetching = rows
+    assert baseline["cutoff_layer"] != 0, "drafting is long enough for the experts of at least one layer"
+    assert baseline["foretold_right"] is None and baseline["speedup"] == 1.0
+    for row in prefetching:
+        assert row["foretold_right"] > 0.6  # type: ignore[operator]
+        assert row["loaded_per_step"] < baseline["loaded_per_step"]  # type: ignore[operator]
+        assert row["acceptance_rate"] > 0.5  # type: ignore[operator]
+    assert all(row["hit_rate_pairs"] == 1.0 for row in rows if row["uncached_per_step"] == 0.0)
+
+
+def test_figure_14(target: Path, tiny_draft: Path) -> None:
+    """One row per cutoff layer: the more layers are prefetched for, the fewer experts are waited for."""
+    rows = ablate("-m", str(target), *DEVICE, "--cache-ratio", "0.5", "--cutoff", "0,2,4")
+    assert [row["cutoff_layer"] for row in rows] == [0, 2, 4]
+    waited = [row["loaded_per_step"] for row in rows]
+    assert waited[0] > waited[1] > waited[2]  # type: ignore[operator]
+    assert all(row["equal"] == row["answers"] for row in rows)
+
+
+def test_a_draft_of_another_width(target: Path, tiny: TinyFactory) -> None:
+    draft = tiny("qwen3", embd=32, heads=2, heads_kv=1)
+    result = CliRunner().invoke(app, ["ablate", *SHORT, "-m", str(target), "-md", str(draft), *DEVICE, "--cutoff", "1"])
+    assert result.exit_code == 2
+    assert "hidden states have 32 values" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--cutoff", "x"], "is no list of layers"),
+        (["--cutoff", "-1"], "is no list of layers"),
+        (["--limit", "0"], "nothing to measure"),
+        (["--draft-type", "q17"], 'no type "q17"'),
+    ],
+)
+def test_bad_options(arguments: list[str], told: str, target: Path) -> None:
+    result = CliRunner().invoke(app, ["ablate", "-m", str(target), *DEVICE, *arguments])
+    assert result.exit_code == 2
+    assert told in result.output.replace("\n", " ")
+
+
+def test_a_quantization_is_made_once(target: Path) -> None:
+    first = quantized(target, "q4_0")
+    made = first.stat().st_mtime_ns
+    assert quantized(target, "q4_0") == first and first.stat().st_mtime_ns == made
+    assert quantized(target, "q8_0") != first
+    with Model.load(first) as draft, Model.load(target) as model:
+        assert draft.info.n_embd == model.info.n_embd and draft.info.n_layers == model.info.n_layers
+        assert draft.info.size_bytes < model.info.size_bytes
+    with pytest.raises(InputError, match="no type"):
+        quantized(target, "q1")
+
+
+def test_each_bar_adds_one_thing() -> None:
+    """Neighbours of Figure 12 differ in one field of their execution, the points of Figure 14 in the cutoff alone."""
+    bars = [variant.execution for variant in figure_12(7)]
+    for before, after in itertools.pairwise(bars):
+        changed = [name for name in vars(before) if getattr(before, name) != getattr(after, name)]
+        assert len(changed) == 1, changed
+    points = [variant.execution for variant in figure_14([1, 2])]
+    assert [point.cutoff_layer for point in points] == [1, 2] and points[0].batch == points[1].batch == bars[-1].batch

@@ -1,0 +1,104 @@
+"""`moeedge replay` from the command line: flat rows, tables, the same bytes for the same seed, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moeedge.cli.app import app
+from tests.profiling.traces import plain_text, two_texts
+
+_FIELDS = (
+    "policy", "cache_ratio", "tail", "hit_rate_pairs", "hit_rate_unique", "uploads_per_layer_step", "hot_cold_accuracy",
+)  # fmt: skip
+
+
+def _replay(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    plain_text(60).save(tmp_path / "plain.npz")
+    return tmp_path / "plain.npz"
+
+
+def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
+    result = _replay(plain, "--cache-ratio", "0.25,0.5", "--policy", "lru,spac", "--gamma", 3, "-o", "json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    names = ["lru", "spac", "oracle", "belady"]
+    assert [(row["tail"], row["cache_ratio"], row["policy"]) for row in rows] == [
+        (tail, ratio, name) for tail in ("optimistic", "pessimistic") for ratio in (0.25, 0.5) for name in names
+    ]
+    for row in rows:
+        assert tuple(row)[: len(_FIELDS)] == _FIELDS
+        assert not any(isinstance(value, dict | list) for value in row.values())
+        assert (row["gamma"], row["acceptance"], row["seed"], row["bytes_per_step"]) == (3, 0.8, 0, None)
+        assert 0.0 <= row["hit_rate_pairs"] <= 1.0
+        assert row["hit_rate_pairs"] <= row["oracle_hit_rate_pairs"]
+
+
+def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
+    arguments = (plain, "--policy", "all", "--gamma", 3, "-o", "json", "--seed")
+    first, again, other = (_replay(*arguments, seed).stdout for seed in (5, 5, 6))
+    assert first == again != other
+
+
+def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
+    two_texts(parameters={"expert_bytes": 1000}).save(tmp_path / "own.npz")
+    rows = json.loads(_replay(tmp_path / "own.npz", "--policy", "lru", "-o", "json").stdout)
+    assert [(row["tail"], row["gamma"], row["acceptance"]) for row in rows] == [("recorded", 2, 0.5)] * 3
+    assert rows[0]["bytes_per_step"] == pytest.approx(2000 * rows[0]["uploads_per_layer_step"], abs=1)
+    cut = json.loads(_replay(tmp_path / "own.npz", "--policy", "lru", "--tail", "pessimistic", "-o", "json").stdout)
+    assert {row["tail"] for row in cut} == {"pessimistic"} and cut[0]["gamma"] == 2
+
+
+def test_tables(plain: Path) -> None:
+    arguments = (plain, "--policy", "lru,fate", "--gamma", 3, "--tail", "optimistic", "--expert-bytes", 1 << 20)
+    result = _replay(*arguments)
+    assert result.exit_code == 0, result.output
+    for part in ("random: 1 texts", "optimistic tail", "oracle", "MiB/step", "fate: the cache alone"):
+        assert part in " ".join(result.stdout.split())
+    seeing = " ".join(_replay(*arguments, "--hint-accuracy", "default").stdout.split())
+    assert "fate *" in seeing and "stands in (next-gate 0.8)" in seeing
+    without = _replay(plain, "--policy", "lru", "--gamma", 0)
+    assert "one token at a time" in without.stdout and without.stdout.count("belady ") == 1
+
+
+def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
+    arguments = (plain, "--policy", "fate", "--gamma", 3, "-o", "json", "--hint-accuracy")
+    blind, seeing = (json.loads(_replay(*arguments, f"next-gate={share}").stdout)[0] for share in (0.0, 1.0))
+    assert blind["hit_rate_pairs"] < seeing["hit_rate_pairs"]
+    assert (seeing["hints"], seeing["hints_accuracy"]) == ("next-gate", 1.0)
+
+
+def test_the_bounds_alone(plain: Path) -> None:
+    rows = json.loads(_replay(plain, "--policy", "belady,oracle", "--gamma", 0, "-o", "json").stdout)
+    assert [row["policy"] for row in rows] == ["oracle", "belady"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "mru"], 'no policy "mru"'),
+        (["--policy", ","], "names no policy"),
+        (["--cache-ratio", "2"], "[0, 1]"),
+        (["--gamma", "-1"], "gamma must be >= 0"),
+        (["--gamma", "100"], "smaller --gamma"),
+        (["--acceptance", "1.5"], "acceptance must be"),
+        (["--seed", "-1"], "--seed"),
+        (["--profile-texts", "1"], "leaves nothing to replay"),
+        (["--hint-accuracy", "gate=1"], "next-gate"),
+        (["--hint-accuracy", "next-gate=x"], "NAME=SHARE"),
+        (["--expert-bytes", "0"], "--expert-bytes"),
+        (["--max-uploads", "-1"], "must be >= 0"),
+    ],
+)
+def test_mistakes(plain: Path, arguments: list[str], words: str) -> None:
+    result = _replay(plain, *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert words in " ".join(result.stderr.split()) and "Traceback" not in result.stderr

@@ -1,0 +1,118 @@
+"""What layers read, as the backend keeps it: put through the model's routers it gives the experts that were chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine import library
+from moeedge.engine.context import Context
+from moeedge.engine.model import Model
+from moeedge.engine.routers import Routers, read_norms
+from moeedge.engine.types import Phase
+from moeedge.native import Block, Kept
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+
+TOKENS = np.random.default_rng(5).integers(0, 256, 9).tolist()
+GROUPED = {"deepseek3"}  # routes to groups of experts, which Routers leaves out
+
+
+@pytest.fixture(scope="module", params=MOE_CASES)
+def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Model:
+    library.start()
+    arch, dimensions = MOE_CASES[request.param]
+    loaded = Model.load(tiny(arch, **dimensions))
+    request.addfinalizer(loaded.close)
+    loaded.case = request.param  # type: ignore[attr-defined]
+    return loaded
+
+
+def test_routers_choose_what_the_model_chose(model: Model) -> None:
+    info = model.info
+    routers = Routers.read(model)
+    with Context(model, n_ctx=64, n_threads=1) as context:
+        capture = context.watch()
+        assert capture is not None and context.sensor is not None
+        capture.keep(Kept.INPUTS | Kept.PROBS)
+        assert capture.kept(Kept.INPUTS).serial == 0
+        context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
+        inputs, probs = capture.kept(Kept.INPUTS), capture.kept(Kept.PROBS)
+        frame = context.sensor.frames()[-1]
+        assert inputs.serial == probs.serial == 1
+        assert (inputs.layer_tokens == len(TOKENS)).all()  # dense layers, too
+        for layer in info.expert_layers:
+            here = slice(layer, layer + 1)
+            scores = routers.scores(here, inputs.rows[here, : len(TOKENS)])
+            if probs.layer_tokens[layer]:
+                kept = probs.rows[here, : len(TOKENS)]
+                kept = routers.probabilities(kept) if kept.min() < 0 else kept
+                np.testing.assert_allclose(scores, kept, atol=2e-5)
+            if model.case in GROUPED:  # type: ignore[attr-defined]
+                continue
+            chosen = np.sort(routers.best(here, scores, info.n_experts_used)[0], axis=-1)
+            assert np.array_equal(chosen, np.sort(frame.ids[layer], axis=-1))
+
+
+def test_the_hook_sees_each_block_before_it(model: Model) -> None:
+    """Its ids are those of the frame, its inputs those that are kept; prompts and large batches pass without it."""
+    seen: list[Block] = []
+    with Context(model, n_ctx=128, n_threads=1) as context:
+        capture = context.watch()
+        assert capture is not None and context.sensor is not None
+        capture.keep(Kept.INPUTS)
+        capture.call(seen.append)
+        context.decode(TOKENS, phase=Phase.PREFILL)
+        context.decode(TOKENS * 4, phase=Phase.VERIFY)
+        assert not seen
+        context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
+        frame, inputs = context.sensor.frames()[-1], capture.kept(Kept.INPUTS)
+        assert [block.layer for block in seen] == list(model.info.expert_layers)
+        for block in seen:
+            assert block.phase == Phase.VERIFY and block.ids is not None and block.inputs is not None
+            assert np.array_equal(block.ids, frame.ids[block.layer])
+            assert np.array_equal(block.inputs, inputs.rows[block.layer, : len(TOKENS)])
+        capture.call(None)
+        context.decode(TOKENS[:1], phase=Phase.DECODE)
+        assert len(seen) == len(model.info.expert_layers)
+
+
+def test_a_dense_model(tiny_draft: Path, tiny: TinyFactory) -> None:
+    """A draft: our backend computes it only while somebody wants to know; the norm's scale is in what it reads."""
+    library.start()
+    seen: list[Block] = []
+    with Model.load(tiny_draft) as model, Context(model, n_ctx=64, n_threads=1) as context:
+        assert context.mode == "stock"
+        capture = context.watch()
+        assert capture is not None and context.watch() is capture and context.mode == "moeedge"
+        capture.keep(Kept.INPUTS)
+        capture.call(seen.append)
+        context.decode(TOKENS[:1], phase=Phase.DRAFT)
+        inputs = capture.kept(Kept.INPUTS)
+        assert inputs.layer_tokens.tolist() == [1] * model.info.n_layers
+        assert [block.layer for block in seen] == list(range(model.info.n_layers))
+        assert all(block.ids is None for block in seen)
+        norms = read_norms(model)
+        assert norms is not None
+        # behind an RMS norm and without its weights a value has length sqrt(n_embd)
+        lengths = np.linalg.norm(inputs.rows[:, 0] / norms, axis=-1)
+        np.testing.assert_allclose(lengths, np.sqrt(model.info.n_embd), rtol=1e-3)
+
+
+def test_norms_are_brought_to_one_scale(tiny: TinyFactory) -> None:
+    """The same hidden state behind two norms: with the ratio of their weights, the router's choice is the same."""
+    library.start()
+    with Model.load(tiny("qwen3moe")) as model:
+        routers = Routers.read(model)
+        rng = np.random.default_rng(1)
+        hidden = rng.standard_normal((1, 5, model.info.n_embd)).astype(np.float32)
+        assert routers.norm is not None
+        other = rng.uniform(0.2, 3.0, routers.norm[:1].shape).astype(np.float32)
+        ratio = routers.ratio(np.array([1]), other)
+        assert ratio is not None
+        here = slice(1, 2)
+        expected = routers.scores(here, hidden * routers.norm[here])
+        np.testing.assert_allclose(routers.scores(here, hidden * other * ratio), expected, atol=1e-5)
+        assert routers.ratio(np.array([1]), None) is None

@@ -1,0 +1,137 @@
+"""The clairvoyant bounds hold: no policy beats the one-step oracle in pairs, nor a demand-filled cache Belady."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moeedge.policies import ALL_POLICIES, BOUNDS, PolicyConfig, make_policy
+from moeedge.policies.belady import next_uses
+from moeedge.scheduler.policy import CacheShape, Observation, check_plan
+from moeedge.sim.bounds import Belady, NextUse, Oracle
+from moeedge.sim.slots import Slots
+from moeedge.sim.windows import Chunk
+
+# fed without hints, these bring nothing but what was just used
+DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
+Counts = NDArray[np.uint32]  # [n_steps, n_layers, n_experts]
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Counts:
+    """A few steps, most experts unused, some popular."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    shape = (draw(st.integers(2, 14)), draw(st.integers(1, 3)), draw(st.integers(2, 7)))
+    popular = rng.random(shape[1:]) ** 2
+    return (rng.random(shape) < popular).astype(np.uint32) * rng.integers(1, 5, shape, dtype=np.uint32)
+
+
+def hits(name: str, steps: Counts, n_slots: int) -> tuple[int, int]:
+    """Pairs and distinct experts found resident, over all steps; every plan is checked."""
+    shape = CacheShape.uniform(*steps.shape[1:], n_slots)
+    policy = make_policy(name, shape, PolicyConfig(future=steps))
+    slots = Slots(shape)
+    pairs = unique = 0
+    for counts in steps:
+        plan = policy.plan(slots.resident, [])
+        check_plan(plan, shape, slots.resident, 4)
+        slots.execute(plan)
+        assert np.count_nonzero(slots.resident) <= n_slots
+        there = slots.resident > 0
+        pairs += int(counts[there].sum())
+        unique += int(np.count_nonzero(counts[there]))
+        policy.observe(Observation(counts, 4, 3))
+    return pairs, unique
+
+
+def best_demand_filled(steps: Counts, n_slots: int) -> int:
+    """The most distinct experts that any cache can find that keeps only what was there or just used: by trying all."""
+    found = {frozenset[int](): 0}
+    for counts in steps:
+        used = frozenset(np.flatnonzero(counts.reshape(-1)).tolist())
+        after: dict[frozenset[int], int] = {}
+        for held, n_found in found.items():
+            n_found += len(held & used)
+            for kept in _choices(held | used, n_slots):
+                after[kept] = max(after.get(kept, -1), n_found)
+        found = after
+    return max(found.values())
+
+
+def _choices(cells: frozenset[int], n: int) -> list[frozenset[int]]:
+    return [frozenset(kept) for kept in combinations(sorted(cells), min(n, len(cells)))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=routings(), n_slots=st.integers(0, 12))
+def test_belady_is_never_beaten_by_a_cache_that_use_fills(steps: Counts, n_slots: int) -> None:
+    _, bound = hits("belady", steps, n_slots)
+    for name in DEMAND_FILLED:
+        assert hits(name, steps, n_slots)[1] <= bound, name
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=routings(), n_slots=st.integers(0, 3))
+def test_belady_is_the_best_there_is(steps: Counts, n_slots: int) -> None:
+    steps = steps[:7, :1, :5]
+    assert hits("belady", steps, n_slots)[1] == best_demand_filled(steps, n_slots)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=routings(), n_slots=st.integers(0, 12))
+def test_the_oracle_finds_most_pairs(steps: Counts, n_slots: int) -> None:
+    best = sum(int(np.sort(counts.reshape(-1))[::-1][:n_slots].sum()) for counts in steps)
+    assert hits("oracle", steps, n_slots)[0] == best
+    for name in ALL_POLICIES:
+        assert hits(name, steps, n_slots)[0] <= best, name
+
+
+def test_a_classic_reference_string() -> None:
+    """2 3 2 1 5 2 4 5 3 2 5 2 on three frames (Stallings, Operating Systems, Figure 8.14): OPT finds 6, LRU 5.
+
+    OPT there must keep what it loads; passing by what is not used again finds one more.
+    """
+    string = [2, 3, 2, 1, 5, 2, 4, 5, 3, 2, 5, 2]
+    steps = np.zeros((len(string), 1, 6), dtype=np.uint32)
+    steps[np.arange(len(string)), 0, string] = 1
+    assert hits("belady", steps, 3)[1] == best_demand_filled(steps, 3) == 7
+    assert hits("lru", steps, 3)[1] == 5
+    assert hits("mixtral-offloading", steps, 3)[1] == 5
+
+
+def test_next_uses() -> None:
+    used = np.array([[[True, False]], [[False, False]], [[True, True]]])
+    assert next_uses(used)[:, 0].tolist() == [[0, 2], [2, 2], [2, 2]]
+
+
+def test_the_future_ends() -> None:
+    """Past it, the bounds plan nothing that breaks a rule."""
+    shape = CacheShape.uniform(2, 4, 3)
+    steps = np.ones((2, 2, 4), dtype=np.uint32)
+    for name in BOUNDS:
+        policy = make_policy(name, shape, PolicyConfig(future=steps))
+        slots = Slots(shape)
+        for counts in (*steps, *steps):
+            plan = policy.plan(slots.resident, [])
+            check_plan(plan, shape, slots.resident, 4)
+            slots.execute(plan)
+            policy.observe(Observation(counts, 4, 3))
+        assert len(policy.plan(slots.resident, []).uploads) == 0
+
+
+@pytest.mark.parametrize("name", sorted(BOUNDS))
+def test_the_replay_has_the_same_bounds(name: str) -> None:
+    """moeedge/sim/bounds.py works them out without a policy, for whole chunks."""
+    rng = np.random.default_rng(3)
+    steps = (rng.random((40, 2, 9)) < 0.35).astype(np.int32) * rng.integers(1, 4, (40, 2, 9), dtype=np.int32)
+    chunk = Chunk(0, [None] * len(steps), steps, np.ones(len(steps), dtype=np.bool_))  # batches are only counted
+    bound = Oracle(18, 7) if name == "oracle" else Belady(NextUse([chunk]), 7)
+    there = bound.run(chunk)
+    index = 0 if name == "oracle" else 1
+    found = (int(steps[there].sum()), int(np.count_nonzero(steps[there])))
+    assert found[index] == hits(name, steps.astype(np.uint32), 7)[index]

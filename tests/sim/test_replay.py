@@ -1,0 +1,269 @@
+"""The replay against a literal one, its bounds against brute force and against the clairvoyant policies."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeedge.policies import BOUNDS as CLAIRVOYANT
+from moeedge.policies import POLICIES, SIMULATED, PolicyConfig, make_policy
+from moeedge.scheduler.policy import Observation
+from moeedge.sim.bounds import Belady, NextUse, Oracle
+from moeedge.sim.foresight import Foresight
+from moeedge.sim.replay import Lane, ReplayConfig, ReplayRow, cache_shape, replay
+from moeedge.sim.windows import Schedule, cut_schedule, recorded_schedule, texts_of
+from moeedge.trace import DECODE, PREFILL, Trace
+from moeedge.trace_import import read_trace
+from tests.profiling.traces import make_trace, two_texts
+
+CACHES = ("lru", "lfu")  # filled by what was used
+
+
+def walk(n_tokens: int, seed: int, *, n_layers: int = 2, n_experts: int = 8, n_texts: int = 1) -> Trace:
+    """Texts whose tokens keep some of the last token's experts, each with a prompt of two tokens."""
+    rows = [
+        (PREFILL if step < 2 else DECODE, text, max(step - 1, 0), True)
+        for text in range(n_texts)
+        for step in range(n_tokens + 2)
+    ]
+    trace = make_trace(rows, n_layers=n_layers, n_experts=n_experts, gamma=0, seed=seed)
+    rng = np.random.default_rng(seed)
+    for row in range(1, trace.n_tokens):
+        stays = rng.random(n_layers) < 0.6
+        trace.ids[row, stays] = trace.ids[row - 1, stays]
+    return trace
+
+
+def by_name(rows: list[ReplayRow]) -> dict[str, ReplayRow]:
+    return {row.policy: row for row in rows}
+
+
+def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, int]:
+    """Pair and unique hit rates and uploads of plans, by a replay without chunks, arrays of batches or slots."""
+    trace, shape = schedule.trace, cache_shape(schedule, ratio)
+    policy = make_policy(name, shape, PolicyConfig(gamma=schedule.gamma))
+    resident: set[tuple[int, int]] = set()
+    pairs = pairs_found = experts = experts_found = uploads = 0
+    for batch in range(schedule.prefill.size):
+        rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
+        ids = np.stack([trace.layer_ids(layer)[rows] for layer in range(trace.meta.n_layers)])
+        counts = np.zeros((trace.meta.n_layers, trace.meta.n_experts), dtype=np.uint32)
+        for layer, token, slot in itertools.product(*map(range, ids.shape)):
+            if ids[layer, token, slot] >= 0:
+                counts[layer, ids[layer, token, slot]] += 1
+        if schedule.fresh[batch]:
+            policy.reset()
+        tokens = trace.token[rows]
+        if not schedule.prefill[batch]:
+            for upcoming in [tokens[:1].tolist(), tokens.tolist()] if len(tokens) > 1 else [tokens.tolist()]:
+                mask = np.zeros(counts.shape, dtype=np.uint8)
+                for cell in resident:
+                    mask[cell] = 1
+                plan = policy.plan(mask, upcoming)
+                victims = [tuple(cell) for cell in plan.victims.tolist()]
+                for cell in map(tuple, plan.uploads.tolist()):
+                    if len(resident) >= int(shape.capacity[0]):
+                        if not victims:
+                            continue
+                        resident.remove(victims.pop(0))
+                    resident.add(cell)
+                    uploads += 1
+            for cell in zip(*np.nonzero(counts), strict=True):
+                there = tuple(map(int, cell)) in resident
+                pairs, experts = pairs + int(counts[cell]), experts + 1
+                pairs_found, experts_found = pairs_found + there * int(counts[cell]), experts_found + there
+        prefill = bool(schedule.prefill[batch])
+        n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
+        policy.observe(Observation(counts, len(rows), n_accepted, tokens, ids, None, prefill=prefill))
+    return pairs_found / pairs, experts_found / experts, uploads
+
+
+@pytest.mark.parametrize("name", ["spac", "spac-paper", "lru", "lfu", "static"])
+def test_equals_a_literal_replay(name: str) -> None:
+    schedules = [
+        cut_schedule(walk(30, 3, n_texts=2), gamma=2, acceptance=0.7, tail="pessimistic", seed=1),
+        recorded_schedule(two_texts(seed=5)),
+    ]
+    for schedule in schedules:
+        assert schedule is not None
+        pairs, experts, uploads = literal(schedule, name, 0.4)
+        row = by_name(replay(schedule, ReplayConfig(policies=(name,), ratios=(0.4,))))[name]
+        assert row.hit_rate_pairs == pytest.approx(pairs, abs=1e-6)
+        assert row.hit_rate_unique == pytest.approx(experts, abs=1e-6)
+        assert row.uploads_per_layer_step == pytest.approx(uploads / schedule.n_steps / 2, abs=1e-6)
+
+
+def test_recorded_batches_keep_gamma_and_acceptance() -> None:
+    schedule = recorded_schedule(two_texts())
+    assert schedule is not None
+    assert (schedule.gamma, schedule.acceptance, schedule.tail) == (2, pytest.approx(0.5), "recorded")
+    assert (schedule.n_steps, schedule.n_texts) == (6, 2)
+    assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
+    batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
+    assert [batch.n_accepted for batch in batches] == [0, 0, 2, 1, 0, 0, 1, 0]
+    assert [batch.fresh for batch in batches] == [True, False, False, False, True, False, False, False]
+    assert batches[2].tokens is not None and batches[2].tokens.tolist() == [6, 7, 8]
+    assert recorded_schedule(walk(5, 0)) is None
+
+
+def test_both_tails_accept_the_same_drafts() -> None:
+    trace = walk(200, 0)
+    cut = [cut_schedule(trace, gamma=4, acceptance=0.6, tail=tail, seed=7) for tail in ("optimistic", "pessimistic")]  # type: ignore[arg-type]
+    assert cut[0].n_text.tolist() == cut[1].n_text.tolist()
+    assert cut[0].rows.tolist() != cut[1].rows.tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
+def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
+    schedule = cut_schedule(walk(24, seed), gamma=gamma, acceptance=0.7, tail="pessimistic", seed=seed)
+    shape = cache_shape(schedule, ratio)
+    future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
+    config = PolicyConfig(gamma=gamma, future=future)
+    rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
+    clairvoyant = {}
+    for name in CLAIRVOYANT:
+        lane = Lane(make_policy(name, shape, config), shape, checked_cap=4)
+        for chunk in schedule.chunks():
+            lane.run(chunk)
+        clairvoyant[name] = lane.found()
+    oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
+    assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.pairs_found / oracle.pairs, abs=1e-6)
+    assert rows["belady"].hit_rate_unique == pytest.approx(belady.experts_found / belady.experts, abs=1e-6)
+    for name in CACHES:
+        assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
+        assert rows[name].hit_rate_unique <= rows["belady"].hit_rate_unique
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), capacity=st.integers(0, 4))
+def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
+    """Every way to keep what is there or was just used, tried on six steps of one layer of four experts."""
+    schedule = cut_schedule(walk(6, seed, n_layers=1, n_experts=4), gamma=0, acceptance=0.0, tail="optimistic", seed=0)
+    chunks = list(schedule.chunks())
+    batches = [batch for chunk in chunks for batch in chunk.batches]
+    reached = {frozenset[int](): 0}
+    for batch in batches:
+        used = frozenset(np.flatnonzero(batch.counts[0]).tolist())
+        following: dict[frozenset[int], int] = {}
+        for resident, hits in reached.items():
+            hits += 0 if batch.prefill else len(resident & used)
+            for size in range(capacity + 1):
+                for kept in itertools.combinations(sorted(resident | used), size):
+                    following[frozenset(kept)] = max(following.get(frozenset(kept), 0), hits)
+        reached = following
+    next_use = NextUse(chunks)
+    belady = Belady(next_use, capacity)
+    found = sum(
+        int((there & (chunk.counts > 0))[chunk.counted].sum()) for chunk in chunks for there in [belady.run(chunk)]
+    )
+    assert found == max(reached.values())
+
+
+def test_oracle_is_the_sum_of_the_largest_counts() -> None:
+    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    chunks = list(schedule.chunks())
+    best = sum(
+        int(np.sort(batch.counts.reshape(-1))[-5:].sum()) for c in chunks for batch in c.batches if not batch.prefill
+    )
+    oracle = Oracle(16, 5)
+    assert sum(int((chunk.counts * oracle.run(chunk))[chunk.counted].sum()) for chunk in chunks) == best
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
+def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
+    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, tail="pessimistic", seed=0)
+    shape = cache_shape(schedule, 0.3)
+    foresight = Foresight(schedule.trace, 0)
+    found = []
+    for _ in range(2):
+        lane = Lane(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
+        for chunk in schedule.chunks():
+            lane.run(chunk, foresight.foretell(chunk, "next-gate"))
+        assert np.count_nonzero(lane.slots.resident) <= int(shape.capacity[0])
+        found.append((lane.found(), lane.slots.resident.tolist()))
+    assert found[0] == found[1]
+
+
+def test_loads_on_demand_count_once() -> None:
+    """A system on the device alone loads exactly what is missing; what it keeps of that costs nothing more."""
+    schedule = cut_schedule(walk(60, 4), gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    config = ReplayConfig(
+        policies=("mixtral-offloading",),
+        ratios=(0.5,),
+        expert_bytes=np.array([10, 10]),
+        accuracy={"next-gate": 0.0},
+    )
+    row = replay(schedule, config)[0]
+    missed = (1.0 - row.hit_rate_unique) * sum(int(np.count_nonzero(c.counts[c.counted])) for c in schedule.chunks())
+    assert row.on_demand_per_layer_step * 2 * schedule.n_steps == pytest.approx(missed, abs=0.1)
+    assert row.uploads_per_layer_step >= row.on_demand_per_layer_step
+    assert row.bytes_per_step == pytest.approx(row.uploads_per_layer_step * 2 * 10, rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.25, 1.5])
+def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
+    schedule = cut_schedule(walk(100, 4), gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    free = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,))))
+    tied = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,), max_uploads=limit)))
+    for name in ("lru", "spac"):
+        assert tied[name].uploads_per_layer_step <= limit + 1e-6
+        assert tied[name].hit_rate_pairs <= free[name].hit_rate_pairs or limit > 1
+
+
+def test_stand_ins_are_as_right_as_they_say() -> None:
+    trace = walk(400, 0, n_experts=64)
+    schedule = cut_schedule(trace, gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    foresight = Foresight(trace, 0, {"draft-router": 0.7})
+    right = said = 0
+    for chunk in schedule.chunks():
+        for batch, hints in zip(chunk.batches, foresight.foretell(chunk, "draft-router"), strict=True):
+            assert (hints is None) == batch.prefill
+            if hints is not None:
+                assert (hints.layer_ids[:, -1] == -1).all()
+                right += int((hints.layer_ids == batch.ids)[:, :-1].sum())
+                said += batch.ids[:, :-1].size
+        gate = foresight.foretell(chunk, "next-gate")[1]
+        assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
+    assert right / said == pytest.approx(0.7, abs=0.03)
+
+
+def test_texts_can_be_chosen() -> None:
+    trace = walk(10, 0, n_texts=3)
+    assert np.unique(texts_of(trace, 1).sequence).tolist() == [1, 2]
+    assert np.unique(texts_of(trace, 0, 1).sequence).tolist() == [0]
+
+
+def test_layers_without_experts_have_no_part() -> None:
+    trace = walk(40, 0)
+    trace.ids[:, 0] = trace.sentinel
+    schedule = cut_schedule(trace, gamma=2, acceptance=0.7, tail="optimistic", seed=0)
+    assert cache_shape(schedule, 0.5).capacity.tolist() == [4]
+    rows = by_name(replay(schedule, ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
+    assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
+
+
+def test_mistakes() -> None:
+    for wrong in ({"ratios": (1.2,)}, {"ratios": ()}, {"max_uploads": -1.0}):
+        with pytest.raises(ValueError):
+            ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="accuracy"):
+        Foresight(walk(5, 0), 0, {"next-gate": 2.0})
+
+
+@pytest.mark.parametrize("tail", ["optimistic", "pessimistic"])
+def test_the_default_on_gpt_oss_20b(data_folder: Path, tail: str) -> None:
+    """Above every cache of the papers with at most 0.4 uploads, and near the one-step oracle without lookahead."""
+    trace = texts_of(read_trace(data_folder / "traces" / "gptoss20b_decode.npz"), 30, 60)
+    schedule = cut_schedule(trace, gamma=8, acceptance=0.8, tail=tail, seed=0)  # type: ignore[arg-type]
+    published = ("spac-paper", "lru", "lfu", "static", "fiddler", "moe-infinity")
+    rows = by_name(replay(schedule, ReplayConfig(policies=("spac", *published), ratios=(0.16,))))
+    assert rows["spac"].hit_rate_pairs > max(rows[name].hit_rate_pairs for name in published)
+    assert rows["spac"].uploads_per_layer_step <= 0.4
+    share = rows["spac"].share_of_oracle
+    assert share is not None and share >= 0.80

@@ -1,0 +1,143 @@
+"""Whole simulations: the same seed gives the same events, every policy runs, and the figures add up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moeedge.policies import ALL_POLICIES
+from moeedge.sim.execution import CAUSES
+from moeedge.sim.hardware import builtin_hardware, find_hardware
+from moeedge.sim.machine import Machine, from_hardware, from_units
+from moeedge.sim.routing import Routing, unique_experts
+from moeedge.sim.shapes import ModelShape, builtin_models, find_model, read_data
+from moeedge.sim.simulate import Setup, Texts, simulate, synthetic
+
+SMALL = ModelShape(
+    name="small",
+    n_layers=4,
+    n_expert_layers=4,
+    n_experts=16,
+    k=2,
+    expert_bytes=9.4e6,
+    expert_flops=9.4e6,
+    dense_layer_bytes=3.8e7,
+    head_bytes=6e8,
+    draft=find_model("qwen3-30b-a3b").draft,
+    routing=find_model("qwen3-30b-a3b").routing,
+)
+SETUP = Setup(policy="spac", cache_ratio=0.25, gamma=4)
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return synthetic(SMALL, 120, 2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return from_hardware(find_hardware("rtx4090-pcie4"), SMALL)
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Texts, machine: Machine) -> None:
+    result = simulate(machine, texts, replace(SETUP, policy=policy))
+    assert sum(result.account.ns[cause] for cause in CAUSES) == result.account.total_ns
+    assert result.step_s.sum() == pytest.approx(result.account.total_ns * 1e-9)
+    row = result.row(hardware="h", model="m", trace="t")
+    parts = ("draft_s", "dense_s", "device_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "host_s")
+    assert sum(row[part] for part in parts) == pytest.approx(row["tpot_s"])
+    assert row["policy"] == policy and row["tg_ts"] == pytest.approx(1 / row["tpot_s"])
+    assert 0 <= row["hit_rate_pairs"] <= 1
+
+
+@pytest.mark.parametrize("policy", ["spac", "sp-moe", "fate"])
+def test_the_same_seed_gives_the_same_events_byte_for_byte(policy: str, machine: Machine) -> None:
+    logs = []
+    for seed in (0, 0, 1):
+        source = synthetic(SMALL, 80, 1, seed)
+        logs.append(simulate(machine, source, replace(SETUP, policy=policy, seed=seed), keep_log=True).log.text())
+    assert logs[0].encode() == logs[1].encode()
+    assert logs[0] != logs[2]
+
+
+def test_streams_do_one_thing_at_a_time(texts: Texts, machine: Machine) -> None:
+    spans = simulate(machine, texts, replace(SETUP, policy="moe-infinity"), keep_log=True).log.spans
+    for stream in ("gpu", "cpu", "link", "draft"):
+        own = sorted((span.start_ns, span.end_ns) for span in spans if span.stream == stream)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)), stream
+
+
+def test_a_faster_link_and_a_larger_cache_help(texts: Texts, machine: Machine) -> None:
+    by_link = [simulate(machine, texts, replace(SETUP, policy="sp-moe", link_factor=f)).tpot_s for f in (0.25, 1, 4)]
+    by_ratio = [simulate(machine, texts, replace(SETUP, policy="static", cache_ratio=r)).tpot_s for r in (0.1, 0.5, 1)]
+    assert by_link == sorted(by_link, reverse=True)
+    assert by_ratio == sorted(by_ratio, reverse=True)
+
+
+def test_llama_cpp_takes_as_long_as_its_bytes(texts: Texts, machine: Machine) -> None:
+    """Two of four layers on the CPU: k experts each at the machine's speed, and nothing else to wait for."""
+    row = simulate(machine, texts, replace(SETUP, policy="llama-cpp", cache_ratio=0.5)).row()
+    hardware = find_hardware("rtx4090-pcie4")
+    expected_s = 2 * SMALL.k * SMALL.expert_bytes / hardware.cpu_bytes_per_s
+    assert row["stall_cpu_s"] == pytest.approx(expected_s, rel=1e-5)  # whole nanoseconds
+    assert row["gamma"] == 0  # it has no draft
+
+
+def test_the_oracle_hits_most(texts: Texts, machine: Machine) -> None:
+    fast = machine.with_link(1e6)
+    hits = {
+        policy: simulate(fast, texts, replace(SETUP, policy=policy)).row()["hit_rate_pairs"]
+        for policy in ("oracle", "spac", "lru", "static", "spac-paper")
+    }
+    assert max(hits.values()) == hits["oracle"]
+
+
+def test_calibrated_times_are_taken_as_they_are(machine: Machine) -> None:
+    again = from_units(machine.units(4))
+    assert (again.cpu_ns[1], again.device_ns[1], again.draft_ns) == (
+        machine.cpu_ns[1],
+        machine.device_ns[1],
+        machine.draft_ns,
+    )
+    assert again.transfer_ns == machine.transfer_ns + machine.latency_ns
+
+
+def test_the_stand_in_has_the_published_numbers_of_distinct_experts() -> None:
+    """Qwen3-30B-A3B at k = 6, from the production study: within 5 %."""
+    routing = find_model("qwen3-30b-a3b").routing
+    assert routing is not None
+    ids = routing.draw(12, 128, 6, [400], np.random.default_rng(3))[0]
+    published = {2: 9.72, 4: 15.56, 8: 23.56, 9: 25.13, 16: 33.48}
+    for n_tokens, unique in published.items():
+        assert unique_experts(ids, n_tokens) == pytest.approx(unique, rel=0.05)
+
+
+def test_routing_without_memory_follows_the_uniform_formula() -> None:
+    routing = Routing(popularity=0, topic=0, topic_tokens=1, phrase=0, phrase_tokens=1)
+    ids = routing.draw(8, 64, 4, [400], np.random.default_rng(0))[0]
+    assert unique_experts(ids, 9) == pytest.approx(64 * (1 - (1 - 4 / 64) ** 9), rel=0.02)
+
+
+def test_every_constant_of_a_machine_names_its_source() -> None:
+    for name, entry in read_data("hardware.json")["hardware"].items():
+        assert set(entry) - {"sources"} == set(entry["sources"]), name
+    for name, entry in read_data("models.json")["models"].items():
+        assert entry["source"], name
+    assert {"rtx4090-pcie4", "rtx3090", "a100"} <= set(builtin_hardware())
+    assert "qwen3-30b-a3b" in builtin_models()
+
+
+def test_sizes_follow_from_the_configurations() -> None:
+    """SP-MoE, section 2.2: 336, 150 and 16.5 MiB per expert."""
+    for name, mib in (("mixtral-8x7b", 336), ("phi-3.5-moe", 150), ("deepseek-v2-lite", 16.5)):
+        assert find_model(name).expert_bytes == mib * 2**20
+
+
+@pytest.mark.parametrize("wrong", [{"cache_ratio": 1.5}, {"gamma": -1}, {"acceptance": 2.0}, {"link_factor": 0.0}])
+def test_an_impossible_setup_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must be"):
+        replace(SETUP, **wrong)  # type: ignore[arg-type]

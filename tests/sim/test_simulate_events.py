@@ -1,0 +1,202 @@
+"""The clock, the copy stream and the rules of execution, against times worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
+from moeedge.sim.clock import Clock, Signal
+from moeedge.sim.events import Log
+from moeedge.sim.execution import CAUSES, Account, Execution
+from moeedge.sim.machine import TOKENS_MAX, Machine
+from moeedge.sim.mover import RESIDENT, Mover
+from moeedge.sim.stand_in import Accuracy, StandIn
+from moeedge.sim.steps import Step
+
+CPU, DEVICE, MOVE, LATENCY, DENSE, HEAD, DRAFT, SYNC = 1000, 100, 400, 10, 50, 7, 300, 20
+
+
+def machine(**changes: object) -> Machine:
+    tokens = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64)
+    values: dict[str, object] = {
+        "cpu_ns": tokens * CPU,
+        "device_ns": tokens * DEVICE,
+        "block_ns": 0,
+        "sync_ns": SYNC,
+        "transfer_ns": MOVE,
+        "demand_ns": MOVE,
+        "latency_ns": LATENCY,
+        "dense_ns": DENSE,
+        "head_ns": HEAD,
+        "draft_ns": DRAFT,
+        "schedule_ns": 0,
+    }
+    return Machine(**(values | changes))  # type: ignore[arg-type]
+
+
+def plan(shape: CacheShape, uploads: Sequence[tuple[int, int]], victims: Sequence[tuple[int, int]] = ()) -> Plan:
+    return Plan(
+        tau=np.ones(shape.n_layers, dtype=np.float32),
+        utility=np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32),
+        uploads=np.array(uploads, dtype=np.int32).reshape(-1, 2),
+        levels=np.ones(len(uploads), dtype=np.uint8),
+        victims=np.array(victims, dtype=np.int32).reshape(-1, 2),
+        victim_utility=np.zeros(len(victims), dtype=np.float32),
+    )
+
+
+class Fixed:
+    """Loads the same experts in the first plan, and nothing after."""
+
+    name = "fixed"
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, shape: CacheShape, uploads: Sequence[tuple[int, int]], traits: Traits) -> None:
+        self.shape, self.uploads, self.traits = shape, list(uploads), traits
+
+    def observe(self, observation: Observation) -> None: ...
+
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+        uploads, self.uploads = self.uploads, []
+        return plan(self.shape, uploads)
+
+    def reset(self) -> None: ...
+
+
+def run(traits: Traits, uploads: Sequence[tuple[int, int]], n_drafts: int = 0, **changes: object) -> Account:
+    """One layer of four experts, of which every token uses 0 and 1; the second of two steps counts."""
+    shape = CacheShape.uniform(1, 4, 4)
+    ids = np.array([[[0, 1]] * (n_drafts + 1)], dtype=np.int32)
+    steps = [Step(ids, None, n_drafts, fresh=index == 0) for index in range(2)]
+    execution = Execution(
+        machine(**changes),
+        shape,
+        Fixed(shape, uploads, traits),
+        steps,
+        stand_in=StandIn(1, 4, Accuracy(), 0),
+        warm_steps=1,
+    )
+    account = execution.run()
+    assert sum(account.ns[cause] for cause in CAUSES) == account.total_ns
+    return account
+
+
+def test_processes_run_in_the_order_of_time_and_then_of_number() -> None:
+    clock, log = Clock(), []
+    bell = Signal()
+
+    def walker(name: str, ns: int) -> Iterator[int | Signal]:
+        yield ns
+        log.append((name, clock.now_ns))
+        yield bell
+        log.append((name, clock.now_ns))
+
+    def ringer() -> Iterator[int | Signal]:
+        yield 30
+        bell.fire(clock)
+
+    for process in (walker("a", 20), walker("b", 10), walker("c", 20), ringer(), walker("late", 40)):
+        clock.start(process)  # type: ignore[arg-type]
+    clock.run()
+    assert log == [("b", 10), ("a", 20), ("c", 20), ("b", 30), ("a", 30), ("c", 30), ("late", 40), ("late", 40)]
+
+
+def test_the_past_is_over() -> None:
+    clock = Clock()
+
+    def sleeper() -> Iterator[int]:
+        yield 5
+
+    clock.start(sleeper())  # type: ignore[arg-type]
+    clock.run()
+    with pytest.raises(ValueError, match="is over"):
+        clock.schedule(sleeper(), 3)  # type: ignore[arg-type]
+
+
+def test_without_residents_the_cpu_computes_everything() -> None:
+    account = run(Traits(), [])
+    assert account.total_ns == DENSE + 2 * CPU + HEAD
+    assert account.ns["cpu"] == 2 * CPU and account.pairs_hit == 0
+
+
+def test_cpu_and_device_work_at_the_same_time() -> None:
+    account = run(Traits(), [(0, 0)], transfer_ns=0, latency_ns=0)
+    assert account.total_ns == DENSE + SYNC + CPU + HEAD
+    assert account.ns == dict.fromkeys(CAUSES, 0) | {
+        "dense": DENSE + HEAD,
+        "host": SYNC,
+        "device": DEVICE,
+        "cpu": CPU - DEVICE,
+    }
+    assert (account.pairs, account.pairs_hit) == (2, 1)
+
+
+def test_what_is_all_there_needs_no_cpu() -> None:
+    account = run(Traits(), [(0, 0), (0, 1)], n_drafts=3)
+    assert account.total_ns == 3 * DRAFT + DENSE + 2 * DEVICE + HEAD
+    assert account.tokens == 4
+
+
+def test_misses_are_moved_on_demand_while_hits_are_computed() -> None:
+    account = run(Traits(device_only=True), [(0, 0)])
+    assert account.total_ns == DENSE + LATENCY + MOVE + DEVICE + HEAD
+    assert account.ns["load"] == LATENCY + MOVE - DEVICE
+    assert account.uploads == 1
+
+
+def test_an_absent_layer_is_streamed_as_a_whole() -> None:
+    traits = Traits(device_only=True, layerwise=True)
+    account = run(traits, [(0, 0)], dense_demand_ns=5)
+    assert account.total_ns == DENSE + LATENCY + 4 * MOVE + 5 + 2 * DEVICE + HEAD
+    assert account.uploads == 4 and account.pairs_hit == 0
+
+
+def test_only_experts_in_use_cross_where_a_layer_is_not_moved_whole() -> None:
+    account = run(Traits(device_only=True, layerwise=True), [], whole_layers=False)
+    assert account.total_ns == DENSE + LATENCY + 2 * MOVE + 2 * DEVICE + HEAD
+
+
+def test_a_batch_of_uploads_waits_once() -> None:
+    times = {}
+    for batched in (False, True):
+        clock, shape = Clock(), CacheShape.uniform(1, 4, 4)
+        mover = Mover(clock, Log(), machine(), shape, batched=batched)
+        mover.push(plan(shape, [(0, 0), (0, 1), (0, 2)]))
+        clock.start(mover.process())
+        clock.run()
+        assert mover.resident[0].tolist() == [RESIDENT] * 3 + [0]
+        times[batched] = clock.now_ns
+    assert times == {False: 3 * (MOVE + LATENCY), True: 3 * MOVE + LATENCY}
+
+
+cells = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12, unique=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans=st.lists(st.tuples(cells, st.integers(0, 900), cells), max_size=8), capacity=st.integers(0, 6))
+def test_slots_are_never_exceeded_and_nothing_in_use_leaves(
+    plans: list[tuple[list[tuple[int, int]], int, list[tuple[int, int]]]], capacity: int
+) -> None:
+    clock, shape = Clock(), CacheShape.uniform(3, 5, capacity)
+    mover = Mover(clock, Log(), machine(), shape, batched=False)
+
+    def driver() -> Iterator[int | Signal]:
+        for uploads, wait_ns, used in plans:
+            there = [tuple(cell) for cell in np.argwhere(mover.resident == RESIDENT).tolist()]
+            pinned = [cell for cell in used if cell in there and cell[0] == 0]
+            mover.pin(0, [expert for _, expert in pinned])
+            absent = [cell for cell in uploads if mover.resident[cell] == 0]
+            mover.push(plan(shape, absent, there))  # type: ignore[arg-type]
+            for _ in range(3):
+                yield wait_ns
+                assert np.count_nonzero(mover.resident) <= capacity
+                assert all(mover.resident[cell] == RESIDENT for cell in pinned)
+
+    clock.start(mover.process())
+    clock.start(driver())  # type: ignore[arg-type]
+    clock.run()

@@ -1,0 +1,96 @@
+"""Machines from calibrations, shapes from model files, and the comparison with the engine on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from moeedge import paths
+from moeedge.cli.app import app
+from moeedge.engine import gguf_file
+from moeedge.engine.calibration import Calibration
+from moeedge.errors import InputError
+from moeedge.scheduler.units import Units
+from moeedge.sim.calibrated import is_calibration, newest_calibration, read_calibration, shape_of_file
+from moeedge.sim.measured import median_units
+from tests.conftest import TinyFactory
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+
+
+def units(cpu_s: float) -> Units:
+    return Units(
+        cpu_expert_s=np.array([0, cpu_s, 2 * cpu_s]),
+        device_expert_s=np.array([0, 1e-6, 1e-6]),
+        transfer_expert_s=5e-5,
+        draft_token_s=1e-3,
+        block_overhead_s=2e-6,
+        r_c=np.linspace(0, 1, 5),
+        r_g=np.linspace(1, 0, 5),
+        layer_rest_s=3e-5,
+    )
+
+
+def calibration(cpu_s: float | None) -> str:
+    measured = None if cpu_s is None else units(cpu_s)
+    return Calibration(units=measured, step_s={}, plain_step_s={}, prefill_ts={}, n_tokens=5, seconds=1.0).to_json()
+
+
+def test_a_kept_file_makes_a_machine(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    file.write_text(calibration(1e-4))
+    assert is_calibration(file)
+    machine = read_calibration(file).machine
+    assert machine.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
+    assert (machine.transfer_ns, machine.draft_ns, machine.dense_ns, machine.block_ns) == (50_000, 10**6, 30_000, 2000)
+    file.write_text(calibration(None))
+    with pytest.raises(InputError, match="no unit times"):
+        read_calibration(file)
+
+
+def test_a_disturbed_measurement_does_not_count() -> None:
+    found = median_units([units(1e-4), units(1.2e-4), units(5e-2)])
+    assert found.cpu_expert_s.tolist() == [0, 1.2e-4, 2.4e-4] and found.draft_token_s == 1e-3
+
+
+def test_the_newest_measurement_of_a_model_is_taken() -> None:
+    with pytest.raises(InputError, match="Nothing was measured"):
+        newest_calibration("model.gguf")
+    folder = paths.cache_dir() / "calibration"
+    folder.mkdir(parents=True)
+    for name, cpu_s in (("model.gguf-a.json", 1e-4), ("model.gguf-b.json", 2e-4), ("other.gguf-c.json", 3e-4)):
+        (folder / name).write_text(calibration(cpu_s))
+    assert newest_calibration("model.gguf").machine.cpu_ns[1] == 200_000
+
+
+def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> None:
+    path = tiny("qwen3moe")
+    shape = shape_of_file(path, 2)
+    tensors = gguf_file.read_tensors(path)
+    experts = sum(one.size_bytes for one in tensors if "_exps." in one.name)
+    blocks = sum(one.size_bytes for one in tensors if one.name.startswith("blk.")) - experts
+    assert shape.expert_bytes * shape.total_experts == experts
+    assert shape.dense_layer_bytes * shape.n_layers == pytest.approx(blocks)
+    with pytest.raises(InputError, match="no experts"):
+        shape_of_file(tiny("qwen3"), 2)
+
+
+def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> None:
+    """On a model this small and beside other programs times mean nothing: only that both sides saw the same steps."""
+    arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
+    arguments += ["--gamma", "0,3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
+    result = CliRunner().invoke(app, ["validate", "measured", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["gamma"] for row in rows] == [0, 3]
+    for row in rows:
+        assert row["tokens"] >= 11 and row["measured_tpot_s"] > 0 and row["tpot_s"] > 0
+        assert row["error"] == pytest.approx(row["tpot_s"] / row["measured_tpot_s"] - 1)
+        assert row["hit_rate_pairs"] == pytest.approx(row["hit_rate_pairs_measured"], abs=0.25)
