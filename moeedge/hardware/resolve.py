@@ -93,8 +93,8 @@ def _automatic(bundled: bool) -> ResolvedDevice:
         notes.append(f"{shared[0]} shares the host's memory, so that auto leaves experts on the CPU; -dev {shared[0]}.")
     if bundled:
         notes.append(
-            "No GPU: the bundled model runs on the emulated device (a second CPU instance), with room for "
-            f"{EMULATED_RATIO:.0%} of its experts; -dev none switches that off."
+            "No GPU: the bundled model runs on the emulated device (a second CPU instance); "
+            "-dev none switches that off."
         )
         return _emulated(DeviceSpec("emulated"), notes=notes)
     if not shared:
