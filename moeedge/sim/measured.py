@@ -2,8 +2,8 @@
 
 For every combination a session is opened, calibrated anew, and answers two prompts with a recorder attached. The first
 warms up (slots fill, policies learn); the second is measured. Then its own trace drives the simulation of both on the
-unit times that the calibration gave, and only the second answer is accounted for. Nothing is fitted. All of it is
-repeated, and medians count.
+unit times that the calibrations gave, and only the second answer is accounted for. Nothing is fitted. All of it is
+repeated, and medians count; unit times over all sessions of the same draft length.
 """
 
 from __future__ import annotations
@@ -133,7 +133,12 @@ def compare(
         for one in wanted:
             tell(f"{one.policy}, ratio {one.cache_ratio:g}, gamma {one.gamma}, {number + 1} of {repeat}")
             outcomes[one].append(_measure(base, one, n_predict, models))
-    return [_simulate(base, one, outcomes[one]) for one in wanted]
+    # unit times are the machine's, not the policy's: all sessions that verify as many tokens measured the same ones
+    units = {
+        gamma: median_units([outcome.units for one in wanted if one.gamma == gamma for outcome in outcomes[one]])
+        for gamma in {one.gamma for one in wanted}
+    }
+    return [_simulate(base, one, outcomes[one], units[one.gamma]) for one in wanted]
 
 
 def _measure(base: EngineConfig, one: Combination, n_predict: int, models: tuple[Model, Model | None]) -> _Outcome:
@@ -163,9 +168,10 @@ def _measure(base: EngineConfig, one: Combination, n_predict: int, models: tuple
         )
 
 
-def _simulate(base: EngineConfig, one: Combination, outcomes: Sequence[_Outcome]) -> Measured:
+def _simulate(base: EngineConfig, one: Combination, outcomes: Sequence[_Outcome], pooled: Units) -> Measured:
     last = outcomes[-1]
-    units = median_units([outcome.units for outcome in outcomes])
+    shares = median_units([outcome.units for outcome in outcomes])  # r_c and r_g are of the policy's utilities
+    units = replace(pooled, r_c=shares.r_c, r_g=shares.r_g)
     machine = from_units(units, schedule_s=median(outcome.schedule_s for outcome in outcomes))
     policy = make_policy(
         one.policy, last.shape, PolicyConfig(gamma=one.gamma, cap=base.placement.utility_cap, units=units)
