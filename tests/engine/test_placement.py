@@ -23,7 +23,7 @@ from moeedge.hardware import vram
 from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.vram import VramReading
 from moeedge.native.cache import CacheStats, ExpertCache
-from moeedge.scheduler.policy import Observation, Plan, Policy, Resident
+from moeedge.scheduler.policy import Hints, Observation, Plan, Policy, Resident
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
@@ -95,9 +95,9 @@ class Recorder:
         self.observations.append(replace(observation, counts=observation.counts.copy()))
         self._policy.observe(observation)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int]) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         self.upcoming.append(list(upcoming))
-        return self._policy.plan(resident, upcoming)
+        return self._policy.plan(resident, upcoming, hints)
 
     def reset(self) -> None:
         self.resets += 1
