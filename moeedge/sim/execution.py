@@ -120,7 +120,7 @@ class Execution:
                 if hinted:
                     hints = self._stand_in.of_draft(token, part / n_parts)
                     self.mover.push(self.policy.plan(self.mover.resident, known[:token], hints))
-                elif token == n_drafts:
+                elif token == n_drafts and known:  # without tokens there is nothing new since the plan before
                     self.mover.push(self.policy.plan(self.mover.resident, known))
         self.account.ns["draft"] += n_drafts * self.machine.draft_ns
         if hinted:  # what was foretold while drafting must be there before verification begins (SP-MoE, section 3.2)
