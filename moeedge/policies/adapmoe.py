@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.layer_lru import LayerLru, likeliest
 from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.scheduler.shares import Shares, predicted_counts
+from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
 
 _N_MEASURED = 16  # steps
 
@@ -60,21 +60,24 @@ class AdapMoe(LayerLru):
 
     def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """As the cache of its kind, and remembers the prediction."""
-        self._remember(hints)
+        self._remember(hints, self._layers)
         return super().plan(resident, upcoming, hints)
 
     def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
         """The next layer's expert."""
-        self._remember(hints)
+        self._remember(hints, layers_behind(self.shape, layer))
         return super().plan_layer(layer, resident, hints)
 
     def wanted(self, counts: NDArray[np.float32], resident: Resident) -> NDArray[np.bool_]:
         """See the module."""
         return likeliest(np.where(resident == 0, counts, np.float32(0.0)), 1)
 
-    def _remember(self, hints: Hints | None) -> None:
+    def _remember(self, hints: Hints | None, layers: NDArray[np.intp]) -> None:
+        """What is foretold for these layers; of the others of the step what was said before stays."""
         if hints is not None and self._n_left > 0:
-            self._foretold = predicted_counts(hints, self.shape)
+            if self._foretold is None:
+                self._foretold = np.zeros(self._utility.shape, dtype=np.float32)
+            self._foretold[layers] = predicted_counts(hints, self.shape)[layers]
 
     def _allocate(self, pairs_per_token: float) -> None:
         """Slots of each layer by the accuracies measured."""

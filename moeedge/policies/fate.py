@@ -67,13 +67,11 @@ class Fate:
     def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
         """What the next layer with experts is expected to use; all others stay as they are."""
         score = self._held()
-        ahead = layers_behind(self.shape, layer)
-        counts: FloatArray = np.zeros(score.shape, dtype=np.float32)
-        if hints is not None:
-            counts[ahead] = predicted_counts(hints, self.shape)[ahead]
-            self._ahead(score, counts)
+        none: FloatArray = np.zeros(score.shape, dtype=np.float32)
+        counts = none if hints is None else predicted_counts(hints, self.shape)
+        self._ahead(score, counts)
         keep = self._planner.best(score, resident, counts > 0)
-        others = ~np.isin(np.arange(self.shape.n_layers), ahead)
+        others = ~np.isin(np.arange(self.shape.n_layers), layers_behind(self.shape, layer))
         keep[others] = resident[others] != 0
         return self._planner.plan(keep, score, self._utility, resident)
 

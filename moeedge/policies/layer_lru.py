@@ -49,13 +49,11 @@ class LayerLru(ABC):
 
     def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
         """What comes for the next layer with experts while this one is computed; all others stay as they are."""
-        counts: FloatArray = np.zeros(self._utility.shape, dtype=np.float32)
-        ahead = layers_behind(self.shape, layer)
-        if hints is not None:
-            counts[ahead] = predicted_counts(hints, self.shape)[ahead]
+        none: FloatArray = np.zeros(self._utility.shape, dtype=np.float32)
+        counts = none if hints is None else predicted_counts(hints, self.shape)
         score, coming = self._ahead(counts, self.wanted(counts, resident), resident)
         keep = self._planner.best(score, resident, coming)
-        others = ~np.isin(self._layers, ahead)
+        others = ~np.isin(self._layers, layers_behind(self.shape, layer))
         keep[others] = resident[others] != 0
         return self._planner.plan(keep, score, self._utility, resident)
 

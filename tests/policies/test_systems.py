@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moeedge.policies import PolicyConfig, make_policy
-from moeedge.policies.adapmoe import allocate, expected_loads
+from moeedge.policies.adapmoe import AdapMoe, allocate, expected_loads
 from moeedge.policies.fate import Arc, shallow_shares
 from moeedge.policies.fiddler import transfers
 from moeedge.policies.hybrimoe import Queue
 from moeedge.policies.sp_moe import cutoff_layer
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Policy
+from moeedge.scheduler.policy import CacheShape, Hints, LayerPolicy, Observation, Policy
 from moeedge.scheduler.shares import even_shares, predicted_counts
 from moeedge.scheduler.units import Units
 from moeedge.sim.slots import Slots
@@ -270,6 +270,50 @@ def test_adapmoe_brings_one_expert_per_layer() -> None:
     hints = Hints(np.array([[[1, 2], [1, 3]], [[4, 5], [5, 6]]], dtype=np.int32), "next-gate")
     plan = policy.plan(np.zeros((2, N_EXPERTS), dtype=np.uint8), [], hints)
     assert plan.uploads.tolist() == [[0, 1], [1, 5]]
+
+
+def test_adapmoe_measures_every_layer_within_the_steps() -> None:
+    """As engine and simulator ask: before each layer, with hints for the layers behind it alone."""
+    shape = CacheShape.uniform(3, N_EXPERTS, 12)
+    policy = make_policy("adapmoe", shape)
+    assert isinstance(policy, AdapMoe)
+    ids = np.tile(np.array([[2, 3]], dtype=np.int32), (3, 1, 1))
+    resident = np.zeros((3, N_EXPERTS), dtype=np.uint8)
+    for _ in range(16):
+        policy.plan(resident, [])
+        for layer in range(3):
+            named = np.full((3, 1, 2), -1, dtype=np.int32)
+            named[layer + 1 :] = [2, 3]
+            named[2] = [2, 5] if layer == 1 else [6, 7]  # the nearest look counts: half of it is right
+            policy.plan_layer(layer, resident, Hints(named, "next-gate"))
+        policy.observe(step_of(ids))
+    want = allocate(shape, np.array([0.0, 1.0, 0.5]), 2)
+    assert policy._planner.shares.tolist() == want.tolist() != even_shares(shape).tolist()
+
+
+GATED = ("fate", "adapmoe", "mixtral-offloading", "hybrimoe")
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_look_over_layers_without_experts(name: str) -> None:
+    """As in llama4, whose every other layer is dense: what the gate names for the next layer with experts comes."""
+    shape = CacheShape(5, N_EXPERTS, np.array([-1, 0, -1, 0, -1], dtype=np.int32), np.array([8], dtype=np.int32))
+    policy = make_policy(name, shape)
+    assert isinstance(policy, LayerPolicy)
+    named = np.full((5, 2, 1), -1, dtype=np.int32)
+    named[3] = 5
+    plan = policy.plan_layer(1, np.zeros((5, N_EXPERTS), dtype=np.uint8), Hints(named, "next-gate"))
+    assert plan.uploads.tolist() == [[3, 5]]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_ask_for_nothing_of_the_layers_before(name: str) -> None:
+    shape = CacheShape.uniform(4, N_EXPERTS, 8)
+    policy = make_policy(name, shape)
+    assert isinstance(policy, LayerPolicy)
+    named = np.full((4, 2, 1), -1, dtype=np.int32)
+    named[:2] = 5
+    assert len(policy.plan_layer(1, np.zeros((4, N_EXPERTS), dtype=np.uint8), Hints(named, "next-gate")).uploads) == 0
 
 
 def test_sp_moe_solves_its_constraints() -> None:
