@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import groupby
-from types import TracebackType
 
 from rich import box, progress
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.table import Table
 from moeedge.policies import foresees
 from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.replay import ReplayRow
+from moeedge.ui.bar import Bar
 from moeedge.ui.console import visible
 
 _MIB = 1024 * 1024
@@ -92,38 +92,21 @@ def _number(value: float | None, digits: int) -> str:
     return _NONE if value is None else f"{value:.{digits}f}"
 
 
-class ReplayProgress:
-    """The bar on standard error, where a person sees it; `advance` is told the batches done of this schedule."""
+class ReplayProgress(Bar):
+    """`advance` is told the batches done of this schedule."""
 
     def __init__(self, total: int, console: Console) -> None:
-        self._bar = progress.Progress(
-            progress.TextColumn("replaying"),
-            progress.BarColumn(),
-            progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
-            progress.TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=total)
+        steps = progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps")
+        super().__init__("replaying", (steps, progress.TimeElapsedColumn()), console, total)
         self._before = 0
         self._now = 0
 
     def advance(self, n_batches: int) -> None:
         """So many batches of the present schedule are done."""
         self._now = n_batches
-        self._bar.update(self._task, completed=self._before + n_batches)
+        self._update(completed=self._before + n_batches)
 
     def next_schedule(self) -> None:
         """The next one begins."""
         self._before += self._now
         self._now = 0
-
-    def __enter__(self) -> ReplayProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()

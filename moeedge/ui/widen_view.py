@@ -6,46 +6,28 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from rich import progress
 from rich.console import Console
 from rich.table import Table
 
 from moeedge.hardware.size import format_bytes
+from moeedge.ui.bar import Bar
 from moeedge.ui.console import say, stderr_console, stdout_console, visible
 from moeedge.widen.plan import Plan
 from moeedge.widen.shape import SIZE_NAMES
 
 
-class WidenProgress:
-    """A bar on standard error, only where a person sees it; `step` fits `write`'s on_bytes."""
+class WidenProgress(Bar):
+    """`step` fits `write`'s on_bytes."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
-        self._bar = progress.Progress(
-            progress.TextColumn("widening"),
-            progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=plan.data_bytes)
+        columns = (progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn())
+        super().__init__("widening", (*columns, progress.TimeRemainingColumn()), console, plan.data_bytes)
 
     def step(self, n_bytes: int) -> None:
         """So many more bytes are written."""
-        self._bar.update(self._task, advance=n_bytes)
-
-    def __enter__(self) -> WidenProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._update(advance=n_bytes)
 
 
 def print_plan(plan: Plan, out: Path | None) -> None:

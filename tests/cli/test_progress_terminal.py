@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.terminal import Terminal
+from tests.profiling.traces import plain_text
 
 QUICK = ["-n", "8", "-t", "1"]
 
@@ -28,3 +29,12 @@ def test_profile_shows_its_progress(tiny_moe: Path, tmp_path: Path) -> None:
         assert terminal.wait() == 0, terminal.text
         assert "profiling" in terminal.text
         assert "layer 1: 16 experts" in terminal.text
+
+
+def test_replay_shows_its_progress(tmp_path: Path) -> None:
+    plain_text(400).save(tmp_path / "plain.npz")
+    env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "MOEEDGE_CACHE": str(tmp_path)}
+    with Terminal(["replay", str(tmp_path / "plain.npz"), "--policy", "lru"], env=env) as terminal:
+        assert terminal.wait() == 0, terminal.text
+        assert "replaying" in terminal.text
+        assert "optimistic tail" in terminal.text
