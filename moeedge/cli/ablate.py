@@ -14,6 +14,7 @@ from moeedge.cli import options
 from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error
 from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
+from moeedge.cli.output import Output
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.types import EngineConfig
@@ -27,13 +28,6 @@ class System(str, Enum):
     """What can be taken apart."""
 
     SP_MOE = "sp-moe"
-
-
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 _Draft = Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from typing import Annotated
 
 import typer
@@ -13,17 +12,11 @@ from moeedge.cli import options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.device import check_device
 from moeedge.cli.log import show_log
+from moeedge.cli.output import Output
 from moeedge.cli.pair import resolve_pair
 from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
-
-
-class Output(str, Enum):
-    """How the measurement is printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 def calibrate(

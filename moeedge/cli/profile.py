@@ -13,6 +13,7 @@ from moeedge.cli import options, profile_options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.device import check_device, layer_notes
 from moeedge.cli.log import show_log
+from moeedge.cli.output import Output
 from moeedge.cli.pair import resolve_pair
 from moeedge.cli.placement import calm_idle_threads, placement_config
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -33,7 +34,7 @@ def profile(
     offline_sample: profile_options.OfflineSample = False,
     n_predict: profile_options.NPredict = 128,
     raw: profile_options.Raw = False,
-    output: profile_options.OutputFormat = profile_options.Output.TABLE,
+    output: profile_options.OutputFormat = Output.TABLE,
     plot: profile_options.Plot = None,
     trace_out: profile_options.TraceOut = None,
     verbose: profile_options.Verbose = False,
@@ -98,7 +99,7 @@ def profile(
         recording, chosen, code = task.run()
         if trace_out is not None:
             recording.trace.save(trace_out)
-        _report(recording, chosen, as_json=output is profile_options.Output.JSON, single=layers is None, plot=plot)
+        _report(recording, chosen, as_json=output is Output.JSON, single=layers is None, plot=plot)
         if code:
             raise typer.Exit(code)
 

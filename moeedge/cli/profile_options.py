@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moeedge.cli.output import Output
+
 _WORK = "What is profiled"
 _OUTPUT = "Output"
 _SAMPLING = "Sampling"  # as in options.py
-
-
-class Output(str, Enum):
-    """How the profile is printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 Layer = Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from moeedge.cli import replay_options
 from moeedge.cli.common import cli_errors
+from moeedge.cli.output import Output
 from moeedge.cli.trace import NExperts, TraceFile
 from moeedge.errors import InputError
 
@@ -33,7 +34,7 @@ def replay(
     n_experts: NExperts = None,
     expert_bytes: replay_options.ExpertBytes = None,
     seed: replay_options.Seed = 0,
-    output: replay_options.OutputFormat = replay_options.Output.TABLE,
+    output: replay_options.OutputFormat = Output.TABLE,
 ) -> None:
     """Replay a routing trace under many policies: what they would have had in their slots, and what they moved for it.
 
@@ -60,7 +61,7 @@ def replay(
         plan = schedules(
             replayed, gamma=gamma, acceptance=acceptance, tails=None if tail is None else tails[tail], seed=seed
         )
-        _print(_run(plan, config), as_json=output is replay_options.Output.JSON)
+        _print(_run(plan, config), as_json=output is Output.JSON)
 
 
 def _policies(text: str) -> tuple[str, ...]:

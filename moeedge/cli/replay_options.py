@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
+from moeedge.cli.output import Output
+
 _STEPS, _CACHE, _OUTPUT = "How the trace is read", "What is compared", "Output"
-
-
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class Tails(str, Enum):

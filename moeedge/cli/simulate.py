@@ -13,6 +13,7 @@ import typer
 from moeedge.cli import simulate_options as options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.lists import numbers, whole_numbers, words
+from moeedge.cli.output import Output
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def simulate(
     ablate: options.Ablate = "",
     gantt: options.Gantt = None,
     event_log: options.EventLog = None,
-    output: options.OutputFormat = options.Output.TABLE,
+    output: options.OutputFormat = Output.TABLE,
 ) -> None:
     """Simulate policies on a machine: GPU, CPU, link and draft as discrete events, driven by a routing trace.
 
@@ -76,7 +77,7 @@ def simulate(
         wants_log = gantt is not None or event_log is not None
         results = [run(machine, source, setup, keep_log=wants_log) for setup in setups]
         rows = [result.row(**about) for result in results]
-        if output is options.Output.JSON:
+        if output is Output.JSON:
             typer.echo(json.dumps(rows, indent=1))
         else:
             print_rows(rows, stdout_console())

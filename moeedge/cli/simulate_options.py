@@ -8,15 +8,10 @@ from typing import Annotated
 
 import typer
 
+from moeedge.cli.output import Output
+
 _PANEL_SWEEP = "What is varied: lists, separated by commas"
 _PANEL_DRIVE = "What drives it"
-
-
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class Tail(str, Enum):

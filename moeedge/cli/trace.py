@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moeedge.cli.common import cli_errors
+from moeedge.cli.output import Output
 from moeedge.errors import InputError
 
 trace_app = typer.Typer(
@@ -17,13 +18,6 @@ trace_app = typer.Typer(
     help="Look into routing traces, and read and write those of other tools.",
     no_args_is_help=True,
 )
-
-
-class Output(str, Enum):
-    """How the figures are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class Layout(str, Enum):

@@ -11,6 +11,7 @@ import typer
 from moeedge.cli import options
 from moeedge.cli.common import cli_errors
 from moeedge.cli.lists import numbers, whole_numbers, words
+from moeedge.cli.output import Output
 from moeedge.cli.placement import calm_idle_threads
 
 validate_app = typer.Typer(
@@ -18,13 +19,6 @@ validate_app = typer.Typer(
     help="Hold the simulator against published figures, and against this machine.",
     no_args_is_help=True,
 )
-
-
-class Output(str, Enum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 class Part(str, Enum):
