@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from moeedge.engine.agreement import ReferenceGap, compare
+from moeedge.engine.generation import Generation
 from moeedge.engine.loading import load_draft, load_target, resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, ExecutionConfig, PlacementStats, SamplingConfig
@@ -99,10 +100,7 @@ class _Lane:
 
     def answer(self, prompt: Sequence[int], n_predict: int) -> list[int]:
         """Greedy, from empty KV caches."""
-        self.session.reset()
-        generation = self.session.generate(prompt, n_predict=n_predict, sampling=_GREEDY, ignore_eos=True)
-        for _ in generation:
-            pass
+        generation = _answer(self.session, prompt, n_predict)
         if self.session.placement is not None:
             self.session.placement.rest(_REST_S)
         stats = generation.stats
@@ -196,7 +194,7 @@ def run_ablation(
         if placed is None or placed.drafting is None:
             raise InputError(*_why_not(lanes[-1].session))
         tokens = [model.tokenize(model.render_chat(messages)) for messages in prompts]
-        expected = [_stock_answer(stock, prompt, n_predict) for prompt in tokens]
+        expected = [_answer(stock, prompt, n_predict).tokens for prompt in tokens]
         for lane in lanes:
             lane.answer(tokens[0], n_predict)
             lane.forget()
@@ -218,12 +216,15 @@ def _why_not(session: Session) -> tuple[str, str]:
     return notes[0], "Give a draft of the target's hidden size, or leave -md out; -dev emulated stands in for a device."
 
 
-def _stock_answer(stock: Session, prompt: Sequence[int], n_predict: int) -> list[int]:
-    stock.reset()
-    generation = stock.generate(prompt, n_predict=n_predict, sampling=_GREEDY, ignore_eos=True)
+def _answer(session: Session, prompt: Sequence[int], n_predict: int) -> Generation:
+    """Greedy, from empty KV caches. Ctrl-C ends the measurement: a generation alone would only end its answer."""
+    session.reset()
+    generation = session.generate(prompt, n_predict=n_predict, sampling=_GREEDY, ignore_eos=True)
     for _ in generation:
         pass
-    return generation.tokens
+    if generation.stop_reason == "interrupted":
+        raise KeyboardInterrupt
+    return generation
 
 
 def _agrees(stock: Session, prompt: Sequence[int], expected: Sequence[int], answer: Sequence[int]) -> bool:

@@ -87,8 +87,8 @@ def ablate(
     calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
     with cli_errors():
         cutoffs = _cutoffs(cutoff)
-        if limit < 1 or repetitions < 1:
-            raise InputError("There is nothing to measure.", "--limit and -r are at least 1.")
+        if limit < 1 or repetitions < 1 or n_predict < 2:
+            raise InputError("There is nothing to measure.", "--limit and -r are at least 1, and -n at least 2.")
         check_device(device)
         if verbose:
             show_log()

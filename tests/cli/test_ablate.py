@@ -13,6 +13,7 @@ from moeedge.bench.ablation import figure_12, figure_14
 from moeedge.cli.app import app
 from moeedge.engine.model import Model
 from moeedge.engine.quantize import quantized
+from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
 from tests.conftest import TinyFactory
 
@@ -75,6 +76,7 @@ def test_a_draft_of_another_width(target: Path, tiny: TinyFactory) -> None:
         (["--cutoff", "x"], "is no list of layers"),
         (["--cutoff", "-1"], "is no list of layers"),
         (["--limit", "0"], "nothing to measure"),
+        (["-n", "1"], "nothing to measure"),
         (["--draft-type", "q17"], 'no type "q17"'),
     ],
 )
@@ -82,6 +84,20 @@ def test_bad_options(arguments: list[str], told: str, target: Path) -> None:
     result = CliRunner().invoke(app, ["ablate", "-m", str(target), *DEVICE, *arguments])
     assert result.exit_code == 2
     assert told in result.output.replace("\n", " ")
+
+
+def test_an_interrupt_within_an_answer_ends_it_all(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+
+    def step(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SpeculativeLoop, "step", step)
+    result = CliRunner().invoke(app, ["ablate", *SHORT, "-m", str(target), *DEVICE, "--cutoff", "1"])
+    assert result.exit_code == 130, result.output
+    assert steps == 1 and not result.stdout
 
 
 def test_a_quantization_is_made_once(target: Path) -> None:
