@@ -1,11 +1,12 @@
 """Policy adapmoe: LRU per layer with slots allocated by how well each layer is foretold, and one expert ahead.
 
-AdapMoE (Zhong et al., ICCAD 2024, arXiv 2408.10284):
+AdapMoE (Zhong et al., ICCAD 2024, arXiv 2408.10284), by its repository (PKU-SEC-Lab/AdapMoE) and SP-MoE's account of
+it; the paper's text was not at hand:
 - prefetch: the next layer's gate on this layer's input names its experts; the first that is absent is brought while
-  this layer computes, one expert at a time (section 4.3; repository PKU-SEC-Lab/AdapMoE, src/custom_layers.py,
-  SparseMoeWrapper.forward; SP-MoE, section 3.3, says the same of it).
+  this layer computes, one expert at a time (src/custom_layers.py, SparseMoeWrapper.forward, for a
+  single token there, for all of a batch here; SP-MoE, section 3.3).
 - cache: LRU per layer (src/expert_cache.py, EvictionGroupInfo); the layers' sizes minimise the expected loads on
-  demand by dynamic programming over the layers' prediction accuracies (section 4.4; src/dp.py).
+  demand by dynamic programming over the layers' prediction accuracies (src/dp.py).
 - the adaptive gating, which leaves out experts of insensitive tokens, changes what the model says. It is left out
   here: every policy leaves the output as it is.
 

@@ -1,6 +1,8 @@
 """Policy fate: the next layer's gate on this layer's input, the first layers cached whole, ARC in the others.
 
-Fate (Fang et al., arXiv 2502.12224):
+Fate (Fang et al., arXiv 2502.12224), by its abstract and what summaries say of it: neither the paper's text nor any
+code was at hand. So the rules' names are the paper's, the numbers are not: one layer whole, a quarter of the slots at
+most.
 - prefetch, "cross-layer gate": inputs of adjacent gates are alike, so the next layer's gate applied to this layer's
   input foretells its experts (97 % of them are brought ahead); all that it names are prefetched while this layer
   computes.

@@ -1,27 +1,23 @@
 """Policy fiddler: the most popular experts of an offline profile are on the GPU for good, the CPU computes the rest.
 
-Fiddler (Kamahori et al., ICLR 2025, arXiv 2402.07033), section 3: expert popularity is profiled offline on
-calibration data and the most popular experts, over all layers, are placed in the GPU memory that is left
-(initialization, section 3.2); at run time nothing is cached or prefetched. An expert that is missing is computed on
-the CPU, unless so many tokens want it that moving its weights and computing on the GPU is faster by the latency model
-(section 3.3) - the case of a long prefill, not of a verification's few tokens. Without a profile the first steps serve
-as one, as for policy static.
+Fiddler (Kamahori et al., ICLR 2025, arXiv 2402.07033), by its abstract and its repository (efeslab/fiddler,
+src/fiddler/mixtral.py); the paper's text was not at hand. Experts are ranked by popularity on calibration data, over
+all layers, and the first of them fill the GPU memory that is left (set_expert_loc); at run time nothing is cached or
+prefetched. An expert that is missing is computed on the CPU.
+
+Not here: where so many tokens want a missing expert that the CPU would take longer than one transfer (10 tokens by the
+repository's constants, a prompt rather than a verification), its weights are moved for that once. Without a profile
+the first steps serve as one, as for policy static.
 """
 
 from __future__ import annotations
 
 from moeedge.policies.static import Static
 from moeedge.scheduler.policy import Traits
-from moeedge.scheduler.units import Units
 
 
 class Fiddler(Static):
-    """Placement as policy static; `transfers` is the latency model."""
+    """Placement as policy static."""
 
     name = "fiddler"
     traits = Traits(speculation=False)
-
-
-def transfers(units: Units, n_tokens: int) -> bool:
-    """Whether bringing a missing expert for `n_tokens` tokens and computing on the device beats the CPU."""
-    return units.transfer_expert_s + units.device_s(n_tokens) < units.cpu_s(n_tokens)

@@ -8,10 +8,11 @@ ktransformers/operators/experts.py):
   absent ones with most tokens first. The GPU takes from the front, bringing what is absent, the CPU from the back,
   whichever would be done sooner. So an absent expert that many tokens want is brought and stays cached.
 - prefetch, "impact-driven": of the layers ahead, whose gates see this layer's input, the absent expert whose presence
-  would shorten its layer most is brought. The shortening is that of HSS's time for what is foretold.
+  would shorten its layer most is brought. The shortening is that of HSS's time for what is foretold. This is the
+  abstract's rule as far as it goes; the repository brings the next layer's highest S instead, and none by default.
 
-Scores of a step are the mean over its tokens (the repository decodes one token at a time). Without the routers' full
-scores the weights of the chosen experts serve, without those an even share.
+The paper's text was not at hand. Scores of a step are the mean over its tokens (the repository decodes one token at a
+time). Without the routers' full scores the weights of the chosen experts serve, without those an even share.
 """
 
 from __future__ import annotations

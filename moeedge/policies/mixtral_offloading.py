@@ -1,10 +1,10 @@
 """Policy mixtral-offloading: an LRU cache of k experts per layer, misses loaded on demand, and two guesses ahead.
 
-Eliseev & Mazur, "Fast Inference of Mixture-of-Experts Language Models with Offloading" (arXiv 2312.17238): section
-3.1, the k most recently used experts of each layer are kept, k the same for all layers; section 3.2, speculative
-loading: when the experts of a layer are loaded, the next layer's gate is applied to this layer's input and the 1 or 2
-likeliest of its experts are brought (repository dvmazur/mixtral-offloading, src/expert_cache.py: an eviction group per
-layer, least recently used first). All is computed on the GPU.
+Eliseev & Mazur, "Fast Inference of Mixture-of-Experts Language Models with Offloading" (arXiv 2312.17238). The k most
+recently used experts of each layer are kept, k the same for all layers (repository dvmazur/mixtral-offloading,
+src/expert_cache.py: an eviction group per layer, least recently used first). Speculative loading: when the experts of a
+layer are loaded, the next layer's gate is applied to this layer's input and the 1 or 2 likeliest of its experts are
+brought; that part is in the paper alone, whose text was not at hand. All is computed on the GPU.
 
 In the paper a guess waits in a buffer and takes a place of the cache only when it is used; here it takes the place of
 the layer's least recently used expert at once, and is the next to go where it was wrong.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moeedge.policies.layer_lru import LayerLru, likeliest
 from moeedge.scheduler.policy import Resident, Traits
 
-_GUESSES = 2  # experts per layer, section 3.2
+_GUESSES = 2  # experts per layer
 
 
 class MixtralOffloading(LayerLru):

@@ -1,16 +1,17 @@
 """Policy moe-infinity: the sequence whose activations are most like this one's says what comes next.
 
-MoE-Infinity (Xue et al., arXiv 2401.14361; repository EfficientMoE/MoE-Infinity, moe_infinity/memory/):
+MoE-Infinity (Xue et al., arXiv 2401.14361), by its repository (EfficientMoE/MoE-Infinity, moe_infinity/memory/); the
+paper's text was not at hand:
 - tracing: an expert activation matrix [layers, experts] per sequence counts its activations; matrices of past
   sequences form a collection of fixed capacity (expert_tracer.py, finish_entry: a free entry, else the one that was
   matched least).
 - prediction: the collection's entry nearest to the current matrix, by the mean over the layers of the cosine of their
-  rows (find_most_similar); its rows, less the farther the layer is ahead (expert_predictor.py, predict:
-  1 - (x - l) / (L + 1)), are the priorities.
+  rows (find_most_similar, which leaves out the layers already passed; here all count); its rows, less the farther the
+  layer is ahead (expert_predictor.py, predict: 1 - (x - l) / (L + 1)), are the priorities.
 - prefetch: all experts with a priority, best first, from the current layer on (expert_prefetcher.py).
 - cache: one for all layers; what is evicted has the lowest priority: the current sequence's activations times the
-  layer's nearness to the first, which prefetch cannot help (expert_priority_score.py, priority_score). Misses are
-  loaded on demand, all is computed on the GPU.
+  layer's nearness to the first, which prefetch cannot help, times the expert's uses so far (expert_priority_score.py,
+  priority_score; the last factor is left out here). Misses are loaded on demand, all is computed on the GPU.
 
 Here the priorities of the prefetch order the cache, too, with the current sequence's own activations added to the
 entry's, as priority_score has them: a plan names what should be there, and both sides of it must agree.
@@ -29,7 +30,7 @@ from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resid
 
 FloatArray = NDArray[np.float32]
 
-_CAPACITY = 64  # sequences in the collection; the paper's section 8.4 finds no gain beyond about a hundred
+_CAPACITY = 64  # sequences in the collection: ours, the repository leaves it to its configuration
 _MATCH_EVERY = 4  # steps: the nearest entry of a sequence changes slowly
 _NOTHING = np.float32(1e-8)  # added to every prediction, as the repository does
 

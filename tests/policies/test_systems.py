@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from moeedge.policies import PolicyConfig, make_policy
 from moeedge.policies.adapmoe import AdapMoe, allocate, expected_loads
 from moeedge.policies.fate import Arc, shallow_shares
-from moeedge.policies.fiddler import transfers
 from moeedge.policies.hybrimoe import Queue
 from moeedge.policies.sp_moe import cutoff_layer
 from moeedge.scheduler.policy import CacheShape, Hints, LayerPolicy, Observation, Policy
@@ -362,14 +361,16 @@ def test_llama_cpp_keeps_the_last_layers_and_accelerate_the_first() -> None:
         assert len(policy.plan(slots.resident, []).uploads) == 0
 
 
-def test_fiddler_places_the_most_popular_and_moves_for_many_tokens_only() -> None:
+def test_fiddler_places_the_most_popular_for_good() -> None:
     shape = CacheShape.uniform(2, 4, 3)
     profile = np.array([[9, 1, 1, 1], [1, 8, 7, 1]])
     policy = make_policy("fiddler", shape, PolicyConfig(profile=profile))
     plan = policy.plan(np.zeros((2, 4), dtype=np.uint8), [])
     assert {tuple(pair) for pair in plan.uploads.tolist()} == {(0, 0), (1, 1), (1, 2)}
-    assert not transfers(units(), 1) and not transfers(units(), 4)
-    assert transfers(units(), 64)
+    slots = Slots(shape)
+    slots.execute(plan)
+    policy.observe(step_of(np.full((2, 9, 1), 3, dtype=np.int32), 4))
+    assert len(policy.plan(slots.resident, []).uploads) == 0
 
 
 def test_shares_and_predictions() -> None:
