@@ -166,10 +166,12 @@ def _run(plan: list[Schedule], config: ReplayConfig) -> list[ReplayRow]:
 
 
 def _print(rows: list[ReplayRow], *, as_json: bool) -> None:
-    from moeedge.ui.console import stdout_console
-    from moeedge.ui.replay_view import print_rows, rows_json
+    from moeedge.ui.console import say, stderr_console, stdout_console
+    from moeedge.ui.replay_view import print_rows, rows_json, shortcomings
 
     if as_json:
         typer.echo(rows_json(rows), nl=False)
+        for line in shortcomings(rows):  # the tables say it themselves
+            say(stderr_console(), line)
     else:
         print_rows(rows, stdout_console())

@@ -34,8 +34,8 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         metavar="LIST",
-        help="Policies to compare, separated by commas, or all. The one-step oracle and Belady's bound are always "
-        "there.",
+        help="Policies to compare, separated by commas, or all; docs/policies.md says what each follows, and how far "
+        "its source was read. The one-step oracle and Belady's bound are always there.",
         rich_help_panel=_CACHE,
     ),
 ]

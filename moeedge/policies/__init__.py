@@ -38,6 +38,8 @@ __all__ = [
     "foresees",
     "ignored_ablations",
     "make_policy",
+    "reads_tokens",
+    "takes_profile",
 ]
 
 # The engine runs these, with its own rule for what is missing (the CPU computes it); replay and simulation, too
@@ -71,6 +73,8 @@ BOUNDS: dict[str, str] = {
 ALL_POLICIES: dict[str, str] = POLICIES | SIMULATED | BOUNDS
 
 _FROM_HIDDEN_STATES = frozenset({"draft-inputs", "block-inputs"})
+_FROM_TOKENS = frozenset({"spac"})
+_FROM_PROFILE = frozenset({"static", "fiddler"})
 _OF_ENGINE = frozenset({"no-sd"})
 _HEEDED: dict[str, frozenset[str]] = {  # ablations that change something; none for a policy that is not listed
     "spac": frozenset(ABLATIONS),
@@ -118,6 +122,16 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
 def foresees(name: str) -> bool:
     """Whether the policy of that name wants predictions made from hidden states."""
     return bool(getattr(_CLASSES.get(name), "needs", frozenset()) & _FROM_HIDDEN_STATES)
+
+
+def reads_tokens(name: str) -> bool:
+    """Whether the policy of that name looks ahead by the vocabulary ids of the next batch."""
+    return name in _FROM_TOKENS
+
+
+def takes_profile(name: str) -> bool:
+    """Whether the policy of that name goes by a profile (PolicyConfig.profile), else by the first steps."""
+    return name in _FROM_PROFILE
 
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:

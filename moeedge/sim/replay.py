@@ -73,6 +73,8 @@ class ReplayRow:
     slots: int
     hints: str | None  # the stand-in for hidden states
     hints_accuracy: float | None
+    token_ids: bool  # the trace knows them
+    profile: bool  # made from texts held out
     steps: int
     texts: int
     gamma: int
@@ -361,6 +363,8 @@ class _Reference:
             slots=int(self.shape.capacity[0]),
             hints=source,
             hints_accuracy=None if source is None else foresight.accuracy[source],
+            token_ids=schedule.has_tokens,
+            profile=self.config.profile is not None,
             steps=schedule.n_steps,
             texts=schedule.n_texts,
             gamma=schedule.gamma,

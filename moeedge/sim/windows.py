@@ -86,6 +86,11 @@ class Schedule:
         """Text per step."""
         return float(self.n_text[~self.prefill].mean()) if self.n_steps else 0.0
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the vocabulary id of every token is known."""
+        return bool((self.trace.token[self.rows] >= 0).all())
+
     def chunks(self) -> Iterator[Chunk]:
         """All batches in order."""
         cells = self.trace.meta.n_layers * self.trace.meta.n_experts

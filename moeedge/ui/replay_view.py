@@ -10,7 +10,7 @@ from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
-from moeedge.policies import foresees
+from moeedge.policies import foresees, reads_tokens, takes_profile
 from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.replay import ReplayRow
 from moeedge.ui.bar import Bar
@@ -82,10 +82,25 @@ def _legend(rows: Sequence[ReplayRow]) -> str:
     if told:
         names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(told, key=str))
         lines.append(f"* needs hidden states, which a trace lacks: a predictor of stated accuracy stands in ({names}).")
+    return "\n".join(lines + shortcomings(rows))
+
+
+def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
+    """A sentence for each thing that policies go without in this replay."""
+    lines = []
     blind = dict.fromkeys(row.policy for row in rows if row.hints is None and foresees(row.policy))
     if blind:
-        lines.append(f"{', '.join(blind)}: the cache alone, for a trace lacks hidden states (see --hint-accuracy).")
-    return "\n".join(lines)
+        lines.append(
+            f"{', '.join(blind)}: without {'its predictor' if len(blind) == 1 else 'their predictors'}, by the cache "
+            "alone, since a trace holds no hidden states; --hint-accuracy lets a stated accuracy stand in."
+        )
+    unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and reads_tokens(row.policy))
+    if unread:
+        lines.append(f"{', '.join(unread)}: without lookahead, since this trace holds no vocabulary ids.")
+    unguided = dict.fromkeys(row.policy for row in rows if not row.profile and takes_profile(row.policy))
+    if unguided:
+        lines.append(f"{', '.join(unguided)}: by the first steps, since no text was held out for a profile.")
+    return lines
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -61,12 +63,40 @@ def test_tables(plain: Path) -> None:
     arguments = (plain, "--policy", "lru,fate", "--gamma", 3, "--tail", "optimistic", "--expert-bytes", 1 << 20)
     result = _replay(*arguments)
     assert result.exit_code == 0, result.output
-    for part in ("random: 1 texts", "optimistic tail", "oracle", "MiB/step", "fate: the cache alone"):
+    for part in ("random: 1 texts", "optimistic tail", "oracle", "MiB/step", "fate: without its predictor"):
         assert part in " ".join(result.stdout.split())
     seeing = " ".join(_replay(*arguments, "--hint-accuracy", "default").stdout.split())
     assert "fate *" in seeing and "stands in (next-gate 0.8)" in seeing
     without = _replay(plain, "--policy", "lru", "--gamma", 0)
     assert "one token at a time" in without.stdout and without.stdout.count("belady ") == 1
+
+
+def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
+    """In the table's legend, and beside JSON on standard error: predictors, token ids, a profile."""
+    text = plain_text(60)
+    replace(text, token=np.full_like(text.token, -1)).save(tmp_path / "bare.npz")
+    blind = ("sp-moe", "fate", "adapmoe", "mixtral-offloading", "hybrimoe")
+    arguments = ("--policy", ",".join((*blind, "spac", "static")), "--gamma", 3, "--tail", "optimistic")
+    want = [
+        f"{', '.join(blind)}: without their predictors, by the cache alone",
+        "spac: without lookahead, since this trace holds no vocabulary ids",
+        "static: by the first steps",
+    ]
+    table = " ".join(_replay(tmp_path / "bare.npz", *arguments).stdout.split())
+    said = _replay(tmp_path / "bare.npz", *arguments, "-o", "json")
+    for sentence in want:
+        assert sentence in table
+        assert sentence in " ".join(said.stderr.split())
+    rows = json.loads(said.stdout)
+    assert not any(row["token_ids"] or row["profile"] or row["hints"] for row in rows)
+
+    full = two_texts()  # with vocabulary ids, and a text to spare
+    assert (full.token >= 0).all()
+    full.save(tmp_path / "full.npz")
+    more = ("--hint-accuracy", "default", "--profile-texts", 1, "-o", "json")
+    result = _replay(tmp_path / "full.npz", "--policy", "fate,spac,static", *more)
+    assert result.exit_code == 0 and result.stderr == ""
+    assert all(row["token_ids"] and row["profile"] for row in json.loads(result.stdout))
 
 
 def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
