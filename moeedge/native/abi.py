@@ -7,7 +7,7 @@ from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_float, c_in
 
 import numpy as np
 
-ABI_VERSION = 3  # of include/moeedge.h, as the structures and signatures below have it
+ABI_VERSION = 4  # of include/moeedge.h, as the structures and signatures below have it
 
 
 class FrameStruct(ctypes.Structure):
@@ -130,6 +130,7 @@ class CacheStatsStruct(ctypes.Structure):
             "cancelled",
             "failed",
             "bytes_moved",
+            "transfers",
             "transfer_ns",
             "plans",
             "slots_used",

@@ -97,6 +97,7 @@ class CacheStats:
     cancelled: int  # asked for by a plan and no longer by the next
     failed: int
     bytes_moved: int
+    transfers: int  # begun, of one expert or of several
     transfer_s: float  # time in which something was on its way
     plans: int
     slots_used: int

@@ -85,8 +85,20 @@ def test_a_batch_waits_for_the_link_once(tmp_path: Path) -> None:
             cache.drain(10.0)
             times_s[batch] = time.monotonic() - begin_s
             assert cache.stats().uploads == 16
+            assert cache.stats().transfers == (16 if batch == 1 else 2)
     assert times_s[1] >= 0.9 * 16 * latency_s
     assert 0.9 * 2 * latency_s - 0.02 <= times_s[64] < times_s[1] / 2
+
+
+def test_what_a_demand_gave_up_is_kept_behind_it(experts: ExpertFile) -> None:
+    """Its victims are in the order of that moment: neither a plan nor the next layer's demand goes by them."""
+    with ExpertCache.open(experts.config(3 / 32)) as cache:
+        assert demand(cache, 0, [0, 1, 2], []) == 3
+        assert demand(cache, 1, [4], [(0, 0), (0, 1), (0, 2)]) == 1
+        assert demand(cache, 2, [5], []) == 0
+        assert resident(cache) == {(0, 1), (0, 2), (1, 4)}
+        assert demand(cache, 2, [5], [(1, 4), (0, 1), (0, 2)]) == 1
+        assert resident(cache) == {(0, 1), (0, 2), (2, 5)}, "not what the demand before would have given up next"
 
 
 def test_bad_demands(experts: ExpertFile) -> None:

@@ -101,7 +101,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // of this header: structures and functions as a caller was written for
-#define MOEEDGE_ABI_VERSION 3
+#define MOEEDGE_ABI_VERSION 4
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; calling it again does nothing
@@ -183,6 +183,7 @@ struct moeedge_cache_stats {
     int64_t cancelled;       // asked for by a plan and no longer by the next
     int64_t failed;
     int64_t bytes_moved;
+    int64_t transfers;       // begun, of one expert or of several
     int64_t transfer_ns;     // time in which something was on its way
     int64_t plans;
     int64_t slots_used;
@@ -238,8 +239,8 @@ MOEEDGE_API int moeedge_cache_get_stats(int64_t cache, struct moeedge_cache_stat
 // records with serial > after among the newest 4096, oldest first, at most n_max; returns how many
 MOEEDGE_API int moeedge_cache_blocks(int64_t cache, int64_t after, struct moeedge_block_record * out, int n_max);
 // Puts those of the experts [n] of a layer that are absent in front of the queue and waits for them. None of the experts is
-// evicted for another one, the victims [n_victims, 2] may be, beside those of the plan. Returns how many are resident in the
-// end: not all where there is no room or no time for them
+// evicted for another one, the victims [n_victims, 2] may be while it waits, beside those of the plan. Returns how many are
+// resident in the end: not all where there is no room or no time for them
 MOEEDGE_API int moeedge_cache_demand(int64_t cache, int layer, const int32_t * experts, int n, const int32_t * victims,
                                      const float * victim_utility, int n_victims, double timeout_s);
 // how many experts of a layer go in one transfer at most. 0, as at first: each by itself, as many under way as the device

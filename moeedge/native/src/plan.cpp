@@ -83,12 +83,24 @@ bool residency_table::plan(const int32_t * uploads, const uint8_t * levels, int 
 }
 
 // takes entries off the lists of what may go
+template <typename T, typename F> static void take_off(std::vector<T> & victims, F is_off) {
+    victims.erase(std::remove_if(victims.begin(), victims.end(), is_off), victims.end());
+}
+
 void residency_table::spare(group_state & group, const std::vector<int32_t> & entries) {
     const auto is_spared = [&entries](const victim & each) {
         return std::find(entries.begin(), entries.end(), each.entry) != entries.end();
     };
-    group.victims.erase(std::remove_if(group.victims.begin(), group.victims.end(), is_spared), group.victims.end());
-    group.deferred.erase(std::remove_if(group.deferred.begin(), group.deferred.end(), is_spared), group.deferred.end());
+    take_off(group.victims, is_spared);
+    take_off(group.deferred, is_spared);
+    std::make_heap(group.victims.begin(), group.victims.end());
+}
+
+// The order of what a demand gave up is that of its moment: the next demand's layer is another one.
+void residency_table::end_demand(group_state & group) {
+    const auto is_over = [](const victim & each) { return each.by_demand; };
+    take_off(group.victims, is_over);
+    take_off(group.deferred, is_over);
     std::make_heap(group.victims.begin(), group.victims.end());
 }
 
@@ -109,21 +121,23 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const int
             wanted.push_back(entry);
         }
     }
-    std::unique_lock<std::mutex> lock(mutex);
-    const auto                   is_there = [this](int32_t entry) { return state[entry] == resident; };
-    if (wanted.empty() || std::all_of(wanted.begin(), wanted.end(), is_there)) {
-        return (int) wanted.size();
-    }
-    group_state & group = groups[group_of[layer]];
+    std::vector<victim> given_up;
     for (int i = 0; i < n_victims; i++) {
         const int32_t entry = entry_of(&victims[2 * i]);
         if (entry < 0) {
             return -1;
         }
         if (group_of[layer_of(entry)] == group_of[layer]) {
-            group.victims.push_back({ entry, std::isnan(utility[i]) ? INFINITY : utility[i], i });
+            given_up.push_back({ entry, std::isnan(utility[i]) ? INFINITY : utility[i], i, /* by_demand = */ true });
         }
     }
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto                   is_there = [this](int32_t entry) { return state[entry] == resident; };
+    if (wanted.empty() || std::all_of(wanted.begin(), wanted.end(), is_there)) {
+        return (int) wanted.size();
+    }
+    group_state & group = groups[group_of[layer]];
+    group.victims.insert(group.victims.end(), given_up.begin(), given_up.end());
     spare(group, wanted);
     group.deferred.reserve(group.deferred.size() + group.victims.size());
     group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
@@ -145,6 +159,7 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const int
         return is_stopped || is_over || std::all_of(wanted.begin(), wanted.end(), is_there);
     });
     n_demands--;
+    end_demand(group);
     return (int) std::count_if(wanted.begin(), wanted.end(), is_there);
 }
 

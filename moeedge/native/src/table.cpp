@@ -97,6 +97,7 @@ residency_table::found residency_table::take(std::vector<upload> & out, int n_ma
                 out.push_back(start(*group));
             }
             pair_in_order(out);
+            counts.transfers++;
             return found::upload;
         }
         if (!may_wait) {
@@ -259,6 +260,7 @@ void residency_table::add_stats(moeedge_cache_stats & stats) {
     stats.cancelled   = counts.cancelled;
     stats.failed      = counts.failed;
     stats.bytes_moved = counts.bytes_moved;
+    stats.transfers   = counts.transfers;
     stats.transfer_ns = counts.transfer_ns + (n_in_flight > 0 ? now_ns() - busy_from_ns : 0);
     stats.plans       = counts.plans;
     stats.slots_used  = counts.uploads - counts.evictions;

@@ -81,6 +81,7 @@ class residency_table {
         int32_t entry;
         float   utility;
         int32_t rank; // in the plan, for equal utilities
+        bool    by_demand = false; // may go as long as that waits
         bool    operator<(const victim & other) const; // as the standard heap has it: the greatest is evicted first
     };
     struct group_state {
@@ -111,6 +112,7 @@ class residency_table {
     upload        start(group_state & group);
     void          pair_in_order(std::vector<upload> & uploads);
     void          spare(group_state & group, const std::vector<int32_t> & entries);
+    void          end_demand(group_state & group);
     void          evict(group_state & group, int32_t entry);
     void          restore_deferred(group_state & group, int32_t slot);
     bool          is_idle() const;
