@@ -192,6 +192,7 @@ def not_a_trace(path: Path, reason: str) -> InputError:
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """All arrays of an .npz file, without pickles. Raises InputError for whatever is not one."""
+    _refuse_empty(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return {entry.filename.removesuffix(".npy"): _read_member(archive, entry) for entry in archive.infolist()}
@@ -206,6 +207,7 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
 
 def read_npy(path: Path) -> NDArray[Any]:
     """The array of an .npy file, without pickles. Raises InputError for whatever is not one."""
+    _refuse_empty(path)
     try:
         with path.open("rb") as file:
             return _read_array(file, path.stat().st_size)
@@ -215,6 +217,11 @@ def read_npy(path: Path) -> NDArray[Any]:
         raise not_a_trace(path, error.strerror or "it cannot be read") from None
     except Exception as error:  # as above
         raise not_a_trace(path, f"not an .npy file ({type(error).__name__})") from None
+
+
+def _refuse_empty(path: Path) -> None:
+    if path.is_file() and path.stat().st_size == 0:
+        raise not_a_trace(path, "it is empty")
 
 
 def _read_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:

@@ -4,7 +4,7 @@
   .npz  ids [T, n_layers, k] with phase [T]            one text, phase 0 prefill and 1 decode, id -1 not recorded
   .npz  ids [T, n_layers, k], or .npy of the same      decode tokens of one text
   .csv  turn,phase,step,layer,slot,expert,weight,...   "route_trace v1" of BigMoeOnEdge: a row per (token, layer, slot)
-  .csv  pos,layer,id0,id1,...                          a row per (token, layer)
+  .csv  pos,layer,id0,id1,...                          a row per (token, layer), by token or by layer
 
 None of them says how many experts the model has, except route_trace v1: it is then the largest id + 1 unless given.
 Every token of such a trace counts as accepted; token ids are unknown (-1).
@@ -40,7 +40,12 @@ _MAX_CELLS = 1 << 31  # a few damaged digits in a csv must not ask for terabytes
 
 
 def read_trace(path: Path, n_experts: int | None = None) -> Trace:
-    """A trace of our own format or of one of the foreign ones, told apart by content. Raises InputError."""
+    """A trace of our own format or of one of the foreign ones, told apart by content. Raises InputError.
+
+    n_experts  of a foreign trace whose file does not say it; ValueError where no model has so many
+    """
+    if n_experts is not None and not 1 <= n_experts <= MAX_EXPERTS:
+        raise ValueError(f"the number of experts must be in 1..{MAX_EXPERTS}, not {n_experts}")
     if path.suffix.lower() == ".csv":
         return read_route_csv(path, n_experts)
     if path.suffix.lower() == ".npy":
@@ -52,9 +57,11 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
 def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
     """A trace in one of the two csv layouts. Raises InputError with the line number of what it cannot use."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             header = _Header()
             lines = list(_without_comments(file, header))
+        if not any(line.strip() for line in lines):
+            raise not_a_trace(path, "it is empty")
         columns = next(csv.reader(lines[:1]), [])
         if columns[:2] == ["pos", "layer"] and len(columns) > 2:
             return _from_positions(path, _table(path, lines[1:], len(columns)), n_experts)
@@ -66,7 +73,7 @@ def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
         raise not_a_trace(path, error.strerror or "it cannot be read") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise not_a_trace(path, f"not a csv file ({error})") from None
-    raise not_a_trace(path, "its columns are not those of a known layout")
+    raise not_a_trace(path, "its first row is neither pos,layer,id0,... nor that of route_trace v1")
 
 
 @dataclass
@@ -143,20 +150,26 @@ def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | N
             raise not_a_trace(path, "lengths is not a list of counts")
         if int(lengths.sum()) != n_rows:
             raise not_a_trace(path, f"lengths add up to {int(lengths.sum())}, ids has {n_rows} tokens")
-        sequence = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+        sequence = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths.astype(np.int64))
     elif "phase" in arrays:
         recorded = arrays["phase"]
         if recorded.shape != (n_rows,) or not np.isin(recorded, (0, 1)).all():
             raise not_a_trace(path, "phase is not 0 or 1 for each token")
         phase = np.where(recorded == 0, PREFILL, DECODE).astype(np.uint8)
+    if ids.dtype.kind == "u" and int(ids.max()) > np.iinfo(np.int64).max:
+        raise not_a_trace(path, f"it names expert {int(ids.max())}")
     return _assemble(path, ids.astype(np.int64), phase, sequence, n_experts)
 
 
 def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | None) -> Trace:
-    """Columns pos, layer, id0, ... ; a position that does not rise begins another text."""
+    """Columns pos, layer, id0, ... ; a position that does not rise begins another text.
+
+    Rows come token by token, or, where the layer never falls, layer by layer.
+    """
     numbers = _whole(path, table)
     if (numbers[:, :2] < 0).any():
         raise not_a_trace(path, "a position or layer is negative")
+    numbers = numbers[_by_token(numbers[:, 0], numbers[:, 1])]
     position, layer = numbers[:, 0], numbers[:, 1]
     new_token = np.r_[True, (np.diff(position) != 0) | (np.diff(layer) <= 0)]
     token = np.cumsum(new_token) - 1
@@ -166,6 +179,17 @@ def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | Non
     ids[token, layer] = numbers[:, 2:]
     phase = np.full(ids.shape[0], DECODE, dtype=np.uint8)
     return _assemble(path, ids, phase, sequence, n_experts)
+
+
+def _by_token(position: NDArray[np.int64], layer: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The order of rows that puts each text's tokens one after the other, each with its layers."""
+    if (np.diff(layer) < 0).any():
+        return np.arange(layer.size)
+    same_layer = np.diff(layer) == 0
+    texts_before = np.cumsum(np.r_[0, same_layer & (np.diff(position) <= 0)])
+    first_of_layer = np.searchsorted(layer, layer)
+    text = texts_before - texts_before[first_of_layer]
+    return np.lexsort((layer, position, text))
 
 
 def _from_slots(path: Path, table: NDArray[np.float64], header: _Header, n_experts: int | None) -> Trace:
@@ -221,9 +245,13 @@ def _assemble(
     header = header or _Header()
     n_rows, n_layers, n_used = ids.shape
     n_named = int(ids.max(initial=-1)) + 1
+    if n_named == 0 or ids.min() < -1:
+        raise not_a_trace(path, f"it names expert {ids.min()}" if n_named else "it names no expert")
     n_experts = n_experts or max(n_named, n_used)
-    if not n_named <= n_experts <= MAX_EXPERTS:
+    if n_named > min(n_experts, MAX_EXPERTS):
         raise not_a_trace(path, f"it names expert {n_named - 1}, which is not below {min(n_experts, MAX_EXPERTS)}")
+    if np.any((phase[1:] == PREFILL) & (phase[:-1] != PREFILL) & (sequence[1:] == sequence[:-1])):
+        raise not_a_trace(path, "a token of a prompt follows decoded text")
     dtype = ids_dtype(n_experts)
     narrow: Ids = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
     starts = np.searchsorted(sequence, sequence)  # first row of each row's sequence

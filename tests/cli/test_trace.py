@@ -47,6 +47,33 @@ def test_there_and_back(own: Path, tmp_path: Path) -> None:
     assert (tmp_path / "r").read_text().startswith("# route_trace v1\n")
 
 
+BROKEN = {
+    "empty.csv": b"",
+    "empty.npz": b"",
+    "empty.npy": b"",
+    "text.npz": b"hello",
+    "text.csv": b"hello\n",
+    "bytes.csv": b"\xff\xfe\x00",
+    "huge.csv": b"pos,layer,id0\n0,0,99999999999999999999\n",
+    "layers.csv": b"pos,layer,id0\n0,2147483647,1\n",
+    "negative.csv": b"pos,layer,id0\n0,0,-7\n",
+    "slots.csv": b"turn,phase,step,layer,slot,expert,weight\n0,1,0,0,2147483647,1,0.5\n",
+    "experts.csv": b"# n_expert=999999999\nturn,phase,step,layer,slot,expert,weight\n0,1,0,0,0,1,0.5\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("command", [["trace", "info"], ["trace", "convert"], ["replay"]], ids=" ".join)
+def test_broken_files_end_with_one_sentence(name: str, command: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(BROKEN[name])
+    more = [str(tmp_path / "out.npz")] if command[-1] == "convert" else []
+    result = CliRunner().invoke(app, [*command, str(tmp_path / name), *more])
+    assert result.exit_code == 2 and result.stdout == ""
+    said = " ".join(result.stderr.split())
+    assert said.startswith("error: ") and f"{name} is not a usable routing trace: " in said and "Traceback" not in said
+    assert not (tmp_path / "out.npz").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -55,6 +82,7 @@ def test_there_and_back(own: Path, tmp_path: Path) -> None:
         (["convert", "own.npz", "own.npz"], "is the trace that is read"),
         (["import", "own.npz", "nowhere/out.npz"], "Cannot write"),
         (["import", "own.npz", "out.npz", "--expert-bytes", "0"], "--expert-bytes"),
+        (["info", "own.npz", "--n-experts", "0"], "number of experts"),
     ],
 )
 def test_mistakes(own: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str) -> None:

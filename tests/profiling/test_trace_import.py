@@ -59,6 +59,24 @@ def test_position_csv_by_hand(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "positions.csv", n_experts=64).meta.n_experts == 64
 
 
+def test_position_csv_by_layer(tmp_path: Path) -> None:
+    """All rows of one layer before the next layer's; each layer has the same texts."""
+    head, *rows = POSITIONS.splitlines()
+    by_layer = sorted(rows, key=lambda row: row.split(",")[1])
+    (tmp_path / "layers.csv").write_text("\n".join([head, *by_layer]))
+    (tmp_path / "tokens.csv").write_text("\ufeff" + POSITIONS, encoding="utf-8")  # as spreadsheets write it
+    one, other = read_trace(tmp_path / "layers.csv"), read_trace(tmp_path / "tokens.csv")
+    assert one.sequence.tolist() == other.sequence.tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(one.ids, other.ids)
+
+
+@pytest.mark.parametrize("n_experts", [0, -1, 65536])
+def test_impossible_numbers_of_experts(tmp_path: Path, n_experts: int) -> None:
+    (tmp_path / "positions.csv").write_text(POSITIONS)
+    with pytest.raises(ValueError, match="number of experts"):
+        read_trace(tmp_path / "positions.csv", n_experts)
+
+
 def test_foreign_npz_by_hand(tmp_path: Path) -> None:
     ids = np.arange(24).reshape(6, 2, 2) % 8
     np.savez(tmp_path / "lengths.npz", ids=ids.astype(np.uint8), lengths=np.array([2, 0, 4]))
@@ -99,8 +117,9 @@ def test_expert_sizes_in_a_route_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "", "columns"),
-        ("b.csv", "layer,expert\n0,1\n", "columns"),
+        ("a.csv", "", "is empty"),
+        ("n.csv", "# only=comments\n\n", "is empty"),
+        ("b.csv", "layer,expert\n0,1\n", "first row"),
         ("c.csv", POSITIONS.replace("0,1,3,4", "0,1,3"), "row 3"),
         ("d.csv", POSITIONS.replace("0,1,3,4", "0,1,3,x"), "row 3"),
         ("e.csv", POSITIONS.replace("0,1,3,4", "0,-1,3,4"), "negative"),
@@ -112,6 +131,10 @@ def test_expert_sizes_in_a_route_header(tmp_path: Path) -> None:
         ("j.csv", ROUTE.replace("5,0.75", "99,0.75"), "expert 99"),
         ("k.csv", POSITIONS.replace("0,1,3,4", "0,1,3,nan"), "finite"),
         ("l.csv", POSITIONS.replace("0,1,3,4", "0,1,3,70000"), "expert 70000"),
+        ("o.csv", POSITIONS.replace("0,1,3,4", "0,1,3,-5"), "expert -5"),
+        ("p.csv", "pos,layer,id0\n0,0,-1\n", "no expert"),
+        ("q.csv", ROUTE.replace("0,1,2,", "0,0,2,").replace("0,0,0,", "0,1,0,"), "follows decoded text"),
+        ("r.csv", ROUTE.replace("n_expert=16", "n_expert=99999"), "99999"),
     ],
 )
 def test_malformed_csv(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -162,22 +185,62 @@ def test_damaged_csv_never_shows_a_traceback(tmp_path: Path, data: st.DataObject
         assert "bad.csv" in error.message
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 3), min_size=0, max_size=4),
-    lengths=st.lists(st.integers(-2, 4), max_size=4),
-    low=st.integers(-2, 0),
-    dtype=st.sampled_from(["u1", "i2", "i8", "f4", "U3"]),
-)
-def test_odd_arrays_never_show_a_traceback(
-    tmp_path: Path, shape: list[int], lengths: list[int], low: int, dtype: str
-) -> None:
-    ids = np.random.default_rng(0).integers(0 if dtype == "u1" else low, 9, tuple(shape)).astype(dtype)
-    np.savez(tmp_path / "odd.npz", ids=ids, lengths=np.array(lengths, dtype=np.int64))
+TYPES = ("u1", "i1", "u2", ">i2", "i8", "u8", "f4", "U3", "M8[s]", "?")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(data=st.data())
+def test_odd_arrays_never_show_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    """Shapes, types and values that no tool should write; what is read is a trace that holds them."""
+    shape = data.draw(st.one_of(st.just([4, 2, 2]), st.lists(st.integers(0, 3), max_size=4)))
+    values = np.random.default_rng(data.draw(st.integers(0, 5))).integers(-1, 9, tuple(shape))
+    kind = data.draw(st.sampled_from(TYPES))
+    ids = np.abs(values).astype(kind) if np.dtype(kind).kind in "uMU" else values.astype(kind)
+    if ids.size and np.dtype(kind).kind in "iu":
+        limits = np.iinfo(ids.dtype)
+        ids.flat[0] = data.draw(st.sampled_from([1, int(limits.min), int(limits.max), int(limits.max) // 2]))
+    arrays = {"ids": ids}
+    if data.draw(st.booleans()):
+        arrays["lengths"] = np.array(data.draw(st.lists(st.integers(0, 4), max_size=4)), dtype=np.int64).astype(
+            data.draw(st.sampled_from(TYPES[:-3]))
+        )
+    if data.draw(st.booleans()):
+        arrays["phase"] = np.array(data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))).astype(
+            data.draw(st.sampled_from(TYPES))
+        )
+    np.savez(tmp_path / "odd.npz", **arrays)
     try:
-        read_trace(tmp_path / "odd.npz")
+        trace = read_trace(tmp_path / "odd.npz")
     except InputError as error:
         assert "odd.npz" in error.message
+    else:
+        assert trace.ids.shape == ids.shape
+        np.testing.assert_array_equal(np.where(trace.ids == trace.sentinel, -1, trace.ids.astype(np.int64)), ids)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damaged_archives_never_show_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    """Bytes changed, cut off or put in, of foreign arrays and of our own format, compressed and not."""
+    kind = data.draw(st.sampled_from(["own.npz", "plain.npz", "bare.npy"]))
+    whole = tmp_path / kind
+    if not whole.exists():
+        if kind == "own.npz":
+            two_texts(weights=True).save(whole)
+        else:
+            ids = np.arange(24).reshape(6, 2, 2) % 8
+            np.save(whole, ids) if kind == "bare.npy" else np.savez(whole, ids=ids, lengths=np.array([2, 4]))
+    content = bytearray(whole.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        where = data.draw(st.integers(0, len(content) - 1))
+        content[where] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))]
+    bad = tmp_path / f"bad{whole.suffix}"
+    bad.write_bytes(bytes(content))
+    try:
+        read_trace(bad)
+    except InputError as error:
+        assert bad.name in error.message
 
 
 @pytest.mark.parametrize(
