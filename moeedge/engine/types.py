@@ -14,6 +14,9 @@ StopReason = Literal["eos", "length", "context", "interrupted"]
 PrefillPath = Literal["auto", "cpu", "resident", "stream"]
 # moeedge: our backend attached; stock: the same process and loop, our backend claims nothing
 Mode = Literal["moeedge", "stock"]
+# Tokens. llama.cpp keeps a record per token beside the KV cache, and counts them in 32 bits: a slip of the keyboard
+# would take all memory, or become a small context. The largest context that models are trained for is 10 million.
+MAX_N_CTX = 2**24
 
 
 class Phase(IntEnum):
@@ -130,8 +133,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.gamma < 0 or self.gamma > 64:
             raise ValueError(f"gamma (--draft-max) must be in 0..64, not {self.gamma}")
-        if self.n_ctx < 0:
-            raise ValueError(f"n_ctx must be >= 0, not {self.n_ctx}")
+        if not 0 <= self.n_ctx <= MAX_N_CTX:
+            raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
         if self.n_threads < 0:
             raise ValueError(f"n_threads must be >= 0, not {self.n_threads}")
 

@@ -18,7 +18,7 @@ from moeedge import paths
 from moeedge.errors import CatalogError
 
 BUNDLED = "bundled"  # the name of the pair that comes with the package
-_NEAR = 0.5  # difflib's similarity from which a name is worth asking back
+_NEAR = 0.6  # difflib's similarity from which a name is worth asking back
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -118,11 +118,14 @@ class Catalog:
         return Choice(entry, variant)
 
     def near(self, text: str) -> list[str]:
-        """Names that look like `text`, the most alike first."""
-        wanted = text.lower().partition(":")[0] or text.lower()
-        close = difflib.get_close_matches(wanted, list(self._names), n=5, cutoff=_NEAR)
-        inside = [name for name in self._names if wanted in name]
-        return list(dict.fromkeys(self._names[name] for name in [*close, *inside]))[:5]
+        """Names that look like `text`: those with it inside first, then the most alike."""
+        wanted = text.lower().partition(":")[0]
+        if not wanted:
+            return []
+        alike = {name: difflib.SequenceMatcher(None, wanted, name).ratio() for name in self._names}
+        order = sorted(alike, key=lambda name: (wanted not in name, -alike[name]))
+        near = [self._names[name] for name in order if wanted in name or alike[name] >= _NEAR]
+        return list(dict.fromkeys(near))[:5]
 
     def drafts(self, entry: ModelEntry) -> Iterator[Choice]:
         """The drafts that go with `entry`, the best first."""

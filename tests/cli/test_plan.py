@@ -99,7 +99,8 @@ def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
         (["--vram", "8G", "-dev", "none"], "-dev none has no memory for experts"),
         (["--cache-ratio", "2"], "cache ratio"),
         (["-dev", "CUDA7"], "CUDA7"),
-        (["-c", "-5"], "n_ctx"),
+        (["-c", "-5"], "context (-c) must be in 0..16,777,216"),
+        (["-c", "4294967297"], "context (-c) must be in 0..16,777,216"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:

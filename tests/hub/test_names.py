@@ -120,6 +120,7 @@ def test_names_aliases_and_types(own: Write) -> None:
     assert catalog.find("nobody") is None
     assert catalog.near("qwen3-30b-a3")[0] == "qwen3-30b-a3b"
     assert catalog.near("mne")[0] == "mine"
+    assert catalog.near("") == []
 
 
 def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> None:
