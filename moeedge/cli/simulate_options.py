@@ -26,8 +26,8 @@ Hardware = Annotated[
     typer.Option(
         "--hardware",
         metavar="NAME|FILE",
-        help="rtx4090-pcie4, rtx3090, a100, a JSON file of the same fields, a file that moeedge calibrate kept, or "
-        '"this": the newest such file of the model.',
+        help="rtx4090-pcie4, rtx3090, rtx-a5000, a100, a JSON file of the same fields, a file that moeedge calibrate "
+        'kept, or "this": the newest such file of the model.',
     ),
 ]
 Model = Annotated[

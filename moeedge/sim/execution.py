@@ -25,7 +25,7 @@ from moeedge.scheduler.policy import CacheShape, LayerPolicy, Observation, Polic
 from moeedge.sim.clock import Clock, Process
 from moeedge.sim.events import Log, Span, Stream
 from moeedge.sim.machine import Machine
-from moeedge.sim.mover import RESIDENT, Mover
+from moeedge.sim.mover import RESIDENT, Demand, Mover
 from moeedge.sim.stand_in import StandIn
 from moeedge.sim.steps import Step, count
 
@@ -134,6 +134,8 @@ class Execution:
             if self.shape.group[layer] >= 0:
                 self._plan_layer(layer)
                 yield from self._experts(layer, counts[layer])
+        if self.machine.head_demand_ns:
+            yield from self._loaded(self.mover.demand(-1, [], self.machine.head_demand_ns))
         yield from self._on_gpu("dense", self.machine.head_ns)
 
     def _plan_layer(self, layer: int) -> None:
@@ -199,14 +201,18 @@ class Execution:
                 self.account.ns["link"] += self.clock.now_ns - since_ns
                 yield from self._on_gpu("device", self._sum(machine.device_ns, counts, np.array([one])), layer, 1)
         for experts, demand in demands:
-            since_ns = self.clock.now_ns
-            yield demand.arrived
-            now_ns = self.clock.now_ns
-            queued_ns = min(max(demand.start_ns - since_ns, 0), now_ns - since_ns)
-            self.account.ns["link"] += queued_ns
-            self.account.ns["load"] += now_ns - since_ns - queued_ns
+            yield from self._loaded(demand)
             ns = self._sum(machine.device_ns, counts, np.array(experts))
             yield from self._on_gpu("device", ns, layer, len(experts))
+
+    def _loaded(self, demand: Demand) -> Process:
+        """Waits for what was demanded: first for the link, then for the transfer."""
+        since_ns = self.clock.now_ns
+        yield demand.arrived
+        now_ns = self.clock.now_ns
+        queued_ns = min(max(demand.start_ns - since_ns, 0), now_ns - since_ns)
+        self.account.ns["link"] += queued_ns
+        self.account.ns["load"] += now_ns - since_ns - queued_ns
 
     def _end(self, step: Step, counts: NDArray[np.uint32], following: Step | None) -> Process:
         """Observing and planning, while nothing else can be done; the token that comes next is known."""

@@ -17,6 +17,8 @@ from moeedge.sim.hardware import Hardware
 from moeedge.sim.shapes import ModelShape
 
 TOKENS_MAX = 256  # tokens of one expert that the curves reach
+_EXPERT_TENSORS = 3  # gate, up, down
+_DENSE_TENSORS = 9  # four of attention and two norms of it, two norms of the layer, the router
 NsArray = NDArray[np.int64]
 
 
@@ -26,10 +28,12 @@ class Framework:
 
     layer_overhead_s: float = 0.0  # of every layer of the target, beyond the hardware's own
     draft_layer_overhead_s: float = 0.0  # the same of the draft model
-    transfer_factor: float = 1.0  # time of a transfer over that of one from pinned memory
-    demand_factor: float = 1.0  # the same for those that the computation waits for
+    expert_overhead_s: float = 0.0  # of every expert of a layer, used or not: a loop over them
+    transfer_factor: float = 1.0  # time of a transfer over that of its bytes
     whole_layers: bool = True  # layer offload moves all experts of a layer, not only those in use
     dense_travels: bool = False  # layer offload moves attention and the rest of a layer, too
+    head_travels: bool = False  # so does the output matrix, which comes after the last layer
+    tensor_s: float = 0.0  # of every tensor that layer offload moves, beyond its bytes: 3 of an expert, 9 of the rest
     cpu_factor: float = 1.0  # time of experts on the CPU over that of the rows that were fitted
 
 
@@ -49,6 +53,7 @@ class Machine:
     draft_ns: int  # a token of the draft model
     schedule_ns: int  # observing and planning, per step
     dense_demand_ns: int = 0  # what else of an absent layer is moved on demand
+    head_demand_ns: int = 0  # once per step
     whole_layers: bool = True
 
     def __post_init__(self) -> None:
@@ -63,6 +68,7 @@ class Machine:
             transfer_ns=round(self.transfer_ns / factor),
             demand_ns=round(self.demand_ns / factor),
             dense_demand_ns=round(self.dense_demand_ns / factor),
+            head_demand_ns=round(self.head_demand_ns / factor),
         )
 
     def units(self, cap: int) -> Units:
@@ -95,28 +101,31 @@ def from_hardware(hardware: Hardware, shape: ModelShape, framework: Framework | 
         return rounded
 
     overhead_s = hardware.layer_overhead_s + framework.layer_overhead_s
+    overhead_s += shape.n_experts * framework.expert_overhead_s
     dense_s = shape.dense_layer_bytes / hardware.gpu_bytes_per_s + overhead_s
     draft_s = 0.0
     if shape.draft is not None:
         draft_layer_s = hardware.layer_overhead_s + framework.draft_layer_overhead_s
         draft_s = shape.draft.bytes / hardware.gpu_bytes_per_s + shape.draft.n_layers * draft_layer_s
-    transfer_s = shape.expert_bytes / hardware.link_bytes_per_s
+    link_s = framework.transfer_factor / hardware.link_bytes_per_s  # per byte
+    transfer_s = shape.expert_bytes * link_s
     dense_travel_s = 0.0
     if framework.dense_travels:
-        dense_travel_s = shape.dense_layer_bytes / hardware.link_bytes_per_s * framework.demand_factor
+        dense_travel_s = shape.dense_layer_bytes * link_s + _DENSE_TENSORS * framework.tensor_s
     return Machine(
         cpu_ns=curve(hardware.cpu_bytes_per_s, hardware.cpu_flops, framework.cpu_factor),
         device_ns=curve(hardware.gpu_bytes_per_s, hardware.gpu_flops, 1.0),
         block_ns=0,  # its launches are in the overhead of the layer
         sync_ns=to_ns(hardware.sync_s),
-        transfer_ns=to_ns(transfer_s * framework.transfer_factor),
-        demand_ns=to_ns(transfer_s * framework.demand_factor),
+        transfer_ns=to_ns(transfer_s),
+        demand_ns=to_ns(transfer_s + _EXPERT_TENSORS * framework.tensor_s),
         latency_ns=to_ns(hardware.link_latency_s),
         dense_ns=to_ns(dense_s),
         head_ns=to_ns(shape.head_bytes / hardware.gpu_bytes_per_s),
         draft_ns=to_ns(draft_s),
         schedule_ns=0,
         dense_demand_ns=to_ns(dense_travel_s),
+        head_demand_ns=to_ns(shape.head_bytes * link_s + framework.tensor_s) if framework.head_travels else 0,
         whole_layers=framework.whole_layers,
     )
 

@@ -34,7 +34,6 @@ class Compared:
     result: Result
     published_ts: float | None = None  # None: the paper has a picture or a shape, no number
     fitted: bool = False  # the figure was used
-    pageable: bool = False  # a variant: the experts' host memory is not pinned
 
     @property
     def predicted_ts(self) -> float:
@@ -55,7 +54,6 @@ class Compared:
         """Flat, as -o json prints it."""
         about = {"table": self.table, "name": self.name, "published_ts": self.published_ts}
         about |= {"predicted_ts": self.predicted_ts, "ratio": self.ratio, "fitted": self.fitted}
-        about["pageable"] = self.pageable
         return about | self.result.row()
 
 
@@ -97,18 +95,21 @@ class Papers:
         return Fit(cpu_bytes_per_s, acceptance)
 
     def table2(self, fit: Fit) -> list[Compared]:
-        """All ten rows, in the published order; those of which the host's memory matters also as a variant."""
+        """All ten rows, in the published order."""
         table = self.data["table2"]
         hardware = self._hardware(table["hardware"], fit)
         setup = replace(self._setup(table), acceptance=fit.acceptance)
         fitted = (table["fit_cpu"], table["fit_acceptance"])
-        rows = []
-        for name, published_ts in table["published_ts"].items():
-            for pageable in (False, True) if self.data["systems"][name].get("pageable") else (False,):
-                result = self._run(name, hardware, table["model"], setup, pageable=pageable)
-                row = Compared(table="table2", name=name, result=result, published_ts=published_ts)
-                rows.append(replace(row, fitted=name in fitted, pageable=pageable))
-        return rows
+        return [
+            Compared(
+                table="table2",
+                name=name,
+                result=self._run(name, hardware, table["model"], setup),
+                published_ts=published_ts,
+                fitted=name in fitted,
+            )
+            for name, published_ts in table["published_ts"].items()
+        ]
 
     def table3(self, fit: Fit) -> list[Compared]:
         """Another model on the same machine: nothing is fitted."""
@@ -154,42 +155,53 @@ class Papers:
 
     def cutoff(self) -> list[Compared]:
         """SP-MoE's speed against its cutoff layer, for its three pairs."""
-        figure = self.data["cutoff"]
         rows = []
-        for model, entry in figure["models"].items():
-            setup = Setup(
-                policy="",
-                cache_ratio=entry["cache_ratio"],
-                gamma=figure["gamma"],
-                acceptance=entry["acceptance"],
-                accuracy=Accuracy(critical=entry["critical"]),
-                seed=self._seed,
-                max_steps=_STEPS,
-            )
+        for model in self.data["cutoff"]["models"]:
             n_layers = find_model(model).n_expert_layers
-            hardware = find_hardware(entry["hardware"])
             for layer in [*range(0, n_layers, 4), n_layers]:
-                asked = replace(setup, options=(("cutoff_layer", layer),))
-                result = self._run(figure["system"], hardware, model, asked, draft_s=entry["draft_s"])
-                rows.append(Compared(table="cutoff", name=f"{model}, layer {layer}", result=result))
+                rows.append(Compared(table="cutoff", name=f"{model}, layer {layer}", result=self._cut_at(model, layer)))
         return rows
 
+    def elsewhere(self) -> list[Compared]:
+        """The same programs in other publications: how well their constants hold there."""
+        rows = []
+        for model, entry in self.data["cutoff"]["models"].items():
+            name = f"{self.data['cutoff']['system']}, baseline, {model}"
+            result = self._cut_at(model, 0)
+            rows.append(Compared(table="elsewhere", name=name, result=result, published_ts=1 / entry["baseline_s"]))
+        elsewhere = self.data["elsewhere"]
+        hardware = find_hardware(elsewhere["hardware"])
+        for entry in elsewhere["rows"]:
+            setup = Setup(policy="", cache_ratio=entry["cache_ratio"], gamma=0, seed=self._seed, max_steps=_STEPS)
+            result = self._run(entry["system"], hardware, entry["model"], setup)
+            name = f"{entry['system']}, {entry['model']}"
+            rows.append(Compared(table="elsewhere", name=name, result=result, published_ts=1 / entry["published_s"]))
+        return rows
+
+    def _cut_at(self, model: str, layer: int) -> Result:
+        """SP-MoE on one of its pairs, prefetching for so many layers."""
+        figure = self.data["cutoff"]
+        entry = figure["models"][model]
+        setup = Setup(
+            policy="",
+            cache_ratio=entry["cache_ratio"],
+            gamma=figure["gamma"],
+            acceptance=entry["acceptance"],
+            accuracy=Accuracy(critical=entry["critical"]),
+            seed=self._seed,
+            max_steps=_STEPS,
+            options=(("cutoff_layer", layer),),
+        )
+        hardware = find_hardware(entry["hardware"])
+        hardware = replace(hardware, link_bytes_per_s=find_model(model).expert_bytes / entry["expert_s"])
+        return self._run(figure["system"], hardware, model, setup, draft_s=entry["draft_s"])
+
     def _run(
-        self,
-        system: str,
-        hardware: Hardware,
-        model: str,
-        setup: Setup,
-        *,
-        pageable: bool = False,
-        draft_s: float | None = None,
+        self, system: str, hardware: Hardware, model: str, setup: Setup, *, draft_s: float | None = None
     ) -> Result:
         """One system of the table "systems", in its own framework."""
         entry = self.data["systems"][system]
         overheads = only_known(self.data["frameworks"][entry["framework"]], Framework) | entry.get("transfer", {})
-        if pageable:
-            for key in ("transfer_factor", "demand_factor"):
-                overheads[key] = overheads.get(key, 1.0) * self.data["pageable"]["factor"]
         self._tell(f"{system}, {model}, ratio {setup.cache_ratio:g}, gamma {setup.gamma}")
         shape = find_model(model)
         machine = from_hardware(hardware, shape, Framework(**overheads))
@@ -197,6 +209,8 @@ class Papers:
             machine = replace(machine, draft_ns=to_ns(draft_s))
         if model not in self._texts:
             self._texts[model] = synthetic(shape, _TOKENS, 1, self._seed)
+        if "reach" in entry:
+            setup = replace(setup, accuracy=replace(setup.accuracy, reach=entry["reach"]))
         return simulate(machine, self._texts[model], replace(setup, policy=entry["policy"]))
 
     def _setup(self, table: dict[str, Any]) -> Setup:
@@ -231,9 +245,3 @@ def same_order(rows: list[Compared]) -> tuple[int, int]:
     known = [(row.published_ts, row.predicted_ts) for row in rows if row.published_ts is not None]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[i + 1 :]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
-
-
-def chosen(rows: list[Compared], *, pageable: bool) -> list[Compared]:
-    """One row per system: the variant where there is one and it is asked for."""
-    have = {row.name for row in rows if row.pageable}
-    return [row for row in rows if row.pageable == (pageable and row.name in have)]

@@ -22,12 +22,12 @@ class Accuracy:
 
     draft_router: float = ACCURACY["draft-router"]
     next_gate: float = ACCURACY["next-gate"]  # one layer ahead
-    reach: int = 3  # layers ahead that a gate looks
+    reach: int = 3  # layers ahead that a gate looks; 0: it is not asked
     critical: int | None = None  # experts per token and layer that the draft names; None: all that a token uses
 
     def __post_init__(self) -> None:
-        if not (0 <= self.draft_router <= 1 and 0 <= self.next_gate <= 1 and self.reach >= 1):
-            raise ValueError("an accuracy must be in [0, 1], and a gate looks at least one layer ahead")
+        if not (0 <= self.draft_router <= 1 and 0 <= self.next_gate <= 1 and self.reach >= 0):
+            raise ValueError("an accuracy must be in [0, 1], and a reach >= 0")
 
 
 class StandIn:

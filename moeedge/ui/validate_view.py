@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from moeedge.sim.measured import Measured, summary
-from moeedge.sim.papers import Compared, Fit, chosen, same_order
+from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.ui.simulate_view import print_table
 
 _TITLES = {
@@ -29,27 +29,31 @@ def print_fit(fit: Fit, console: Console) -> None:
 def print_compared(rows: Sequence[Compared], console: Console) -> None:
     """One table of the paper: every row, its ratio, and how many pairs come in the published order."""
     console.print(f"\n{_TITLES[rows[0].table]}", style="bold", soft_wrap=True)
-    variants = {row.name: row for row in rows if row.pageable}
-    columns = ["", "published", "predicted", "ratio", *(["pageable", "ratio"] if variants else []), ""]
     cells = []
-    for row in chosen(list(rows), pageable=False):
+    for row in rows:
         assert row.published_ts is not None
-        line = [row.name, f"{row.published_ts:.2f}", f"{row.predicted_ts:.2f}", f"{row.ratio:.2f}"]
-        if variants:
-            other = variants.get(row.name)
-            line += ["", ""] if other is None else [f"{other.predicted_ts:.2f}", f"{other.ratio:.2f}"]
-        cells.append([*line, "fitted" if row.fitted else ""])
-    print_table(columns, cells, console)
-    for pageable in (False, True) if variants else (False,):
-        taken = chosen(list(rows), pageable=pageable)
-        right, total = same_order(taken)
-        free = [row for row in taken if not row.fitted]
-        name = "with pageable host memory: " if pageable else ""
-        console.print(
-            f"{name}{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
-            "predictions within 25 %",
-            soft_wrap=True,
+        fitted = "fitted" if row.fitted else ""
+        cells.append([row.name, f"{row.published_ts:.2f}", f"{row.predicted_ts:.2f}", f"{row.ratio:.2f}", fitted])
+    print_table(["", "published", "predicted", "ratio", ""], cells, console)
+    right, total = same_order(list(rows))
+    free = [row for row in rows if not row.fitted]
+    console.print(
+        f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
+        "predictions within 25 %",
+        soft_wrap=True,
+    )
+
+
+def print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
+    """The same programs in other publications: ms per token, and what is predicted over what is published."""
+    console.print("\nThe same programs in other publications, ms per token", style="bold", soft_wrap=True)
+    cells = []
+    for row in rows:
+        assert row.published_ts is not None and row.ratio is not None
+        cells.append(
+            [row.name, f"{1e3 / row.published_ts:.0f}", f"{1e3 / row.predicted_ts:.0f}", f"{1 / row.ratio:.2f}"]
         )
+    print_table(["", "published", "predicted", "ratio"], cells, console)
 
 
 def print_ratios(rows: Sequence[Compared], console: Console) -> None:
