@@ -201,9 +201,8 @@ def test_odd_arrays_never_show_a_traceback(tmp_path: Path, data: st.DataObject) 
         ids.flat[0] = data.draw(st.sampled_from([1, int(limits.min), int(limits.max), int(limits.max) // 2]))
     arrays = {"ids": ids}
     if data.draw(st.booleans()):
-        arrays["lengths"] = np.array(data.draw(st.lists(st.integers(0, 4), max_size=4)), dtype=np.int64).astype(
-            data.draw(st.sampled_from(TYPES[:-3]))
-        )
+        lengths = data.draw(st.one_of(st.just([1, 3]), st.lists(st.integers(0, 4), max_size=4)))
+        arrays["lengths"] = np.array(lengths, dtype=np.int64).astype(data.draw(st.sampled_from(TYPES[:-3])))
     if data.draw(st.booleans()):
         arrays["phase"] = np.array(data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))).astype(
             data.draw(st.sampled_from(TYPES))
@@ -216,6 +215,21 @@ def test_odd_arrays_never_show_a_traceback(tmp_path: Path, data: st.DataObject) 
     else:
         assert trace.ids.shape == ids.shape
         np.testing.assert_array_equal(np.where(trace.ids == trace.sentinel, -1, trace.ids.astype(np.int64)), ids)
+
+
+@pytest.mark.parametrize("kind", ["u1", "i2", "u4", "i8", "u8", ">u8"])
+def test_integers_of_any_type_are_ids_and_lengths(tmp_path: Path, kind: str) -> None:
+    ids = (np.arange(24).reshape(6, 2, 2) % 8).astype(kind)
+    np.savez(tmp_path / "any.npz", ids=ids, lengths=np.array([2, 4], dtype=kind))
+    assert read_trace(tmp_path / "any.npz").sequence.tolist() == [0, 0, 1, 1, 1, 1]
+    largest = int(np.iinfo(ids.dtype).max)
+    ids[0, 0, 0] = largest
+    np.savez(tmp_path / "large.npz", ids=ids)
+    if largest < 65535:
+        assert read_trace(tmp_path / "large.npz").meta.n_experts == largest + 1
+    else:
+        with pytest.raises(InputError, match=f"expert {largest}"):
+            read_trace(tmp_path / "large.npz")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
