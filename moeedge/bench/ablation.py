@@ -26,6 +26,8 @@ POLICY = "sp-moe"
 _GREEDY = SamplingConfig(temperature=0.0)
 _REST_S = 0.5
 _WHOLE_LAYER = 1 << 16  # experts in a transfer: more than any layer has
+_WITHIN = ("needed", "loaded", "late", "stops", "waited_s", "uncached")  # sums of WithinStep
+_DRAFTING = ("plans", "planned_s", "stops", "waited_s")  # and of Drafting
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,25 @@ class AblationRow:
     tg_ts: float
     speedup: float  # of the first row
     acceptance_rate: float | None
-    hit_rate_pairs: float | None  # of pairs whose expert was there when its layer came, or was waited for
-    loaded_per_step: float  # experts that a layer had to wait for
-    uploads_per_step: float
+    # of the target's layers in verifications; an expert counts once per layer and step
+    hit_rate: float | None  # share of the experts that were there when their layer came
+    loaded_per_step: float  # experts that were absent: their layer brought them and waited
+    late_per_step: float  # experts that were on their way: their layer waited
+    stops_per_step: float  # layers that waited
+    waited_s: float  # by them, per step
     uncached_per_step: float  # experts that found no room: on the CPU
+    # of the link
+    ahead_per_step: float  # experts that came before their layer asked for them
+    uploads_per_step: float
+    bytes_per_step: float
+    transfers_per_step: float
+    # of drafting
+    plans_per_step: float  # how often experts were foretold and planned for
+    planned_s: float  # the time of that, per step
+    draft_stops_per_step: float  # layers of the draft that waited
+    draft_waited_s: float  # by them, per step
     foretold_right: float | None  # share of the predictions that came true
-    draft_s: float  # per step
+    draft_s: float  # per step, all of drafting
     verify_s: float  # per step
     equal: int  # answers that are stock's, near-ties included
     answers: int
@@ -96,7 +111,7 @@ class _Lane:
         self.drafted = self.accepted = self.steps = self.equal = self.answers = 0
         self.draft_s = self.verify_s = 0.0
         self.start: PlacementStats | None = None
-        self.loaded = self.uncached = 0
+        self.sums: dict[str, float] = {}  # when it began
 
     def answer(self, prompt: Sequence[int], n_predict: int) -> list[int]:
         """Greedy, from empty KV caches."""
@@ -115,20 +130,28 @@ class _Lane:
 
     def forget(self) -> None:
         """What the warm-up counted."""
-        within = self.session.placement.within if self.session.placement is not None else None
         self.tpots_s.clear()
         self.drafted = self.accepted = self.steps = 0
         self.draft_s = self.verify_s = 0.0
         self.start = self.session.placement_stats()
-        self.loaded = within.loaded if within is not None else 0
-        self.uncached = within.uncached if within is not None else 0
+        self.sums = self._sums()
+
+    def _sums(self) -> dict[str, float]:
+        """What is counted between the layers of target and draft, since the session began."""
+        placement = self.session.placement
+        assert placement is not None and placement.within is not None
+        sums = {name: float(getattr(placement.within, name)) for name in _WITHIN}
+        drafting = placement.drafting
+        return sums | {f"draft_{name}": float(getattr(drafting, name)) if drafting else 0.0 for name in _DRAFTING}
 
     def row(self, first_tpot_s: float | None) -> AblationRow:
         """`first_tpot_s`: of the first row, None in that row."""
         placement, now = self.session.placement, self.session.placement_stats()
-        assert placement is not None and placement.within is not None and now is not None and self.start is not None
+        assert placement is not None and now is not None and self.start is not None
         counted = now - self.start
         steps = max(self.steps, 1)
+        per_step = {name: (value - self.sums[name]) / steps for name, value in self._sums().items()}
+        waited_for = per_step["loaded"] + per_step["late"]
         tpot_s = median(self.tpots_s)
         return AblationRow(
             variant=self.variant.name,
@@ -137,10 +160,20 @@ class _Lane:
             tg_ts=1.0 / tpot_s,
             speedup=(first_tpot_s or tpot_s) / tpot_s,
             acceptance_rate=self.accepted / self.drafted if self.drafted else None,
-            hit_rate_pairs=counted.hit_rate_pairs,
-            loaded_per_step=(placement.within.loaded - self.loaded) / steps,
+            hit_rate=1.0 - waited_for / per_step["needed"] if per_step["needed"] else None,
+            loaded_per_step=per_step["loaded"],
+            late_per_step=per_step["late"],
+            stops_per_step=per_step["stops"],
+            waited_s=per_step["waited_s"],
+            uncached_per_step=per_step["uncached"],
+            ahead_per_step=max(counted.uploads / steps - per_step["loaded"], 0.0),
             uploads_per_step=counted.uploads / steps,
-            uncached_per_step=(placement.within.uncached - self.uncached) / steps,
+            bytes_per_step=counted.bytes_moved / steps,
+            transfers_per_step=counted.transfers / steps,
+            plans_per_step=per_step["draft_plans"],
+            planned_s=per_step["draft_planned_s"],
+            draft_stops_per_step=per_step["draft_stops"],
+            draft_waited_s=per_step["draft_waited_s"],
             foretold_right=placement.foretold_share,
             draft_s=self.draft_s / steps,
             verify_s=self.verify_s / steps,

@@ -258,6 +258,7 @@ class PlacementStats:
     evictions: int = 0
     cancelled: int = 0  # uploads that a newer plan dropped before they began
     bytes_moved: int = 0
+    transfers: int = 0  # of one expert or of several
     transfer_s: float = 0.0  # the mover's, beside everything else
     cpu_s: float = 0.0  # of computing blocks
     device_s: float = 0.0
@@ -320,6 +321,7 @@ _COUNTERS = (
     "evictions",
     "cancelled",
     "bytes_moved",
+    "transfers",
     "transfer_s",
     "cpu_s",
     "device_s",

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from moeedge.bench.ablation import figure_12, figure_14
 from moeedge.cli.app import app
 from moeedge.engine.model import Model
+from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.quantize import quantized
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
@@ -52,15 +53,31 @@ def test_figure_12(target: Path, own_cache: Path) -> None:
         assert row["foretold_right"] > 0.6  # type: ignore[operator]
         assert row["loaded_per_step"] < baseline["loaded_per_step"]  # type: ignore[operator]
         assert row["acceptance_rate"] > 0.5  # type: ignore[operator]
-    assert all(row["hit_rate_pairs"] == 1.0 for row in rows if row["uncached_per_step"] == 0.0)
+    stops = {row["variant"]: row["draft_stops_per_step"] for row in rows}
+    assert stops.pop("vanilla") > 0 and set(stops.values()) == {0.0}, "vanilla alone waits while it drafts"  # type: ignore[operator]
+    assert baseline["ahead_per_step"] == 0.0 and baseline["plans_per_step"] == 0.0, "all on demand"
+    assert prefetching[0]["ahead_per_step"] > 0.0  # type: ignore[operator]
+    *single, batched = rows
+    assert all(row["transfers_per_step"] == pytest.approx(row["uploads_per_step"]) for row in single)
+    assert batched["transfers_per_step"] < 0.9 * batched["uploads_per_step"]  # type: ignore[operator]
 
 
-def test_figure_14(target: Path, tiny_draft: Path) -> None:
-    """One row per cutoff layer. How many experts are waited for depends on the machine's load: docs/ablation.md."""
+def test_figure_14(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row per cutoff layer, before which all that comes ahead lies."""
+    asked: dict[int, set[int]] = {}
+    push = ExpertPlacement._push
+
+    def watched(self: ExpertPlacement) -> None:
+        if self._plan is not None:
+            asked.setdefault(id(self), set()).update(self._plan.uploads[:, 0].tolist())
+        push(self)
+
+    monkeypatch.setattr(ExpertPlacement, "_push", watched)
     rows = ablate("-m", str(target), *DEVICE, "--cache-ratio", "0.5", "--cutoff", "0,2,4")
     assert [row["cutoff_layer"] for row in rows] == [0, 2, 4]
-    assert all(row["loaded_per_step"] > 0 for row in rows)  # type: ignore[operator]
     assert all(row["equal"] == row["answers"] for row in rows)
+    assert list(asked.values()) == [set(), {0, 1}, {0, 1, 2, 3}]
+    assert rows[0]["ahead_per_step"] == 0.0 and rows[0]["foretold_right"] is None
 
 
 def test_a_draft_of_another_width(target: Path, tiny: TinyFactory) -> None:

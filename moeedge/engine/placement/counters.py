@@ -80,6 +80,7 @@ class Counters:
             evictions=now.evictions - start.evictions,
             cancelled=now.cancelled - start.cancelled,
             bytes_moved=now.bytes_moved - start.bytes_moved,
+            transfers=now.transfers - start.transfers,
             transfer_s=now.transfer_s - start.transfer_s,
             cpu_s=now.cpu_s - start.cpu_s,
             device_s=now.device_s - start.device_s,

@@ -7,6 +7,7 @@ asked for when the layer is computed, and the next layer waits until they have c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from moeedge.engine.placement.foresight import DraftForesight
@@ -14,14 +15,17 @@ from moeedge.engine.types import Phase
 from moeedge.native import Block
 from moeedge.scheduler.policy import Hints
 
-Replan = Callable[[Sequence[int], Hints | None], None]  # plans for those tokens and starts the transfers
+# plans for those tokens by what is foretold, starts the transfers for those layers (None: all) and says how many
+Replan = Callable[[Sequence[int], Hints | None, slice | None], int]
 _PATIENCE_S = 10.0
 
 
 class Drafting:
     """Between two verifications.
 
-    replan: plans and pushes; wait: until what was pushed has come, for at most so many seconds.
+    replan: see above; wait: until what was pushed has come, for at most so many seconds.
+    plans, planned_s: how often something was foretold and planned for, and the time of that; stops, waited_s: how often
+    drafting waited for transfers, and how long. Sums since the beginning.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class Drafting:
         self._tokens: list[int] = []
         self._has_asked = False
         self.on = False
+        self.plans = self.stops = 0
+        self.planned_s = self.waited_s = 0.0
 
     def begin(self) -> None:
         """A new batch is to be drafted."""
@@ -45,24 +51,43 @@ class Drafting:
         if not self.on:
             return
         self._tokens = list(tokens)
-        if self.foresight.look() and not self._vanilla:
-            self._replan(tokens, self.foresight.hints)
+        if self._look() and not self._vanilla:
+            self._plan(self.foresight.hints, None)
 
-    def end(self) -> Hints | None:
-        """Drafting is over: what is known of the batch."""
-        self.foresight.look()
-        if self._has_asked:
-            self._wait(_PATIENCE_S)
-            self._has_asked = False
-        return self.foresight.hints
+    def end(self, tokens: Sequence[int]) -> None:
+        """Drafting is over, and `tokens` are verified next."""
+        self._look()
+        if self._vanilla:
+            self._stop()
+        else:
+            self._plan(self.foresight.hints, None, tokens)
 
     def block(self, block: Block) -> None:
         """A layer of the draft is computed next."""
         if not self.on or not self._vanilla or block.phase != Phase.DRAFT or block.inputs is None:
             return
-        if self._has_asked:
-            self._wait(_PATIENCE_S)
-        hints = self.foresight.look_at(block.layer, block.inputs[-1])
-        if hints is not None:
-            self._replan(self._tokens, hints)
-            self._has_asked = True
+        self._stop()
+        layers = self.foresight.look_at(block.layer, block.inputs[-1])
+        if layers is not None:
+            self._has_asked = self._plan(self.foresight.hints, layers) > 0
+
+    def _look(self) -> bool:
+        """Whether more is foretold than before the token that was decoded last."""
+        return self.foresight.end_token() if self._vanilla else self.foresight.look()
+
+    def _plan(self, hints: Hints | None, layers: slice | None, tokens: Sequence[int] | None = None) -> int:
+        start_s = time.perf_counter()
+        n_asked = self._replan(self._tokens if tokens is None else tokens, hints, layers)
+        self.plans += 1
+        self.planned_s += time.perf_counter() - start_s
+        return n_asked
+
+    def _stop(self) -> None:
+        """Until what the layer before asked for has come."""
+        if not self._has_asked:
+            return
+        self._has_asked = False
+        start_s = time.perf_counter()
+        self._wait(_PATIENCE_S)
+        self.stops += 1
+        self.waited_s += time.perf_counter() - start_s

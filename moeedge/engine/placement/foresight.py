@@ -44,34 +44,49 @@ class Accuracy:
         self.right += int(np.count_nonzero(known & (told[..., :, None] == used[..., None, :]).any(axis=-1)))
 
 
-class DraftForesight:
-    """Of the next batch, token by token while the draft model works; `hints` is what is known so far."""
+def foretold_cells(hints: Hints | None, n_layers: int, n_experts: int) -> NDArray[np.bool_]:
+    """Which experts some token will use, [n_layers, n_experts]; none without hints."""
+    cells = np.zeros((n_layers, n_experts + 1), dtype=np.bool_)  # the last column takes the -1
+    if hints is not None:
+        np.put_along_axis(cells, hints.layer_ids.reshape(n_layers, -1).astype(np.intp) % (n_experts + 1), True, axis=1)
+    return cells[:, :-1]
 
-    def __init__(self, target: Model, draft: Context, capture: Capture) -> None:
+
+class DraftForesight:
+    """Of the next batch, token by token while the draft model works; `hints` is what is known so far.
+
+    n_ahead: for how many of the target's layers with experts, from the first on.
+    """
+
+    def __init__(self, target: Model, draft: Context, capture: Capture, n_ahead: int) -> None:
         self._routers = Routers.read(target)
         self._capture = capture
         self._n_used = target.info.n_experts_used
         n_layers, n_draft = target.info.n_layers, draft.model.info.n_layers
         self.layer_of = ((np.arange(n_layers) + 0.5) * n_draft / n_layers).astype(np.intp)  # of the draft
-        self._expert_layers = np.zeros(n_layers, dtype=np.bool_)
-        self._expert_layers[list(target.info.expert_layers)] = True
+        ahead = list(target.info.expert_layers)[:n_ahead]
+        self._n_layers = max(ahead, default=-1) + 1  # behind them nothing is foretold
+        self._silent = np.setdiff1d(np.arange(self._n_layers), ahead)  # no experts
         norms = read_norms(draft.model)
         self._ratio = self._routers.ratio(np.arange(n_layers), None if norms is None else norms[self.layer_of])
         self._ids = np.full((n_layers, _TOKENS, self._n_used), -1, dtype=np.int32)
-        self._n_known = 0
+        self._n_known = 0  # tokens
+        self._has_more = False  # of the next token, layer by layer
         self._serial = 0  # of what was looked at last
         self.accuracy = Accuracy()
 
     def begin(self) -> None:
         """A new batch, of which nothing is known."""
         self._n_known = 0
+        self._has_more = False
+        self._ids.fill(-1)
         self._serial = self._capture.kept(Kept.INPUTS).serial
 
     @property
     def hints(self) -> Hints | None:
         """Of the batch; None before its first token."""
-        known = self._ids[:, : self._n_known].copy()
-        return Hints(layer_ids=known, source="draft-router") if self._n_known else None
+        n = self._n_known + self._has_more
+        return Hints(layer_ids=self._ids[:, :n].copy(), source="draft-router") if n else None
 
     def look(self) -> bool:
         """Takes in the token that the draft decoded last, all layers; False where there is none, or nothing known."""
@@ -80,25 +95,34 @@ class DraftForesight:
             return False
         self._serial = captured.serial
         rows = captured.layer_tokens - 1
-        if self._n_known >= self._ids.shape[1] or rows.min() < 0:
+        read_by = self.layer_of[: self._n_layers]
+        if self._n_known >= self._ids.shape[1] or rows[read_by].min(initial=0) < 0:
             return False
-        inputs = captured.rows[np.arange(rows.size), rows][self.layer_of]
-        self._ids[:, self._n_known] = self._route(slice(None), inputs)
-        self._ids[~self._expert_layers, self._n_known] = -1
-        self._n_known += 1
-        return True
+        self._take(slice(0, self._n_layers), captured.rows[read_by, rows[read_by]])
+        return self.end_token()
 
-    def look_at(self, layer: int, inputs: FloatArray) -> Hints | None:
-        """What one draft layer of the token at hand foretells for its target layers alone, `inputs` [n_embd]."""
-        if self._n_known >= self._ids.shape[1]:
+    def look_at(self, layer: int, inputs: FloatArray) -> slice | None:
+        """Takes in what one draft layer reads of the token at hand, [n_embd]: the target layers it tells of."""
+        first, last = np.searchsorted(self.layer_of[: self._n_layers], (layer, layer + 1))
+        if first == last or self._n_known >= self._ids.shape[1]:
             return None
-        first, last = np.searchsorted(self.layer_of, (layer, layer + 1))
-        ids = np.full((len(self._ids), 1, self._n_used), -1, dtype=np.int32)
-        if first < last:
-            layers = slice(int(first), int(last))
-            ids[layers, 0] = self._route(layers, np.broadcast_to(inputs, (last - first, inputs.size)))
-            ids[~self._expert_layers] = -1
-        return Hints(layer_ids=ids, source="draft-router")
+        layers = slice(int(first), int(last))
+        self._take(layers, np.broadcast_to(inputs, (last - first, inputs.size)))
+        return layers
+
+    def end_token(self) -> bool:
+        """The token at hand is done; False where nothing was foretold of it."""
+        has_more, self._has_more = self._has_more, False
+        self._n_known += has_more
+        return has_more
+
+    def _take(self, layers: slice, inputs: FloatArray) -> None:
+        """What `layers` [n] will use of the token at hand, from `inputs` [n, n_embd]."""
+        if layers.start == layers.stop:
+            return
+        self._ids[layers, self._n_known] = self._route(layers, inputs)
+        self._ids[self._silent, self._n_known] = -1
+        self._has_more = True
 
     def judge(self, ids: NDArray[np.int32]) -> None:
         """What the batch used [n_layers, n_tokens, k]."""
@@ -157,8 +181,8 @@ class GateForesight:
         self._foretold = None
 
 
-def open_draft_foresight(target: Context, draft: Context | None) -> tuple[DraftForesight | None, str]:
-    """From a draft model's hidden states; or None, and why."""
+def open_draft_foresight(target: Context, draft: Context | None, n_ahead: int) -> tuple[DraftForesight | None, str]:
+    """From a draft model's hidden states, for the first `n_ahead` layers with experts; or None, and why."""
     if draft is None:
         return None, "there is no draft model"
     n_embd, n_draft = target.model.info.n_embd, draft.model.info.n_embd
@@ -168,7 +192,7 @@ def open_draft_foresight(target: Context, draft: Context | None) -> tuple[DraftF
     if capture is None:
         return None, "llama.cpp computes the draft on a GPU"
     try:
-        foresight = DraftForesight(target.model, draft, capture)
+        foresight = DraftForesight(target.model, draft, capture, n_ahead)
     except ModelFileError as error:
         return None, str(error)
     capture.keep(Kept.INPUTS)

@@ -25,6 +25,7 @@ from moeedge.native import Capture, Kept
 from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
 from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.policies import POLICIES, PolicyConfig, ignored_ablations, make_policy
+from moeedge.policies.sp_moe import SpMoe
 from moeedge.scheduler.policy import CacheShape, Policy
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
@@ -285,6 +286,8 @@ class _Opening:
             gate, why_not = open_gate_foresight(self.target)
             if gate is None:
                 self.notes.append(f"The policy {policy.name} foretells nothing here: {why_not}.")
+            else:
+                self.notes.append(f"The policy {policy.name} foretells the next layers' experts by what routers read.")
         load_misses = self.config.placement.execution.misses == "load"
         within = WithinStep(cache, policy, gate=gate, load_misses=load_misses)
         return within if within.is_needed else None
@@ -293,9 +296,17 @@ class _Opening:
         """What is foretold while the draft works, for a policy that needs it."""
         if "draft-inputs" not in policy.needs or self.config.placement.execution.drafting == "off":
             return None
-        foresight, why_not = open_draft_foresight(self.target, self.draft)
+        n_all = n_ahead = self.target.model.info.n_expert_layers
+        if isinstance(policy, SpMoe):
+            n_ahead = policy.cutoff(self.target.model.info.n_experts_used)
+        foresight, why_not = open_draft_foresight(self.target, self.draft, n_ahead)
         if foresight is None:
             self.notes.append(f"The policy {policy.name} foretells nothing here: {why_not}.")
+        else:
+            self.notes.append(
+                f"The policy {policy.name} foretells experts for the first {n_ahead} of {n_all} layers, by what the "
+                "draft's layers read."
+            )
         return foresight
 
     def _unmeasured(self) -> str:

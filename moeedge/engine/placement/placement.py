@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.placement.counters import Counters
 from moeedge.engine.placement.drafting import Drafting
-from moeedge.engine.placement.foresight import DraftForesight
+from moeedge.engine.placement.foresight import DraftForesight, foretold_cells
 from moeedge.engine.placement.observing import Watcher
 from moeedge.engine.placement.within_step import WithinStep
 from moeedge.engine.speculative import Counts
@@ -66,7 +67,8 @@ class ExpertPlacement:
         self.within = within
         self.drafting: Drafting | None = None
         if foresight is not None:
-            self.drafting = Drafting(foresight, self._replan_and_push, cache.drain, vanilla=vanilla)
+            self.drafting = Drafting(foresight, self._plan_ahead, cache.drain, vanilla=vanilla)
+        self._on_demand = within is not None and within.loads_misses
         self._counters = Counters(cache.stats())
         self._plan: Plan | None = None  # not given to the mover yet
         self._tau: NDArray[np.float32] | None = None  # of the plan that the mover was given last, per layer
@@ -116,12 +118,19 @@ class ExpertPlacement:
         if self.active and len(tokens) > 1:  # for a single one `schedule` has planned
             start_s = time.perf_counter()
             self._in_step = True
-            self._replan_and_push(tokens, self.drafting.end() if self.drafting is not None else None)
+            if self.drafting is not None:
+                self.drafting.end(tokens)
+            else:
+                self._replan(tokens)
+                self._push()
             self._took(start_s)
 
-    def _replan_and_push(self, tokens: Sequence[int], hints: Hints | None) -> None:
-        self._replan(tokens, hints)
+    def _plan_ahead(self, tokens: Sequence[int], hints: Hints | None, layers: slice | None) -> int:
+        """Drafting's: how many experts were asked for."""
+        self._replan(tokens, hints, layers)
+        n_asked = len(self._plan.uploads) if self._plan is not None else 0
         self._push()
+        return n_asked
 
     def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
         """Tells the policy what `batch` activated and plans for the token that comes next."""
@@ -159,8 +168,19 @@ class ExpertPlacement:
         if self._in_step:
             self._counters.add_schedule(time.perf_counter() - start_s)
 
-    def _replan(self, upcoming: Sequence[int], hints: Hints | None = None) -> None:
-        self._plan = self.policy.plan(self.cache.residency(), upcoming, hints)
+    def _replan(self, upcoming: Sequence[int], hints: Hints | None = None, layers: slice | None = None) -> None:
+        """Anew, for what is foretold of `layers` (None: all).
+
+        A policy brings back what was used, too, for our own rule that nothing comes during a step. Where misses are
+        loaded on demand, they are there already: only what is foretold comes besides.
+        """
+        plan = self.policy.plan(self.cache.residency(), upcoming, hints)
+        if self._on_demand or layers is not None:
+            foretold = foretold_cells(hints, self.cache.info.n_layers, self.cache.info.n_experts)
+            if self.within is not None:
+                self.within.expect(foretold)
+            plan = _only(plan, foretold, layers)
+        self._plan = plan
 
     def _judge(self, ids: NDArray[np.int32] | None) -> None:
         """Compares what was foretold of a batch with what it used."""
@@ -239,3 +259,18 @@ class ExpertPlacement:
         """Ends the mover and frees the device's memory; must come before the target's context is freed."""
         self.detach()
         self.cache.close()
+
+
+def _only(plan: Plan, foretold: NDArray[np.bool_], layers: slice | None) -> Plan:
+    """`plan` without uploads that nobody foretold [n_layers, n_experts], or of other `layers`."""
+    keep = foretold[plan.uploads[:, 0], plan.uploads[:, 1]]
+    if layers is not None:
+        keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
+    n_victims = len(plan.victims) if keep.any() else 0
+    return replace(
+        plan,
+        uploads=plan.uploads[keep],
+        levels=plan.levels[keep],
+        victims=plan.victims[:n_victims],
+        victim_utility=plan.victim_utility[:n_victims],
+    )

@@ -7,16 +7,18 @@ same layer used longest ago, and only where that is not enough, something of ano
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.placement.foresight import GateForesight
 from moeedge.engine.types import Phase
 from moeedge.native import Block
-from moeedge.native.cache import ExpertCache
+from moeedge.native.cache import ExpertCache, Residency
 from moeedge.scheduler.policy import LayerPolicy, Policy
 
-_RESIDENT = 1
+_ABSENT, _RESIDENT = int(Residency.ABSENT), int(Residency.RESIDENT)
 _PATIENCE_S = 10.0  # for experts that a layer needs; then the CPU computes those that have not come
 _DECODING = (Phase.VERIFY, Phase.DECODE)
 
@@ -36,8 +38,17 @@ class WithinStep:
         self._n_blocks = 0
         self._layer = np.repeat(np.arange(shape[0]), shape[1]).reshape(shape)
         self.on = False
-        self.loaded = 0  # experts that a layer had to wait for
-        self.uncached = 0  # and for which there was no room
+        self.needed = 0  # experts of the layers computed so far, distinct ones per layer
+        self.loaded = 0  # of these absent when the layer came, so that it brought them and waited
+        self.late = 0  # on their way already, so that it waited
+        self.stops = 0  # layers that waited
+        self.waited_s = 0.0
+        self.uncached = 0  # experts for which there was no room
+
+    @property
+    def loads_misses(self) -> bool:
+        """Whether what is missing is loaded when its layer comes, and only then."""
+        return self._load_misses
 
     @property
     def is_needed(self) -> bool:
@@ -59,12 +70,25 @@ class WithinStep:
         self._n_blocks += 1
         self._used[layer, experts] = self._n_blocks
         resident = self._cache.residency()
-        missing = int(np.count_nonzero(resident[layer, experts] != _RESIDENT))
-        if missing == 0:
+        here = resident[layer, experts]
+        n_there, n_absent = int(np.count_nonzero(here == _RESIDENT)), int(np.count_nonzero(here == _ABSENT))
+        self.needed += experts.size
+        if n_there == experts.size:
             return
         victims = np.argwhere(resident == _RESIDENT).astype(np.int32)
         utility = self._used[tuple(victims.T)]
         utility[victims[:, 0] != layer] += self._n_blocks  # not before all of this layer's
+        start_s = time.perf_counter()
         found = self._cache.demand(layer, experts, victims, utility, _PATIENCE_S)
-        self.loaded += missing
+        self.waited_s += time.perf_counter() - start_s
+        self.stops += 1
+        self.loaded += n_absent
+        self.late += experts.size - n_there - n_absent
         self.uncached += experts.size - found
+
+    def expect(self, foretold: NDArray[np.bool_]) -> None:
+        """Those [n_layers, n_experts] come or stay as if they had been used just now, so that they last until they are.
+
+        SP-MoE, section 4.4: what is prefetched goes to the end of the queue.
+        """
+        self._used[foretold] = self._n_blocks
