@@ -11,6 +11,8 @@ from moeedge.widen.maps import GroupedHeads
 
 BLOCK = 32  # weights of a block of Q4_0 and Q8_0: no width may cut one
 ARCHITECTURES = ("qwen3moe", "qwen3")
+_MOST_LAYERS = 512  # llama.cpp loads no more (LLAMA_MAX_LAYERS)
+_WIDEST = 2**17  # of any matrix: twice that of the widest models, and what a slip of the keyboard exceeds
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ def wider_shape(source: Shape, asked: Asked, like: str | None = None) -> tuple[S
             f"{source.heads} heads over {source.heads_kv} KV heads do not fit {wide.heads} over {wide.heads_kv}.",
             "Give --heads a multiple of --heads-kv, and as many KV heads as the source at least.",
         )
+    widest = max(wide.embd, wide.ff, wide.heads * wide.head_dim)
+    if widest > _WIDEST:
+        raise InputError(f"A width of {widest:,} is more than any model has.", f"{_WIDEST:,} is the most.")
+    if wide.layers > _MOST_LAYERS:
+        raise InputError(f"llama.cpp loads no {wide.layers:,} layers.", f"{_MOST_LAYERS} is the most.")
     if wide.head_dim != source.head_dim:
         notes.append(
             f"Heads grow from {source.head_dim} to {wide.head_dim}: attention adds up in another order, and logits "
