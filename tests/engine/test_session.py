@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from moeedge.engine import library
 from moeedge.engine.agreement import ReferenceGap, compare
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, Phase, SamplingConfig, StepRecord
+from moeedge.engine.types import MAX_N_CTX, EngineConfig, Phase, SamplingConfig, StepRecord
 from moeedge.errors import ContextTooSmallError, EmptyPromptError, InputError, ModelFileError, VocabularyMismatchError
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -277,9 +278,11 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
         assert answer(plain, n_predict=150)[:100] == generation.tokens[:100]
 
 
-def test_a_context_larger_than_the_memory(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(InputError, match="GiB of KV cache"):
-        Session.open(options(pair, n_ctx=2_000_000_000))
+def test_a_context_larger_than_the_memory(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(available=1 << 30, total=1 << 34)
+    monkeypatch.setattr("moeedge.engine.memory.psutil.virtual_memory", lambda: free)
+    with pytest.raises(InputError, match=r"GiB of KV cache, but 1\.0 GiB of memory are free"):
+        Session.open(options(pair, n_ctx=MAX_N_CTX))
 
 
 def test_empty_prompt(session: Session) -> None:
