@@ -23,6 +23,7 @@ from moeedge.policies.oracle import Oracle
 from moeedge.policies.sp_moe import SpMoe
 from moeedge.policies.spac import Spac
 from moeedge.policies.spac_paper import SpacPaper
+from moeedge.policies.spac_program import SpacProgram
 from moeedge.policies.static import Static
 from moeedge.policies.vllm import Vllm
 from moeedge.scheduler.ablations import ABLATIONS
@@ -57,8 +58,9 @@ POLICIES: dict[str, str] = {
     "sp-moe": "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     "none": "nothing on the device",
 }
-# Only the replay and the simulator run these: systems whose execution the engine has no part for
+# Only the replay and the simulator run these: systems whose execution the engine has no part for, and one variant
 SIMULATED: dict[str, str] = {
+    "spac-program": "MoE-SpAc as its published program updates utilities",
     "llama-cpp": "llama.cpp: the last layers whole, no draft",
     "llama-cpp-sd": "llama.cpp with a draft model",
     "mixtral-offloading": "LRU per layer and two guesses; every miss is loaded, the GPU computes all",
@@ -79,6 +81,7 @@ _OF_ENGINE = frozenset({"no-sd"})
 _HEEDED: dict[str, frozenset[str]] = {  # ablations that change something; none for a policy that is not listed
     "spac": frozenset(ABLATIONS),
     "spac-paper": frozenset(ABLATIONS),
+    "spac-program": frozenset(ABLATIONS),
     "lru": frozenset({"no-prefetch", "no-evict"}),
     "lfu": frozenset({"no-prefetch", "no-evict"}),
     "moe-infinity": frozenset({"no-prefetch", "no-evict"}),
@@ -89,6 +92,7 @@ _HEEDED: dict[str, frozenset[str]] = {  # ablations that change something; none 
 _CLASSES: dict[str, Callable[[CacheShape, PolicyConfig], Policy]] = {
     "spac": Spac,
     "spac-paper": SpacPaper,
+    "spac-program": SpacProgram,
     "lru": Lru,
     "lfu": Lfu,
     "static": Static,

@@ -63,6 +63,18 @@ def test_the_order_of_table_3() -> None:
 
 
 @pytest.mark.slow
+def test_every_part_of_moe_spac_counts_as_table_4_says() -> None:
+    """But for the balancer, without which it is 1 % faster here."""
+    rows = Papers().table4(FITTED)
+    speed = {row.name: row.predicted_ts for row in rows}
+    assert same_order(rows) == (19, 21)
+    assert all(row.close for row in rows), speed
+    assert speed["no-het-wb"] < 1.02 * speed["full"]
+    kept = [row for row in rows if row.name != "no-het-wb"]
+    assert same_order(kept) == (15, 15)
+
+
+@pytest.mark.slow
 def test_table_2_comes_in_its_order_and_within_a_quarter() -> None:
     rows = Papers().table2(FITTED)
     assert same_order(rows) == (45, 45)
