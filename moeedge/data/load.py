@@ -40,9 +40,8 @@ def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
         path = Path(name).expanduser()
         stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv").removesuffix(".parquet")
         return _read(stem, path, parse_custom, "file", "a file of the user's")
-    raise DatasetError(
-        f'Unknown dataset "{name}".', f"Choose one of {', '.join(dataset_names())}, or give the path of a .jsonl file."
-    )
+    known = ", ".join((*dataset_names(), SAMPLE, TOY))
+    raise DatasetError(f'Unknown dataset "{name}".', f"Choose one of {known}, or give the path of a .jsonl file.")
 
 
 def load_sample(kind: str | None = None) -> Dataset:

@@ -76,7 +76,7 @@ def parts(path: Path) -> list[Path]:
     if not is_first_part(path.name) and path.exists():
         number = int(path.stem.split("-")[-3])
         raise ModelFileError(f"{path} is part {number} of {len(names)}.", "Give the first part.")
-    return [path.with_name(name) for name in names]
+    return [path.parent / name for name in names]
 
 
 def _check_readable(path: Path) -> None:

@@ -170,6 +170,7 @@ def test_a_full_context_stops_the_answer_and_says_so(tiny: TinyFactory) -> None:
         ([], "standard input is empty and is no terminal"),
         (["-o", "json"], "standard input is empty"),
         (["-p", "hi", "-m", "nowhere.gguf"], "nowhere.gguf"),
+        (["-p", "hi", "-m", ""], ". is a folder"),
         (["-p", "hi", "-dev", "CUDA7"], 'There is no device "CUDA7". Known: auto, none,'),
         (["-p", "hi", "--temp", "-1"], "temperature must be >= 0"),
         (["-p", "hi", "--top-p", "0"], "top_p must be in (0, 1]"),
