@@ -90,8 +90,7 @@ def bench(
                 no_calibrate=no_calibrate,
             ),
         )
-        if sweeps:
-            _check_room(base, cache_ratio)
+        _check_room(base, sweep, cache_ratio)
         default = _default_dataset(bundled=pair.bundled, sweeps=sweeps and n_prompt is None, score=score)
         prompts = _prompts(dataset, default, offline_sample=offline_sample)
         plan, notes = make_plan(
@@ -108,9 +107,7 @@ def bench(
             warm_up=not no_warmup,
             sweep=sweep,
         )
-        if verbose:
-            show_log()
-        raise typer.Exit(_measure(plan, notes, output.value, bar=not verbose, plot=plot, trace_out=trace_out))
+        raise typer.Exit(_measure(plan, notes, output.value, verbose=verbose, plot=plot, trace_out=trace_out))
 
 
 def _prepare_process(device: str, model: Path | None, *, sweeps: bool) -> None:
@@ -198,10 +195,12 @@ def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None)
     return sweep
 
 
-def _check_room(base: EngineConfig, cache_ratio: str | None) -> None:
+def _check_room(base: EngineConfig, sweep: Sweep, cache_ratio: str | None) -> None:
     """Raises InputError where a sweep would find no cache to measure, or two sizes for it."""
     from moeedge.engine.loading import resolve_device
 
+    if not sweep.asked:
+        return
     if cache_ratio is not None and base.placement.vram_bytes is not None:
         raise InputError("--vram and --cache-ratio exclude each other.", "Leave out one of them.")
     if resolve_device(base).kind == "none":
@@ -223,7 +222,7 @@ def _traced_mode(path: Path, plan: BenchPlan) -> BenchMode:
 
 
 def _measure(
-    plan: BenchPlan, notes: list[str], form: str, *, bar: bool, plot: Path | None, trace_out: Path | None = None
+    plan: BenchPlan, notes: list[str], form: str, *, verbose: bool, plot: Path | None, trace_out: Path | None = None
 ) -> int:
     """Runs the plan, prints the rows, draws and records what is asked for, returns the exit code."""
     from moeedge.bench.recording import record_answers
@@ -234,7 +233,9 @@ def _measure(
     from moeedge.ui.interrupt import Interrupt
 
     traced = None if trace_out is None else _traced_mode(trace_out, plan)
-    progress = BenchProgress(bar=bar)
+    if verbose:
+        show_log()
+    progress = BenchProgress(bar=not verbose)
     for note in notes:
         progress.note(note)
     with Bench(plan, progress) as run, Interrupt() as interrupt:

@@ -5,62 +5,32 @@ On the emulated device, or on the one that $MOEEDGE_TEST_DEVICE names (tests/gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from moeedge.engine import library
-from moeedge.engine.model import Model
 from moeedge.engine.session import Session
 from tests.conftest import TinyFactory
+from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
 from tests.support.hybrid import GAMMAS, MANY_EXPERTS, RATIOS, assert_greedy, greedy_answer, hybrid_config
 from tests.support.stock import StockContext
 
 N_PREDICT = 64  # more than gpt-oss's sliding window holds together with the prompt
-PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2  # copies: n-gram lookup has something to find
 
 
-@dataclass
-class Loaded:
-    """One case's models, loaded once, and stock's answer."""
-
-    path: Path
-    draft_path: Path
-    model: Model
-    draft: Model
-    stock: StockContext
-    expected: list[int]
-
-
-@pytest.fixture(scope="module", params=MOE_CASES)
-def case(request: pytest.FixtureRequest, tiny: TinyFactory, tiny_draft: Path) -> Iterator[Loaded]:
-    library.start()
-    arch, dimensions = MOE_CASES[request.param]
-    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
-    with ExitStack() as stack:
-        stock = stack.enter_context(StockContext(path, n_ctx=512))
-        expected, _ = stock.greedy(PROMPT, N_PREDICT)
-        config = hybrid_config(path, tiny_draft, 0.5)
-        model = stack.enter_context(Model.load(path, device=config.device))
-        draft = stack.enter_context(Model.load(tiny_draft, device=config.device))
-        yield Loaded(path, tiny_draft, model, draft, stock, expected)
-
-
+@each_case(MOE_CASES)
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_greedy_equals_stock(ratio: float, case: Loaded) -> None:
+def test_greedy_equals_stock(ratio: float, loaded: Loaded) -> None:
     """All draft lengths in one session, twice: while the cache fills and when it is warm."""
-    config = hybrid_config(case.path, case.draft_path, ratio)
-    with Session.open(config, model=case.model, draft_model=case.draft) as session:
+    config = hybrid_config(loaded.path, loaded.draft_path, ratio)
+    with Session.open(config, model=loaded.model, draft_model=loaded.draft) as session:
         for turn in range(2):
             for gamma in GAMMAS:
                 session.gamma = gamma
                 tokens = greedy_answer(session, PROMPT, N_PREDICT)
-                assert_greedy(case.stock, PROMPT, tokens, case.expected, f"gamma {gamma}, turn {turn}")
+                assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"gamma {gamma}, turn {turn}")
         stats = session.placement_stats()
         if ratio == 0:
             assert stats is None or stats.pairs_hit == 0
@@ -73,12 +43,13 @@ def test_greedy_equals_stock(ratio: float, case: Loaded) -> None:
         assert stats.slots_used <= stats.slots_total
 
 
+@each_case(MOE_CASES)
 @pytest.mark.parametrize("gamma", [4])
-def test_ngram_drafts(gamma: int, case: Loaded) -> None:
-    config = hybrid_config(case.path, "ngram", 0.17, gamma=gamma)
-    with Session.open(config, model=case.model) as session:
+def test_ngram_drafts(gamma: int, loaded: Loaded) -> None:
+    config = hybrid_config(loaded.path, "ngram", 0.17, gamma=gamma)
+    with Session.open(config, model=loaded.model) as session:
         tokens = greedy_answer(session, PROMPT, N_PREDICT)
-    assert_greedy(case.stock, PROMPT, tokens, case.expected, "ngram")
+    assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, "ngram")
 
 
 def test_a_slow_link(tiny: TinyFactory, tiny_draft: Path) -> None:

@@ -6,29 +6,20 @@ rules of execution (loading on demand, waiting while drafting, transfers in batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moeedge.engine import library
 from moeedge.engine.context import Context
-from moeedge.engine.model import Model
 from moeedge.engine.session import Session
 from moeedge.engine.types import ExecutionConfig, Phase
 from moeedge.native import Kept
 from moeedge.policies import POLICIES
-from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
-from tests.support.stock import StockContext
 
 N_PREDICT = 24
-PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2
 CASES = ("qwen3moe", "deepseek3", "gpt-oss", "llama4")  # softmax, sigmoid and groups, biases, one expert per token
 EXECUTIONS: dict[str, dict[str, Any]] = {
     "on demand": {"misses": "load", "drafting": "off"},
@@ -40,44 +31,19 @@ EXECUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Loaded:
-    """A case's models, loaded once, and stock's answer."""
-
-    path: Path
-    draft_path: Path
-    model: Model
-    draft: Model
-    stock: StockContext
-    expected: list[int]
-
-
-@pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tiny: TinyFactory, tiny_draft: Path) -> Iterator[Loaded]:
-    library.start()
-    arch, dimensions = MOE_CASES[request.param]
-    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
-    with ExitStack() as stack:
-        stock = stack.enter_context(StockContext(path, n_ctx=512))
-        expected, _ = stock.greedy(PROMPT, N_PREDICT)
-        config = hybrid_config(path, tiny_draft, 0.5)
-        model = stack.enter_context(Model.load(path, device=config.device))
-        draft = stack.enter_context(Model.load(tiny_draft, device=config.device))
-        yield Loaded(path, tiny_draft, model, draft, stock, expected)
-
-
-def open_session(case: Loaded, policy: str, execution: ExecutionConfig | None = None) -> Session:
+def open_session(loaded: Loaded, policy: str, execution: ExecutionConfig | None = None) -> Session:
     execution = execution or ExecutionConfig()
-    config = hybrid_config(case.path, case.draft_path, 0.3, gamma=4, policy=policy, execution=execution)
-    return Session.open(config, model=case.model, draft_model=case.draft)
+    config = hybrid_config(loaded.path, loaded.draft_path, 0.3, gamma=4, policy=policy, execution=execution)
+    return Session.open(config, model=loaded.model, draft_model=loaded.draft)
 
 
+@each_case(CASES)
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"none"}))
-def test_greedy_equals_stock(policy: str, case: Loaded) -> None:
-    with open_session(case, policy) as session:
+def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
+    with open_session(loaded, policy) as session:
         for turn in range(2):
             tokens = greedy_answer(session, PROMPT, N_PREDICT)
-            assert_greedy(case.stock, PROMPT, tokens, case.expected, f"{policy}, turn {turn}")
+            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"{policy}, turn {turn}")
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None and not stats.lost
         assert stats.blocks_unknown == 0 and stats.uploads > 0 and stats.pairs_hit > 0
@@ -85,16 +51,17 @@ def test_greedy_equals_stock(policy: str, case: Loaded) -> None:
         needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.needs)
         assert (told is not None) == needs_hidden_states, session.info.notes
         if told is not None and policy != "sp-moe":  # a random draft says nothing about a random target
-            assert told > 1.5 * case.model.info.n_experts_used / MANY_EXPERTS, "no better than chance"
+            assert told > 1.5 * loaded.model.info.n_experts_used / MANY_EXPERTS, "no better than chance"
 
 
+@each_case(CASES)
 @pytest.mark.parametrize("name", EXECUTIONS)
-def test_sp_moe_in_parts(name: str, case: Loaded) -> None:
+def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
     execution = ExecutionConfig(**EXECUTIONS[name])
-    with open_session(case, "sp-moe", execution) as session:
+    with open_session(loaded, "sp-moe", execution) as session:
         for turn in range(2):
             tokens = greedy_answer(session, PROMPT, N_PREDICT)
-            assert_greedy(case.stock, PROMPT, tokens, case.expected, f"{name}, turn {turn}")
+            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"{name}, turn {turn}")
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None
         if execution.misses == "load":
@@ -104,22 +71,24 @@ def test_sp_moe_in_parts(name: str, case: Loaded) -> None:
         assert (placement.foretold_share is not None) == (execution.drafting != "off")
 
 
-def test_stock_mode_hears_of_nothing(case: Loaded) -> None:
+@each_case(CASES)
+def test_stock_mode_hears_of_nothing(loaded: Loaded) -> None:
     """Between stock and moeedge in one session: hooks are quiet in stock mode, and work again behind it."""
-    with open_session(case, "fate", ExecutionConfig(misses="load")) as session:
+    with open_session(loaded, "fate", ExecutionConfig(misses="load")) as session:
         assert session.placement is not None and session.placement.within is not None
         within = session.placement.within
         for mode in ("stock", "moeedge", "stock"):
             session.set_mode(mode)  # type: ignore[arg-type]
             before = within.loaded
             tokens = greedy_answer(session, PROMPT, N_PREDICT)
-            assert_greedy(case.stock, PROMPT, tokens, case.expected, mode)
+            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, mode)
             assert (within.loaded > before) == (mode == "moeedge")
 
 
-def test_an_error_between_layers(case: Loaded) -> None:
+@each_case(CASES)
+def test_an_error_between_layers(loaded: Loaded) -> None:
     """What is raised at a block ends the decode, and the session goes on as if nothing had been."""
-    with open_session(case, "fate") as session:
+    with open_session(loaded, "fate") as session:
         assert session.placement is not None and session.placement.within is not None
         greedy_answer(session, PROMPT, 4)
         look = session.placement.within.gate.look  # type: ignore[union-attr]
@@ -132,12 +101,13 @@ def test_an_error_between_layers(case: Loaded) -> None:
             greedy_answer(session, PROMPT, 4)
         session.placement.within.gate.look = look  # type: ignore[union-attr, method-assign]
         tokens = greedy_answer(session, PROMPT, N_PREDICT)
-        assert_greedy(case.stock, PROMPT, tokens, case.expected, "after an error")
+        assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, "after an error")
 
 
-def test_watching_changes_no_logit(case: Loaded) -> None:
+@each_case(CASES)
+def test_watching_changes_no_logit(loaded: Loaded) -> None:
     """Bit by bit, target and draft, kept and hooked."""
-    for model in (case.model, case.draft):
+    for model in (loaded.model, loaded.draft):
         with Context(model, n_ctx=128, n_threads=1) as plain, Context(model, n_ctx=128, n_threads=1) as watched:
             capture = watched.watch()
             assert capture is not None
