@@ -239,6 +239,7 @@ class _Opening:
             within=within,
             foresight=foresight,
             vanilla=wish.execution.drafting == "vanilla",
+            reads_states=self._reads_states(policy),
         )
         if within is not None:
             self._target_capture().call(within)
@@ -308,6 +309,15 @@ class _Opening:
                 "draft's layers read."
             )
         return foresight
+
+    def _reads_states(self, policy: Policy) -> bool:
+        """Whether the draft's hidden states are to be kept for the policy; a note says what it foretells by."""
+        if "draft-states" not in policy.needs or self.gamma == 0:
+            return False
+        has_states = self.draft is not None and self.draft.has_states
+        by = "hidden states" if has_states else "tokens alone, without its hidden states"
+        self.notes.append(f"The policy {policy.name} foretells experts by the draft's {by}.")
+        return has_states
 
     def _unmeasured(self) -> str:
         """Why nothing is known of this machine, and what follows."""

@@ -35,6 +35,7 @@ class ExpertPlacement:
     scores: where the routers' probabilities are kept, for a policy that needs them.
     within: called before each block of the target. foresight: of the draft's hidden states.
     vanilla: drafting waits for what is foretold, layer by layer.
+    reads_states: the draft's hidden states are wanted.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class ExpertPlacement:
         within: WithinStep | None = None,
         foresight: DraftForesight | None = None,
         vanilla: bool = False,
+        reads_states: bool = False,
     ) -> None:
         self.cache = cache
         self.policy = policy
+        self.reads_states = reads_states
         self.device = device
         self.cache_ratio = cache_ratio
         self._sensor = sensor
@@ -113,7 +116,7 @@ class ExpertPlacement:
             self.drafting.token(tokens)
             self._took(start_s)
 
-    def anticipate(self, tokens: Sequence[int]) -> None:
+    def anticipate(self, tokens: Sequence[int], states: NDArray[np.float32] | None = None) -> None:
         """Plans for the whole batch that is verified next, and starts the transfers."""
         if self.active and len(tokens) > 1:  # for a single one `schedule` has planned
             start_s = time.perf_counter()
@@ -121,9 +124,14 @@ class ExpertPlacement:
             if self.drafting is not None:
                 self.drafting.end(tokens)
             else:
-                self._replan(tokens)
+                self._replan(tokens, None if states is None else self._hints(states))
                 self._push()
             self._took(start_s)
+
+    def _hints(self, states: NDArray[np.float32]) -> Hints:
+        """That foretell no expert by themselves."""
+        nothing = np.empty((self.cache.info.n_layers, 0, 0), dtype=np.int32)
+        return Hints(layer_ids=nothing, source="draft-states", states=states)
 
     def _plan_ahead(self, tokens: Sequence[int], hints: Hints | None, layers: slice | None) -> int:
         """Drafting's: how many experts were asked for."""
@@ -177,9 +185,10 @@ class ExpertPlacement:
         plan = self.policy.plan(self.cache.residency(), upcoming, hints)
         if self._on_demand or layers is not None:
             foretold = foretold_cells(hints, self.cache.info.n_layers, self.cache.info.n_experts)
-            if self.within is not None:
-                self.within.expect(foretold)
             plan = _only(plan, foretold, layers)
+            if self._on_demand and self.within is not None:
+                victims = self.within.make_room(foretold, plan.uploads)
+                plan = replace(plan, victims=victims, victim_utility=np.arange(len(victims), dtype=np.float32))
         self._plan = plan
 
     def _judge(self, ids: NDArray[np.int32] | None) -> None:

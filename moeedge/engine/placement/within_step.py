@@ -1,8 +1,9 @@
 """Between the layers of a verification: missing experts are loaded, and the next layers' are planned for.
 
 Our own rule is that the CPU computes what is missing. Most published systems compute on the device alone and load what
-is missing when its layer comes ("on demand"); for comparisons the engine can do that, too. What makes room is what the
-same layer used longest ago, and only where that is not enough, something of another layer.
+is missing when its layer comes ("on demand"); for comparisons the engine can do that, too. Every layer has an even
+share of the slots. What makes room is what the same layer used longest ago; a layer below its share takes from those
+above theirs, and one that needs more at once than its share from others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from moeedge.engine.placement.foresight import GateForesight
 from moeedge.engine.types import Phase
 from moeedge.native import Block
 from moeedge.native.cache import ExpertCache, Residency
-from moeedge.scheduler.policy import LayerPolicy, Policy
+from moeedge.scheduler.policy import CacheShape, LayerPolicy, Policy
+from moeedge.scheduler.shares import even_shares
 
 _ABSENT, _RESIDENT = int(Residency.ABSENT), int(Residency.RESIDENT)
 _PATIENCE_S = 10.0  # for experts that a layer needs; then the CPU computes those that have not come
@@ -36,7 +38,8 @@ class WithinStep:
         shape = (cache.info.n_layers, cache.info.n_experts)
         self._used: NDArray[np.float32] = np.zeros(shape, dtype=np.float32)  # the block that used the expert last
         self._n_blocks = 0
-        self._layer = np.repeat(np.arange(shape[0]), shape[1]).reshape(shape)
+        group, capacity, _ = cache.groups()
+        self._share = even_shares(CacheShape(*shape, group, capacity))
         self.on = False
         self.needed = 0  # experts of the layers computed so far, distinct ones per layer
         self.loaded = 0  # of these absent when the layer came, so that it brought them and waited
@@ -77,7 +80,9 @@ class WithinStep:
             return
         victims = np.argwhere(resident == _RESIDENT).astype(np.int32)
         utility = self._used[tuple(victims.T)]
-        utility[victims[:, 0] != layer] += self._n_blocks  # not before all of this layer's
+        held = np.count_nonzero(resident, axis=1)
+        first = held > self._share if held[layer] < self._share[layer] else np.arange(held.size) == layer
+        utility[~first[victims[:, 0]]] += self._n_blocks  # behind all of those
         start_s = time.perf_counter()
         found = self._cache.demand(layer, experts, victims, utility, _PATIENCE_S)
         self.waited_s += time.perf_counter() - start_s
@@ -86,9 +91,21 @@ class WithinStep:
         self.late += experts.size - n_there - n_absent
         self.uncached += experts.size - found
 
-    def expect(self, foretold: NDArray[np.bool_]) -> None:
-        """Those [n_layers, n_experts] come or stay as if they had been used just now, so that they last until they are.
+    def make_room(self, foretold: NDArray[np.bool_], uploads: NDArray[np.int32]) -> NDArray[np.int32]:
+        """What goes for `uploads` [n, 2]: victims [m, 2] that nobody foretold, the least recently used first.
 
-        SP-MoE, section 4.4: what is prefetched goes to the end of the queue.
+        What is foretold [n_layers, n_experts] comes or stays as if it had been used just now, so that it is there when
+        it is (SP-MoE, section 4.4: what is prefetched goes to the end of the queue).
         """
         self._used[foretold] = self._n_blocks
+        resident = self._cache.residency()
+        coming = np.bincount(uploads[:, 0], minlength=len(resident))
+        # of each layer what is above its share, but not more in all than comes
+        n_go = np.maximum(np.count_nonzero(resident, axis=1) + coming - self._share, 0)
+        age = np.where((resident == _RESIDENT) & ~foretold, self._used, np.inf)
+        victims = []
+        for layer in np.flatnonzero(n_go):
+            oldest = np.argsort(age[layer], kind="stable")[: n_go[layer]]
+            victims += [(age[layer, expert], layer, expert) for expert in oldest if age[layer, expert] < np.inf]
+        victims.sort()
+        return np.array([victim[1:] for victim in victims], dtype=np.int32).reshape(-1, 2)[: len(uploads)]
