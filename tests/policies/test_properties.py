@@ -24,6 +24,9 @@ from moeedge.scheduler.units import Units
 from moeedge.sim.slots import Slots
 from tests.support.routing import count
 
+# whose layers have slots of their own
+LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
+
 
 def units(cap: int, device_s: float, transfer_s: float) -> Units:
     """A machine whose CPU takes 100 us per expert."""
@@ -114,6 +117,17 @@ def within_capacity(slots: Slots, shape: CacheShape) -> bool:
     return bool((np.array(held) <= shape.capacity).all())
 
 
+def left_by_another(shape: CacheShape, rng: np.random.Generator) -> Slots:
+    """Slots as another policy may have left them: any experts, as many as there is room for at most."""
+    slots = Slots(shape)
+    for group, capacity in enumerate(shape.capacity.tolist()):
+        layers = np.flatnonzero(shape.group == group)
+        cells = rng.permutation(layers.size * shape.n_experts)[: int(rng.integers(0, capacity + 1))]
+        slots.resident[layers[cells // shape.n_experts], cells % shape.n_experts] = 1
+        slots._held[group] = cells.size
+    return slots
+
+
 @pytest.mark.parametrize("name", ALL_POLICIES)
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes(), config=configs(), seed=st.integers(0, 1000))
@@ -126,6 +140,8 @@ def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig
     rng = np.random.default_rng(seed)
     for observation in observed:
         policy.observe(observation)
+        if rng.random() < 0.2:
+            slots = left_by_another(shape, rng)
         for upcoming in ([], [3], rng.integers(0, 40, 5).tolist()):
             resident = slots.resident.copy()
             # some of them are still on their way, and a backend may show residency as truth values
@@ -173,6 +189,24 @@ def test_what_is_on_its_way_is_no_victim(name: str, seed: int) -> None:
         assert all(resident[layer, expert] == 1 for layer, expert in plan.victims.tolist())
         assert not any(resident[layer, expert] for layer, expert in plan.uploads.tolist())
         slots.execute(policy.plan(slots.resident, []))
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes(), seed=st.integers(0, 1000))
+def test_layers_grow_beyond_their_shares_into_free_slots_only(name: str, shape: CacheShape, seed: int) -> None:
+    policy = make_policy(name, shape)
+    slots, rng = left_by_another(shape, np.random.default_rng(seed)), np.random.default_rng(seed)
+    for observation in observations(shape, seed, 24):  # adapmoe shares out anew after 16
+        policy.observe(observation)
+        before = slots.resident.sum(axis=1, dtype=int)
+        slots.execute(policy.plan(slots.resident, [1, 2], hints(shape, rng)))
+        shares = policy._planner.shares  # type: ignore[attr-defined]
+        lent = np.maximum(slots.resident.sum(axis=1, dtype=int) - np.maximum(before, shares), 0)
+        for group, capacity in enumerate(shape.capacity.tolist()):
+            mine = shape.group == group
+            assert lent[mine].sum() <= capacity - before[mine].sum()
+            assert shares[mine].sum() <= capacity
 
 
 def copied(plan: Plan) -> list[np.ndarray]:
@@ -263,6 +297,7 @@ def test_names_and_mistakes() -> None:
         policy = make_policy(name, shape, PolicyConfig(future=np.zeros((1, 2, 4))))
         assert policy.name == name
         assert policy.needs <= set(NEEDS)
+        assert policy.traits.per_layer_slots == (name in LAYERWISE)
         assert not name.startswith("llama-cpp") or policy.traits.layerwise
     assert not set(POLICIES) & (set(SIMULATED) | set(BOUNDS))
     for name in BOUNDS:
