@@ -87,7 +87,7 @@ def simulate(
 def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Source, ModelShape]:
     """What drives the simulation, and the model's sizes where it has a name or a file."""
     from moeedge.sim.shapes import builtin_models, find_model
-    from moeedge.sim.simulate import Recorded, synthetic
+    from moeedge.sim.simulate import Source, synthetic
     from moeedge.trace_import import read_trace
 
     is_file = model.endswith(".gguf")
@@ -97,7 +97,7 @@ def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[S
         shape = find_model(model)
         return synthetic(shape, n_tokens, 1, seed), shape
     known = builtin_models()
-    source = Recorded(read_trace(trace, known[model].n_experts if model in known else None))
+    source = Source(read_trace(trace, known[model].n_experts if model in known else None))
     if is_file:
         from moeedge.sim.calibrated import shape_of_file
 

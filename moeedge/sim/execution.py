@@ -27,7 +27,7 @@ from moeedge.sim.events import Log, Span, Stream
 from moeedge.sim.machine import Machine
 from moeedge.sim.mover import RESIDENT, Demand, Mover
 from moeedge.sim.stand_in import StandIn
-from moeedge.sim.steps import Step, count
+from moeedge.sim.windows import Batch
 
 CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
 _PARTS = 16  # of drafting, after each of which a policy that looks at the draft plans anew
@@ -56,7 +56,7 @@ class Execution:
         machine: Machine,
         shape: CacheShape,
         policy: Policy,
-        steps: Sequence[Step],
+        steps: Sequence[Batch],
         *,
         stand_in: StandIn,
         traits: Traits | None = None,
@@ -85,16 +85,15 @@ class Execution:
         for step, following in zip(self._steps, [*self._steps[1:], None], strict=True):
             if step.fresh:
                 self.policy.reset()
-            counts = count(step.ids, self.shape.n_experts)
             if step.prefill:
-                yield from self._end(step, counts, following)
+                yield from self._end(step, following)
                 continue
             self.mover.step = self._number
             start_ns, uploads = self.clock.now_ns, self.mover.n_uploads
             self._stand_in.begin(step.ids)
             yield from self._draft(step)
-            yield from self._verify(counts)
-            yield from self._end(step, counts, following)
+            yield from self._verify(step.counts)
+            yield from self._end(step, following)
             account = self.account
             account.uploads += self.mover.n_uploads - uploads
             account.total_ns += self.clock.now_ns - start_ns
@@ -106,7 +105,7 @@ class Execution:
                 self.account = Account()
                 self.step_ns.clear()
 
-    def _draft(self, step: Step) -> Process:
+    def _draft(self, step: Batch) -> Process:
         """The draft model's tokens, one by one, and the plan for the batch that they make."""
         known = [] if step.tokens is None else step.tokens.tolist()
         hinted = "draft-inputs" in self.policy.needs
@@ -128,7 +127,7 @@ class Execution:
             yield self.mover.drained()
             self.account.ns["link"] += self.clock.now_ns - since_ns
 
-    def _verify(self, counts: NDArray[np.uint32]) -> Process:
+    def _verify(self, counts: NDArray[np.int32]) -> Process:
         for layer in range(self.shape.n_layers):
             yield from self._on_gpu("dense", self.machine.dense_ns, layer)
             if self.shape.group[layer] >= 0:
@@ -144,7 +143,7 @@ class Execution:
             hints = self._stand_in.of_gates(layer) if "block-inputs" in policy.needs else None
             self.mover.push(policy.plan_layer(layer, self.mover.resident, hints))
 
-    def _experts(self, layer: int, counts: NDArray[np.uint32]) -> Process:
+    def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
         tokens = counts[used]
         there = self.mover.resident[layer, used] == RESIDENT
@@ -164,7 +163,7 @@ class Execution:
         self.mover.pin(layer, [])
 
     def _on_both(
-        self, layer: int, counts: NDArray[np.uint32], hits: NDArray[np.intp], misses: NDArray[np.intp]
+        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
     ) -> Process:
         machine, now_ns, number = self.machine, self.clock.now_ns, self._number
         if hits.size and misses.size:
@@ -182,7 +181,7 @@ class Execution:
         yield done_ns - now_ns
 
     def _on_device(
-        self, layer: int, counts: NDArray[np.uint32], hits: NDArray[np.intp], misses: NDArray[np.intp]
+        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
     ) -> Process:
         machine, mover = self.machine, self.mover
         coming = [(int(one), mover.arrival(layer, int(one))) for one in misses]
@@ -214,13 +213,13 @@ class Execution:
         self.account.ns["link"] += queued_ns
         self.account.ns["load"] += now_ns - since_ns - queued_ns
 
-    def _end(self, step: Step, counts: NDArray[np.uint32], following: Step | None) -> Process:
+    def _end(self, step: Batch, following: Batch | None) -> Process:
         """Observing and planning, while nothing else can be done; the token that comes next is known."""
         if not step.prefill:
             yield from self._on_host(self.machine.schedule_ns)
-        self._stand_in.learn(counts)
+        self._stand_in.learn(step.counts)
         self.policy.observe(
-            Observation(counts, step.n_tokens, step.n_accepted, step.tokens, step.ids, None, prefill=step.prefill)
+            Observation(step.counts, step.n_tokens, step.n_accepted, step.tokens, step.ids, None, prefill=step.prefill)
         )
         tokens = None if following is None or following.fresh else following.tokens
         known = [] if tokens is None else tokens[:1].tolist()
@@ -242,6 +241,6 @@ class Execution:
             yield ns
 
     @staticmethod
-    def _sum(curve: NDArray[np.int64], counts: NDArray[np.uint32], experts: NDArray[np.intp]) -> int:
+    def _sum(curve: NDArray[np.int64], counts: NDArray[np.int32], experts: NDArray[np.intp]) -> int:
         """Time of these experts, one after the other."""
         return int(curve[np.minimum(counts[experts], curve.size - 1)].sum())

@@ -28,7 +28,7 @@ from moeedge.scheduler.units import Units
 from moeedge.sim.execution import Execution
 from moeedge.sim.machine import Machine, from_units
 from moeedge.sim.stand_in import Accuracy, StandIn
-from moeedge.sim.steps import recorded
+from moeedge.sim.windows import as_computed
 from moeedge.trace import Trace, TraceMeta
 
 Tell = Callable[[str], None]
@@ -180,7 +180,7 @@ def _simulate(base: EngineConfig, one: Combination, outcomes: Sequence[_Outcome]
         machine,
         last.shape,
         policy,
-        recorded(last.trace),
+        as_computed(last.trace).batches(),
         stand_in=StandIn(last.shape.n_layers, last.shape.n_experts, Accuracy(), 0),
         traits=replace(policy.traits, device_only=base.placement.execution.misses == "load", layerwise=False),
         warm_steps=last.warm_steps,

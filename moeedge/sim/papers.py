@@ -15,7 +15,7 @@ from moeedge.sim.clock import to_ns
 from moeedge.sim.hardware import Hardware, find_hardware
 from moeedge.sim.machine import Framework, from_hardware
 from moeedge.sim.shapes import find_model, only_known, read_data
-from moeedge.sim.simulate import Result, Setup, Texts, simulate, synthetic
+from moeedge.sim.simulate import Result, Setup, Source, simulate, synthetic
 from moeedge.sim.stand_in import Accuracy
 
 Tell = Callable[[str], None]
@@ -72,7 +72,7 @@ class Papers:
         self.data = read_data("papers.json")
         self._seed = seed
         self._tell = tell
-        self._texts: dict[str, Texts] = {}
+        self._texts: dict[str, Source] = {}
 
     def fit(self) -> Fit:
         """Bandwidth of the CPU from one row, acceptance from the other."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from moeedge.sim.execution import CAUSES, Account, Execution
 from moeedge.sim.machine import Machine
 from moeedge.sim.shapes import ModelShape
 from moeedge.sim.stand_in import Accuracy, StandIn
-from moeedge.sim.steps import Step, Tail, count, cut, recorded, texts_of
-from moeedge.trace import Trace
+from moeedge.sim.windows import Batch, TailModel, cut_schedule, recorded_schedule
+from moeedge.trace import DECODE, Trace, TraceMeta, ids_dtype
 
 _WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
 
@@ -32,7 +32,7 @@ class Setup:
     cap: int = 4  # K
     link_factor: float = 1.0  # speed of the link over that of the machine
     ablations: frozenset[str] = frozenset()
-    tail: Tail = "optimistic"
+    tail: TailModel = "optimistic"
     accuracy: Accuracy = field(default_factory=Accuracy)
     seed: int = 0
     balanced: bool = True  # the policy knows the machine's unit times
@@ -104,55 +104,42 @@ class Result:
         }
 
 
-class Source(Protocol):
-    """What drives a simulation."""
-
-    n_layers: int
-    n_experts: int
-    expert_layers: list[int]
-
-    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
-        """The same for the same arguments."""
-
-
-class Texts:
-    """Plain text, ids [T, n_layers, k] each: cut into windows."""
-
-    def __init__(self, texts: list[NDArray[np.int32]], n_experts: int, expert_layers: list[int] | None = None) -> None:
-        self.texts = texts
-        self.n_layers = int(texts[0].shape[1])
-        self.n_experts = n_experts
-        self.expert_layers = list(range(self.n_layers)) if expert_layers is None else expert_layers
-
-    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
-        """Windows of gamma + 1 tokens."""
-        return cut(self.texts, gamma, acceptance, seed, tail)
-
-
-class Recorded:
-    """A trace: with the gamma that it was recorded with, its own steps; with any other, windows over its text."""
+class Source:
+    """What drives a simulation: with the gamma that it was recorded with, a trace's own steps; else windows over it."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.n_layers, self.n_experts = trace.meta.n_layers, trace.meta.n_experts
         self.expert_layers = trace.expert_layers()
-        self._texts = texts_of(trace)
 
-    def steps(self, gamma: int, acceptance: float, seed: int, tail: Tail) -> list[Step]:
-        """Recorded steps where they fit, else windows."""
-        if gamma > 0 and gamma == self.trace.meta.gamma:
-            return recorded(self.trace)
-        return cut(self._texts, gamma, acceptance, seed, tail)
+    def steps(self, gamma: int, acceptance: float, seed: int, tail: TailModel) -> list[Batch]:
+        """The same for the same arguments. Raises InputError where no text is as long as a step."""
+        schedule = recorded_schedule(self.trace) if 0 < gamma == self.trace.meta.gamma else None
+        if schedule is None:
+            schedule = cut_schedule(self.trace, gamma=gamma, acceptance=acceptance, tail=tail, seed=seed)
+        return schedule.batches()
 
 
-def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Texts:
+def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Source:
     """Text of the model's stand-in process. Raises ValueError where the model has none."""
     if shape.routing is None:
         raise ValueError(f"nothing is known of the routing of {shape.name}: name a trace")
-    lengths = [n_tokens] * n_texts
     rng = np.random.default_rng(seed)
-    texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, lengths, rng)
-    return Texts(texts, shape.n_experts)
+    texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, [n_tokens] * n_texts, rng)
+    place = np.tile(np.arange(n_tokens, dtype=np.int32), n_texts)
+    trace = Trace(
+        meta=TraceMeta(
+            model=shape.name, n_layers=shape.n_expert_layers, n_experts=shape.n_experts, n_experts_used=shape.k
+        ),
+        ids=np.concatenate(texts).astype(ids_dtype(shape.n_experts)),
+        phase=np.full(place.size, DECODE, dtype=np.uint8),
+        sequence=np.repeat(np.arange(n_texts, dtype=np.int32), n_tokens),
+        step=place,
+        accepted=np.ones(place.size, dtype=np.bool_),
+        token=np.full(place.size, -1, dtype=np.int32),
+        position=place,
+    )
+    return Source(trace)
 
 
 def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool = False) -> Result:
@@ -162,8 +149,6 @@ def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool =
     machine = machine.with_link(setup.link_factor)
     steps = _first(source.steps(gamma, setup.acceptance, setup.seed, setup.tail), setup.max_steps)
     n_verified = sum(not step.prefill for step in steps)
-    if not n_verified:
-        raise ValueError(f"the trace holds no text of {gamma + 1} tokens")
     policy = _policy(machine, shape, setup, gamma, steps)
     warm_steps = min(int(_WARM_SHARE * n_verified), _WARM_STEPS)
     stand_in = StandIn(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
@@ -188,7 +173,7 @@ def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool =
     )
 
 
-def _first(steps: list[Step], n_verified: int | None) -> list[Step]:
+def _first(steps: list[Batch], n_verified: int | None) -> list[Batch]:
     """Up to the `n_verified`-th verification."""
     if n_verified is None:
         return steps
@@ -203,10 +188,10 @@ def _cache(source: Source, ratio: float) -> CacheShape:
     return CacheShape(source.n_layers, source.n_experts, group, np.array([n_slots], dtype=np.int32))
 
 
-def _policy(machine: Machine, shape: CacheShape, setup: Setup, gamma: int, steps: list[Step]) -> Policy:
+def _policy(machine: Machine, shape: CacheShape, setup: Setup, gamma: int, steps: list[Batch]) -> Policy:
     future = None
     if setup.policy in BOUNDS:
-        future = np.stack([count(step.ids, shape.n_experts) for step in steps if not step.prefill])
+        future = np.stack([step.counts for step in steps if not step.prefill])
     config = PolicyConfig(
         gamma=gamma,
         cap=setup.cap,

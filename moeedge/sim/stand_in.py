@@ -53,7 +53,7 @@ class StandIn:
             guess[layer] = np.searchsorted(cumulative[layer], drawn[layer])
         self._guess = np.minimum(guess, self._n_experts - 1)
 
-    def learn(self, counts: NDArray[np.uint32]) -> None:
+    def learn(self, counts: NDArray[np.int32]) -> None:
         """What a verification used, [n_layers, n_experts]."""
         self._seen += counts
 

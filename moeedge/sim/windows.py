@@ -46,6 +46,11 @@ class Batch:
     prefill: bool
     fresh: bool  # the first batch of its text
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are computed together."""
+        return int(self.ids.shape[1])
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -90,6 +95,10 @@ class Schedule:
     def has_tokens(self) -> bool:
         """Whether the vocabulary id of every token is known."""
         return bool((self.trace.token[self.rows] >= 0).all())
+
+    def batches(self) -> list[Batch]:
+        """All batches in order, at once."""
+        return [batch for chunk in self.chunks() for batch in chunk.batches]
 
     def chunks(self) -> Iterator[Chunk]:
         """All batches in order."""
@@ -159,6 +168,11 @@ def recorded_schedule(trace: Trace) -> Schedule | None:
     if gamma is None:
         return None
     return _schedule(trace, recorded_steps(trace), "recorded", gamma, acceptance)
+
+
+def as_computed(trace: Trace) -> Schedule:
+    """The batches as they were computed, whether there were drafts or not."""
+    return recorded_schedule(trace) or cut_schedule(trace, gamma=0, acceptance=1.0, tail="optimistic", seed=0)
 
 
 def cut_schedule(trace: Trace, *, gamma: int, acceptance: float, tail: TailModel, seed: int) -> Schedule:

@@ -14,7 +14,7 @@ from moeedge.sim.hardware import builtin_hardware, find_hardware
 from moeedge.sim.machine import Machine, from_hardware, from_units
 from moeedge.sim.routing import Routing, unique_experts
 from moeedge.sim.shapes import ModelShape, builtin_models, find_model, read_data
-from moeedge.sim.simulate import Setup, Texts, simulate, synthetic
+from moeedge.sim.simulate import Setup, Source, simulate, synthetic
 
 SMALL = ModelShape(
     name="small",
@@ -33,7 +33,7 @@ SETUP = Setup(policy="spac", cache_ratio=0.25, gamma=4)
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
+def texts() -> Source:
     return synthetic(SMALL, 120, 2, seed=0)
 
 
@@ -43,7 +43,7 @@ def machine() -> Machine:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Texts, machine: Machine) -> None:
+def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Source, machine: Machine) -> None:
     result = simulate(machine, texts, replace(SETUP, policy=policy))
     assert sum(result.account.ns[cause] for cause in CAUSES) == result.account.total_ns
     assert result.step_s.sum() == pytest.approx(result.account.total_ns * 1e-9)
@@ -64,21 +64,21 @@ def test_the_same_seed_gives_the_same_events_byte_for_byte(policy: str, machine:
     assert logs[0] != logs[2]
 
 
-def test_streams_do_one_thing_at_a_time(texts: Texts, machine: Machine) -> None:
+def test_streams_do_one_thing_at_a_time(texts: Source, machine: Machine) -> None:
     spans = simulate(machine, texts, replace(SETUP, policy="moe-infinity"), keep_log=True).log.spans
     for stream in ("gpu", "cpu", "link", "draft"):
         own = sorted((span.start_ns, span.end_ns) for span in spans if span.stream == stream)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)), stream
 
 
-def test_a_faster_link_and_a_larger_cache_help(texts: Texts, machine: Machine) -> None:
+def test_a_faster_link_and_a_larger_cache_help(texts: Source, machine: Machine) -> None:
     by_link = [simulate(machine, texts, replace(SETUP, policy="sp-moe", link_factor=f)).tpot_s for f in (0.25, 1, 4)]
     by_ratio = [simulate(machine, texts, replace(SETUP, policy="static", cache_ratio=r)).tpot_s for r in (0.1, 0.5, 1)]
     assert by_link == sorted(by_link, reverse=True)
     assert by_ratio == sorted(by_ratio, reverse=True)
 
 
-def test_llama_cpp_takes_as_long_as_its_bytes(texts: Texts, machine: Machine) -> None:
+def test_llama_cpp_takes_as_long_as_its_bytes(texts: Source, machine: Machine) -> None:
     """Two of four layers on the CPU: k experts each at the machine's speed, and nothing else to wait for."""
     row = simulate(machine, texts, replace(SETUP, policy="llama-cpp", cache_ratio=0.5)).row()
     hardware = find_hardware("rtx4090-pcie4")
@@ -87,7 +87,7 @@ def test_llama_cpp_takes_as_long_as_its_bytes(texts: Texts, machine: Machine) ->
     assert row["gamma"] == 0  # it has no draft
 
 
-def test_the_oracle_hits_most(texts: Texts, machine: Machine) -> None:
+def test_the_oracle_hits_most(texts: Source, machine: Machine) -> None:
     fast = machine.with_link(1e6)
     hits = {
         policy: simulate(fast, texts, replace(SETUP, policy=policy)).row()["hit_rate_pairs"]

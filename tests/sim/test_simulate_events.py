@@ -16,7 +16,7 @@ from moeedge.sim.execution import CAUSES, Account, Execution
 from moeedge.sim.machine import TOKENS_MAX, Machine
 from moeedge.sim.mover import RESIDENT, Mover
 from moeedge.sim.stand_in import Accuracy, StandIn
-from moeedge.sim.steps import Step
+from moeedge.sim.windows import Batch
 
 CPU, DEVICE, MOVE, LATENCY, DENSE, HEAD, DRAFT, SYNC = 1000, 100, 400, 10, 50, 7, 300, 20
 
@@ -72,7 +72,8 @@ def run(traits: Traits, uploads: Sequence[tuple[int, int]], n_drafts: int = 0, *
     """One layer of four experts, of which every token uses 0 and 1; the second of two steps counts."""
     shape = CacheShape.uniform(1, 4, 4)
     ids = np.array([[[0, 1]] * (n_drafts + 1)], dtype=np.int32)
-    steps = [Step(ids, None, n_drafts, fresh=index == 0) for index in range(2)]
+    counts = np.array([[n_drafts + 1, n_drafts + 1, 0, 0]], dtype=np.int32)
+    steps = [Batch(ids, counts, None, n_drafts, prefill=False, fresh=index == 0) for index in range(2)]
     execution = Execution(
         machine(**changes),
         shape,
