@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +51,17 @@ def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
     arguments = (plain, "--policy", "all", "--gamma", 3, "-o", "json", "--seed")
     first, again, other = (_replay(*arguments, seed).stdout for seed in (5, 5, 6))
     assert first == again != other
+
+
+def test_two_processes_print_the_same_bytes(plain: Path) -> None:
+    """Under every policy, whatever order Python's sets and dictionaries have."""
+    command = [sys.executable, "-m", "moeedge", "replay", str(plain), "--gamma", "3", "-o", "json"]
+    command += ["--hint-accuracy", "default"]
+    printed = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != b""
 
 
 def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
