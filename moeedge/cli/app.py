@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -49,6 +50,19 @@ app.command()(rm.rm)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(widen.widen)
+
+
+def _flow_help(group: typer.Typer) -> None:
+    """Lets the terminal break the lines of --help: Typer would keep the source's own behind the first paragraph."""
+    for command in group.registered_commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            _flow_help(inner.typer_instance)
+
+
+_flow_help(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -45,9 +45,11 @@ def _read_piped(stream: TextIO | None, *, with_prompt: bool, complain: Callable[
     waiting.daemon = True
     waiting.start()
     try:
-        return stream.read()
-    except UnicodeDecodeError as error:
-        raise InputError(f"Standard input is not text: {error.reason} at byte {error.start}.") from None
+        text = stream.read()
+        text.encode("utf-8")  # in the C locale, bytes that are no UTF-8 come as lone surrogates instead of an error
+        return text
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise InputError(f"Standard input is not UTF-8 text, from position {error.start} on.") from None
     except OSError:  # closed under us, or nothing to read from
         return ""
     finally:

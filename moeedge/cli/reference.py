@@ -56,7 +56,7 @@ def commands(app: typer.Typer) -> list[Command]:
         if function is None or mounted.hidden:
             continue
         name = mounted.name or function.__name__.replace("_", "-")
-        text = mounted.help or inspect.getdoc(function) or ""
+        text = inspect.getdoc(function) or mounted.help or ""  # help is the same, its lines run together
         found.append(Command(name, inspect.cleandoc(text), tuple(_parameters(function))))
     for group in app.registered_groups:
         if group.typer_instance is not None:

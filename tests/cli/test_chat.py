@@ -113,6 +113,16 @@ def test_piped_text_is_the_prompt(pair: list[str]) -> None:
     assert run_json(*arguments, piped="tell me\n")["tokens"] == given["tokens"]
 
 
+@pytest.mark.parametrize("encoding", ["C", "utf-8"])
+def test_piped_bytes_are_no_prompt(pair: list[str], encoding: str) -> None:
+    """In the C locale Python lets such bytes through as lone surrogates."""
+    command = [sys.executable, "-m", "moeedge", "chat", *pair]
+    environment = os.environ | ({"LC_ALL": "C"} if encoding == "C" else {"PYTHONIOENCODING": "utf-8:strict"})
+    done = subprocess.run(command, input=b"ab\xff\n", capture_output=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 2
+    assert b"Standard input is not UTF-8 text, from position 2 on." in done.stderr
+
+
 def test_piped_text_follows_the_given_prompt(pair: list[str]) -> None:
     arguments = [*pair, "--temp", "0", "-n", "8"]
     both = run_json(*arguments, "-p", "sum it up:", piped="one\ntwo\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def test_help_says_the_same(command: Command, monkeypatch: pytest.MonkeyPatch) -
         for name in parameter.names:
             assert name in shown
         assert words(parameter.help) in shown
+
+
+@pytest.mark.parametrize("command", commands(app), ids=lambda command: command.name)
+def test_the_terminal_breaks_the_lines_of_help(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the source, in a terminal of another width, would leave ragged ends."""
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = CliRunner().invoke(app, [*command.name.split(), "--help"]).stdout.partition("╭")[0]
+    lines = [line.rstrip() for line in shown.splitlines()]
+    for line, following in itertools.pairwise(lines):
+        first_word = following.split(" ")[1] if following else ""
+        assert not first_word or not line or len(line) + len(f" {first_word}") >= 100, f"{line}\n{following}"
 
 
 def test_every_command_is_there() -> None:
