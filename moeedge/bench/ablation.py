@@ -226,6 +226,8 @@ def run_ablation(
         placed = lanes[-1].session.placement
         if placed is None or placed.drafting is None:
             raise InputError(*_why_not(lanes[-1].session))
+        for note in dict.fromkeys(note for lane in lanes for note in lane.session.info.notes):
+            progress(note)
         tokens = [model.tokenize(model.render_chat(messages)) for messages in prompts]
         expected = [_answer(stock, prompt, n_predict).tokens for prompt in tokens]
         for lane in lanes:
@@ -245,7 +247,7 @@ def run_ablation(
 
 
 def _why_not(session: Session) -> tuple[str, str]:
-    notes = [note for note in session.info.notes if "foretells" in note] or ["No experts lie on a device."]
+    notes = [note for note in session.info.notes if "foretells nothing" in note] or ["No experts lie on a device."]
     return notes[0], "Give a draft of the target's hidden size, or leave -md out; -dev emulated stands in for a device."
 
 

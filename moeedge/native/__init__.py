@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from moeedge.native.capture import Block, Capture, Captured, Kept
+from moeedge.native.capture import WATCHED_TOKENS, Block, Capture, Captured, Kept
 from moeedge.native.claims import Claims
 from moeedge.native.device_list import Device, devices
 from moeedge.native.library import attach, library_path, load, newest_instance
 from moeedge.native.sensor import Frame, Sensor, SensorStats
 
 __all__ = [
+    "WATCHED_TOKENS",
     "Block",
     "Capture",
     "Captured",

@@ -19,6 +19,8 @@ from moeedge.native.abi import BLOCK_HOOK, BlockStruct, CapturedStruct
 from moeedge.native.claims import Claims
 from moeedge.native.library import load
 
+WATCHED_TOKENS = 32  # of a batch, at most: larger ones are neither kept nor stopped at (native/src/capture.h)
+
 
 class Kept(IntFlag):
     """What small batches leave behind; the values are those of include/moeedge.h."""

@@ -66,8 +66,13 @@ def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
         assert stats is not None and placement is not None
         if execution.misses == "load":
             assert placement.within is not None and placement.within.loaded > 0
+            assert stats.evictions > 0, "there was no room for all"
             if placement.within.uncached == 0:
                 assert stats.pairs_hit == stats.pairs, "what is missing was loaded, so that the device computed all"
+                if execution.drafting == "off":
+                    assert stats.uploads == placement.within.loaded, "nothing comes but on demand, and nothing twice"
+        if placement.drafting is not None:
+            assert (placement.drafting.stops > 0) == (execution.drafting == "vanilla")
         assert (placement.foretold_share is not None) == (execution.drafting != "off")
 
 

@@ -12,7 +12,7 @@ from moeedge.engine.context import Context
 from moeedge.engine.model import Model
 from moeedge.engine.routers import Routers, read_norms
 from moeedge.engine.types import Phase
-from moeedge.native import Block, Kept
+from moeedge.native import WATCHED_TOKENS, Block, Kept
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 
@@ -42,6 +42,7 @@ def test_routers_choose_what_the_model_chose(model: Model) -> None:
         inputs, probs = capture.kept(Kept.INPUTS), capture.kept(Kept.PROBS)
         frame = context.sensor.frames()[-1]
         assert inputs.serial == probs.serial == 1
+        assert inputs.rows.shape[1] == probs.rows.shape[1] == WATCHED_TOKENS
         assert (inputs.layer_tokens == len(TOKENS)).all()  # dense layers, too
         for layer in info.expert_layers:
             here = slice(layer, layer + 1)

@@ -21,7 +21,7 @@ from moeedge.hardware import rpc, vram
 from moeedge.hardware.budget import Budget
 from moeedge.hardware.resolve import ResolvedDevice
 from moeedge.hardware.size import format_bytes
-from moeedge.native import Capture, Kept
+from moeedge.native import WATCHED_TOKENS, Capture, Kept
 from moeedge.native.cache import CacheConfig, ExpertCache, PrefillPath
 from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.policies import POLICIES, PolicyConfig, ignored_ablations, make_policy
@@ -291,7 +291,14 @@ class _Opening:
                 self.notes.append(f"The policy {policy.name} foretells the next layers' experts by what routers read.")
         load_misses = self.config.placement.execution.misses == "load"
         within = WithinStep(cache, policy, gate=gate, load_misses=load_misses)
-        return within if within.is_needed else None
+        if not within.is_needed:
+            return None
+        if self.gamma >= WATCHED_TOKENS:
+            self.notes.append(
+                f"Verifications of more than {WATCHED_TOKENS} tokens are not watched between the layers: nothing is "
+                "foretold or loaded there."
+            )
+        return within
 
     def _draft_foresight(self, policy: Policy) -> DraftForesight | None:
         """What is foretold while the draft works, for a policy that needs it."""
