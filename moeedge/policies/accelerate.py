@@ -1,7 +1,8 @@
 """Policy accelerate: modules fill the GPU in their order; the others are brought for their forward and dropped.
 
 `device_map="auto"` (Accelerate, utils/modeling.py, infer_auto_device_map; hooks.py, AlignDevicesHook): the first layers
-are resident, and a hook moves the weights of the others before they compute, and away after it.
+are resident, and a hook moves the weights of the others before they compute, and away after it: of experts, which are
+modules of their own, those in use.
 """
 
 from __future__ import annotations

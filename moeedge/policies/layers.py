@@ -1,7 +1,7 @@
 """Whole layers, placed for good: what llama.cpp's split and the offload of vLLM and Accelerate share.
 
 Slots that do not make a whole layer stay empty. What a system brings for one pass does not stay: no plan speaks of it,
-the traits do (`layerwise` and `device_only`: every expert of an absent layer crosses the link).
+the traits do (`layerwise` and `device_only`: of an absent layer, what is used crosses the link, in every step).
 """
 
 from __future__ import annotations
