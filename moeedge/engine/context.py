@@ -74,6 +74,7 @@ class Context:
         self.sensor: native.Sensor | None = None
         self._instance = native.newest_instance()
         self._capture: native.Capture | None = None
+        self._keeps_states = False
         try:
             self.sensor = self._attach_sensor()
             self._claim(mode)
@@ -130,14 +131,26 @@ class Context:
         """Tokens in the KV cache, which is also the position of the next one."""
         return len(self.tokens)
 
-    def decode(self, tokens: Sequence[int], *, phase: Phase, logits: Literal["all", "last", "none"] = "last") -> Logits:
+    def decode(
+        self,
+        tokens: Sequence[int],
+        *,
+        phase: Phase,
+        logits: Literal["all", "last", "none"] = "last",
+        states: bool = False,
+    ) -> Logits:
         """Appends `tokens` and computes their logits.
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call.
+        next call. states: keeps the hidden states of the tokens, too (`last_state`), which needs all logits.
         """
         if len(tokens) == 0:
             raise ValueError("nothing to decode")
+        if states and logits != "all":
+            raise ValueError("llama.cpp keeps the states of tokens whose logits it computes: ask for all")
+        if states != self._keeps_states:
+            lib.llama_set_embeddings(self._handle, states)
+            self._keeps_states = states
         if self.sensor is not None:
             self.sensor.set_phase(phase)
         elif self._capture is not None:
@@ -204,6 +217,19 @@ class Context:
             self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
             self._view_key = key
         return self._view
+
+    @property
+    def has_states(self) -> bool:
+        """Whether llama.cpp gives out each token's hidden state: not where it pools them, as for embeddings."""
+        return int(lib.llama_pooling_type(self._handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
+
+    def last_state(self) -> NDArray[np.float32]:
+        """The last token's hidden state behind the last norm, float32 [n_embd]: a view, valid until the next decode.
+
+        Of a context that has states, after a decode that kept them.
+        """
+        pointer = lib.llama_get_embeddings_ith(self._handle, -1)
+        return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
     def trim(self, n_keep: int) -> None:
         """Drops everything from position `n_keep` on.

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moeedge.engine.context import Context
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.types import Phase
 
+_WITH_STATES = 4  # tokens: of all that are decoded while states are kept llama.cpp computes the logits, too
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Proposal:
     """A chain of draft tokens and the distribution that each was drawn from."""
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
+    # float32 [n_tokens, n_embd], of the token emitted last and the drafts but the last one; None where not asked for
+    states: NDArray[np.float32] | None = None
 
 
 class DraftSource(Protocol):
@@ -68,6 +75,7 @@ class ModelDraft:
         self.context = context
         # called with the last token of the history and the drafts so far, before each further one is computed
         self.on_token: Callable[[Sequence[int]], None] | None = None
+        self.keeps_states = False  # proposals are to hold the hidden states that drafting leaves behind
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
@@ -77,17 +85,25 @@ class ModelDraft:
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
         proposal = Proposal()
+        states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32) if self.keeps_states else None
         seen = sampler.recent(history)
         pending = history[self.context.n_past :]
+        if states is not None and len(pending) > _WITH_STATES:
+            self.context.decode(pending[:-1], phase=Phase.DRAFT, logits="none")
+            pending = pending[-1:]
         while True:
-            logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
-            candidates = sampler.candidates(logits[0, : self._n_vocab], seen)
+            if states is None:
+                logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
+            else:
+                logits = self.context.decode(pending, phase=Phase.DRAFT, logits="all", states=True)
+                states[len(proposal.tokens)] = self.context.last_state()
+            candidates = sampler.candidates(logits[-1, : self._n_vocab], seen)
             token = sampler.pick(candidates)
             proposal.tokens.append(token)
             proposal.candidates.append(candidates)
             seen.append(token)
             if len(proposal.tokens) == gamma or self._is_eog(token):
-                return proposal
+                return proposal if states is None else replace(proposal, states=states[: len(proposal.tokens)])
             if self.on_token is not None:
                 self.on_token([history[-1], *proposal.tokens])
             pending = [token]

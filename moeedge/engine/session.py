@@ -118,8 +118,10 @@ class Session:
             )
             if opened.placement is not None:
                 stack.callback(opened.placement.close)
-                if opened.placement.drafting is not None and isinstance(draft, ModelDraft):
-                    draft.on_token = opened.placement.drafted
+                if isinstance(draft, ModelDraft):
+                    draft.keeps_states = opened.placement.reads_states
+                    if opened.placement.drafting is not None:
+                        draft.on_token = opened.placement.drafted
             notes.extend(opened.notes)
             info = _placed(info, opened)
             return cls(config, target, draft, draft_context, info, opened, late, stack.pop_all())

@@ -26,8 +26,11 @@ Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 class Placement(Protocol):
     """Decides which experts live on the device. A step calls all; they may take no longer than 1 % of it."""
 
-    def anticipate(self, tokens: Sequence[int]) -> None:
-        """The whole batch that is verified next: what it will need, as far as foreseen, moves at once."""
+    def anticipate(self, tokens: Sequence[int], states: NDArray[np.float32] | None = None) -> None:
+        """The whole batch that is verified next: what it will need, as far as foreseen, moves at once.
+
+        states: float32 [n_states, n_embd], the draft's hidden states of the first tokens.
+        """
 
     def schedule(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
         """Updates utilities and the plan from the activations of `batch`, verified or (n_verified 0) prefilled."""
@@ -174,7 +177,7 @@ class SpeculativeLoop:
 
     def _anticipate(self, proposal: Proposal) -> None:
         if self._placement is not None:
-            self._placement.anticipate([self.history[-1], *proposal.tokens])
+            self._placement.anticipate([self.history[-1], *proposal.tokens], proposal.states)
 
     def _schedule(self, batch: Sequence[int], record: StepRecord) -> None:
         if self._placement is not None and self.counts is not None:

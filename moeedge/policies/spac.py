@@ -1,7 +1,8 @@
 """Policy spac, the default: expected activations of the next verification, from history and from the draft's tokens.
 
 The score of an expert is how many tokens of the next batch will use it, as far as that can be told: for tokens that
-are known, what they activated before (scheduler/lookahead.py); for the rest, a fitted mix of decayed counts
+are known, what they activated before, in contexts alike as the draft sees them where it is a model
+(scheduler/lookahead.py); for the rest, a fitted mix of decayed counts
 (scheduler/history.py). What is uploaded and given up follows from the scores (scheduler/plan.py).
 
 Utility and tau. MoE-SpAc's utilities are integers 0..K and tau counts the same steps. Here the utility is the score in
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.workload import ExpectedWorkload
 from moeedge.scheduler.history import History
-from moeedge.scheduler.lookahead import TokenTable
+from moeedge.scheduler.lookahead import Lookahead
 from moeedge.scheduler.plan import Planner
 from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
 
@@ -54,7 +55,7 @@ class Spac:
 
     name = "spac"
     traits = Traits()
-    needs: frozenset[str] = frozenset()
+    needs = frozenset({"draft-states"})  # where there are none, the tokens alone must do
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
@@ -65,7 +66,7 @@ class Spac:
         n = shape.n_layers * shape.n_experts
         fitted = "no-ada-bc" not in config.ablations
         self._history = History(n, fitted=fitted)
-        self._table = TokenTable(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
+        self._ahead = Lookahead(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
         self._planner = Planner(shape, self.cap, evict=config.evicts)
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_steps = 0
@@ -107,17 +108,17 @@ class Spac:
             self._n_steps += 1
             self._n_batch = float(observation.n_tokens)
             if fit:
-                self._table.judge(self._history.rate, now, observation.n_tokens)
+                self._ahead.judge(self._history.rate, now, observation.n_tokens)
         self._history.observe(observation.n_tokens, self._refused(observation), fit=fit)
         if observation.tokens is not None and observation.ids is not None:
-            self._table.learn(observation.tokens, observation.ids)
+            self._ahead.learn(observation.tokens, observation.ids)
         if self._binary or self._first_come:
             np.greater(counts, 0, out=self._used)
 
     def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         """What to move; see scheduler/policy.py."""
         known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
-        score = self._expected(upcoming, known)
+        score = self._expected(upcoming, known, hints.states if hints is not None else None)
         margin = 0.0 if self._binary else self._margin(known) * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
         unit = self._unit(marginal)
@@ -169,7 +170,7 @@ class Spac:
         flat = cells.reshape(-1) if ids.min() >= 0 else cells[ids >= 0]
         return np.bincount(flat, minlength=self._score.size)
 
-    def _expected(self, upcoming: Sequence[int], known: bool) -> FloatArray:
+    def _expected(self, upcoming: Sequence[int], known: bool, states: FloatArray | None) -> FloatArray:
         """Activations that the next batch is expected to bring, [n_layers, n_experts]."""
         score = self._score.reshape(self._utility.shape)
         if self._binary:
@@ -177,7 +178,7 @@ class Spac:
             return score
         n_batch = float(len(upcoming)) if known else self._n_batch
         if known or self._n_plans == 1:
-            self._table.expect(self._history.rate, upcoming, n_batch, out=self._score)
+            self._ahead.expect(self._history.rate, upcoming, n_batch, self._score, states)
         else:  # one token of many, and a plan that knows them all follows
             np.multiply(self._history.rate, np.float32(n_batch), out=self._score)
         self._layer_pairs = n_batch * self._n_used

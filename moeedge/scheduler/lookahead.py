@@ -1,13 +1,12 @@
-"""What every vocabulary token activated before: P(expert | layer, token), learned as the model runs (pure NumPy).
+"""What the tokens of the next batch will activate, as far as it can be told from what is known of them (pure NumPy).
 
-The draft's tokens are known before verification, so their experts can be foretold. A row per token seen holds, for
-every layer and expert, how many of the token's last occurrences used it: one byte each, halved when the row has
-counted 128 occurrences, so that it follows the text. Rows exist for tokens that occurred, never for a vocabulary;
-when the table is full the token that was not seen for longest gives up its row.
+The draft's tokens are known before verification, and where a draft model made them, its hidden states. Two memories
+speak about them, learned as the model runs: where states are known, tokens in contexts alike (scheduler/recall.py),
+and for what these leave open, the same words wherever they stood (scheduler/token_table.py).
 
-Against history alone (scheduler/history.py) a row is worth what the layer says: `trust` [n_layers] in 0..1 is the
-regression, kept as the model runs, of what came beyond the history on what the table said beyond it. A model whose
-routing does not follow the token drives it to 0 and the table is without effect.
+Against history alone (scheduler/history.py) their word is worth what the layer says: `trust` [n_layers] in 0..1 is the
+regression, kept as the model runs, of what came beyond the history on what was said beyond it. A model whose routing
+follows neither the context nor the token drives it to 0, and lookahead is without effect.
 """
 
 from __future__ import annotations
@@ -17,35 +16,28 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.scheduler.recall import Recall
+from moeedge.scheduler.token_table import TokenTable
+
 FloatArray = NDArray[np.float32]
 
-# Chosen on recorded runs of the bundled pair (pair-hit at ratio 0.17, share of the one-step oracle): all occurrences
-# 0.92, only the last 8 0.91, 4 0.90, 2 0.86. The prior, in occurrences, hardly matters between 0.3 and 1.
-_PRIOR = 0.5
-_HALVE_AT = 128  # occurrences
 _FORGET = 0.98  # of trust, per step
-_ONE = np.uint8(1)
-_TOKEN_BYTES = 136  # bookkeeping of a token: its entry in a dictionary and the number of its occurrences
 _TRUST_PULL = 1.0  # squared activations per layer that speak for full trust at the start
 
 
-class TokenTable:
-    """`expect` mixes rows into expected activations, `learn` adds what a batch showed."""
+class Lookahead:
+    """`expect` mixes what is known of tokens into history's rates, `learn` adds what a batch showed.
+
+    n_bytes: of memory, for the table and for recall each; 0: no lookahead.
+    """
 
     def __init__(self, n_layers: int, n_experts: int, n_bytes: int, *, judged: bool = True) -> None:
         self._judged = judged  # False: full trust, whatever comes
         self.n_layers, self.n_experts = n_layers, n_experts
         n = n_layers * n_experts
-        self.n_rows = n_bytes // (n + _TOKEN_BYTES)
-        # zeroed pages cost no memory before they are written
-        self._rows: NDArray[np.uint8] = np.zeros((self.n_rows, n), dtype=np.uint8)
-        self._cells = self._rows.reshape(-1)  # the same bytes
-        self._seen: list[int] = []  # occurrences in each row that was ever used
-        self._row_of: dict[int, int] = {}  # token -> row, the token seen longest ago first
-        self._layer_start = (np.arange(n_layers) * n_experts)[:, None]
-        self._bytes: NDArray[np.uint8] = np.empty((0, n), dtype=np.uint8)
-        self._floats: FloatArray = np.empty((0, n), dtype=np.float32)
-        self._foreseen: FloatArray = np.zeros(n, dtype=np.float32)  # by the last `expect`: sum of the rows' rates
+        self.table = TokenTable(n_layers, n_experts, n_bytes)
+        self.recall = Recall(n_layers, n_experts, n_bytes)
+        self._foreseen: FloatArray = np.zeros(n, dtype=np.float32)  # by the last `expect`
         self._share = 0.0  # of how many tokens that was
         self._expected_tokens = 0
         self._above: FloatArray = np.zeros(n, dtype=np.float32)
@@ -56,52 +48,34 @@ class TokenTable:
         self._trust_of: FloatArray = np.ones(n, dtype=np.float32)  # the same for every cell
         self._trusted = True  # in full, by all layers
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that have a row."""
-        return len(self._row_of)
-
-    @property
-    def n_bytes(self) -> int:
-        """Of the rows written so far, with their bookkeeping."""
-        return len(self._row_of) * (int(self._rows.shape[1]) + _TOKEN_BYTES)
-
-    def expect(self, rate: FloatArray, tokens: Sequence[int], n_batch: float, out: FloatArray) -> FloatArray:
+    def expect(
+        self, rate: FloatArray, tokens: Sequence[int], n_batch: float, out: FloatArray, states: FloatArray | None = None
+    ) -> FloatArray:
         """Expected activations [n] of a batch of `n_batch` tokens, of which `tokens` are known, in `out`.
 
-        A token with w occurrences is believed w / (w + prior); what remains, and every token unknown, is expected to
-        behave as history says: `rate` [n], activations per token.
+        What memory does not tell is expected to behave as history says: `rate` [n], activations per token.
+        states: float32 [n_states, n_embd], the draft's for the first of `tokens`.
         """
-        known = [row for row in map(self._row_of.get, tokens) if row is not None]
+        foreseen, share = self._foreseen, 0.0
+        foreseen.fill(0.0)
+        open_part: FloatArray = np.ones(len(tokens), dtype=np.float32)
+        if states is not None:
+            told = self.recall.expect(tokens, states, foreseen)
+            share = float(told.sum())
+            open_part -= told
+        share += self.table.expect(tokens, open_part, foreseen)
         self._expected_tokens = len(tokens)
-        if not known:
-            self._share = 0.0
-            np.multiply(rate, np.float32(n_batch), out=out)
-            return out
-        weight = [1.0 / (self._seen[row] + _PRIOR) for row in known]
-        self._share = len(known) - _PRIOR * sum(weight)
-        foreseen = self._foreseen
-        np.einsum("i,ij->j", np.array(weight, dtype=np.float32), self._read(known), out=foreseen)
-        # batch * rate + trust * (foreseen - share * rate)
-        if self._trusted:
-            np.multiply(rate, np.float32(n_batch - self._share), out=out)
-            out += foreseen
-            return out
-        above = np.multiply(rate, np.float32(-self._share), out=self._above)
-        above += foreseen
-        above *= self._trust_of
+        self._share = share
         np.multiply(rate, np.float32(n_batch), out=out)
-        out += above  # never below 0: the prior keeps the share below the number of tokens
-        return out
-
-    def _read(self, rows: list[int]) -> FloatArray:
-        """The rows as float32 [len(rows), n]."""
-        if len(self._bytes) < len(rows):
-            self._bytes = np.empty((len(rows), self._rows.shape[1]), dtype=np.uint8)
-            self._floats = np.empty(self._bytes.shape, dtype=np.float32)
-        floats = self._floats[: len(rows)]
-        np.copyto(floats, self._rows.take(rows, axis=0, out=self._bytes[: len(rows)], mode="clip"))
-        return floats
+        if share == 0.0:
+            return out
+        # batch * rate + trust * (foreseen - share * rate)
+        above = np.multiply(rate, np.float32(-share), out=self._above)
+        above += foreseen
+        if not self._trusted:
+            above *= self._trust_of
+        out += above
+        return np.maximum(out, 0.0, out=out)  # rounding
 
     def judge(self, rate: FloatArray, now: FloatArray, n_tokens: int) -> None:
         """Compares the last `expect` with what came: `now` [n] activations per token; before history moves on."""
@@ -126,43 +100,5 @@ class TokenTable:
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
         """Adds a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1 where a layer did not see a token."""
-        if self.n_rows == 0:
-            return
-        # in pieces, so that no count passes 255 and no token of a piece pushes out another
-        piece = min(_HALVE_AT - 1, self.n_rows)
-        for start in range(0, len(tokens), piece):
-            self._learn(tokens[start : start + piece].tolist(), ids[:, start : start + piece])
-
-    def _learn(self, names: list[int], ids: NDArray[np.int32]) -> None:
-        places = [self._claim(token) for token in names]
-        width = self._rows.shape[1]
-        starts = self._layer_start + np.array([row * width for row in places])
-        cells = ids + starts[:, :, None]  # int64 [n_layers, n_tokens, k]
-        flat = cells.reshape(-1) if ids.min() >= 0 else cells[ids >= 0]
-        np.add.at(self._cells, flat, _ONE)
-        seen, full = self._seen, False
-        for row in places:
-            seen[row] += 1
-            full = full or seen[row] >= _HALVE_AT
-        if full:
-            self._halve({row for row in places if seen[row] >= _HALVE_AT})
-
-    def _claim(self, token: int) -> int:
-        """The token's row, now the one seen last; a new token takes a free row or that of the oldest token."""
-        row = self._row_of.pop(token, None)
-        if row is None:
-            row = len(self._row_of)
-            if row >= self.n_rows:
-                oldest = next(iter(self._row_of))
-                row = self._row_of.pop(oldest)
-                self._rows[row] = 0
-                self._seen[row] = 0
-            else:
-                self._seen.append(0)
-        self._row_of[token] = row
-        return row
-
-    def _halve(self, rows: set[int]) -> None:
-        for row in rows:
-            self._rows[row] >>= 1
-            self._seen[row] >>= 1
+        self.recall.learn(tokens, ids)
+        self.table.learn(tokens, ids)

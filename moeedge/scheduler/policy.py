@@ -34,6 +34,7 @@ NEEDS: dict[str, str] = {
     "draft-inputs": "the draft's attention outputs, put through the target's routers (SP-MoE)",
     "block-inputs": "the input of each MoE block, put through the next layers' routers (Fate, AdapMoE, HybriMoE)",
     "router-scores": "the router's probabilities of all experts (Observation.router_scores)",
+    "draft-states": "the draft's last hidden states, one per token that it was given (Hints.states)",
 }
 
 
@@ -95,8 +96,9 @@ class Hints:
     """
 
     layer_ids: NDArray[np.int32]  # [n_layers, n_tokens, k], the likeliest first, -1: unknown
-    source: str  # "draft-router", "next-gate", "stand-in"
+    source: str  # "draft-router", "next-gate", "stand-in", "draft-states"
     scores: NDArray[np.float32] | None = None  # the same shape, the router's probabilities
+    states: NDArray[np.float32] | None = None  # [n_states, n_embd], the draft's, of the first tokens of the batch
 
 
 @dataclass(frozen=True)

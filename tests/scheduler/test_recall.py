@@ -1,0 +1,160 @@
+"""Neighbours in the draft's hidden states: held against the rule written out, and what it is to find."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moeedge.scheduler import recall
+from moeedge.scheduler.lookahead import Lookahead
+from moeedge.scheduler.recall import Recall
+from tests.support.routing import count
+
+N_LAYERS, N_EXPERTS, N_USED, WIDTH = 3, 16, 2, 12
+N = N_LAYERS * N_EXPERTS
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int32]
+
+
+def batch(rng: np.random.Generator, n_tokens: int = 5, width: int = WIDTH) -> tuple[NDArray[np.int32], Floats, Ids]:
+    """Tokens of a small vocabulary, states of all but the last, and experts."""
+    tokens = rng.integers(0, 6, n_tokens).astype(np.int32)
+    states = rng.standard_normal((n_tokens - 1, width)).astype(np.float32)
+    ids = rng.random((N_LAYERS, n_tokens, N_EXPERTS)).argsort(axis=2)[:, :, :N_USED].astype(np.int32)
+    return tokens, states, ids
+
+
+def cosine(left: Floats, right: Floats) -> float:
+    size = float(np.linalg.norm(left) * np.linalg.norm(right))
+    return float(left @ right) / size if size else 0.0
+
+
+def by_the_rule(past: list[tuple[int, Floats, Floats, Ids]], tokens: list[int], states: Floats) -> Floats:
+    """`past`: token, its state, the one before, experts [n_layers, k]; zeros where a state is not known."""
+    expected = np.zeros((N_LAYERS, N_EXPERTS))
+    for place, token in enumerate(tokens):
+        if place < len(states):
+            score = [cosine(states[place], own) + 0.2 * (token == word) for word, own, _, _ in past]
+        else:
+            score = [cosine(states[place - 1], before) + (token == word) for word, _, before, _ in past]
+        near = sorted(range(len(past)), key=lambda row: -score[row])[:8]
+        weight = {row: math.exp(20 * (score[row] - score[near[0]])) for row in near}
+        if place >= len(states):
+            weight = {row: value for row, value in weight.items() if score[row] >= 0.9}
+        total = sum(weight.values()) + 0.3
+        for row, value in weight.items():
+            for layer in range(N_LAYERS):
+                for expert in past[row][3][layer]:
+                    expected[layer, expert] += value / total if expert >= 0 else 0.0
+    return expected.reshape(-1).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neighbours_are_weighed_by_the_rule(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    past: list[tuple[int, Floats, Floats, Ids]] = []
+    nothing = np.zeros(WIDTH, dtype=np.float32)
+    for _ in range(12):
+        tokens, states, ids = batch(rng)
+        ids[1, 2] = -1  # a layer that did not see a token
+        out = np.zeros(N, dtype=np.float32)
+        told = memory.expect(tokens.tolist(), states, out)
+        if past:
+            assert out == pytest.approx(
+                by_the_rule(past, tokens.tolist(), states), abs=0.03
+            )  # neighbours as near as each other
+            assert np.all((told >= 0) & (told < 1))
+        memory.learn(tokens, ids)
+        for place, token in enumerate(tokens.tolist()):
+            own = states[place] if place < len(states) else nothing
+            past.append((token, own, states[place - 1] if place else nothing, ids[:, place]))
+    assert memory.n_kept == len(past)
+
+
+def test_a_context_seen_before_is_foretold() -> None:
+    rng = np.random.default_rng(0)
+    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 20)
+    tokens, states, ids = batch(rng)
+    other = batch(rng)[2]  # the same words in another context use other experts
+    rate = np.full(N, N_USED / N_EXPERTS, dtype=np.float32)
+    out = np.empty(N, dtype=np.float32)
+    for _ in range(6):
+        for context, used in ((states, ids), (-states, other)):
+            ahead.expect(rate, tokens.tolist(), 5.0, out, context)
+            ahead.learn(tokens, used)
+    for context, used in ((states, ids), (-states, other)):
+        expected = ahead.expect(rate, tokens.tolist(), 5.0, out, context).reshape(N_LAYERS, N_EXPERTS)
+        came = count(used, N_EXPERTS)
+        assert np.abs(expected - came).max() < 0.7
+        assert (
+            np.abs(expected - came).mean()
+            < 0.2 * np.abs(expected - count(other if used is ids else ids, N_EXPERTS)).mean()
+        )
+        assert expected.sum() == pytest.approx(5 * N_USED * N_LAYERS, rel=1e-3)
+
+
+def test_the_newest_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "MOST_ROWS", 7)
+    rng = np.random.default_rng(3)
+    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    past: list[tuple[int, Floats, Floats, Ids]] = []
+    nothing = np.zeros(WIDTH, dtype=np.float32)
+    for _ in range(9):
+        tokens, states, ids = batch(rng, 4)
+        out = np.zeros(N, dtype=np.float32)
+        memory.expect(tokens.tolist(), states, out)
+        if past:
+            assert out == pytest.approx(
+                by_the_rule(past[-7:], tokens.tolist(), states), abs=0.03
+            )  # neighbours as near as each other
+        memory.learn(tokens, ids)
+        for place, token in enumerate(tokens.tolist()):
+            own = states[place] if place < len(states) else nothing
+            past.append((token, own, states[place - 1] if place else nothing, ids[:, place]))
+    assert memory.n_kept == memory.n_rows == 7
+
+
+def test_long_states_keep_their_neighbours() -> None:
+    rng = np.random.default_rng(1)
+    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    seen = []
+    for _ in range(20):
+        tokens, states, ids = batch(rng, 5, 1000)
+        memory.expect(tokens.tolist(), states, np.zeros(N, dtype=np.float32))
+        memory.learn(tokens, ids)
+        seen.append((tokens, states, ids))
+    for tokens, states, ids in seen:
+        noise = 0.3 * rng.standard_normal(states.shape).astype(np.float32)
+        out = np.zeros(N, dtype=np.float32)
+        memory.expect(tokens.tolist()[:-1], states + noise, out)  # one state per token: no last draft
+        came = count(ids[:, :-1], N_EXPERTS).reshape(-1)
+        assert np.corrcoef(out, came)[0, 1] > 0.8
+
+
+def test_batches_without_states_and_memory_without_bytes_change_nothing() -> None:
+    rng = np.random.default_rng(0)
+    tokens, states, ids = batch(rng)
+    out = np.zeros(N, dtype=np.float32)
+    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    memory.learn(tokens, ids)  # nobody asked
+    memory.expect(tokens.tolist(), states, out)
+    memory.learn(tokens[:2], ids[:, :2])  # another batch than was asked about
+    assert memory.n_kept == 0
+    none = Recall(N_LAYERS, N_EXPERTS, 0)
+    for _ in range(3):
+        assert not none.expect(tokens.tolist(), states, out).any()
+        none.learn(tokens, ids)
+    assert not out.any()
+
+
+def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "MOST_ROWS", 3)
+    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    tokens, states, ids = batch(np.random.default_rng(0), 9)
+    memory.expect(tokens.tolist(), states, np.zeros(N, dtype=np.float32))
+    memory.learn(tokens, ids)
+    assert memory.n_kept == 3
