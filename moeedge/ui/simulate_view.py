@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,8 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
     same = {key for key in _VARIED if len({row[key] for row in rows}) == 1 and key != "policy"}
     about = [str(rows[0][key]) for key in ("model", "hardware", "trace")]
     said = [f"{_VARIED[key]} {_number(rows[0][key])}" for key in _VARIED if key in same]
-    console.print(", ".join([*about, *(text for text in said if text not in ("without ", "link 1"))]), soft_wrap=True)
+    head = ", ".join([*about, *(text for text in said if text not in ("without ", "link 1"))])
+    console.print(head, soft_wrap=not console.is_terminal)
     varied = {key: name for key, name in _VARIED.items() if key not in same}
     columns = [*varied.values(), "t/s", "ms/token", *_PARTS.values(), "pair hit", "unique hit", "uploads"]
     cells = [
@@ -52,21 +53,33 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
         ]
         for row in rows
     ]
-    print_table(columns, cells, console)
+    print_table(columns, cells, console, left=len(varied))
     note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
-    console.print(note, soft_wrap=True)
+    console.print(note, soft_wrap=not console.is_terminal)
 
 
 def print_table(columns: Sequence[str], cells: Sequence[Sequence[str]], console: Console, *, left: int = 1) -> None:
-    """Columns as wide as they must be, the first `left` flush left; lines are never wrapped: a file keeps them."""
+    """Columns as wide as they must be, the first `left` flush left; a file keeps its lines whole.
+
+    In a terminal that is too narrow the columns that do not fit come below, beside the first `left` once more.
+    """
     lines = [list(columns), *(list(line) for line in cells)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    for line in lines:
-        padded = [
-            text.ljust(width) if index < left else text.rjust(width)
-            for index, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        console.print("  ".join(padded).rstrip(), soft_wrap=True)
+    for shown in _groups(widths, left, console.width if console.is_terminal else None):
+        for line in lines:
+            padded = [line[i].ljust(widths[i]) if i < left else line[i].rjust(widths[i]) for i in shown]
+            console.print("  ".join(padded).rstrip(), soft_wrap=True)
+
+
+def _groups(widths: Sequence[int], left: int, room: int | None) -> Iterator[list[int]]:
+    """The columns that stand side by side: the first `left`, and as many others as fit `room` (None: all)."""
+    group = list(range(left))
+    for index in range(left, len(widths)):
+        if room is not None and len(group) > left and sum(widths[i] + 2 for i in group) + widths[index] > room:
+            yield group
+            group = list(range(left))
+        group.append(index)
+    yield group
 
 
 def _number(value: Any) -> str:
