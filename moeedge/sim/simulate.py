@@ -184,7 +184,7 @@ def _first(steps: list[Batch], n_verified: int | None) -> list[Batch]:
 def _cache(source: Source, ratio: float) -> CacheShape:
     group = np.full(source.n_layers, -1, dtype=np.int32)
     group[source.expert_layers] = 0
-    n_slots = int(ratio * len(source.expert_layers) * source.n_experts)
+    n_slots = int(ratio * len(source.expert_layers) * source.n_experts + 1e-9)  # as in a replay
     return CacheShape(source.n_layers, source.n_experts, group, np.array([n_slots], dtype=np.int32))
 
 
