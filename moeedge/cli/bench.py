@@ -187,9 +187,9 @@ def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None)
 
     sweep = Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
     if plot is not None:
-        from moeedge.ui.profile_plot import check_plot_path
+        from moeedge.ui.output_file import check_picture
 
-        check_plot_path(plot)
+        check_picture(plot)
         if not sweep.asked:
             raise InputError("--plot draws what --policy and --cache-ratio compare.", "Give at least one of them.")
     return sweep
@@ -213,11 +213,11 @@ def _check_room(base: EngineConfig, sweep: Sweep, cache_ratio: str | None) -> No
 def _traced_mode(path: Path, plan: BenchPlan) -> BenchMode:
     """The mode whose routing goes to `path`; raises InputError, before hours of measuring, where there is none."""
     from moeedge.bench.recording import recorded_mode
+    from moeedge.ui.output_file import check_output
 
     if plan.dataset is None:
         raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
+    check_output(path)
     return recorded_mode(plan.modes)
 
 

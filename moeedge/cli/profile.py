@@ -106,13 +106,12 @@ def profile(
 
 def _check_outputs(plot: Path | None, trace_out: Path | None) -> None:
     """Before the model runs for minutes: can the files be written?"""
-    from moeedge.ui.profile_plot import check_plot_path
+    from moeedge.ui.output_file import check_output, check_picture
 
     if plot is not None:
-        check_plot_path(plot)
-    for path in (plot, trace_out):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
+        check_picture(plot)
+    if trace_out is not None:
+        check_output(trace_out)
 
 
 def _questions(

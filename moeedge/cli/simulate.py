@@ -49,8 +49,13 @@ def simulate(
     with cli_errors():
         from moeedge.sim.simulate import simulate as run
         from moeedge.ui.console import stdout_console
+        from moeedge.ui.output_file import check_output, check_picture
         from moeedge.ui.simulate_view import print_rows
 
+        if gantt is not None:
+            check_picture(gantt, "--gantt")
+        if event_log is not None:
+            check_output(event_log)
         source, shape = _source(trace, model, n_tokens, seed)
         machine, name = _machine(hardware, model, shape)
         about = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.bench.record import BenchRow
-from moeedge.errors import InputError
+from moeedge.ui.output_file import save_picture
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 _MARKERS = "osD^vPX*"
@@ -59,11 +59,7 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     lower.set_ylabel("decoding speed / stock-ar's")
     lower.set_xlabel("cache ratio: share of all experts that have a slot on the device")
     lower.legend(loc="best", fontsize="small")
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None
+    save_picture(figure, path)
     return True
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeedge.errors import InputError
 from moeedge.sim.events import STREAMS, Span
+from moeedge.ui.output_file import save_picture
 
 COLOURS = {
     "draft": "#9467bd",
@@ -61,10 +61,7 @@ def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
     used = {span.kind for chart in charts for span in chart.spans}
     patches = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in COLOURS if kind in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise InputError(f"Cannot write the picture {path}: {error}.", "Name a .png, .svg or .pdf file.") from None
+    save_picture(figure, path)
 
 
 def _draw(panel: Any, spans: Sequence[Span], begin_ns: int) -> None:

@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
 from moeedge.profiling.analysis import LayerProfile
+from moeedge.ui.output_file import save_picture
 
 _SMOOTHING_STEPS = 16
 _SD, _AR, _COLD = "#1f77b4", "#d62728", "#7f7f7f"
-SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_plot_path(path: Path) -> None:
-    """Raises InputError where no picture could be written, before any work is done."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"--plot cannot write {path.name}.", f"Let the name end in {', '.join(SUFFIXES)}.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
 
 
 def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
@@ -42,11 +33,7 @@ def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> N
         _draw_steps(figure, upper, lower, profiles[0])
     else:
         _draw_layers(figure, upper, lower, profiles)
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None
+    save_picture(figure, path)
 
 
 def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> None:

@@ -71,7 +71,9 @@ def test_a_trace_drives_it(tmp_path: Path) -> None:
         (("--cache-ratio", "much"), "takes numbers"),
         (("--cache-ratio", "2"), "must be in [0, 1]"),
         (("--model", "x.gguf"), "nothing of its routing"),
-        (("--gantt", "/proc/none/g.png"), "Cannot write the picture"),
+        (("--gantt", "/proc/none/g.png"), "cannot be written"),
+        (("--gantt", "g.txt"), "--gantt cannot write g.txt"),
+        (("--event-log", "/"), "cannot be written"),
     ],
 )
 def test_what_cannot_be_simulated_says_why(arguments: tuple[str, ...], message: str) -> None:

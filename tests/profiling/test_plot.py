@@ -10,7 +10,8 @@ import pytest
 
 from moeedge.errors import InputError
 from moeedge.profiling.analysis import profile_layers
-from moeedge.ui.profile_plot import check_plot_path, draw_profiles, smoothed
+from moeedge.ui.output_file import check_picture
+from moeedge.ui.profile_plot import draw_profiles, smoothed
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -34,7 +35,7 @@ def test_pictures_without_speculation_and_without_steps(tmp_path: Path) -> None:
 
 def test_bad_paths(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--plot cannot write x\.gif"):
-        check_plot_path(Path("x.gif"))
+        check_picture(Path("x.gif"))
     with pytest.raises(InputError, match="Cannot write the picture"):
         draw_profiles(profile_layers(two_texts(), [0]), "title", tmp_path / "no" / "folder.png")
 
