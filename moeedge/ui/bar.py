@@ -1,24 +1,50 @@
-"""A progress bar on standard error, only where a person sees it: what the commands' own bars share."""
+"""Progress on standard error: what the commands' own bars share."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from rich import progress
 from rich.console import Console
 
-_Bar = TypeVar("_Bar", bound="Bar")
+from moeedge.ui.console import say
+
+_Shown = TypeVar("_Shown", bound="Shown")
 
 
-class Bar:
-    """Context manager: gone when it ends. Those who inherit tell `_update` what it stands at."""
+class Shown:
+    """A context manager, because a bar must leave the terminal as it was; without a bar there are notes only."""
+
+    def __init__(self, console: Console, bar: progress.Progress | None) -> None:
+        self._console = console
+        self._bar = bar
+
+    def note(self, text: str) -> None:
+        """A sentence for the user."""
+        say(self._console, text)
+
+    def __enter__(self: _Shown) -> _Shown:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Bar(Shown):
+    """One task, only where a person sees it, gone when it ends. Those who inherit tell `_update` what it stands at."""
 
     def __init__(
         self, label: str, columns: tuple[progress.ProgressColumn, ...], console: Console, total: float, **shown: Any
     ) -> None:
         """columns: behind label and bar; shown: the fields that they read."""
-        self._bar = progress.Progress(
+        bar = progress.Progress(
             progress.TextColumn(label),
             progress.BarColumn(),
             *columns,
@@ -26,16 +52,6 @@ class Bar:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=total, **shown)
-
-    def _update(self, **changed: Any) -> None:
-        self._bar.update(self._task, **changed)
-
-    def __enter__(self: _Bar) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        super().__init__(console, bar)
+        task = bar.add_task("", total=total, **shown)
+        self._update = partial(bar.update, task)

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from moeedge.bench.samples import Sample
+from moeedge.ui.bar import Shown
 from moeedge.ui.console import stderr_console, supports_panel
 
 
-class BenchProgress:
-    """Fulfils the runner's Progress; a context manager, because a bar must leave the terminal as it was."""
+class BenchProgress(Shown):
+    """Fulfils the runner's Progress."""
 
     def __init__(self, *, bar: bool = True) -> None:
-        self._console = stderr_console()
-        bar = bar and supports_panel(sys.stderr, columns=self._console.width, rows=self._console.height)
-        self._bar = (
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            if bar
-            else None
-        )
+        console = stderr_console()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        bar = bar and supports_panel(sys.stderr, columns=console.width, rows=console.height)
+        super().__init__(console, Progress(*columns, console=console, transient=True) if bar else None)
         self._task: TaskID | None = None
         self._said = ""
         self._total = 0
@@ -49,18 +39,3 @@ class BenchProgress:
         elif where != self._said:
             self._said = where
             self.note(f"{where}: sample {self._done} of {self._total}")
-
-    def note(self, text: str) -> None:
-        """A sentence for the user."""
-        self._console.print(text, style="dim", soft_wrap=True)
-
-    def __enter__(self) -> BenchProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()

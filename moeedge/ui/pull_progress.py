@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from moeedge.hardware.size import format_bytes, format_rate
-from moeedge.ui.console import say, stderr_console, supports_panel
+from moeedge.ui.bar import Shown
+from moeedge.ui.console import stderr_console, supports_panel
 
 _WIDE = 80  # columns from which there is room for a name, the rate and the time that is left
 _LINES = 10  # in a file: one line for every tenth
@@ -23,19 +23,19 @@ class _Amount(ProgressColumn):
         return Text(f"{format_bytes(int(task.completed))} of {format_bytes(int(task.total or 0))}{rate}")
 
 
-class PullProgress:
-    """Fulfils the download's Watcher; a context manager, because a bar must leave the terminal as it was."""
+class PullProgress(Shown):
+    """Fulfils the download's Watcher."""
 
     def __init__(self) -> None:
-        self._console = stderr_console()
-        width = self._console.width
-        self._bar: Progress | None = None
-        if supports_panel(sys.stderr, columns=width, rows=self._console.height):
+        console, bar = stderr_console(), None
+        width = console.width
+        if supports_panel(sys.stderr, columns=width, rows=console.height):
             name = [TextColumn("{task.description}")] if width >= _WIDE else []
             left = [TimeRemainingColumn()] if width >= _WIDE else []
-            self._bar = Progress(
-                *name, BarColumn(bar_width=None if width >= _WIDE else 12), _Amount(), *left, console=self._console
+            bar = Progress(
+                *name, BarColumn(bar_width=None if width >= _WIDE else 12), _Amount(), *left, console=console
             )
+        super().__init__(console, bar)
         self._task: TaskID | None = None
         self._name = ""
         self._total = 0
@@ -75,18 +75,3 @@ class PullProgress:
         self._task = None
         if not done:
             self.note(f"{self._name}: stopped at {format_bytes(self._done)} of {format_bytes(self._total)}.")
-
-    def note(self, text: str) -> None:
-        """A sentence for the user."""
-        say(self._console, text)
-
-    def __enter__(self) -> PullProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
