@@ -1,7 +1,11 @@
-"""Write the prompt set "toy", prompts that the bundled pair never saw: `python -m models.toy`."""
+"""Write the prompt set "toy", prompts that the bundled pair never saw: `python -m models.toy`.
+
+`python -m models.toy --prompts 630 --seed more --in-turn -o more.jsonl` makes another, for longer measurements.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,11 +17,12 @@ N_PROMPTS = 42  # six of every domain
 OUT = Path(__file__).parent.parent / "moeedge" / "data" / "toy.jsonl"
 
 
-def rows() -> list[dict[str, Any]]:
-    """The set in the form of docs/datasets.md; system messages are left out."""
+def rows(n_prompts: int = N_PROMPTS, seed: str = "toy", *, in_turn: bool = False) -> list[dict[str, Any]]:
+    """The set in the form of docs/datasets.md, domain by domain or in turn; system messages are left out."""
     seen: Counter[str] = Counter()
     out = []
-    for chat in sorted(held_back(N_PROMPTS, "toy"), key=lambda chat: list(DOMAINS).index(chat.domain)):
+    chats = held_back(n_prompts, seed)
+    for chat in chats if in_turn else sorted(chats, key=lambda chat: list(DOMAINS).index(chat.domain)):
         seen[chat.domain] += 1
         out.append(
             {
@@ -31,8 +36,15 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    OUT.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows()))
-    print(f"{OUT}: {len(rows())} prompts")
+    parser = argparse.ArgumentParser(description="Prompts that the bundled pair never saw.")
+    parser.add_argument("--prompts", type=int, default=N_PROMPTS, help="how many, of all domains in turn")
+    parser.add_argument("--seed", default="toy", help="another text makes other prompts")
+    parser.add_argument("-o", "--out", type=Path, default=OUT)
+    parser.add_argument("--in-turn", action="store_true", help="domains take turns, not one after the other")
+    wish = parser.parse_args()
+    made = rows(wish.prompts, wish.seed, in_turn=wish.in_turn)
+    wish.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made))
+    print(f"{wish.out}: {len(made)} prompts")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ docs/traces.md is the description for other tools.
   ids       uint8 or uint16 [T, n_layers, k]  experts of the token, the router's first choice first; the dtype's largest
                                               value means "not recorded" (a layer without experts, a row left out)
   weights   float16 [T, n_layers, k]          the weights given to them; NaN where not recorded (optional)
+  states    float16 [T, d]                    the draft's hidden state of the token, of d values; NaN where not recorded
+                                              (optional)
   phase     uint8 [T]                         moeedge.engine.types.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
   sequence  int32 [T]                         which text (prompt and answer) the token belongs to, from 0
   step      int32 [T]                         step of the sequence: 0 is the prefill, then 1, 2, ... per decode call
@@ -20,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,6 +92,7 @@ class Trace:
     token: NDArray[np.int32]  # [T]
     position: NDArray[np.int32]  # [T]
     weights: NDArray[np.float16] | None = None  # [T, n_layers, k]
+    states: NDArray[np.float16] | None = None  # [T, d]
 
     def __post_init__(self) -> None:
         shape = (self.ids.shape[0] if self.ids.ndim else 0, self.meta.n_layers, self.meta.n_experts_used)
@@ -101,6 +104,10 @@ class Trace:
                 raise ValueError(f"{name} must be {dtype} {list(want)}, not {array.dtype} {list(array.shape)}")
         if self.weights is not None and (self.weights.dtype != np.float16 or self.weights.shape != shape):
             raise ValueError(f"weights must be float16 {list(shape)}")
+        if self.states is not None and (
+            self.states.dtype != np.float16 or self.states.ndim != 2 or self.states.shape[0] != shape[0]
+        ):
+            raise ValueError(f"states must be float16 [{shape[0]}, d]")
         if np.any((self.ids >= self.meta.n_experts) & (self.ids != self.sentinel)):
             raise ValueError(f"an expert id is not below n_experts = {self.meta.n_experts}")
         if np.any((self.phase < PREFILL) | (self.phase > VERIFY)):
@@ -138,6 +145,11 @@ class Trace:
         whole = all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48 for value in values)
         return np.array(values, dtype=np.int64) if whole and len(values) == self.meta.n_layers else None
 
+    def rows_of(self, rows: NDArray[np.bool_]) -> Trace:
+        """The trace of some rows, `rows` [T]."""
+        names = ("ids", *_ROW_TYPES, *(name for name in _OPTIONAL if getattr(self, name) is not None))
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
     def text_rows(self) -> NDArray[np.int64]:
         """Rows of the decoded text, in reading order: accepted tokens of decode and verification steps."""
         decoded = (self.phase == DECODE) | (self.phase == VERIFY)
@@ -146,8 +158,7 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write the .npz file. Raises InputError where the path cannot be written."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("ids", *_ROW_TYPES)}
-        if self.weights is not None:
-            arrays["weights"] = self.weights
+        arrays |= {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
         header = {"format": FORMAT, "schema": SCHEMA} | asdict(self.meta)
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
         try:
@@ -167,13 +178,14 @@ class Trace:
         missing = [name for name in ("ids", *_ROW_TYPES) if name not in arrays]
         if missing:
             raise not_a_trace(path, f"the array {missing[0]!r} is missing")
-        kept = {name: arrays[name] for name in ("ids", *_ROW_TYPES, "weights") if name in arrays}
+        kept = {name: arrays[name] for name in ("ids", *_ROW_TYPES, *_OPTIONAL) if name in arrays}
         try:
             return cls(meta=meta, **kept)
         except ValueError as error:
             raise not_a_trace(path, str(error)) from None
 
 
+_OPTIONAL = ("weights", "states")
 _ROW_TYPES: dict[str, np.dtype[Any]] = {
     "phase": np.dtype(np.uint8),
     "sequence": np.dtype(np.int32),

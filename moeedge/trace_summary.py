@@ -33,6 +33,7 @@ class TraceSummary:
     tokens_per_step: float | None  # text per step
     has_weights: bool
     has_tokens: bool  # vocabulary ids
+    has_states: bool  # the draft's hidden states
     not_recorded: float  # share of (token, layer) pairs of the expert layers without experts
     expert_bytes: int | None  # mean of the expert layers
     overlap: float | None  # share of a token's experts that the next token of its text uses too
@@ -72,6 +73,7 @@ def summarize(trace: Trace) -> TraceSummary:
         tokens_per_step=n_text / n_steps if n_steps else None,
         has_weights=trace.weights is not None and bool(np.isfinite(trace.weights).any()),
         has_tokens=bool((trace.token >= 0).any()),
+        has_states=trace.states is not None and bool(np.isfinite(trace.states).any()),
         not_recorded=float(1.0 - known.mean()) if known.size else 0.0,
         expert_bytes=None if sizes is None or not layers else round(float(sizes[layers].mean())),
         overlap=_overlap(trace, layers),

@@ -156,6 +156,7 @@ class SpeculativeLoop:
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,
             drafts=proposal.tokens,
+            states=proposal.states,
         )
         if self._notify is not None:
             self._notify(record)

@@ -7,6 +7,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeedge.scheduler.ablations import ABLATIONS
 
 StopReason = Literal["eos", "length", "context", "interrupted"]
@@ -157,6 +160,8 @@ class StepRecord:
     verify_s: float
     observe_s: float  # sensing and scheduling
     drafts: list[int] = field(default_factory=list)  # the drafted tokens, refused ones included
+    # float32 [n_states, n_embd], the draft's hidden states of the batch's first tokens; None where they are not kept
+    states: NDArray[np.float32] | None = None
 
 
 @dataclass

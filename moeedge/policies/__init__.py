@@ -45,7 +45,7 @@ __all__ = [
 
 # The engine runs these, with its own rule for what is missing (the CPU computes it); replay and simulation, too
 POLICIES: dict[str, str] = {
-    "spac": "decayed activation counts, and lookahead by what the draft's tokens activated before",
+    "spac": "decayed activation counts, and lookahead by what contexts alike activated before",
     "spac-paper": "Algorithm 1 of MoE-SpAc as printed",
     "lru": "what was used last stays",
     "lfu": "what is used most often lately stays",
@@ -131,6 +131,11 @@ def foresees(name: str) -> bool:
 def reads_tokens(name: str) -> bool:
     """Whether the policy of that name looks ahead by the vocabulary ids of the next batch."""
     return name in _FROM_TOKENS
+
+
+def reads_states(name: str) -> bool:
+    """Whether the policy of that name looks ahead by the draft's hidden states, too, where they are known."""
+    return "draft-states" in getattr(_CLASSES.get(name), "needs", frozenset())
 
 
 def takes_profile(name: str) -> bool:

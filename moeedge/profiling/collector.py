@@ -33,6 +33,9 @@ class TraceCollector:
         self._step = 0
         self._position = 0  # of the first row of the next step
         self._text: list[int] = []  # prompt and emitted tokens of this sequence
+        self._states: list[
+            tuple[int, NDArray[np.float32] | None]
+        ] = []  # rows, and the draft's states of the first ones
         self._columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("ids", "weights", "phase", "sequence", "step", "accepted", "token", "position")
         }
@@ -80,11 +83,19 @@ class TraceCollector:
         start = 0
         for frame in frames:  # more than one where the batch is larger than a graph may be
             stop = start + frame.n_tokens
-            self._append(frame, self._position + start, batch[start:stop], accepted[start:stop])
+            states = None if record.states is None else record.states[start:stop]
+            self._append(frame, self._position + start, batch[start:stop], accepted[start:stop], states)
             start = stop
         self._position += record.n_accepted + 1
 
-    def _append(self, frame: Frame, position: int, tokens: list[int], accepted: NDArray[np.bool_]) -> None:
+    def _append(
+        self,
+        frame: Frame,
+        position: int,
+        tokens: list[int],
+        accepted: NDArray[np.bool_],
+        states: NDArray[np.float32] | None = None,
+    ) -> None:
         """Rows of one graph, whose first token lies at `position` of the text."""
         n_tokens = frame.n_tokens
         ids, weights = _rows(frame, self._dtype)
@@ -100,16 +111,30 @@ class TraceCollector:
         )
         for name, value in zip(self._columns, values, strict=True):
             self._columns[name].append(value)
+        self._states.append((n_tokens, states))
 
     def trace(self) -> Trace:
         """Everything so far. Raises EngineError where nothing was recorded."""
         if not self._columns["ids"]:
             raise EngineError(_NOTHING)
         columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        trace = Trace(meta=self.meta, **columns)
+        trace = Trace(meta=self.meta, **columns, states=self._all_states())
         if not trace.expert_layers():
             raise EngineError(_NOTHING)
         return trace
+
+    def _all_states(self) -> NDArray[np.float16] | None:
+        """[T, d], NaN where there are none; None where there are none at all."""
+        width = next((states.shape[1] for _, states in self._states if states is not None), 0)
+        if width == 0:
+            return None
+        whole = np.full((sum(n for n, _ in self._states), width), np.nan, dtype=np.float16)
+        first = 0
+        for n, states in self._states:
+            if states is not None:
+                whole[first : first + len(states)] = states
+            first += n
+        return whole
 
 
 def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float16]]:

@@ -100,6 +100,11 @@ class Hints:
     scores: NDArray[np.float32] | None = None  # the same shape, the router's probabilities
     states: NDArray[np.float32] | None = None  # [n_states, n_embd], the draft's, of the first tokens of the batch
 
+    @classmethod
+    def of_states(cls, states: NDArray[np.float32], n_layers: int) -> Hints:
+        """The draft's hidden states, which foretell no expert by themselves."""
+        return cls(layer_ids=np.empty((n_layers, 0, 0), dtype=np.int32), source="draft-states", states=states)
+
 
 @dataclass(frozen=True)
 class Traits:

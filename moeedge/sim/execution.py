@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.scheduler.policy import CacheShape, LayerPolicy, Observation, Policy, Traits
+from moeedge.scheduler.policy import CacheShape, Hints, LayerPolicy, Observation, Policy, Traits
 from moeedge.sim.clock import Clock, Process
 from moeedge.sim.events import Log, Span, Stream
 from moeedge.sim.machine import Machine
@@ -120,7 +120,9 @@ class Execution:
                     hints = self._stand_in.of_draft(token, part / n_parts)
                     self.mover.push(self.policy.plan(self.mover.resident, known[:token], hints))
                 elif token == n_drafts and known:  # without tokens there is nothing new since the plan before
-                    self.mover.push(self.policy.plan(self.mover.resident, known))
+                    states = step.states if "draft-states" in self.policy.needs else None
+                    told = None if states is None else Hints.of_states(states, len(step.ids))
+                    self.mover.push(self.policy.plan(self.mover.resident, known, told))
         self.account.ns["draft"] += n_drafts * self.machine.draft_ns
         if hinted:  # what was foretold while drafting must be there before verification begins (SP-MoE, section 3.2)
             since_ns = self.clock.now_ns

@@ -74,6 +74,7 @@ class ReplayRow:
     hints: str | None  # the stand-in for hidden states
     hints_accuracy: float | None
     token_ids: bool  # the trace knows them
+    draft_states: bool  # the same
     profile: bool  # made from texts held out
     steps: int
     texts: int
@@ -220,6 +221,8 @@ class Lane:
         if len(tokens) <= 1:
             return self._plan(tokens, hints)
         self._plan(tokens[:1], None)
+        if batch.states is not None and "draft-states" in self.policy.needs:
+            hints = Hints.of_states(batch.states, len(batch.ids))
         return self._plan(tokens, hints)
 
     def _plan(self, upcoming: list[int], hints: Hints | None) -> Plan:
@@ -364,6 +367,7 @@ class _Reference:
             hints=source,
             hints_accuracy=None if source is None else foresight.accuracy[source],
             token_ids=schedule.has_tokens,
+            draft_states=schedule.trace.states is not None,
             profile=self.config.profile is not None,
             steps=schedule.n_steps,
             texts=schedule.n_texts,

@@ -16,7 +16,7 @@ Batches come in chunks, counted together and shared by all that replays them (mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -45,6 +45,7 @@ class Batch:
     n_accepted: int  # drafts that became text
     prefill: bool
     fresh: bool  # the first batch of its text
+    states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens, where known
 
     @property
     def n_tokens(self) -> int:
@@ -135,11 +136,21 @@ class Schedule:
                 n_accepted=0 if self.prefill[first + index] else int(self.n_text[first + index]) - 1,
                 prefill=bool(self.prefill[first + index]),
                 fresh=bool(self.fresh[first + index]),
+                states=self._states(rows[places[index] : places[index + 1]]),
             )
             for index in range(last - first)
         ]
         assert counts.shape[1:] == (n_layers, n_experts)
         return Chunk(first, batches, counts, ~self.prefill[first:last])
+
+    def _states(self, rows: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Of the first tokens of a batch: the draft computes no state of the last draft before its verification."""
+        states = self.trace.states
+        if states is None or rows.size < 2:
+            return None
+        known = np.isfinite(states[rows[:-1]]).all(axis=1)
+        n_known = int(np.argmin(known)) if not known.all() else known.size
+        return states[rows[:n_known]].astype(np.float32) if n_known else None
 
 
 def _count(ids: NDArray[np.int32], batch_of: NDArray[np.int64], n_batches: int, n_experts: int) -> NDArray[np.int32]:
@@ -256,10 +267,4 @@ def schedules(
 def texts_of(trace: Trace, first: int, last: int | None = None) -> Trace:
     """The texts number `first` up to but not including `last`, in order of their appearance."""
     numbers = np.unique(trace.sequence)[first:last]
-    rows = np.isin(trace.sequence, numbers)
-    columns = {name: getattr(trace, name)[rows] for name in _ROW_ARRAYS}
-    weights = None if trace.weights is None else trace.weights[rows]
-    return replace(trace, weights=weights, **columns)
-
-
-_ROW_ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
+    return trace.rows_of(np.isin(trace.sequence, numbers))

@@ -10,7 +10,7 @@ from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
-from moeedge.policies import foresees, reads_tokens, takes_profile
+from moeedge.policies import foresees, reads_states, reads_tokens, takes_profile
 from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.replay import ReplayRow
 from moeedge.ui.bar import Bar
@@ -97,6 +97,16 @@ def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and reads_tokens(row.policy))
     if unread:
         lines.append(f"{', '.join(unread)}: without lookahead, since this trace holds no vocabulary ids.")
+    contextless = [
+        name
+        for name in dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_states)
+        if reads_states(name)
+    ]
+    if contextless:
+        lines.append(
+            f"{', '.join(contextless)}: lookahead by words alone, since this trace holds none of the draft's hidden "
+            "states, by which the engine foretells more; bench --policy spac --trace-out records them."
+        )
     unguided = dict.fromkeys(row.policy for row in rows if not row.profile and takes_profile(row.policy))
     if unguided:
         lines.append(f"{', '.join(unguided)}: by the first steps, since no text was held out for a profile.")

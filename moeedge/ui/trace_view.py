@@ -45,7 +45,8 @@ def _tokens(one: TraceSummary) -> str:
 
 
 def _also(one: TraceSummary) -> list[str]:
-    return [what for there, what in ((one.has_weights, "weights"), (one.has_tokens, "vocabulary ids")) if there]
+    kinds = ((one.has_weights, "weights"), (one.has_tokens, "vocabulary ids"), (one.has_states, "the draft's states"))
+    return [what for there, what in kinds if there]
 
 
 def _share(value: float | None) -> str:

@@ -106,11 +106,15 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
 
     full = two_texts()  # with vocabulary ids, and a text to spare
     assert (full.token >= 0).all()
+    full.save(tmp_path / "words.npz")
+    said = _replay(tmp_path / "words.npz", "--policy", "spac", "-o", "json").stderr
+    assert "spac: lookahead by words alone" in said
+    full = replace(full, states=np.zeros((full.n_tokens, 4), dtype=np.float16))
     full.save(tmp_path / "full.npz")
     more = ("--hint-accuracy", "default", "--profile-texts", 1, "-o", "json")
     result = _replay(tmp_path / "full.npz", "--policy", "fate,spac,static", *more)
     assert result.exit_code == 0 and result.stderr == ""
-    assert all(row["token_ids"] and row["profile"] for row in json.loads(result.stdout))
+    assert all(row["token_ids"] and row["draft_states"] and row["profile"] for row in json.loads(result.stdout))
 
 
 def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moeedge.engine.drafts import ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.llama import Context, Model
 from moeedge.engine.sampling import Sampler
-from moeedge.engine.types import SamplingConfig
+from moeedge.engine.types import Phase, SamplingConfig
 
 GREEDY = Sampler(SamplingConfig(temperature=0), 304)
 
@@ -105,6 +105,35 @@ def test_model_draft_after_a_verification(model_draft: ModelDraft, n_accepted: i
     proposed = model_draft.propose(following, 4, GREEDY).tokens
     model_draft.context.clear()
     assert proposed == model_draft.propose(following, 4, GREEDY).tokens
+
+
+def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
+    """With hidden states the draft proposes the same, whatever it has to catch up on; each token's state is its own."""
+    context = model_draft.context
+    history = [65, 66, 67, 68]
+    plain, stated = [], []
+    for proposals, keeps in ((plain, False), (stated, True)):
+        context.clear()
+        model_draft.keeps_states = keeps
+        tokens = list(history)
+        model_draft.begin(tokens)
+        for n_missing in (0, 1, 2, 9):  # of what the draft's cache should hold
+            proposal = model_draft.propose(tokens, 3, GREEDY)
+            proposals.append(proposal)
+            tokens += proposal.tokens
+            tokens += [70 + n_missing]
+            context.trim(max(len(tokens) - 1 - n_missing, 0))
+    assert [one.tokens for one in stated] == [one.tokens for one in plain]
+    assert all(one.states is None for one in plain)
+    context.clear()
+    batch = [*history, *stated[0].tokens[:-1]]
+    whole = []
+    for token in batch:
+        context.decode([token], phase=Phase.DRAFT, logits="all", states=True)
+        whole.append(context.last_state().copy())
+    assert stated[0].states is not None
+    np.testing.assert_allclose(stated[0].states, np.stack(whole[len(history) - 1 :]), atol=0.02)
+    assert np.abs(np.diff(stated[0].states, axis=0)).max() > 0.1
 
 
 def test_model_draft_samples_from_the_filtered_distribution(model_draft: ModelDraft) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
 from moeedge.errors import ContextTooSmallError, LayerRangeError
@@ -61,6 +62,28 @@ def test_trace_says_what_the_engine_did(session: Session) -> None:
     layers = list(range(trace.meta.n_layers))
     expected = np.stack([witness.counts[i] for i in verified])
     np.testing.assert_array_equal(activation_counts(trace, steps, layers), expected)
+
+
+def test_the_states_of_drafts_are_kept(session: Session) -> None:
+    witness = Witness()
+    session.observers.append(witness)
+    assert _record(session).trace.states is None  # nobody asked for them
+    assert isinstance(session.draft, ModelDraft)
+    session.draft.keeps_states = True
+    witness.records.clear()
+    trace = _record(session).trace
+    steps = [record for record in witness.records if record.n_verified]
+    assert trace.states is not None and any(record.n_drafted > 1 for record in steps)
+    rows = np.flatnonzero(trace.phase != PREFILL)
+    first = 0
+    for record in steps:
+        batch = trace.states[rows[first : first + record.n_verified]]
+        known = 0 if record.states is None else len(record.states)
+        assert known == record.n_drafted and np.isnan(batch[known:]).all()
+        if record.states is not None:
+            np.testing.assert_array_equal(batch[:known], record.states.astype(np.float16))
+        first += record.n_verified
+    assert first == rows.size and np.isnan(trace.states[trace.phase == PREFILL]).all()
 
 
 def test_tokens_and_positions_are_the_text(session: Session) -> None:

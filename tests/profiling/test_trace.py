@@ -77,6 +77,20 @@ def test_empty_trace(tmp_path: Path) -> None:
     assert loaded.n_tokens == 0 and loaded.expert_layers() == [] and loaded.text_rows().size == 0
 
 
+def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:
+    states = np.random.default_rng(0).random((30, 5)).astype(np.float16)
+    states[::3] = np.nan
+    trace = two_texts()
+    trace = replace(trace, states=states[: trace.n_tokens])
+    trace.save(tmp_path / "t.npz")
+    loaded = Trace.load(tmp_path / "t.npz")
+    np.testing.assert_array_equal(loaded.states, trace.states)
+    second = loaded.rows_of(loaded.sequence == 1)
+    np.testing.assert_array_equal(second.states, states[: trace.n_tokens][trace.sequence == 1])
+    np.testing.assert_array_equal(second.ids, trace.ids[trace.sequence == 1])
+    assert second.weights is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -90,6 +104,9 @@ def test_empty_trace(tmp_path: Path) -> None:
         ({"ids": np.zeros((18, 2, 2), dtype=np.uint16)}, "ids must be uint8"),
         ({"ids": np.zeros((18, 3, 2), dtype=np.uint8)}, "ids must be uint8"),
         ({"weights": np.zeros((18, 2, 2), dtype=np.float32)}, "weights"),
+        ({"states": np.zeros((17, 3), dtype=np.float16)}, "states"),
+        ({"states": np.zeros((18, 3), dtype=np.float32)}, "states"),
+        ({"states": np.zeros(18, dtype=np.float16)}, "states"),
     ],
 )
 def test_inconsistent_arrays_are_refused(change: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.foresight import Foresight
 from moeedge.sim.replay import Lane, ReplayConfig, ReplayRow, cache_shape, profile_of, replay
 from moeedge.sim.windows import Schedule, cut_schedule, recorded_schedule, texts_of
-from moeedge.trace import DECODE, PREFILL, Trace
+from moeedge.trace import DECODE, PREFILL, VERIFY, Trace
 from moeedge.trace_import import read_trace
 from tests.profiling.traces import make_trace, two_texts
 
@@ -115,6 +116,41 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     assert [batch.fresh for batch in batches] == [True, False, False, False, True, False, False, False]
     assert batches[2].tokens is not None and batches[2].tokens.tolist() == [6, 7, 8]
     assert recorded_schedule(walk(5, 0)) is None
+
+
+def test_batches_hold_the_states_that_are_known() -> None:
+    trace = two_texts()
+    states = np.arange(trace.n_tokens * 2, dtype=np.float16).reshape(-1, 2)
+    states[(trace.phase == PREFILL)] = np.nan
+    starts = np.flatnonzero(np.diff(trace.step, prepend=-1) != 0)
+    states[starts[2] + 1] = np.nan  # the second token of the second verification
+    schedule = recorded_schedule(replace(trace, states=states))
+    assert schedule is not None
+    batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
+    known = [0 if batch.states is None else len(batch.states) for batch in batches]
+    assert known == [0, 2, 1, 2, 0, 2, 2, 0]  # never of the last draft, nor of a token alone
+    assert batches[1].states is not None
+    np.testing.assert_array_equal(batches[1].states, states[3:5])
+
+
+def test_the_default_finds_more_where_states_tell_the_context() -> None:
+    """Experts follow a context that the words do not show."""
+    rng = np.random.default_rng(0)
+    rows = [(VERIFY, 0, step, True) for step in range(1, 151) for _ in range(4)]
+    context = np.repeat(rng.integers(0, 6, 150), 4)
+    word = rng.integers(0, 3, 600)
+    trace = make_trace(rows, n_layers=2, n_experts=32, gamma=3)
+    used = rng.random((6, 3, 2, 32)).argsort(axis=3)[..., :2]
+    centre = rng.standard_normal((6, 8))
+    states = (centre[context] + 0.1 * rng.standard_normal((600, 8))).astype(np.float16)
+    trace = replace(trace, ids=used[context, word].astype(np.uint8), token=word.astype(np.int32))
+    hits = []
+    for one in (trace, replace(trace, states=states)):
+        schedule = recorded_schedule(one)
+        assert schedule is not None
+        row = by_name(replay(schedule, ReplayConfig(policies=("spac",), ratios=(0.15,))))["spac"]
+        hits.append(row.share_of_oracle or 0.0)
+    assert hits[1] > 0.9 > hits[0] + 0.1
 
 
 def test_both_tails_accept_the_same_drafts() -> None:

@@ -124,14 +124,9 @@ class ExpertPlacement:
             if self.drafting is not None:
                 self.drafting.end(tokens)
             else:
-                self._replan(tokens, None if states is None else self._hints(states))
+                self._replan(tokens, None if states is None else Hints.of_states(states, self.cache.info.n_layers))
                 self._push()
             self._took(start_s)
-
-    def _hints(self, states: NDArray[np.float32]) -> Hints:
-        """That foretell no expert by themselves."""
-        nothing = np.empty((self.cache.info.n_layers, 0, 0), dtype=np.int32)
-        return Hints(layer_ids=nothing, source="draft-states", states=states)
 
     def _plan_ahead(self, tokens: Sequence[int], hints: Hints | None, layers: slice | None) -> int:
         """Drafting's: how many experts were asked for."""
