@@ -43,6 +43,7 @@ _MARGIN_GUESSED_MOST = 3.0
 # What guesses may cost: the share of the slots that changes in a step, above which the margin rises, slowly. On
 # gpt-oss-20b, optimistic tail, 0.85 uploads per layer and step find 0.60 of the pairs, 0.38 (this share) find 0.57
 _GUESSED_TURNOVER = 0.074
+_GUESSED_LINK = 0.5  # or so much of what the link carries in a step, where that is known and more
 _GUESS_PULL = 0.008  # of the margin, per step, at twice as many
 _MARGIN_AHEAD = 1.0  # a second plan follows, which will know the draft: only what is clearly better
 # Mix and trust change slowly: after the first steps every fourth one is enough to follow them; and so it is for tau
@@ -141,7 +142,10 @@ class Spac:
 
     def _weigh_guesses(self, n_uploads: int) -> None:
         """Asks more of a newcomer where guesses move much: what is used by chance leaves as fast as it came."""
-        ratio = min(n_uploads / max(_GUESSED_TURNOVER * self._n_slots, 1.0), 4.0)
+        allowed = max(_GUESSED_TURNOVER * self._n_slots, 1.0)
+        if self._max_uploads is not None:  # a fast link would be idle otherwise
+            allowed = max(allowed, _GUESSED_LINK * self._max_uploads)
+        ratio = min(n_uploads / allowed, 4.0)
         margin = self._guess_margin * math.exp(_GUESS_PULL * (ratio - 1.0))
         self._guess_margin = min(max(margin, _MARGIN_GUESSED), _MARGIN_GUESSED_MOST)
 
