@@ -39,6 +39,7 @@ __all__ = [
     "foresees",
     "ignored_ablations",
     "make_policy",
+    "reads_states",
     "reads_tokens",
     "takes_profile",
 ]
