@@ -10,7 +10,7 @@ import pytest
 from moeedge import paths
 from moeedge.engine import loading
 from moeedge.engine.model import Model
-from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.engine.types import MAX_N_CTX, EngineConfig, PlacementConfig
 from moeedge.hardware.resolve import ResolvedDevice
 
 _GIB = 2**30
@@ -106,9 +106,11 @@ def test_the_draft_lies_whole_beside_the_experts(
 def test_a_context_that_does_not_fit_beside_it_keeps_experts_off_the_gpu(
     tiny_moe: Path, asked: list[dict[str, Any]]
 ) -> None:
-    with loading.load_target(config(tiny_moe, n_ctx=1 << 30), LARGE_GPU):
-        pass
-    assert asked[0]["experts_on_cpu"]
+    device = ResolvedDevice("gpu", ggml_name="GPU0", llama_device="none", free_bytes=4 * _GIB, total_bytes=4 * _GIB)
+    for n_ctx, fits in ((512, True), (MAX_N_CTX, False)):  # the latter's KV cache takes 6 GiB
+        with loading.load_target(config(tiny_moe, n_ctx=n_ctx), device):
+            pass
+        assert ("experts_on_cpu" not in asked[-1]) == fits
 
 
 def test_a_long_context_that_nobody_asked_for_does_not(
