@@ -81,7 +81,7 @@ def _legend(rows: Sequence[ReplayRow]) -> str:
     told = {(row.hints, row.hints_accuracy) for row in rows if row.hints is not None}
     if told:
         names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(told, key=str))
-        lines.append(f"* needs hidden states, which a trace lacks: a predictor of stated accuracy stands in ({names}).")
+        lines.append(f"* needs the inputs of layers, which a trace lacks: a predictor of stated accuracy stands in ({names}).")
     return "\n".join(lines + shortcomings(rows))
 
 
@@ -92,7 +92,7 @@ def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     if blind:
         lines.append(
             f"{', '.join(blind)}: without {'its predictor' if len(blind) == 1 else 'their predictors'}, by the cache "
-            "alone, since a trace holds no hidden states; --hint-accuracy lets a stated accuracy stand in."
+            "alone, since a trace holds no inputs of layers; --hint-accuracy lets a stated accuracy stand in."
         )
     unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and reads_tokens(row.policy))
     if unread:
