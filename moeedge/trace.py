@@ -104,10 +104,11 @@ class Trace:
                 raise ValueError(f"{name} must be {dtype} {list(want)}, not {array.dtype} {list(array.shape)}")
         if self.weights is not None and (self.weights.dtype != np.float16 or self.weights.shape != shape):
             raise ValueError(f"weights must be float16 {list(shape)}")
-        if self.states is not None and (
-            self.states.dtype != np.float16 or self.states.ndim != 2 or self.states.shape[0] != shape[0]
+        states = self.states
+        if states is not None and (
+            states.dtype != np.float16 or states.ndim != 2 or states.shape[0] != shape[0] or states.shape[1] < 1
         ):
-            raise ValueError(f"states must be float16 [{shape[0]}, d]")
+            raise ValueError(f"states must be float16 [{shape[0]}, d], d at least 1")
         if np.any((self.ids >= self.meta.n_experts) & (self.ids != self.sentinel)):
             raise ValueError(f"an expert id is not below n_experts = {self.meta.n_experts}")
         if np.any((self.phase < PREFILL) | (self.phase > VERIFY)):

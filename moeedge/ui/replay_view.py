@@ -81,7 +81,9 @@ def _legend(rows: Sequence[ReplayRow]) -> str:
     told = {(row.hints, row.hints_accuracy) for row in rows if row.hints is not None}
     if told:
         names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(told, key=str))
-        lines.append(f"* needs the inputs of layers, which a trace lacks: a predictor of stated accuracy stands in ({names}).")
+        lines.append(
+            f"* needs the inputs of layers, which a trace lacks: a predictor of stated accuracy stands in ({names})."
+        )
     return "\n".join(lines + shortcomings(rows))
 
 

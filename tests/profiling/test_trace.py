@@ -107,6 +107,7 @@ def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:
         ({"states": np.zeros((17, 3), dtype=np.float16)}, "states"),
         ({"states": np.zeros((18, 3), dtype=np.float32)}, "states"),
         ({"states": np.zeros(18, dtype=np.float16)}, "states"),
+        ({"states": np.zeros((18, 0), dtype=np.float16)}, "states"),
     ],
 )
 def test_inconsistent_arrays_are_refused(change: dict[str, Any], message: str) -> None:
