@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import fields, replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from moeedge.bench.ablation import figure_12, figure_14
+from moeedge.bench.ablation import AblationRow, figure_12, figure_14
 from moeedge.cli.app import app
 from moeedge.engine.model import Model
 from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.quantize import quantized
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
+from moeedge.ui.ablation_view import _COLUMNS, print_ablation
 from tests.conftest import TinyFactory
 
 SHORT = ["--draft-max", "3", "-n", "12", "--limit", "2", "-r", "1", "-t", "1", "-c", "512", "-o", "json"]
@@ -137,3 +141,19 @@ def test_each_bar_adds_one_thing() -> None:
         assert len(changed) == 1, changed
     points = [variant.execution for variant in figure_14([1, 2])]
     assert [point.cutoff_layer for point in points] == [1, 2] and points[0].batch == points[1].batch == bars[-1].batch
+
+
+def test_the_table_tells_the_counts_behind_an_order() -> None:
+    """In 80 columns, every heading whole, and each variant against the one before."""
+    numbers = {field.name: 0.0 for field in fields(AblationRow)} | {"cutoff_layer": 18, "equal": 4, "answers": 4}
+    first = AblationRow(**numbers | {"variant": "baseline", "hit_rate": 0.5, "loaded_per_step": 517.3})  # type: ignore[arg-type]
+    second = replace(first, variant="vanilla", loaded_per_step=348.5, draft_stops_per_step=50.6, verify_s=-0.055)
+    console = Console(width=80, file=StringIO())
+    print_ablation([first, second], console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].split() == ["variant", "cutoff", *_COLUMNS[1:]]
+    assert lines[1].split()[:2] == ["baseline", "18"] and "517.3" in lines[1]
+    told = " ".join(lines)
+    assert "vanilla after baseline" in told and "verify -55.0" in told
+    assert "for -168.8 experts loaded" in told and "in 50.6 stops" in told
