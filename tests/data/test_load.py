@@ -13,7 +13,7 @@ import pytest
 from models.generator import DOMAINS, held_back
 from moeedge.data import CATALOG, Dataset, dataset_names, load_dataset, load_sample
 from moeedge.errors import DatasetError, DownloadError
-from tests.data.hub import hub_stand_in
+from tests.support.hub import hub_stand_in
 
 _MT_BENCH = json.dumps({"question_id": 7, "category": "writing", "turns": ["First?", "And then?"]}).encode() + b"\n"
 
@@ -31,9 +31,9 @@ def _empty_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
 
 
-def _hub_key(name: str) -> tuple[str, str, str]:
+def _hub_key(name: str) -> tuple[str, str]:
     source = CATALOG[name].hub[0]
-    return source.repo, source.revision, source.file
+    return f"datasets/{source.repo}", source.file
 
 
 def _texts(dataset: Dataset) -> list[list[str]]:
@@ -59,18 +59,20 @@ def test_the_data_folder_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_the_hub_is_asked_once_and_then_the_cache_answers() -> None:
     with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("mtbench"): _MT_BENCH}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
+        hub.revision = CATALOG["mtbench"].hub[0].revision
         first = load_dataset("mtbench")
         assert (first.place, _texts(first)) == ("hub", [["First?", "And then?"]])
-        repo, revision, name = _hub_key("mtbench")
-        assert f"GET /datasets/{repo}/resolve/{revision}/{name}" in hub.requests
-        n_requests = len(hub.requests)
+        repo, name = _hub_key("mtbench")
+        assert f"/{repo}/resolve/{hub.revision}/{name}" in [one.path for one in hub.asked]
+        n_asked = len(hub.asked)
         second = load_dataset("mtbench")
         assert (second.place, second.sha256) == ("cache", first.sha256)
-        assert len(hub.requests) == n_requests
+        assert len(hub.asked) == n_asked
 
 
 def test_a_file_that_the_hub_does_not_have() -> None:
-    with pytest.MonkeyPatch.context() as patch, hub_stand_in({}) as hub:
+    files = {(f"datasets/{source.repo}", "another"): b"" for source in CATALOG["humaneval"].hub}
+    with pytest.MonkeyPatch.context() as patch, hub_stand_in(files) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         with pytest.raises(DownloadError, match="404") as caught:
             load_dataset("humaneval")
@@ -91,10 +93,10 @@ def test_a_hub_in_trouble() -> None:
 def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b'{"turns": ["Who?"]}\n' * 99}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
-        hub.cut_at = 50
+        hub.cut_after, hub.cuts = 50, 99
         with pytest.raises(DownloadError):
             load_dataset("qa")
-        hub.cut_at = None
+        hub.cut_after = None
         assert len(load_dataset("qa").prompts) == 99
 
 
@@ -127,7 +129,7 @@ def test_the_next_of_the_hub_s_files_stands_in_for_one_that_is_gone() -> None:
     row = json.dumps({"question_id": 1, "category": "math", "turns": ["2 + 2?"], "reference": ["#### 4"]}).encode()
     with (
         pytest.MonkeyPatch.context() as patch,
-        hub_stand_in({(source.repo, source.revision, source.file): row}) as hub,
+        hub_stand_in({(f"datasets/{source.repo}", source.file): row}) as hub,
     ):
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         asked, cached = load_dataset("gsm8k"), load_dataset("gsm8k")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.stand_in import COMMIT, Hub, hub_stand_in
+from tests.support.hub import COMMIT, Hub, hub_stand_in
 
 BIG = ("me/big-GGUF", "big-Q4_K_M.gguf")
 SMALL = ("me/small-GGUF", "small-Q8_0.gguf")

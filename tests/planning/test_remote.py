@@ -11,7 +11,7 @@ import pytest
 from moeedge.planning import remote
 from tests.conftest import TinyFactory
 from tests.hub.conftest import BIG, SMALL, Place
-from tests.hub.stand_in import hub_stand_in
+from tests.support.hub import hub_stand_in
 
 
 @pytest.fixture

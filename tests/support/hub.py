@@ -1,4 +1,4 @@
-"""A stand-in for the hub on 127.0.0.1: what huggingface_hub asks about model repositories, and the ways it can fail.
+"""A stand-in for the hub on 127.0.0.1: what huggingface_hub asks about repositories, and the ways it can fail.
 
 As the real one does for large files, `resolve` answers with hash, size and commit and redirects to another host
 ("localhost" here), which serves the bytes and understands Range.
@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 _BLOCK = 65_536
+_REPO = "(?:datasets/)?[^/]+/[^/]+"
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class Hub:
     """A running server: its address, its files, what it was asked, and how it fails."""
 
     endpoint: str
-    files: dict[tuple[str, str], bytes]  # (repository, file) -> content
+    files: dict[tuple[str, str], bytes]  # (repository, file) -> content; of datasets (datasets/repository, file)
     asked: list[Asked] = field(default_factory=list)
     commit: str = COMMIT
+    revision: str = "main"  # the name of that commit
     status: int = 200  # another one is the answer to everything
     gated: bool = False  # without a token
     cut_after: int | None = None  # bytes after which every connection of a download breaks
@@ -75,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_bytes(path.removeprefix("/cdn/"))
         elif path.startswith("/api/models/"):
             self._describe(path.removeprefix("/api/models/"))
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif match := re.fullmatch(f"/({_REPO})/resolve/([^/]+)/(.+)", path):
             self._resolve(*match.groups())
         else:
             self._fail(404, "RepoNotFound")
@@ -103,14 +105,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(401, "RepoNotFound")  # as the hub answers who gave no token
         elif self.hub.gated and self.headers.get("Authorization") is None:
             self._fail(403, "GatedRepo")
-        elif revision not in ("main", self.hub.commit):
+        elif revision not in (self.hub.revision, self.hub.commit):
             self._fail(404, "RevisionNotFound")
         elif (repo, file) not in self.hub.files:
             self._fail(404, "EntryNotFound")
         else:
             body = self.hub.files[repo, file]
             size = len(body) if self.hub.claimed_bytes is None else self.hub.claimed_bytes
-            port = self.server.server_address[1]
+            port = self.hub.endpoint.rpartition(":")[2]
             self._head(
                 302,
                 {
@@ -123,10 +125,11 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _send_bytes(self, path: str) -> None:
-        owner, name, file = path.split("/", 2)
-        body = self.hub.files[f"{owner}/{name}", file]
-        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        start = int(match[1]) if match and not self.hub.ignore_range else 0
+        place = re.fullmatch(f"({_REPO})/(.+)", path)
+        assert place is not None
+        body = self.hub.files[place[1], place[2]]
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        start = int(wanted[1]) if wanted and not self.hub.ignore_range else 0
         headers = {"Content-Length": str(len(body) - start), "ETag": '"cdn"', "Accept-Ranges": "bytes"}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
@@ -173,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub_stand_in(files: dict[tuple[str, str], bytes]) -> Iterator[Hub]:
-    """Serve `files` as model repositories until the block ends."""
+    """Serve `files` until the block ends."""
     hub = Hub("", dict(files))
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
