@@ -75,7 +75,8 @@ class ModelDraft:
         self.context = context
         # called with the last token of the history and the drafts so far, before each further one is computed
         self.on_token: Callable[[Sequence[int]], None] | None = None
-        self.keeps_states = False  # proposals are to hold the hidden states that drafting leaves behind
+        # asked before each proposal: whether it is to hold the hidden states that drafting leaves behind
+        self.keeps_states: Callable[[], bool] = lambda: False
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
@@ -85,7 +86,7 @@ class ModelDraft:
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
         proposal = Proposal()
-        states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32) if self.keeps_states else None
+        states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32) if self.keeps_states() else None
         seen = sampler.recent(history)
         pending = history[self.context.n_past :]
         if states is not None and len(pending) > _WITH_STATES:

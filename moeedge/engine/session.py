@@ -119,7 +119,7 @@ class Session:
             if opened.placement is not None:
                 stack.callback(opened.placement.close)
                 if isinstance(draft, ModelDraft):
-                    draft.keeps_states = opened.placement.reads_states
+                    draft.keeps_states = opened.placement.reads_states_now
                     if opened.placement.drafting is not None:
                         draft.on_token = opened.placement.drafted
             notes.extend(opened.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ Mode = Literal["moeedge", "stock"]
 # Tokens. llama.cpp keeps a record per token beside the KV cache, and counts them in 32 bits: a slip of the keyboard
 # would take all memory, or become a small context. The largest context that models are trained for is 10 million.
 MAX_N_CTX = 2**24
+MAX_N_THREADS = 512  # ggml's GGML_MAX_N_THREADS, beyond which it crashes
 
 
 class Phase(IntEnum):
@@ -45,7 +47,7 @@ class SamplingConfig:
     seed: int | None = None  # None: a fresh one, reported in the stats
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # a NaN, too
             raise ValueError(f"temperature must be >= 0, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, not {self.top_k}")
@@ -53,8 +55,8 @@ class SamplingConfig:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], not {self.min_p}")
-        if self.repeat_penalty <= 0:
-            raise ValueError(f"repeat_penalty must be > 0, not {self.repeat_penalty}")
+        if not 0 < self.repeat_penalty < math.inf:
+            raise ValueError(f"repeat_penalty must be > 0 and finite, not {self.repeat_penalty}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +140,8 @@ class EngineConfig:
             raise ValueError(f"gamma (--draft-max) must be in 0..64, not {self.gamma}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
-        if self.n_threads < 0:
-            raise ValueError(f"n_threads must be >= 0, not {self.n_threads}")
+        if not 0 <= self.n_threads <= MAX_N_THREADS:
+            raise ValueError(f"n_threads (-t) must be in 0..{MAX_N_THREADS}, not {self.n_threads}")
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
     plain, stated = [], []
     for proposals, keeps in ((plain, False), (stated, True)):
         context.clear()
-        model_draft.keeps_states = keeps
+        model_draft.keeps_states = lambda keeps=keeps: keeps
         tokens = list(history)
         model_draft.begin(tokens)
         for n_missing in (0, 1, 2, 9):  # of what the draft's cache should hold

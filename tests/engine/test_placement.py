@@ -88,6 +88,7 @@ class Recorder:
         self.name = policy.name
         self.observations: list[Observation] = []
         self.upcoming: list[list[int]] = []
+        self.hints: list[Hints | None] = []
         self.resets = 0
         self._policy = policy
 
@@ -97,6 +98,7 @@ class Recorder:
 
     def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
         self.upcoming.append(list(upcoming))
+        self.hints.append(hints)
         return self._policy.plan(resident, upcoming, hints)
 
     def reset(self) -> None:
@@ -186,6 +188,26 @@ def test_the_policy_sees_every_batch(session: Session) -> None:
     # only the token that the target added is known before the draft; without drafts nothing is planned anew
     assert [upcoming for upcoming in recorder.upcoming if len(upcoming) > 1] == [b for b in batches if len(b) > 1]
     assert sum(len(upcoming) == 1 for upcoming in recorder.upcoming) == 1 + len(batches)
+
+
+def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference: list[int]) -> None:
+    """One per token of a batch but the last draft, and none while stock computes, or without a draft model."""
+    with Session.open(config(pair)) as session:
+        assert any("by the draft's hidden states" in note for note in session.info.notes)
+        recorder = record(session)
+        for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
+            assert (0 if step.states is None else len(step.states)) == len(step.drafts)
+        told = [len(hints.states) + 1 for hints in recorder.hints if hints is not None and hints.states is not None]
+        assert told == [len(upcoming) for upcoming in recorder.upcoming if len(upcoming) > 1] and told
+        session.set_mode("stock")
+        session.reset()
+        steps = list(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True))
+        assert any(step.drafts for step in steps) and all(step.states is None for step in steps)
+    with Session.open(config(pair, draft="ngram")) as session:
+        assert any("tokens alone" in note for note in session.info.notes)
+        recorder = record(session)
+        check(session, PROMPT, reference, answer(session))
+        assert not any(recorder.hints)
 
 
 def test_a_long_prompt_is_told_in_pieces(pair: tuple[Path, Path]) -> None:

@@ -69,7 +69,7 @@ def test_the_states_of_drafts_are_kept(session: Session) -> None:
     session.observers.append(witness)
     assert _record(session).trace.states is None  # nobody asked for them
     assert isinstance(session.draft, ModelDraft)
-    session.draft.keeps_states = True
+    session.draft.keeps_states = lambda: True
     witness.records.clear()
     trace = _record(session).trace
     steps = [record for record in witness.records if record.n_verified]

@@ -58,7 +58,7 @@ class ExpertPlacement:
     ) -> None:
         self.cache = cache
         self.policy = policy
-        self.reads_states = reads_states
+        self._reads_states = reads_states
         self.device = device
         self.cache_ratio = cache_ratio
         self._sensor = sensor
@@ -86,6 +86,10 @@ class ExpertPlacement:
     def active(self) -> bool:
         """Whether plans are made: attached, and the device there."""
         return self._attached and not self._lost
+
+    def reads_states_now(self) -> bool:
+        """Whether the draft is to keep its hidden states: not while nobody plans by them."""
+        return self._reads_states and self.active
 
     def attach(self) -> None:
         """Lets the target compute with the cache."""
