@@ -48,11 +48,12 @@ def worker(
     calm_idle_threads(RPC_SCHEME)  # who asks may be of this machine
     with cli_errors():
         from moeedge.engine import library
+        from moeedge.engine.types import MAX_N_THREADS
         from moeedge.hardware import rpc
         from moeedge.hardware.size import format_bytes
 
-        if threads < 0:
-            raise InputError(f"--threads must be >= 0, not {threads}.", "0: one per physical core.")
+        if not 0 <= threads <= MAX_N_THREADS:
+            raise InputError(f"--threads must be in 0..{MAX_N_THREADS}, not {threads}.", "0: one per physical core.")
         if verbose:
             show_log()
         library.start()

@@ -5,6 +5,7 @@ docs/datasets.md describes the row format for users.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -63,8 +64,8 @@ class Reference:
         for limit in (self.max_chars, self.max_words):
             if limit is not None and limit < 1:
                 raise ValueError(f"a limit must be at least 1, not {limit}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {self.timeout_s}")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, not {self.timeout_s}")
 
     @classmethod
     def from_row(cls, row: object, where: str) -> Reference:

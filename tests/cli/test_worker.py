@@ -40,7 +40,7 @@ def test_without_rpc() -> None:
         (["--listen", "nowhere.invalid:0"], 'There is no host "nowhere.invalid"'),
         (["--listen", "192.0.2.1:0", "--insecure-listen"], "Cannot listen on 192.0.2.1:0 "),
         (["--device", "CUDA77"], 'There is no device "CUDA77" to serve. Known: CPU'),
-        (["--threads", "-1"], "--threads must be >= 0"),
+        (["--threads", "-1"], "--threads must be in 0..512"),
     ],
 )
 def test_what_it_refuses(needs_rpc: None, arguments: list[str], complaint: str) -> None:

@@ -142,6 +142,7 @@ def test_without_rouge_score_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         ({"scorer": "letter", "expect": "K"}, '"expect" must hold letters from A to J'),
         ({"scorer": "code", "expect": "x"}, 'the scorer "code" needs "tests"'),
         ({"scorer": "code", "tests": "pass", "timeout_s": 0}, "timeout_s must be positive"),
+        ({"scorer": "code", "tests": "pass", "timeout_s": float("inf")}, "timeout_s must be positive and finite"),
         ({"scorer": "exact", "expect": "x", "max_chars": 0}, "a limit must be at least 1"),
         ({"scorer": "exact", "expect": "x", "max_chars": "9"}, '"max_chars" must be a number'),
         ({"scorer": "exact", "expect": "x", "max_chars": True}, '"max_chars" must be a number'),
