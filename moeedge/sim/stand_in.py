@@ -67,11 +67,11 @@ class StandIn:
         return Hints(shown, "draft-router")
 
     def of_gates(self, layer: int) -> Hints:
-        """What the input of `layer` says of the layers behind it."""
+        """What the input of `layer` says of the next layers with experts behind it."""
         shown = np.full_like(self._ids, -1)
-        for ahead in range(1, self._accuracy.reach + 1):
-            if layer + ahead < len(shown):
-                shown[layer + ahead] = self._mixed(self._accuracy.next_gate**ahead, layer + ahead)
+        routed = np.flatnonzero((self._ids >= 0).any(axis=(1, 2)))
+        for ahead, behind in enumerate(routed[routed > layer][: self._accuracy.reach].tolist(), start=1):
+            shown[behind] = self._mixed(self._accuracy.next_gate**ahead, behind)
         return Hints(shown, "next-gate")
 
     def _mixed(self, accuracy: float, layer: int | None = None) -> NDArray[np.int32]:

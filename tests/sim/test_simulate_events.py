@@ -201,3 +201,15 @@ def test_slots_are_never_exceeded_and_nothing_in_use_leaves(
     clock.start(mover.process())
     clock.start(driver())  # type: ignore[arg-type]
     clock.run()
+
+
+def test_gates_look_over_dense_layers() -> None:
+    """As in the engine: at the next layers that have experts, however many dense ones lie between."""
+    ids = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8
+    ids[[1, 2, 4]] = -1
+    stand_in = StandIn(6, 8, Accuracy(next_gate=1.0, reach=2), 0)
+    stand_in.begin(ids)
+    foretold = stand_in.of_gates(0).layer_ids
+    assert np.array_equal(foretold[[3, 5]], ids[[3, 5]])
+    assert (foretold[[0, 1, 2, 4]] == -1).all()
+    assert (stand_in.of_gates(5).layer_ids == -1).all()
