@@ -18,6 +18,11 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
+def is_offline() -> bool:
+    """Whether the user forbade to ask the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
 def fetch(source: HubFile, folder: Path) -> Path:
     """Download `source` below `folder` and return its path.
 
@@ -29,7 +34,7 @@ def fetch(source: HubFile, folder: Path) -> Path:
 
     endpoint = hub_endpoint()
     what = f"{source.file} of {source.repo}"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if is_offline():
         raise DownloadError(f"{what} was not asked for, because HF_HUB_OFFLINE is set.")
     had_bars = not are_progress_bars_disabled()
     disable_progress_bars()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moeedge.data.fetch import hub_endpoint
+from moeedge.data.fetch import hub_endpoint, is_offline
 from moeedge.errors import DownloadError
 from moeedge.hub.catalog import HubFile
 
@@ -39,6 +39,10 @@ class RemoteFile:
         return self.etag if _SHA256.fullmatch(self.etag) else None
 
 
+def _timeout_s() -> float:
+    return float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _ANSWER_TIMEOUT_S)
+
+
 def ask_file(repo: str, path: str, revision: str) -> RemoteFile:
     """Size, hash and commit of one file. Raises DownloadError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -46,8 +50,7 @@ def ask_file(repo: str, path: str, revision: str) -> RemoteFile:
     endpoint = hub_endpoint()
     with hub_errors(f"{path} of {repo}", repo, revision):
         url = hf_hub_url(repo, path, revision=revision, endpoint=endpoint)
-        timeout_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _ANSWER_TIMEOUT_S)
-        meta = get_hf_file_metadata(url, timeout=timeout_s)
+        meta = get_hf_file_metadata(url, timeout=_timeout_s())
     if meta.commit_hash is None or meta.size is None or meta.etag is None or not _ETAG.fullmatch(meta.etag):
         raise DownloadError(
             f"{endpoint} does not answer as a Hugging Face hub does: no commit, size or tag for {path} of {repo}.",
@@ -61,10 +64,8 @@ def list_files(repo: str, revision: str) -> list[HubFile]:
     from huggingface_hub import HfApi
 
     with hub_errors(repo, repo, revision):
-        timeout_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _ANSWER_TIMEOUT_S)
-        info = HfApi(endpoint=hub_endpoint()).model_info(
-            repo, revision=revision, files_metadata=True, timeout=timeout_s
-        )
+        api = HfApi(endpoint=hub_endpoint())
+        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_timeout_s())
     files = []
     for sibling in info.siblings or ():
         # a dict in some versions of huggingface_hub, an object in others
@@ -72,11 +73,6 @@ def list_files(repo: str, revision: str) -> list[HubFile]:
         digest = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
         files.append(HubFile(sibling.rfilename, sibling.size, digest))
     return files
-
-
-def is_offline() -> bool:
-    """Whether the user forbade to ask the hub."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 @contextmanager
