@@ -47,6 +47,7 @@ def simulate(
     Constants of the built-in machines come from data files with sources; those of this one from moeedge calibrate.
     """
     with cli_errors():
+        from moeedge.policies import named
         from moeedge.sim.simulate import simulate as run
         from moeedge.ui.console import stdout_console
         from moeedge.ui.output_file import check_output, check_picture
@@ -65,7 +66,7 @@ def simulate(
         }
         setups = list(
             _setups(
-                policies=words(policy, "--policy"),
+                policies=named(words(policy, "--policy")),
                 ratios=numbers(cache_ratio, "--cache-ratio"),
                 gammas=whole_numbers(gamma, "--gamma"),
                 caps=whole_numbers(utility_cap, "--utility-cap"),

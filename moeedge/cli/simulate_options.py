@@ -67,7 +67,7 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         metavar="LIST",
-        help="Systems to run, as for moeedge replay: spac, spac-paper, lru, llama-cpp-sd, hybrimoe and others.",
+        help="Systems to run, as for moeedge replay: spac, spac-paper, lru, llama-cpp-sd, hybrimoe and others; or all.",
         rich_help_panel=_PANEL_SWEEP,
     ),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -122,6 +122,13 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
     if name not in _CLASSES:
         raise ValueError(f'unknown policy "{name}"; there are {", ".join(ALL_POLICIES)}')
     return _CLASSES[name](shape, config)
+
+
+def named(names: Sequence[str]) -> list[str]:
+    """The names, "all" among them standing for every system: all policies but the bounds and `none`."""
+    if "all" in names:
+        return [name for name in (*POLICIES, *SIMULATED) if name not in BOUNDS and name != "none"]
+    return list(names)
 
 
 def foresees(name: str) -> bool:

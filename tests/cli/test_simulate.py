@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
+from moeedge.policies import POLICIES, SIMULATED
 from tests.profiling.traces import two_texts
 
 SHORT = ("-n", "40", "--max-steps", "8")
@@ -79,3 +80,11 @@ def test_a_trace_drives_it(tmp_path: Path) -> None:
 def test_what_cannot_be_simulated_says_why(arguments: tuple[str, ...], message: str) -> None:
     result = _simulate(*arguments, *SHORT)
     assert result.exit_code == 2 and message in result.stderr, result.output
+
+
+def test_all_means_every_system() -> None:
+    rows = json.loads(_simulate("--policy", "all", "-o", "json", *SHORT).stdout)
+    names = [row["policy"] for row in rows]
+    assert {"spac", "lru", "accelerate"} <= set(names)
+    assert len(set(names)) == len(names) == len(POLICIES | SIMULATED) - 1
+    assert not {"none", "oracle", "belady"} & set(names)
