@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
-from moeedge.data.fetch import hub_endpoint
+from moeedge.data.fetch import hub_endpoint, no_bars
 from moeedge.errors import DownloadError
 from moeedge.hardware.size import format_bytes
 from moeedge.hub import cache
@@ -100,21 +100,18 @@ def _fetch(file: RemoteFile, partial: Path, watcher: Watcher) -> str:
 def _small_chunks() -> Iterator[None]:
     """Without huggingface_hub's own bar, and in chunks of ours."""
     from huggingface_hub import constants, file_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     name = "DOWNLOAD_CHUNK_SIZE"
     modules = [module for module in (constants, file_download) if hasattr(module, name)]  # by version, one or both
-    had_bars, before = not are_progress_bars_disabled(), [getattr(module, name) for module in modules]
-    disable_progress_bars()
+    before = [getattr(module, name) for module in modules]
     for module in modules:
         setattr(module, name, _CHUNK_BYTES)
     try:
-        yield
+        with no_bars():
+            yield
     finally:
         for module, value in zip(modules, before, strict=True):
             setattr(module, name, value)
-        if had_bars:
-            enable_progress_bars()
 
 
 def _check(file: RemoteFile, partial: Path, digest: str, wanted: str | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from moeedge.data.fetch import hub_endpoint
+from moeedge.data.fetch import hub_endpoint, no_bars
 from moeedge.engine import gguf_file
 from moeedge.errors import DownloadError, ModelFileError, ModelNameError
 from moeedge.hub.catalog import Choice, load_catalog
@@ -94,21 +94,14 @@ def _fetch(file: RemoteFile, target: Path, n_bytes: int) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    had_bars = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        with target.open("ab") as kept, hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
-            url = hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint())
-            with suppress(_EnoughError):
-                http_get(
-                    url,
-                    cast(BinaryIO, _Sink(kept, n_bytes)),
-                    resume_size=kept.tell(),
-                    headers=build_hf_headers(),
-                    expected_size=file.size_bytes,
-                )
-    finally:
-        if had_bars:
-            enable_progress_bars()
+    with target.open("ab") as kept, no_bars(), hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
+        url = hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint())
+        with suppress(_EnoughError):
+            http_get(
+                url,
+                cast(BinaryIO, _Sink(kept, n_bytes)),
+                resume_size=kept.tell(),
+                headers=build_hf_headers(),
+                expected_size=file.size_bytes,
+            )
