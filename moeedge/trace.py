@@ -31,6 +31,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
+from moeedge.whole_file import whole
 
 FORMAT = "moeedge.trace"
 SCHEMA = 1
@@ -163,7 +164,7 @@ class Trace:
         header = {"format": FORMAT, "schema": SCHEMA} | asdict(self.meta)
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
         try:
-            with path.open("wb") as file:  # a file object: numpy appends .npz to names
+            with whole(path) as beside, beside.open("wb") as file:  # a file object: numpy appends .npz to names
                 np.savez_compressed(file, **arrays)
         except OSError as error:
             reason = error.strerror or "write error"

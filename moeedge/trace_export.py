@@ -20,12 +20,16 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.trace import PREFILL, Trace
+from moeedge.whole_file import whole
 
 
 def write_trace(trace: Trace, path: Path, layout: str) -> int:
     """Writes the file in one of `LAYOUTS` and returns how many tokens it holds. Raises InputError."""
+    if path.name == "-":
+        raise InputError("A trace is written to a file, not to standard output.", "Name one, or /dev/stdout for csv.")
     try:
-        return LAYOUTS[layout](trace, path)
+        with whole(path) as beside:
+            return LAYOUTS[layout](trace, beside)
     except OSError as error:
         reason = error.strerror or "write error"
         raise InputError(f"Cannot write the trace {path}: {reason}.", "Name another file.") from None

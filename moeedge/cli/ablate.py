@@ -92,7 +92,11 @@ def ablate(
         check_device(device)
         if verbose:
             show_log()
-        pair = _pair(model, model_draft, draft_type)
+        target = resolve_pair(model, model_draft)
+        name = dataset or ("toy" if target.bundled else "sample")
+        prompts = _prompts(name, limit)
+        _check(target.target, cutoffs, cache_ratio)
+        pair = _pair(model, model_draft, draft_type)  # may take long and fills the disk: last before the work
         config = pair.engine_config(
             ctx_size=ctx_size,
             threads=threads,
@@ -102,11 +106,31 @@ def ablate(
             emulate=True,
             placement=placement_config(cache_ratio=cache_ratio, policy=system.value),
         )
-        name = dataset or ("toy" if pair.bundled else "sample")
-        rows = _measure(config, cutoffs, name, limit, n_predict, repetitions)
+        rows = _measure(config, cutoffs, prompts, n_predict, repetitions)
         _show(
             rows, {"model": pair.target.name, "device": device, "gamma": draft_max, "cache_ratio": cache_ratio}, output
         )
+
+
+def _prompts(dataset: str, limit: int) -> list[list[dict[str, str]]]:
+    """The first turns."""
+    from moeedge.data import load_dataset
+
+    return [[message.as_dict() for message in one.turns[0]] for one in load_dataset(dataset).limited(limit).prompts]
+
+
+def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float) -> None:
+    """Raises InputError where nothing could come out."""
+    from moeedge.engine.gguf_file import summarize
+
+    layers = summarize(target).expert_layers
+    if not layers:
+        raise InputError(f"{target.name} has no experts: there is nothing to take apart.", "Name a MoE model with -m.")
+    if not 0 < cache_ratio <= 1:
+        raise InputError(f"--cache-ratio must be above 0 and at most 1, not {cache_ratio:g}.", "The default is 0.3.")
+    n_layers = layers[-1] + 1
+    if cutoffs and max(cutoffs) > n_layers:
+        raise InputError(f"--cutoff {max(cutoffs)} is beyond the {n_layers} layers of {target.name}.", "Name fewer.")
 
 
 def _pair(model: Path | None, draft: str | None, draft_type: str) -> Pair:
@@ -121,14 +145,16 @@ def _pair(model: Path | None, draft: str | None, draft_type: str) -> Pair:
 
 
 def _measure(
-    config: EngineConfig, cutoffs: list[int] | None, dataset: str, limit: int, n_predict: int, repetitions: int
+    config: EngineConfig,
+    cutoffs: list[int] | None,
+    prompts: list[list[dict[str, str]]],
+    n_predict: int,
+    repetitions: int,
 ) -> list[AblationRow]:
     from moeedge.bench.ablation import figure_12, figure_14, run_ablation, solved_cutoff
-    from moeedge.data import load_dataset
     from moeedge.ui.console import say, stderr_console
 
     err = stderr_console()
-    prompts = [[message.as_dict() for message in one.turns[0]] for one in load_dataset(dataset).limited(limit).prompts]
     if cutoffs is None:
         solved, sentence = solved_cutoff(config, tell=lambda line: say(err, line))
         say(err, sentence)

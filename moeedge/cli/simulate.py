@@ -53,6 +53,8 @@ def simulate(
         from moeedge.ui.output_file import check_output, check_picture
         from moeedge.ui.simulate_view import print_rows
 
+        if seed < 0:
+            raise ValueError(f"--seed must be >= 0, not {seed}")
         if gantt is not None:
             check_picture(gantt, "--gantt")
         if event_log is not None:
@@ -110,7 +112,7 @@ def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[S
         shape = shape_of_file(Path(model), source.trace.meta.n_experts_used)
     else:
         shape = find_model(model)
-    if source.n_experts != shape.n_experts or len(source.expert_layers) > shape.n_layers:
+    if source.n_experts != shape.n_experts or len(source.expert_layers) != shape.n_expert_layers:
         raise InputError(
             f"The trace has {len(source.expert_layers)} layers of {source.n_experts} experts, {shape.name} has "
             f"{shape.n_expert_layers} of {shape.n_experts}.",

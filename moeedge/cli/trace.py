@@ -90,6 +90,10 @@ def import_(
     with cli_errors():
         if expert_bytes is not None and not 0 < expert_bytes < 1 << 48:
             raise ValueError(f"--expert-bytes must be > 0, not {expert_bytes}")
+        if out.suffix.lower() != ".npz":
+            raise InputError(
+                f"{out} does not end in .npz, the format that import writes.", "moeedge trace convert writes others."
+            )
         found = read_trace(trace, n_experts)
         meta = found.meta
         if expert_bytes is not None:

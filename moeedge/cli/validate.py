@@ -13,6 +13,7 @@ from moeedge.cli.common import cli_errors
 from moeedge.cli.lists import numbers, whole_numbers, words
 from moeedge.cli.output import Output
 from moeedge.cli.placement import calm_idle_threads
+from moeedge.errors import InputError
 
 validate_app = typer.Typer(
     name="validate",
@@ -103,6 +104,8 @@ def measured(
         from moeedge.bench.lanes import load_models
         from moeedge.bench.modes import MODES
         from moeedge.cli.pair import resolve_pair
+        from moeedge.engine.gguf_file import summarize
+        from moeedge.engine.placement.opening import check_policy
         from moeedge.engine.types import PlacementConfig
         from moeedge.sim.measured import combinations, compare
         from moeedge.ui.console import say, stderr_console, stdout_console
@@ -111,7 +114,12 @@ def measured(
         wanted = combinations(
             words(policy, "--policy"), numbers(cache_ratio, "--cache-ratio"), whole_numbers(gamma, "--gamma")
         )
-        base = resolve_pair(model, model_draft).engine_config(
+        for name in dict.fromkeys(one.policy for one in wanted):
+            check_policy(PlacementConfig(policy=name))
+        pair = resolve_pair(model, model_draft)
+        if not summarize(pair.target).expert_layers:
+            raise InputError(f"{pair.target.name} has no experts: there is nothing to place.", "Name a MoE model.")
+        base = pair.engine_config(
             ctx_size=ctx_size,
             threads=threads,
             draft_max=max(one.gamma for one in wanted),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from moeedge.native.cache import ExpertCache
 from moeedge.policies import PolicyConfig, make_policy
 from moeedge.scheduler.policy import CacheShape
 from moeedge.scheduler.units import Units
+from moeedge.whole_file import whole
 
 SCHEMA = 1
 PathName = Literal["cpu", "resident", "stream"]
@@ -201,10 +201,5 @@ def _file(conditions: dict[str, Any]) -> Path:
 def _write(file: Path, text: str) -> None:
     """Whole or not at all: another session may read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
+    with whole(file) as beside:
         beside.write_text(text, encoding="utf-8")
-        os.replace(beside, file)
-    except OSError:  # a full disk keeps the empty file
-        beside.unlink(missing_ok=True)
-        raise

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
+from moeedge.whole_file import whole
 
 SCHEMA = "moeedge.conversation"
 VERSION = 1
@@ -102,13 +101,10 @@ class Conversation:
 
     def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`, whole or not at all. Raises InputError where that is impossible."""
-        beside = path.parent / f".{path.name}.{os.getpid()}.part"
         try:
-            beside.write_text(self.to_json(model=model), encoding="utf-8")
-            os.replace(beside, path)
+            with whole(path) as beside:
+                beside.write_text(self.to_json(model=model), encoding="utf-8")
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
             raise InputError(f"{path} cannot be written: {error.strerror}.") from None
 
     @classmethod

@@ -16,6 +16,7 @@ import llama_cpp.llama_cpp as lib
 from moeedge import paths
 from moeedge.engine import gguf_file, library
 from moeedge.errors import EngineError, InputError
+from moeedge.whole_file import whole
 
 # by name: enum llama_ftype of llama.h; widths that a type's blocks do not divide get the nearest one that they do
 TYPES = {"q2_k": 10, "q3_k": 12, "q4_0": 2, "q4_k": 15, "iq4_nl": 25, "q5_0": 8, "q8_0": 7}
@@ -29,15 +30,17 @@ def quantized(model: Path, type_name: str = "q4_0") -> Path:
     status = model.stat()
     identity = f"{model.resolve()}|{status.st_size}|{status.st_mtime_ns}|{type_name}"
     name = f"{model.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{type_name}.gguf"
-    file = paths.cache_dir() / "drafts" / name
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{name}.{os.getpid()}.part")
-        try:
-            _quantize(model, beside, TYPES[type_name])
-            os.replace(beside, file)
-        finally:
-            beside.unlink(missing_ok=True)
+    try:
+        file = paths.cache_dir() / "drafts" / name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with whole(file) as beside:
+                _quantize(model, beside, TYPES[type_name])
+    except OSError as error:
+        raise InputError(
+            f"The draft cannot be kept in the cache folder: {error.strerror}.",
+            "Set MOEEDGE_CACHE to a folder that can be written, or name a draft with -md FILE.",
+        ) from None
     return file
 
 

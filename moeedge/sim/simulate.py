@@ -46,6 +46,8 @@ class Setup:
             raise ValueError(f"gamma must be >= 0, not {self.gamma}")
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"the acceptance must be in [0, 1], not {self.acceptance}")
+        if not 1 <= self.cap <= 64:
+            raise ValueError(f"the utility cap (-K) must be in 1..64, not {self.cap}")
         if not self.link_factor > 0:
             raise ValueError(f"the link factor must be > 0, not {self.link_factor}")
 

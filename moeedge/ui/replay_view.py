@@ -18,6 +18,8 @@ from moeedge.ui.console import visible
 
 _MIB = 1024 * 1024
 _NONE = "-"
+_NAME, _COLUMN = 22, 12  # characters of a policy and of a figure, with what lies between
+_ENDLESS = 1000
 
 
 def rows_json(rows: Sequence[ReplayRow]) -> str:
@@ -29,8 +31,9 @@ def print_rows(rows: Sequence[ReplayRow], console: Console) -> None:
     """Tables with the best policy on top of each, the bounds below."""
     for (tail, ratio), group in groupby(rows, key=lambda row: (row.tail, row.cache_ratio)):
         same = list(group)
-        console.print(_title(same[0], tail, ratio), style="bold", soft_wrap=True)
-        console.print(_table(same))
+        console.print(_title(same[0], tail, ratio), style="bold", soft_wrap=not console.is_terminal)
+        for table in _tables(same, console):
+            console.print(table)
     if rows:
         console.print(_legend(rows), style="dim")
 
@@ -44,32 +47,40 @@ def _title(row: ReplayRow, tail: str, ratio: float) -> str:
     )
 
 
-def _table(rows: Sequence[ReplayRow]) -> Table:
+def _tables(rows: Sequence[ReplayRow], console: Console) -> list[Table]:
+    """One, or where that is too wide several, with the policies in front of each."""
     has_bytes = any(row.bytes_per_step is not None for row in rows)
+    columns = ["pairs", "experts", "uploads", *(["MiB/step"] if has_bytes else []), "hot/cold", "of oracle"]
+    whole = _table(rows, columns)
+    if console.measure(whole, options=console.options.update(width=_ENDLESS)).maximum <= console.width:
+        return [whole]
+    n_each = max((console.width - _NAME) // _COLUMN, 1)
+    return [_table(rows, columns[first : first + n_each]) for first in range(0, len(columns), n_each)]
+
+
+def _table(rows: Sequence[ReplayRow], columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    columns = ["pairs", "experts", "uploads", *(["MiB/step"] if has_bytes else []), "hot/cold", "of oracle"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    policies = [row for row in rows if row.policy not in BOUNDS]
-    for row in sorted(policies, key=lambda row: -row.hit_rate_pairs):
-        table.add_row(*_cells(row, has_bytes))
-    for row in rows:
-        if row.policy in BOUNDS:
-            table.add_row(*_cells(row, has_bytes), style="dim")
+    ranked = sorted((row for row in rows if row.policy not in BOUNDS), key=lambda row: -row.hit_rate_pairs)
+    for row in ranked + [row for row in rows if row.policy in BOUNDS]:
+        cells = _cells(row)
+        name = row.policy + ("" if row.hints is None else " *")
+        table.add_row(name, *(cells[column] for column in columns), style="dim" if row.policy in BOUNDS else None)
     return table
 
 
-def _cells(row: ReplayRow, has_bytes: bool) -> list[str]:
-    cells = [
-        row.policy + ("" if row.hints is None else " *"),
-        _number(row.hit_rate_pairs, 3),
-        _number(row.hit_rate_unique, 3),
-        _number(row.uploads_per_layer_step, 2),
-    ]
-    if has_bytes:
-        cells.append(_NONE if row.bytes_per_step is None else f"{row.bytes_per_step / _MIB:.1f}")
-    return [*cells, _number(row.hot_cold_accuracy, 3), _number(row.share_of_oracle, 3)]
+def _cells(row: ReplayRow) -> dict[str, str]:
+    """By the heads of the columns."""
+    return {
+        "pairs": _number(row.hit_rate_pairs, 3),
+        "experts": _number(row.hit_rate_unique, 3),
+        "uploads": _number(row.uploads_per_layer_step, 2),
+        "MiB/step": _NONE if row.bytes_per_step is None else f"{row.bytes_per_step / _MIB:.1f}",
+        "hot/cold": _number(row.hot_cold_accuracy, 3),
+        "of oracle": _number(row.share_of_oracle, 3),
+    }
 
 
 def _legend(rows: Sequence[ReplayRow]) -> str:

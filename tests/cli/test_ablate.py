@@ -99,12 +99,27 @@ def test_a_draft_of_another_width(target: Path, tiny: TinyFactory) -> None:
         (["--limit", "0"], "nothing to measure"),
         (["-n", "1"], "nothing to measure"),
         (["--draft-type", "q17"], 'no type "q17"'),
+        (["--cutoff", "5"], "beyond the 4 layers"),
+        (["--cache-ratio", "0"], "--cache-ratio must be above 0"),
+        (["--dataset", "none.jsonl"], "none.jsonl"),
     ],
 )
 def test_bad_options(arguments: list[str], told: str, target: Path) -> None:
     result = CliRunner().invoke(app, ["ablate", "-m", str(target), *DEVICE, *arguments])
     assert result.exit_code == 2
     assert told in result.output.replace("\n", " ")
+    assert "Draft:" not in result.output  # no quantization was made for it
+
+
+def test_a_dense_model_and_a_folder_that_may_not_be_written(
+    tiny_draft: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = CliRunner().invoke(app, ["ablate", "-m", str(tiny_draft), *DEVICE])
+    assert result.exit_code == 2 and "has no experts" in result.output
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file"))
+    result = CliRunner().invoke(app, ["ablate", "-m", str(target), *DEVICE])
+    assert result.exit_code == 2 and "The draft cannot be kept" in " ".join(result.output.split())
 
 
 def test_an_interrupt_within_an_answer_ends_it_all(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

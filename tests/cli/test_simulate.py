@@ -71,6 +71,8 @@ def test_a_trace_drives_it(tmp_path: Path) -> None:
         (("--gamma", "2.5"), "whole numbers"),
         (("--cache-ratio", "much"), "takes numbers"),
         (("--cache-ratio", "2"), "must be in [0, 1]"),
+        (("--seed", "-1"), "--seed must be >= 0"),
+        (("--utility-cap", "0"), "must be in 1..64"),
         (("--model", "x.gguf"), "nothing of its routing"),
         (("--gantt", "/proc/none/g.png"), "cannot be written"),
         (("--gantt", "g.txt"), "--gantt cannot write g.txt"),

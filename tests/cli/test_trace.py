@@ -82,6 +82,8 @@ def test_broken_files_end_with_one_sentence(name: str, command: list[str], tmp_p
         (["convert", "own.npz", "own.npz"], "is the trace that is read"),
         (["import", "own.npz", "nowhere/out.npz"], "Cannot write"),
         (["import", "own.npz", "out.npz", "--expert-bytes", "0"], "--expert-bytes"),
+        (["import", "own.npz", "out.csv"], "does not end in .npz"),
+        (["convert", "own.npz", "-", "--to", "positions"], "not to standard output"),
         (["info", "own.npz", "--n-experts", "0"], "number of experts"),
     ],
 )

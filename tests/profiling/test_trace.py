@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moeedge.engine.types import Phase
 from moeedge.errors import InputError
 from moeedge.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
+from moeedge.trace_export import write_trace
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
@@ -75,6 +76,25 @@ def test_empty_trace(tmp_path: Path) -> None:
     make_trace([]).save(tmp_path / "empty.npz")
     loaded = Trace.load(tmp_path / "empty.npz")
     assert loaded.n_tokens == 0 and loaded.expert_layers() == [] and loaded.text_rows().size == 0
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "t.npz"
+    two_texts().save(file)
+    before = file.read_bytes()
+
+    def interrupted(stream: Any, **_arrays: Any) -> None:
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        two_texts().save(file)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(two_texts(), tmp_path / "other.npz", "arrays")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:

@@ -94,3 +94,13 @@ def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> No
         assert row["tokens"] >= 11 and row["measured_tpot_s"] > 0 and row["tpot_s"] > 0
         assert row["error"] == pytest.approx(row["tpot_s"] / row["measured_tpot_s"] - 1)
         assert row["hit_rate_pairs"] == pytest.approx(row["hit_rate_pairs_measured"], abs=0.25)
+
+
+def test_what_cannot_be_measured_is_said_before_anything_is_loaded(tiny_moe: Path, tiny_draft: Path) -> None:
+    for model, policy, words in (
+        (tiny_moe, "lru,magic", 'no policy "magic"'),
+        (tiny_draft, "lru", "has no experts"),
+    ):
+        result = CliRunner().invoke(app, ["validate", "measured", "-m", str(model), "-md", "none", "--policy", policy])
+        assert result.exit_code == 2 and words in " ".join(result.output.split())
+        assert "1 of" not in result.output
