@@ -49,9 +49,9 @@ def simulate(
     with cli_errors():
         from moeedge.policies import named
         from moeedge.sim.simulate import simulate as run
-        from moeedge.ui.console import stdout_console
+        from moeedge.ui.console import stderr_console, stdout_console
         from moeedge.ui.output_file import check_output, check_picture
-        from moeedge.ui.simulate_view import print_rows
+        from moeedge.ui.simulate_view import SimulateProgress, print_rows
 
         if seed < 0:
             raise ValueError(f"--seed must be >= 0, not {seed}")
@@ -83,12 +83,18 @@ def simulate(
             )
         )
         wants_log = gantt is not None or event_log is not None
-        results = [run(machine, source, setup, keep_log=wants_log) for setup in setups]
-        rows = [result.row(**about) for result in results]
-        if output is Output.JSON:
-            typer.echo(json.dumps(rows, indent=1))
-        else:
-            print_rows(rows, stdout_console())
+        results: list[Result] = []
+        try:
+            with SimulateProgress(len(setups), stderr_console()) as bar:
+                for setup in setups:
+                    results.append(run(machine, source, setup, keep_log=wants_log))
+                    bar.advance()
+        finally:  # Ctrl-C keeps the rows that there are
+            rows = [result.row(**about) for result in results]
+            if rows and output is Output.JSON:
+                typer.echo(json.dumps(rows, indent=1))
+            elif rows:
+                print_rows(rows, stdout_console())
         _write(results, gantt, event_log)
 
 

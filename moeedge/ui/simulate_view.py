@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from rich import progress
 from rich.console import Console
 
 from moeedge.sim.simulate import Result
+from moeedge.ui.bar import Bar
 from moeedge.ui.gantt import Chart
 
 Row = dict[str, Any]
@@ -96,3 +98,15 @@ def chart_of(result: Result) -> Chart:
         f"{result.step_s[middle] * 1e3:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
     )
     return Chart(title, result.log.of_step(result.first_step + middle))
+
+
+class SimulateProgress(Bar):
+    """Rows that are done."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        rows = progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows")
+        super().__init__("simulating", (rows, progress.TimeElapsedColumn()), console, total)
+
+    def advance(self) -> None:
+        """One more."""
+        self._update(advance=1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
 from moeedge.policies import POLICIES, SIMULATED
+from moeedge.sim import simulate as simulation
 from tests.profiling.traces import two_texts
 
 SHORT = ("-n", "40", "--max-steps", "8")
@@ -90,3 +93,17 @@ def test_all_means_every_system() -> None:
     assert {"spac", "lru", "accelerate"} <= set(names)
     assert len(set(names)) == len(names) == len(POLICIES | SIMULATED) - 1
     assert not {"none", "oracle", "belady"} & set(names)
+
+
+def test_an_interrupt_keeps_the_rows_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = simulation.simulate, itertools.count()
+
+    def interrupted(*arguments: Any, **named: Any) -> simulation.Result:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(simulation, "simulate", interrupted)
+    result = _simulate("--policy", "lru,lfu,spac,static", "-o", "json", *SHORT)
+    assert result.exit_code == 130
+    assert [row["policy"] for row in json.loads(result.stdout)] == ["lru", "lfu"]
