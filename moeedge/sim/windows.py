@@ -251,6 +251,10 @@ def schedules(
     windows: by both models unless `tails` says which; gamma and acceptance are the trace's where it has them and none
     are given, else 8 and 0.8. Without drafts (gamma 0) the models are the same: once.
     """
+    if not trace.expert_layers():
+        raise InputError(
+            "The trace records no experts: there is nothing to replay.", "Look at it with moeedge trace info."
+        )
     own_gamma, own_acceptance = speculation(trace)
     if own_gamma is not None and gamma is None and acceptance is None and tails is None:
         recorded = recorded_schedule(trace)

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeedge.errors import InputError
 from moeedge.policies import BOUNDS as CLAIRVOYANT
 from moeedge.policies import POLICIES, SIMULATED, PolicyConfig, make_policy
 from moeedge.scheduler.policy import Observation
 from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.foresight import Foresight
 from moeedge.sim.replay import Lane, ReplayConfig, ReplayRow, cache_shape, profile_of, replay
-from moeedge.sim.windows import Schedule, cut_schedule, recorded_schedule, texts_of
+from moeedge.sim.windows import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
 from moeedge.trace import DECODE, PREFILL, VERIFY, Trace
 from moeedge.trace_import import read_trace
 from tests.profiling.traces import make_trace, two_texts
@@ -288,6 +289,13 @@ def test_layers_without_experts_have_no_part() -> None:
     assert cache_shape(schedule, 0.5).capacity.tolist() == [4]
     rows = by_name(replay(schedule, ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
     assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
+
+
+def test_a_trace_without_experts_is_refused() -> None:
+    trace = two_texts()
+    empty = replace(trace, ids=np.full_like(trace.ids, trace.sentinel))
+    with pytest.raises(InputError, match="no experts"):
+        schedules(empty, gamma=None, acceptance=None, tails=None, seed=0)
 
 
 def test_mistakes() -> None:
