@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_nothing_behind(cache_folder: Path, monkeypatch: pyte
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(calibration.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError):
         calibration._write(cache_folder / "calibration" / "a.json", "{}")
     assert list((cache_folder / "calibration").iterdir()) == []
