@@ -62,6 +62,9 @@ class Recall:
         """
         told: FloatArray = np.zeros(len(tokens), dtype=np.float32)
         states = self._prepared(states[: len(tokens)])
+        if not np.isfinite(states).all():  # of a draft that computes nonsense: no neighbour is near
+            self._asked = None
+            return told
         self._asked = (list(tokens), states)
         n, m = len(states), self.n_kept
         if n == 0 or m == 0:

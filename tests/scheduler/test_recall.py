@@ -151,6 +151,20 @@ def test_batches_without_states_and_memory_without_bytes_change_nothing() -> Non
     assert not out.any()
 
 
+def test_states_that_are_no_numbers_tell_nothing() -> None:
+    rng = np.random.default_rng(0)
+    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    for broken in (False, True, False):
+        tokens, states, ids = batch(rng)
+        if broken:
+            states[1, 2] = np.nan
+        out = np.zeros(N, dtype=np.float32)
+        told = memory.expect(tokens.tolist(), states, out)
+        assert not broken or not (told.any() or out.any())
+        memory.learn(tokens, ids)
+    assert memory.n_kept == 10  # of two batches
+
+
 def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "MOST_ROWS", 3)
     memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
