@@ -86,8 +86,8 @@ def test_a_batch_waits_for_the_link_once(tmp_path: Path) -> None:
             times_s[batch] = time.monotonic() - begin_s
             assert cache.stats().uploads == 16
             n_transfers = cache.stats().transfers
-            # a layer each; on a busy machine the mover may find a layer's experts queued in part
-            assert n_transfers == 16 if batch == 1 else 2 <= n_transfers <= 5
+            # a layer each; the mover may have begun to wait before it was told of batches: then the first goes alone
+            assert n_transfers == 16 if batch == 1 else 2 <= n_transfers <= 3
     assert times_s[1] >= 0.9 * 16 * latency_s
     assert 0.9 * 2 * latency_s - 0.02 <= times_s[64] < times_s[1] * 0.6
 
