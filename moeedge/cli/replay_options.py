@@ -55,7 +55,7 @@ HintAccuracy = Annotated[
     typer.Option(
         "--hint-accuracy",
         metavar="LIST",
-        help="Lets predictors of such accuracies stand in for hidden states, which a trace lacks: "
+        help="Lets predictors of such accuracies stand in for the hidden states of layers, which a trace lacks: "
         "draft-router=0.88,next-gate=0.8, or default for these. Otherwise systems that need them go by their "
         "caches alone.",
         rich_help_panel=_CACHE,

@@ -9,7 +9,7 @@ what plans may move, alike for all policies.
 Systems that compute everything on the device (`Traits.device_only`) load each missing expert when it is needed: one
 transfer, which counts as an upload but not as found; what they then keep of it costs no second one. Those that plan
 before every layer are given what they would know by then at once (scheduler/policy.py): with slots per layer that
-comes to the same. Where a policy wants hidden states, which traces lack, it goes by its cache alone, unless
+comes to the same. Where a policy wants hidden states of layers, which traces lack, it goes by its cache alone, unless
 moeedge/sim/foresight.py is asked to stand in for them (`ReplayConfig.accuracy`): where transfers take no time a
 predictor that is nearly always right makes any cache nearly the oracle, so that such rows compare accuracies that
 were put in. When what was foretold arrives is the simulator's question.
