@@ -1,4 +1,4 @@
-"""A stand-in for what layers' hidden states foretell: traces hold none, so a predictor of a stated accuracy takes their place.
+"""A stand-in for what layers' hidden states foretell: traces hold none, so a stated accuracy takes their place.
 
 Each (token, layer, slot) of the next batch is foretold rightly with probability p; otherwise an expert drawn by the
 popularity of the layer's experts over the whole trace stands there, which at times is one of the token's by chance.
