@@ -12,11 +12,26 @@ from moeedge.trace import PREFILL, Trace, TraceMeta, ids_dtype
 
 if TYPE_CHECKING:
     from moeedge.engine.session import Session
-    from moeedge.engine.types import StepRecord
+    from moeedge.engine.types import EngineInfo, StepRecord
     from moeedge.native import Frame
 
 
 _NOTHING = "No routing was recorded: moeedge's backend saw no MoE layer of this model at work."
+
+
+def describe(info: EngineInfo, source: str, parameters: dict[str, Any] | None = None) -> TraceMeta:
+    """What a session's traces are of; source: the command that makes them."""
+    return TraceMeta(
+        model=info.model,
+        architecture=info.architecture,
+        n_layers=info.n_layers,
+        n_experts=info.n_experts,
+        n_experts_used=info.n_experts_used,
+        gamma=info.gamma,
+        draft=info.draft,
+        source=source,
+        parameters=parameters or {},
+    )
 
 
 class TraceCollector:

@@ -12,7 +12,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.turn import Answer
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import ContextTooSmallError, LayerRangeError
-from moeedge.profiling.collector import TraceCollector
+from moeedge.profiling.collector import TraceCollector, describe
 from moeedge.profiling.layers import check_layer, describe_layers
 from moeedge.trace import Trace, TraceMeta
 
@@ -157,14 +157,4 @@ def _describe(
         "n_threads": info.n_threads,
         "expert_bytes": expert_bytes_by_layer(tensors, info.n_layers),
     }
-    return TraceMeta(
-        model=info.model,
-        architecture=info.architecture,
-        n_layers=info.n_layers,
-        n_experts=info.n_experts,
-        n_experts_used=info.n_experts_used,
-        gamma=info.gamma,
-        draft=info.draft,
-        source=f"moeedge {moeedge.__version__} {command}",
-        parameters=parameters,
-    )
+    return describe(info, f"moeedge {moeedge.__version__} {command}", parameters)

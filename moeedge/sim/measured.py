@@ -22,14 +22,14 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
 from moeedge.errors import EngineError
 from moeedge.policies import PolicyConfig, make_policy
-from moeedge.profiling.collector import TraceCollector
+from moeedge.profiling.collector import TraceCollector, describe
 from moeedge.scheduler.policy import CacheShape
 from moeedge.scheduler.units import Units
 from moeedge.sim.execution import Execution
 from moeedge.sim.machine import Machine, from_units
 from moeedge.sim.stand_in import Accuracy, StandIn
 from moeedge.sim.windows import as_computed
-from moeedge.trace import Trace, TraceMeta
+from moeedge.trace import Trace
 
 Tell = Callable[[str], None]
 PROMPTS = (
@@ -216,19 +216,8 @@ class _Run:
     """Two answers of one session: the first warms up, the second counts."""
 
     def __init__(self, session: Session) -> None:
-        info = session.info
-        meta = TraceMeta(
-            model=info.model,
-            architecture=info.architecture,
-            n_layers=info.n_layers,
-            n_experts=info.n_experts,
-            n_experts_used=info.n_experts_used,
-            gamma=info.gamma,
-            draft=info.draft,
-            source="moeedge validate",
-        )
         self.session = session
-        self.collector = TraceCollector(meta)
+        self.collector = TraceCollector(describe(session.info, "moeedge validate"))
         session.observers.append(self.collector)
         self.warm_steps = 0
         self.schedule_s = 0.0  # median of the first answer's steps

@@ -235,10 +235,7 @@ class Lane:
             moved = self.slots.execute(plan, int(self._credit))
             self._credit -= moved.size
         if self._loaded is not None and moved.size:
-            flat = self._loaded.reshape(-1)
-            fresh = moved[~flat[moved]]
-            flat[moved] = False
-            moved = fresh
+            moved = moved[~self._loaded.reshape(-1)[moved]]
         self._n_planned += moved.size
         self.tally.add_uploads(moved)
         return plan
