@@ -56,7 +56,7 @@ class Spac:
 
     name = "spac"
     traits = Traits()
-    needs = frozenset({"draft-states"})  # where there are none, the tokens alone must do
+    needs: frozenset[str] = frozenset({"draft-states"})  # where there are none, the tokens alone must do
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
@@ -67,7 +67,10 @@ class Spac:
         n = shape.n_layers * shape.n_experts
         fitted = "no-ada-bc" not in config.ablations
         self._history = History(n, fitted=fitted)
-        self._ahead = Lookahead(*cells, 0 if self._binary else config.lookahead_bytes, judged=fitted)
+        lookahead_bytes = 0 if self._binary else config.lookahead_bytes
+        if lookahead_bytes == 0:
+            self.needs = frozenset()
+        self._ahead = Lookahead(*cells, lookahead_bytes, judged=fitted)
         self._planner = Planner(shape, self.cap, evict=config.evicts)
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_steps = 0

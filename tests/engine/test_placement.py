@@ -203,6 +203,9 @@ def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference
         session.reset()
         steps = list(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True))
         assert any(step.drafts for step in steps) and all(step.states is None for step in steps)
+    with Session.open(config(pair, placement={"ablations": frozenset({"no-spec-ue"})})) as session:
+        assert not any("foretells experts" in note for note in session.info.notes)  # and so it does not
+        assert session.placement is not None and not session.placement.reads_states_now()
     with Session.open(config(pair, draft="ngram")) as session:
         assert any("tokens alone" in note for note in session.info.notes)
         recorder = record(session)
