@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command line. Ctrl-C ends it without a traceback even while the commands are being imported."""
     try:
-        from moeedge.cli.app import app  # takes a quarter of a second
+        from moeedge.cli.app import app
 
         app(prog_name="moeedge")
     except KeyboardInterrupt:

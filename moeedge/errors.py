@@ -29,10 +29,10 @@ class MoeedgeError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, mend: str = "") -> None:
-        super().__init__(f"{message} {mend}".strip())
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} {hint}".strip())
         self.message = message
-        self.mend = mend
+        self.hint = hint
 
 
 class BackendError(MoeedgeError):

@@ -100,7 +100,7 @@ def data_folder() -> Path:
 @pytest.fixture(scope="session")
 def needs_rpc() -> None:
     """Skips where llama.cpp was built without RPC."""
-    from moeedge.hardware import rpc  # loads llama.cpp
+    from moeedge.hardware import rpc
 
     if not rpc.is_built_in():
         pytest.skip("llama.cpp was built without RPC (CMAKE_ARGS=-DGGML_RPC=on)")

@@ -17,7 +17,7 @@ from models.generator import (
     summaries,
 )
 from models.generator.base import END_OF_TEXT, IM_END, IM_START, Chat, Turn, render_message, render_prompt
-from moeedge.scoring.references import score_answer
+from moeedge.scoring.answers import score_answer
 
 __all__ = [
     "DOMAINS",

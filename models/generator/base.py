@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from moeedge.scoring.references import Reference
+from moeedge.scoring.answers import Reference
 
 T = TypeVar("T")
 

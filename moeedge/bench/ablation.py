@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from moeedge.engine.agreement import ReferenceGap, compare
+from moeedge.bench.output_check import ReferenceGap, compare
 from moeedge.engine.generation import Generation
 from moeedge.engine.loading import load_draft, load_target, resolve_device
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, ExecutionConfig, PlacementStats, SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.policies.sp_moe import cutoff_layer
+from moeedge.scheduler.config import ExecutionConfig
+from moeedge.scheduler.stats import PlacementStats
 
 POLICY = "sp-moe"
 _GREEDY = SamplingConfig(temperature=0.0)
@@ -101,7 +103,7 @@ class AblationRow:
         return asdict(self)
 
 
-class _Lane:
+class _AblationArm:
     """One variant's session and what it has done."""
 
     def __init__(self, variant: Variant, session: Session) -> None:
@@ -194,10 +196,10 @@ def solved_cutoff(config: EngineConfig, tell: Callable[[str], None] | None = Non
         units = calibration.units if calibration is not None else None
         drafting_s = info.gamma * units.draft_token_s if units is not None else 0.0
         transfer_s = units.transfer_expert_s if units is not None else 0.0
-        n = cutoff_layer(info.n_expert_layers, info.n_experts_used, info.cache_slots, drafting_s, transfer_s)
+        n = cutoff_layer(info.n_expert_layers, info.n_expert_used, info.cache_slots, drafting_s, transfer_s)
         said = (
             f"Cutoff layer {n} of {info.n_expert_layers}: drafting takes {drafting_s * 1e3:.2f} ms, an expert "
-            f"{transfer_s * 1e6:.1f} us, {info.n_experts_used} per layer; {info.cache_slots:,} slots."
+            f"{transfer_s * 1e6:.1f} us, {info.n_expert_used} per layer; {info.cache_slots:,} slots."
         )
         return n, said
 
@@ -218,32 +220,32 @@ def run_ablation(
         draft = stack.enter_context(load_draft(config, device))
         stock_config = replace(config, mode="stock", draft=None, gamma=0)
         stock = stack.enter_context(Session.open(stock_config, model=model))
-        lanes = []
+        arms = []
         for variant in variants:
             placement = replace(config.placement, policy=POLICY, execution=variant.execution)
             session = Session.open(replace(config, placement=placement), model=model, draft_model=draft)
-            lanes.append(_Lane(variant, stack.enter_context(session)))
-        placed = lanes[-1].session.placement
+            arms.append(_AblationArm(variant, stack.enter_context(session)))
+        placed = arms[-1].session.placement
         if placed is None or placed.drafting is None:
-            raise InputError(*_why_not(lanes[-1].session))
-        for note in dict.fromkeys(note for lane in lanes for note in lane.session.info.notes):
+            raise InputError(*_why_not(arms[-1].session))
+        for note in dict.fromkeys(note for arm in arms for note in arm.session.info.notes):
             progress(note)
         tokens = [model.tokenize(model.render_chat(messages)) for messages in prompts]
         expected = [_answer(stock, prompt, n_predict).tokens for prompt in tokens]
-        for lane in lanes:
-            lane.answer(tokens[0], n_predict)
-            lane.forget()
+        for arm in arms:
+            arm.answer(tokens[0], n_predict)
+            arm.forget()
         for repetition in range(repetitions):
             for number, prompt in enumerate(tokens):
-                order = lanes if (repetition + number) % 2 == 0 else lanes[::-1]
-                for lane in order:
+                order = arms if (repetition + number) % 2 == 0 else arms[::-1]
+                for arm in order:
                     begin_s = time.perf_counter()
-                    answer = lane.answer(prompt, n_predict)
-                    lane.answers += 1
-                    lane.equal += _agrees(stock, prompt, expected[number], answer)
-                    progress(f"{lane.variant.name}, prompt {number + 1}: {time.perf_counter() - begin_s:.1f} s")
-        first = lanes[0].row(None)
-        return [first, *(lane.row(first.tpot_s) for lane in lanes[1:])]
+                    answer = arm.answer(prompt, n_predict)
+                    arm.answers += 1
+                    arm.equal += _agrees(stock, prompt, expected[number], answer)
+                    progress(f"{arm.variant.name}, prompt {number + 1}: {time.perf_counter() - begin_s:.1f} s")
+        first = arms[0].row(None)
+        return [first, *(arm.row(first.tpot_s) for arm in arms[1:])]
 
 
 def _why_not(session: Session) -> tuple[str, str]:

@@ -10,22 +10,26 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.conversations import answer_text, run_conversation, warm_up
-from moeedge.bench.environment import read_environment
-from moeedge.bench.lanes import Lane, fit_context, load_models, open_lanes
-from moeedge.bench.modes import REFERENCE, BenchMode
+from moeedge.bench.arms import (
+    BenchArm,
+    Pass,
+    caches_fit,
+    fit_context,
+    largest_cache,
+    load_models,
+    open_arms,
+    split_passes,
+)
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, is_swept
+from moeedge.bench.harness import answer_text, run_conversation, warm_up
 from moeedge.bench.output_check import OutputCheck, check_output
-from moeedge.bench.passes import Pass, caches_fit, largest_cache, split_passes
-from moeedge.bench.plan import BenchPlan
-from moeedge.bench.record import BenchRow, describe_setup, summarize
-from moeedge.bench.samples import Sample
+from moeedge.bench.records import BenchRow, describe_setup, read_environment, summarize
+from moeedge.bench.samples import Sample, common_samples
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
-from moeedge.bench.statistics import common_samples
-from moeedge.bench.sweep import is_swept
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
 from moeedge.data import Prompt
-from moeedge.engine.model import Model
-from moeedge.engine.types import Phase
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
 
 
 class Progress(Protocol):
@@ -77,9 +81,9 @@ class Bench:
                 left_out = len(asked) - len(self._prompts)
                 self._note(f"{left_out} of {len(asked)} prompts do not fit the context and are left out.")
             # without our cache they stay open: every pass and the output check need the reference
-            lanes = self._open([mode for mode in plan.modes if not is_swept(mode)], stack)
-            self._passes = split_passes(plan.modes, together=self._open_caches(lanes, stack))
-            self._passes[0].lanes = lanes
+            arms = self._open([mode for mode in plan.modes if not is_swept(mode)], stack)
+            self._passes = split_passes(plan.modes, together=self._open_caches(arms, stack))
+            self._passes[0].arms = arms
             self._resources = stack.pop_all()
         return self
 
@@ -88,7 +92,7 @@ class Bench:
     ) -> None:
         self._resources.close()
 
-    def _open_caches(self, lanes: list[Lane], stack: ExitStack) -> bool:
+    def _open_caches(self, arms: list[BenchArm], stack: ExitStack) -> bool:
         """Adds the swept modes to `lanes` if all of their caches fit the device; returns whether."""
         swept = [mode for mode in self.plan.modes if is_swept(mode)]
         if not swept:
@@ -100,19 +104,19 @@ class Bench:
             if others and not caches_fit(first[0], others):
                 self._note("The caches do not fit the device at once: they are measured one after the other.")
                 return False
-            lanes += first
-            lanes += self._open(others, stack)
+            arms += first
+            arms += self._open(others, stack)
             stack.enter_context(probing.pop_all())
         return True
 
-    def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[Lane]:
+    def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[BenchArm]:
         assert self._models is not None
-        lanes = open_lanes(self._base, modes, self._models, stack, tell=self._note)
-        for lane in lanes:
-            for note in lane.session.info.notes:
+        arms = open_arms(self._base, modes, self._models, stack, tell=self._note)
+        for arm in arms:
+            for note in arm.session.info.notes:
                 self._note(note)
-            lane.session.on_note = self._note  # what goes off later: a lost device
-        return lanes
+            arm.session.on_note = self._note  # what goes off later: a lost device
+        return arms
 
     def _note(self, text: str) -> None:
         """Tell the user, once."""
@@ -127,10 +131,10 @@ class Bench:
             if cancel():
                 break
             with ExitStack() as stack:
-                open_now = {lane.mode.label: lane for lane in self._passes[0].lanes}
+                open_now = {arm.mode.label: arm for arm in self._passes[0].arms}
                 missing = [mode for mode in one.modes if mode.label not in open_now]
-                open_now |= {lane.mode.label: lane for lane in self._open(missing, stack)}
-                one.lanes = [open_now[mode.label] for mode in one.modes]
+                open_now |= {arm.mode.label: arm for arm in self._open(missing, stack)}
+                one.arms = [open_now[mode.label] for mode in one.modes]
                 self._measure(one, cancel)
         return not cancel()
 
@@ -140,9 +144,9 @@ class Bench:
         return self._prompts
 
     @contextmanager
-    def lane(self, mode: BenchMode) -> Iterator[Lane]:
+    def arm(self, mode: BenchMode) -> Iterator[BenchArm]:
         """The lane of one of the plan's modes: one that is open anyway, or its own for as long."""
-        open_now = {lane.mode.label: lane for lane in self._passes[0].lanes} if self._passes else {}
+        open_now = {arm.mode.label: arm for arm in self._passes[0].arms} if self._passes else {}
         with ExitStack() as stack:
             still = mode.label in open_now and len(self._passes) == 1
             yield open_now[mode.label] if still else self._open([mode], stack)[0]
@@ -157,7 +161,7 @@ class Bench:
     def _measure(self, one: Pass, cancel: Callable[[], bool]) -> None:
         plan = self.plan
         kept, notes = synthetic_modes(one.modes)
-        synthetic = [lane for lane in one.lanes if lane.mode in kept]
+        synthetic = [arm for arm in one.arms if arm.mode in kept]
         run = SyntheticRun(synthetic, plan.repetitions, plan.warm_up, cancel)
         if plan.n_prompt or plan.n_gen:
             for note in notes:
@@ -168,10 +172,10 @@ class Bench:
             self._collect(one, f"pp{plan.n_prompt}", run.prefill(plan.n_prompt))
         if plan.n_gen:
             self._collect(one, f"tg{plan.n_gen}", run.decode(plan.n_gen))
-        for lane in one.lanes:
-            stats = lane.session.placement_stats()
+        for arm in one.arms:
+            stats = arm.session.placement_stats()
             if stats is not None and stats.vram_used_bytes is not None:
-                one.vram_bytes[lane.mode.label] = stats.vram_used_bytes
+                one.vram_bytes[arm.mode.label] = stats.vram_used_bytes
 
     def _collect(self, one: Pass, test: str, samples: Iterator[Sample]) -> None:
         kept = one.samples.setdefault(test, [])
@@ -181,13 +185,13 @@ class Bench:
 
     def _conversations(self, one: Pass, cancel: Callable[[], bool]) -> Iterator[Sample]:
         if self.plan.warm_up:
-            warm_up(one.lanes, self._prompts[0], cancel)
+            warm_up(one.arms, self._prompts[0], cancel)
         for repetition in range(self.plan.repetitions):
             for index, prompt in enumerate(self._prompts):
                 if cancel():
                     return
                 yield from run_conversation(
-                    one.lanes,
+                    one.arms,
                     prompt,
                     repetition=repetition,
                     rotation=repetition + index,
@@ -208,11 +212,11 @@ class Bench:
         is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
         common = common_samples(samples, labels, self._expected_samples(test))
         reference = [sample for sample in common if sample.mode == REFERENCE]
-        for lane in one.lanes:
-            own = [sample for sample in common if sample.mode == lane.mode.label]
-            if own and lane.mode.label != one.repeated:
-                row = self._row(lane, test, own, reference, is_dataset=is_dataset)
-                row.setup["vram_bytes"] = one.vram_bytes.get(lane.mode.label)
+        for arm in one.arms:
+            own = [sample for sample in common if sample.mode == arm.mode.label]
+            if own and arm.mode.label != one.repeated:
+                row = self._row(arm, test, own, reference, is_dataset=is_dataset)
+                row.setup["vram_bytes"] = one.vram_bytes.get(arm.mode.label)
                 yield row
 
     def _expected_samples(self, test: str) -> int:
@@ -222,11 +226,11 @@ class Bench:
         return n_slices(self.plan.n_gen) if test.startswith("tg") else 1
 
     def _row(
-        self, lane: Lane, test: str, own: Sequence[Sample], reference: Sequence[Sample], *, is_dataset: bool
+        self, arm: BenchArm, test: str, own: Sequence[Sample], reference: Sequence[Sample], *, is_dataset: bool
     ) -> BenchRow:
-        drafts = is_dataset and lane.mode.drafts
-        model = lane.session.model.info
-        setup = describe_setup(self.plan, self._environment, lane.mode, model, lane.session.info, drafts=drafts)
+        drafts = is_dataset and arm.mode.drafts
+        model = arm.session.model.info
+        setup = describe_setup(self.plan, self._environment, arm.mode, model, arm.session.info, drafts=drafts)
         asked = self.plan.dataset.prompts if self.plan.dataset is not None else ()
         setup["prompts"] = len({sample.prompt for sample in own}) if is_dataset else None
         setup["prompts_left_out"] = len(asked) - len(self._prompts) if is_dataset else None
@@ -235,14 +239,14 @@ class Bench:
         if is_dataset and self._scorer is not None:
             own = [self._scorer.scored(sample) for sample in own]
             scores = self._scorer.summary(own)
-        return summarize(lane.mode, test, own, reference, output=output, scores=scores, setup=setup)
+        return summarize(arm.mode, test, own, reference, output=output, scores=scores, setup=setup)
 
     def _text_of(self, sample: Sample) -> str:
         assert self._models is not None
         return answer_text(self._models[0], sample.tokens)
 
     def _check(self, own: Sequence[Sample], reference: Sequence[Sample]) -> OutputCheck:
-        session = next(lane.session for lane in self._passes[0].lanes if lane.mode.name == REFERENCE)
+        session = next(arm.session for arm in self._passes[0].arms if arm.mode.name == REFERENCE)
         model = session.model
 
         def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:

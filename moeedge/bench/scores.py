@@ -13,8 +13,7 @@ from statistics import fmean
 
 from moeedge.bench.samples import Sample
 from moeedge.data import Dataset
-from moeedge.scoring.references import Reference, Score, score_answer
-from moeedge.scoring.rouge import check_rouge
+from moeedge.scoring.answers import Reference, Score, check_rouge, score_answer
 from moeedge.scoring.sandbox import protection
 
 NO_REFERENCE = "no reference"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from moeedge.bench.lanes import Lane
-from moeedge.bench.modes import BenchMode, rotated
-from moeedge.bench.placement import counted, let_rest
-from moeedge.bench.samples import Sample
+from moeedge.bench.arms import BenchArm
+from moeedge.bench.config import BenchMode, rotated
+from moeedge.bench.samples import Sample, counted, drain_transfers
 from moeedge.engine.session import Session
-from moeedge.engine.types import Phase, StepRecord
+from moeedge.native.abi import Phase
+from moeedge.scheduler.stats import StepRecord
 
 _SEED = 1
 _SLICE_TOKENS = 16
@@ -42,9 +42,9 @@ def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[s
 class SyntheticRun:
     """The tests on some lanes; each yields its samples and ends early when `cancel` says so."""
 
-    def __init__(self, lanes: Sequence[Lane], repetitions: int, warm_up: bool, cancel: Callable[[], bool]) -> None:
-        self._lanes = {lane.mode.label: lane for lane in lanes}
-        self._modes = [lane.mode for lane in lanes]
+    def __init__(self, arms: Sequence[BenchArm], repetitions: int, warm_up: bool, cancel: Callable[[], bool]) -> None:
+        self._arms = {arm.mode.label: arm for arm in arms}
+        self._modes = [arm.mode for arm in arms]
         self._repetitions = range(-1 if warm_up else 0, repetitions)  # -1 warms up and gives no samples
         self._warm_up = warm_up
         self._cancel = cancel
@@ -56,14 +56,14 @@ class SyntheticRun:
             for place, mode in enumerate(rotated(self._modes, repetition + 1)):
                 if self._cancel():
                     return
-                session = self._lanes[mode.label].session
+                session = self._arms[mode.label].session
                 session.reset()
                 before = session.placement_stats()
                 cpu_before_s, start_s = time.process_time(), time.perf_counter()
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
                 _place(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-                let_rest(session)
+                drain_transfers(session)
                 if repetition >= 0:
                     yield Sample(
                         mode.label, "", 0, repetition, place,
@@ -81,8 +81,8 @@ class SyntheticRun:
         tokens = self._tokens(n_tokens)
         rotation = 0
         for repetition in self._repetitions:
-            for lane in self._lanes.values():
-                lane.session.reset()
+            for arm in self._arms.values():
+                arm.session.reset()
             for index, first in enumerate(range(0, n_tokens, _SLICE_TOKENS)):
                 part = tokens[first : first + _SLICE_TOKENS]
                 for place, mode in enumerate(rotated(self._modes, rotation)):
@@ -99,7 +99,7 @@ class SyntheticRun:
         self, mode: BenchMode, tokens: Sequence[int], index: int, repetition: int, place: int
     ) -> Sample | None:
         """Decodes `tokens` one by one; None when the run was cancelled."""
-        session = self._lanes[mode.label].session
+        session = self._arms[mode.label].session
         before = session.placement_stats()
         cpu_before_s, start_s = time.process_time(), time.perf_counter()
         for token in tokens:
@@ -111,7 +111,7 @@ class SyntheticRun:
             session.target.decode([token], phase=Phase.DECODE, logits="last")
             _place(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-        let_rest(session)
+        drain_transfers(session)
         n = len(tokens)
         return Sample(
             mode.label, "", index, repetition, place,
@@ -120,7 +120,7 @@ class SyntheticRun:
         )  # fmt: skip
 
     def _tokens(self, n: int) -> list[int]:
-        session = next(iter(self._lanes.values())).session
+        session = next(iter(self._arms.values())).session
         return random_tokens(n, session.model.info.n_vocab)
 
     def _is_warm(self, repetition: int) -> bool:

@@ -11,12 +11,8 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error
-from moeedge.cli.device import check_device
-from moeedge.cli.log import show_log
-from moeedge.cli.output import Output
-from moeedge.cli.pair import Pair, resolve_pair
-from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.cli.common import EXIT_FAILURE, Output, cli_errors, print_error, show_log
+from moeedge.cli.pair import Pair, check_device, limit_openmp_spin, placement_config, resolve_pair
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 
@@ -84,7 +80,7 @@ def ablate(
     states foretell is moved while it drafts, up to the cutoff layer. The variants take turns, and every greedy answer
     is compared with stock llama.cpp's: exit code 1 where one differs by more than a near-tie.
     """
-    calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
+    limit_openmp_spin(device, may_emulate=model is None or paths.is_bundled(model))
     with cli_errors():
         cutoffs = _cutoffs(cutoff)
         if limit < 1 or repetitions < 1 or n_predict < 2:
@@ -121,7 +117,7 @@ def _prompts(dataset: str, limit: int) -> list[list[dict[str, str]]]:
 
 def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float) -> None:
     """Raises InputError where nothing could come out."""
-    from moeedge.engine.gguf_file import summarize
+    from moeedge.llama.gguf_file import summarize
 
     layers = summarize(target).expert_layers
     if not layers:
@@ -134,7 +130,7 @@ def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float) -> None:
 
 
 def _pair(model: Path | None, draft: str | None, draft_type: str) -> Pair:
-    from moeedge.engine.quantize import quantized
+    from moeedge.llama.routers import quantized
     from moeedge.ui.console import say, stderr_console
 
     pair = resolve_pair(model, draft)
@@ -172,8 +168,8 @@ def _measure(
 
 def _show(rows: list[AblationRow], about: dict[str, Any], output: Output) -> None:
     """Prints the rows; exit code 1 where an answer is not stock's."""
-    from moeedge.ui.ablation_view import print_ablation
     from moeedge.ui.console import stdout_console
+    from moeedge.ui.engine_views import print_ablation
 
     if output is Output.JSON:
         typer.echo(json.dumps([about | row.to_dict() for row in rows], indent=1))

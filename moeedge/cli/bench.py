@@ -9,20 +9,16 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import bench_options, options
-from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error
-from moeedge.cli.device import check_device
-from moeedge.cli.log import show_log
-from moeedge.cli.pair import resolve_pair
-from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.cli.common import EXIT_FAILURE, cli_errors, print_error, show_log
+from moeedge.cli.pair import check_device, limit_openmp_spin, placement_config, resolve_pair
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.bench.modes import BenchMode
-    from moeedge.bench.plan import BenchPlan
-    from moeedge.bench.record import BenchRow
-    from moeedge.bench.sweep import Sweep
+    from moeedge.bench.config import BenchMode, BenchPlan, Sweep
+    from moeedge.bench.records import BenchRow
     from moeedge.data import Dataset
+
 
 # llama-bench's
 _SYNTHETIC_PROMPT = 512
@@ -112,7 +108,7 @@ def bench(
 
 def _prepare_process(device: str, model: Path | None, *, sweeps: bool) -> None:
     """What has to be settled before llama.cpp and Rich are loaded."""
-    calm_idle_threads(device, may_emulate=sweeps and (model is None or paths.is_bundled(model)))
+    limit_openmp_spin(device, may_emulate=sweeps and (model is None or paths.is_bundled(model)))
     from moeedge.cli.prompt_input import accept_any_text
 
     accept_any_text()
@@ -153,8 +149,7 @@ def make_plan(
     -p and -n are llama-bench's sizes without a dataset; with one, -n is the length of an answer. Scores need whole
     answers, but no repetition: greedy answers are the same every time.
     """
-    from moeedge.bench.modes import applicable_modes, parse_modes
-    from moeedge.bench.plan import DEFAULT_REPETITIONS, BenchPlan
+    from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, applicable_modes, parse_modes
 
     kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     with_data = dataset is not None
@@ -182,12 +177,12 @@ def make_plan(
 
 def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None) -> Sweep:
     """What --policy, --cache-ratio and --plot ask for, checked before anything is loaded."""
-    from moeedge.bench.sweep import Sweep, parse_policies, parse_ratios
-    from moeedge.policies import POLICIES
+    from moeedge.bench.config import Sweep, parse_policies, parse_ratios
+    from moeedge.policies.registry import POLICIES
 
     sweep = Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
     if plot is not None:
-        from moeedge.ui.output_file import check_picture
+        from moeedge.ui.console import check_picture
 
         check_picture(plot)
         if not sweep.asked:
@@ -212,8 +207,8 @@ def _check_room(base: EngineConfig, sweep: Sweep, cache_ratio: str | None) -> No
 
 def _traced_mode(path: Path, plan: BenchPlan) -> BenchMode:
     """The mode whose routing goes to `path`; raises InputError, before hours of measuring, where there is none."""
-    from moeedge.bench.recording import recorded_mode
-    from moeedge.ui.output_file import check_output
+    from moeedge.bench.harness import recorded_mode
+    from moeedge.ui.console import check_output
 
     if plan.dataset is None:
         raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
@@ -225,12 +220,12 @@ def _measure(
     plan: BenchPlan, notes: list[str], form: str, *, verbose: bool, plot: Path | None, trace_out: Path | None = None
 ) -> int:
     """Runs the plan, prints the rows, draws and records what is asked for, returns the exit code."""
-    from moeedge.bench.recording import record_answers
+    from moeedge.bench.harness import record_answers
     from moeedge.bench.runner import Bench
-    from moeedge.ui.bench_plot import draw_sweep
-    from moeedge.ui.bench_progress import BenchProgress
-    from moeedge.ui.bench_table import difference_lines, render
-    from moeedge.ui.interrupt import Interrupt
+    from moeedge.ui.bench_view import difference_lines, render
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.plots import draw_sweep
+    from moeedge.ui.progress import BenchProgress
 
     traced = None if trace_out is None else _traced_mode(trace_out, plan)
     if verbose:
@@ -249,7 +244,7 @@ def _measure(
         typer.echo(render(rows, form), nl=False)
         if finished and traced is not None and trace_out is not None:  # the rows are out, whatever happens now
             progress.note(f"Recording the routing of {traced.label}.")
-            with run.lane(traced) as lane:
+            with run.arm(traced) as lane:
                 record_answers(lane, run.prompts, plan).save(trace_out)
     if plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")

@@ -9,12 +9,8 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.device import check_device
-from moeedge.cli.log import show_log
-from moeedge.cli.output import Output
-from moeedge.cli.pair import resolve_pair
-from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.cli.common import Output, cli_errors, show_log
+from moeedge.cli.pair import check_device, limit_openmp_spin, placement_config, resolve_pair
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
 
@@ -39,10 +35,10 @@ def calibrate(
     chat and bench do this by themselves the first time that a model meets a device; this command does it anew and shows
     what comes out: unit times, shares of the work at each threshold, whole steps with and without the cache, prompts.
     """
-    calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
+    limit_openmp_spin(device, may_emulate=model is None or paths.is_bundled(model))
     from moeedge.engine.session import Session
-    from moeedge.ui.calibration_view import print_calibration
     from moeedge.ui.console import say, stderr_console, stdout_console
+    from moeedge.ui.engine_views import print_calibration
 
     with cli_errors():
         placement = placement_config(
@@ -68,7 +64,7 @@ def calibrate(
         if calibration is None:
             if info.cache_slots:
                 raise InputError(f"A context of {info.n_ctx} tokens has no room to measure in.", "Use a larger -c.")
-            raise InputError("Nothing was measured: no experts lie on a device.", _mend(config, info))
+            raise InputError("Nothing was measured: no experts lie on a device.", _hint(config, info))
         if output is Output.JSON:
             about = {
                 "model": info.model,
@@ -84,7 +80,7 @@ def calibrate(
             print_calibration(calibration, info, stdout_console())
 
 
-def _mend(config: EngineConfig, info: EngineInfo) -> str:
+def _hint(config: EngineConfig, info: EngineInfo) -> str:
     """What to change so that experts lie on a device."""
     from moeedge.engine.loading import resolve_device
 

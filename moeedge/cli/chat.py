@@ -11,18 +11,16 @@ import typer
 import moeedge
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.device import check_device, layer_notes
-from moeedge.cli.log import show_log
-from moeedge.cli.pair import Pair, resolve_pair
-from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.cli.common import cli_errors, show_log
+from moeedge.cli.pair import Pair, check_device, layer_notes, limit_openmp_spin, placement_config, resolve_pair
 from moeedge.engine.conversation import Conversation
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.engine.session import Session
-    from moeedge.ui.settings import Settings
+    from moeedge.ui.chat.settings import Settings
+
 
 _DEFAULT = SamplingConfig()
 
@@ -64,10 +62,10 @@ def chat(
 
     The answer goes to standard output, everything else to standard error.
     """
-    calm_idle_threads(device, may_emulate=model is None or paths.is_bundled(model))
+    limit_openmp_spin(device, may_emulate=model is None or paths.is_bundled(model))
     # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
     from moeedge.cli.prompt_input import accept_any_text
-    from moeedge.ui.settings import Settings
+    from moeedge.ui.chat.settings import Settings
 
     with cli_errors():
         accept_any_text()
@@ -110,7 +108,7 @@ def chat(
 def _sampling(
     temp: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, repeat_last_n: int, seed: int
 ) -> SamplingConfig:
-    from moeedge.ui.settings import seed_or_random
+    from moeedge.ui.chat.settings import seed_or_random
 
     return SamplingConfig(
         temperature=temp,
@@ -178,10 +176,10 @@ class _Talk:
         return code
 
     def _one_shot(self, session: Session, notes: list[str], *, as_json: bool) -> int:
-        from moeedge.engine.turn import prompt_tokens
+        from moeedge.engine.conversation import prompt_tokens
+        from moeedge.ui.chat.repl import header_line, hints
+        from moeedge.ui.chat.single import answer_once
         from moeedge.ui.console import say, stderr_console, stdout_console
-        from moeedge.ui.header import header_line, hints
-        from moeedge.ui.one_shot import answer_once
 
         err = stderr_console()
         for line in [header_line(session.info), *notes, *hints(session.info, toy=self.pair.bundled)]:
@@ -197,11 +195,10 @@ class _Talk:
         )
 
     def _interactive(self, session: Session, notes: list[str], *, single_turn: bool) -> int:
-        from moeedge.ui import commands
+        from moeedge.ui.chat import commands
+        from moeedge.ui.chat.prompt import make_reader, open_history
+        from moeedge.ui.chat.repl import Repl, print_header
         from moeedge.ui.console import say, stderr_console, stdout_console
-        from moeedge.ui.header import print_header
-        from moeedge.ui.prompt import make_reader, open_history
-        from moeedge.ui.repl import Repl
 
         err = stderr_console()
         print_header(err, session.info, version=moeedge.__version__, toy=self.pair.bundled)

@@ -1,13 +1,22 @@
-"""What every command shares: errors become one sentence and an exit code, here and nowhere else."""
+"""What every command shares: errors become one sentence and an exit code, here and nowhere else.
+
+What --verbose does.
+
+The choice of `-o` where a command prints a table or JSON.
+
+Options that take lists, separated by commas.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from types import FrameType
 
 import typer
@@ -19,7 +28,7 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
-_LOG_CALLBACK = ("moeedge.engine.library", "_on_log")  # by name: it is not imported for --help
+_LOG_CALLBACK = ("moeedge.llama.library", "_on_log")  # by name: it is not imported for --help
 _AGAIN_S = 0.01  # until a signal that came too early is sent again
 
 
@@ -45,11 +54,11 @@ def _in_log_callback(frame: FrameType | None) -> bool:
     return False
 
 
-def print_error(message: str, mend: str = "") -> None:
+def print_error(message: str, hint: str = "") -> None:
     """One sentence on standard error, and the mend after it; never wrapped, so that it can be searched for."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console.print("error: ", style="bold red", end="")
-    console.print(f"{message} {mend}".strip())
+    console.print(f"{message} {hint}".strip())
 
 
 def _drop_unwritten() -> None:
@@ -70,7 +79,7 @@ def cli_errors() -> Iterator[None]:
     try:
         yield
     except MoeedgeError as error:
-        print_error(error.message, error.mend)
+        print_error(error.message, error.hint)
         raise typer.Exit(error.exit_code) from None
     except ValueError as error:  # a frozen configuration refused a value
         print_error(f"{error}.", "See --help.")
@@ -91,3 +100,45 @@ def cli_errors() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def show_log() -> None:
+    """Send the logs of moeedge and of llama.cpp, which does not propagate, to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))  # moeedge.llama: ...
+    for name in ("moeedge", "moeedge.llama"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)  # llama.cpp debugs with hundreds of lines per graph
+
+
+class Output(str, Enum):
+    """How the result is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def words(text: str, option: str) -> list[str]:
+    """The names, each once. Raises InputError where there is none."""
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise InputError(f"{option} names nothing.", "Give names, separated by commas.")
+    return words
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """Numbers, each once. Raises InputError."""
+    try:
+        return [float(word) for word in words(text, option)]
+    except ValueError:
+        raise InputError(f'{option} takes numbers, not "{text}".', "Separate them by commas.") from None
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Integers. Raises InputError."""
+    values = numbers(text, option)
+    broken = [value for value in values if not value.is_integer()]
+    if broken:
+        raise InputError(f"{option} takes whole numbers, not {broken[0]:g}.", "Separate them by commas.")
+    return [int(value) for value in values]

@@ -29,9 +29,9 @@ def devices(
         if library:
             typer.echo(native.library_path())
             return
-        from moeedge.engine import library as llama_library
-        from moeedge.hardware.catalog import catalog
-        from moeedge.ui.devices_table import print_devices, print_devices_json
+        from moeedge.hardware.devices import catalog
+        from moeedge.llama import library as llama_library
+        from moeedge.ui.model_views import print_devices, print_devices_json
 
         llama_library.start()
         show = print_devices_json if output is options.Output.JSON else print_devices

@@ -25,7 +25,7 @@ def list_models(
     from moeedge.hub.cache import hub_cache
     from moeedge.hub.catalog import load_catalog
     from moeedge.hub.listing import list_models as listed
-    from moeedge.ui.models_table import print_models, print_models_json
+    from moeedge.ui.model_views import print_models, print_models_json
 
     with cli_errors():
         models = listed(load_catalog(), everything=everything)

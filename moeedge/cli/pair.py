@@ -1,4 +1,9 @@
-"""Which target and draft a command runs: what -m and -md say, or the bundled pair."""
+"""Which target and draft a command runs: what -m and -md say, or the bundled pair.
+
+The value of -dev, checked before anything is loaded.
+
+What the options of expert placement mean, before llama.cpp is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moeedge import paths
-from moeedge.cli.device import NONE
-from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.engine.types import EngineConfig
+from moeedge.scheduler.config import PlacementConfig
 
 if TYPE_CHECKING:
-    from moeedge.hub.local import LocalModel
+    from moeedge.hub.cache import LocalModel
+import os
+from collections.abc import Sequence
+from typing import cast
+
+from moeedge.errors import InputError
+from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
+from moeedge.scheduler.config import PrefillPath
+from moeedge.units import parse_size
 
 Draft = Path | Literal["ngram"] | None
 DRAFT_MAX = 4  # tokens per draft, where neither the user nor the catalog says
@@ -84,7 +97,7 @@ def resolve_pair(model: Path | None, draft: str | None) -> Pair:
 
 
 def _locate(text: str) -> LocalModel:
-    from moeedge.hub.local import locate  # reads the catalog: not needed for the bundled pair
+    from moeedge.hub.cache import locate
 
     found = locate(text)
     _tell(found.name, found.path)
@@ -93,8 +106,8 @@ def _locate(text: str) -> LocalModel:
 
 def _from_catalog(target: LocalModel, draft: Draft, *, choose: bool) -> Pair:
     """The pair of an entry of the catalog, with what it suggests where the user said nothing, and says so."""
+    from moeedge.hub.cache import local_draft
     from moeedge.hub.catalog import load_catalog
-    from moeedge.hub.local import local_draft
 
     assert target.choice is not None
     entry = target.choice.entry
@@ -121,3 +134,74 @@ def _say(text: str) -> None:
     from moeedge.ui.console import say, stderr_console
 
     say(stderr_console(), text)
+
+
+AUTO = "auto"
+NONE = "none"
+
+
+def check_device(text: str) -> None:
+    """Raises DeviceError for a device that is written wrongly or that nothing here offers, naming the known ones."""
+    spec = DeviceSpec.parse(text)
+    if spec.kind != "name":
+        return
+    from moeedge.hardware.devices import check_known
+    from moeedge.llama import library
+
+    library.start()
+    check_known(spec)
+
+
+def layer_notes(n_gpu_layers: int) -> list[str]:
+    """What -ngl does here, in a sentence; nothing when it was not given."""
+    if n_gpu_layers == 0:
+        return []
+    from moeedge import native
+
+    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
+        return []
+    return ["llama.cpp lists no GPU here: -ngl has no effect."]
+
+
+_SPIN_COUNT = "1000"
+
+
+def placement_config(
+    *,
+    vram: str | None = None,
+    cache_ratio: float | None = None,
+    policy: str = "spac",
+    ablate: Sequence[str] = (),
+    utility_cap: int = 4,
+    forgetting: float = 0.1,
+    prefill_path: str = "auto",
+    no_calibrate: bool = False,
+    measure_anew: bool = False,
+) -> PlacementConfig:
+    """The values of the options of the same names. Raises InputError and ValueError for what cannot be meant."""
+    from moeedge.policies import registry
+
+    if policy not in registry.POLICIES:
+        raise InputError(f'There is no policy "{policy}".', f"Known: {', '.join(registry.POLICIES)}.")
+    return PlacementConfig(
+        vram_bytes=None if vram is None else parse_size(vram),
+        cache_ratio=cache_ratio,
+        policy=policy,
+        ablations=frozenset(ablate),
+        utility_cap=utility_cap,
+        forgetting=forgetting,
+        prefill=cast(PrefillPath, prefill_path),  # PlacementConfig looks at it
+        calibrate=not no_calibrate,
+        measure_anew=measure_anew,
+    )
+
+
+def limit_openmp_spin(device: str, *, may_emulate: bool = False) -> None:
+    """Makes idle OpenMP threads give their core away soon where another team of threads computes beside them.
+
+    That is the emulated device, or a worker, which may be of this machine.
+
+    Read when llama_cpp is loaded, so this must come before. may_emulate: auto may turn out to be the emulated device.
+    """
+    if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto"):
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

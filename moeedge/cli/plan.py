@@ -11,11 +11,8 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.device import check_device
-from moeedge.cli.log import show_log
-from moeedge.cli.pair import Pair, resolve_pair
-from moeedge.cli.placement import placement_config
+from moeedge.cli.common import cli_errors, show_log
+from moeedge.cli.pair import Pair, check_device, placement_config, resolve_pair
 from moeedge.errors import ModelNameError
 
 Vram = Annotated[
@@ -79,12 +76,12 @@ def plan(
     from the hub. Prints what lies on the device and what in memory, the share of the experts that the device can hold,
     the largest context, and the command that runs it so.
     """
-    from moeedge.hardware.size import parse_size
-    from moeedge.planning.machine import this_machine
+    from moeedge.planning.memory_map import this_machine
     from moeedge.planning.plan import make_plan
     from moeedge.planning.planner import Planner
     from moeedge.ui.console import stdout_console
     from moeedge.ui.plan_view import print_plan, print_plan_json
+    from moeedge.units import parse_size
 
     with cli_errors(), ExitStack() as resources:
         placement = placement_config(cache_ratio=cache_ratio)

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from moeedge.cli import options, profile_options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.device import check_device, layer_notes
-from moeedge.cli.log import show_log
-from moeedge.cli.output import Output
-from moeedge.cli.pair import resolve_pair
-from moeedge.cli.placement import calm_idle_threads, placement_config
+from moeedge.cli.common import Output, cli_errors, show_log
+from moeedge.cli.pair import check_device, layer_notes, limit_openmp_spin, placement_config, resolve_pair
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EmptyPromptError, EngineError, InputError
 
 if TYPE_CHECKING:
-    from moeedge.profiling.run import Question, Recording
+    from moeedge.engine.recording import Question, Recording
+
 
 _DEFAULT_LIMIT = 8  # prompts
 
@@ -60,10 +57,10 @@ def profile(
 
     The profile goes to standard output, everything else to standard error. After Ctrl-C it covers what there is.
     """
-    from moeedge.ui.settings import seed_or_random
+    from moeedge.ui.chat.settings import seed_or_random
 
     with cli_errors():
-        calm_idle_threads(device)
+        limit_openmp_spin(device)
         if layer is not None and layers is not None:
             raise InputError("--layer and --layers exclude each other.", "Give one of them.")
         if n_predict == 0 or n_predict < -1:
@@ -106,7 +103,7 @@ def profile(
 
 def _check_outputs(plot: Path | None, trace_out: Path | None) -> None:
     """Before the model runs for minutes: can the files be written?"""
-    from moeedge.ui.output_file import check_output, check_picture
+    from moeedge.ui.console import check_output, check_picture
 
     if plot is not None:
         check_picture(plot)
@@ -120,7 +117,7 @@ def _questions(
     """What is to be answered, and how the report calls it."""
     from moeedge.cli.prompt_input import valid_text
     from moeedge.data import load_dataset
-    from moeedge.profiling.run import Question
+    from moeedge.engine.recording import Question
 
     if prompt is not None:
         if dataset is not None:
@@ -156,13 +153,12 @@ class _Task:
 
     def run(self) -> tuple[Recording, list[int], int]:
         """The recording, the layers to report and the exit code (not 0 after an interruption)."""
+        from moeedge.engine.recording import check_layers, parse_layers, record_routing
         from moeedge.engine.session import Session
-        from moeedge.profiling.layers import parse_layers
-        from moeedge.profiling.run import check_layers, record_routing
+        from moeedge.ui.chat.interrupt import Interrupt
+        from moeedge.ui.chat.repl import header_line, hints
         from moeedge.ui.console import say, stderr_console
-        from moeedge.ui.header import header_line, hints
-        from moeedge.ui.interrupt import Interrupt
-        from moeedge.ui.profile_progress import Progress
+        from moeedge.ui.progress import ProfileProgress
 
         err = stderr_console()
         with Session.open(self.config, tell=lambda line: say(err, line)) as session:
@@ -176,7 +172,7 @@ class _Task:
             notes = layer_notes(self.config.n_gpu_layers or 0)
             for line in [header_line(session.info), *notes, *hints(session.info, toy=self.toy)]:
                 say(err, line)
-            with Interrupt() as interrupt, Progress(len(self.questions), err) as progress:
+            with Interrupt() as interrupt, ProfileProgress(len(self.questions), err) as progress:
                 interrupt.arm()
                 try:
                     recording = record_routing(
@@ -203,10 +199,9 @@ class _Task:
 def _report(recording: Recording, layers: list[int], *, as_json: bool, single: bool, plot: Path | None) -> None:
     import json
 
-    from moeedge.profiling.analysis import profile_layers
-    from moeedge.profiling.report import layer_report
+    from moeedge.analysis.profile import layer_report, profile_layers
     from moeedge.ui.console import stdout_console
-    from moeedge.ui.profile_plot import draw_profiles
+    from moeedge.ui.plots import draw_profiles
     from moeedge.ui.profile_view import print_profiles
 
     profiles = profile_layers(recording.trace, layers)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli.output import Output
+from moeedge.cli.common import Output
 
 _WORK = "What is profiled"
 _OUTPUT = "Output"

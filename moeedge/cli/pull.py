@@ -48,8 +48,8 @@ def pull(
     """
     from moeedge.hub.catalog import load_catalog
     from moeedge.hub.pull import check_room, fetch_all, missing_files, settle, want_pair
-    from moeedge.ui.pull_progress import PullProgress
-    from moeedge.ui.pull_report import print_files, print_files_json, tell_plan
+    from moeedge.ui.model_views import print_files, print_files_json, tell_plan
+    from moeedge.ui.progress import PullProgress
 
     with cli_errors():
         if draft is not None and no_draft:

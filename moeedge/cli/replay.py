@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from moeedge.cli import replay_options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.output import Output
+from moeedge.cli.common import Output, cli_errors
 from moeedge.cli.trace import NExperts, TraceFile
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.sim.replay import ReplayConfig, ReplayRow
-    from moeedge.sim.windows import Schedule, TailModel
-    from moeedge.trace import Trace
+    from moeedge.trace.schedule import Schedule, TailModel
+    from moeedge.trace.trace import Trace
+
 
 _PROFILE_TEXTS_AT_MOST = 30  # of a tenth
 
@@ -25,7 +25,7 @@ def replay(
     cache_ratio: replay_options.CacheRatio = "0.17",
     policy: replay_options.Policy = "all",
     max_uploads: replay_options.MaxUploads = None,
-    hint_accuracy: replay_options.HintAccuracy = None,
+    predictor_accuracy: replay_options.PredictorAccuracy = None,
     profile_texts: replay_options.ProfileTexts = None,
     gamma: replay_options.Gamma = None,
     acceptance: replay_options.Acceptance = None,
@@ -43,9 +43,9 @@ def replay(
     output, byte for byte.
     """
     with cli_errors():
-        from moeedge.bench.sweep import parse_ratios
-        from moeedge.sim.windows import schedules
-        from moeedge.trace_import import read_trace
+        from moeedge.bench.config import parse_ratios
+        from moeedge.trace.importers import read_trace
+        from moeedge.trace.schedule import schedules
 
         policies, ratios = _policies(policy), parse_ratios(cache_ratio)
         if seed < 0 or limit < 0:
@@ -57,7 +57,7 @@ def replay(
             replay_options.Tails.PESSIMISTIC: ("pessimistic",),
             replay_options.Tails.BOTH: ("optimistic", "pessimistic"),
         }
-        config = _config(whole, profiled, policies, ratios, seed, max_uploads, expert_bytes, hint_accuracy)
+        config = _config(whole, profiled, policies, ratios, seed, max_uploads, expert_bytes, predictor_accuracy)
         plan = schedules(
             replayed, gamma=gamma, acceptance=acceptance, tails=None if tail is None else tails[tail], seed=seed
         )
@@ -66,7 +66,7 @@ def replay(
 
 def _policies(text: str) -> tuple[str, ...]:
     """The names of the list, each once and in its order, the bounds left out. Raises InputError."""
-    from moeedge.policies import POLICIES, SIMULATED, named
+    from moeedge.policies.registry import POLICIES, SIMULATED, named
     from moeedge.sim.bounds import BOUNDS
 
     known = [name for name in POLICIES | SIMULATED if name not in BOUNDS]
@@ -84,7 +84,7 @@ def _split(whole: Trace, limit: int, profile_texts: int | None) -> tuple[Trace |
     """The texts that make the profile, None for none, and those that are replayed."""
     import numpy as np
 
-    from moeedge.sim.windows import texts_of
+    from moeedge.trace.schedule import texts_of
 
     n_texts = int(np.unique(whole.sequence).size)
     n_texts = min(limit, n_texts) if limit else n_texts
@@ -105,12 +105,12 @@ def _config(
     seed: int,
     max_uploads: float | None,
     expert_bytes: int | None,
-    hint_accuracy: str | None,
+    predictor_accuracy: str | None,
 ) -> ReplayConfig:
     import numpy as np
 
     from moeedge.sim.replay import ReplayConfig, profile_of
-    from moeedge.sim.windows import cut_schedule
+    from moeedge.trace.schedule import cut_schedule
 
     if expert_bytes is not None and not 0 < expert_bytes < 1 << 48:
         raise ValueError(f"--expert-bytes must be > 0, not {expert_bytes}")
@@ -125,13 +125,13 @@ def _config(
         max_uploads=max_uploads,
         expert_bytes=sizes,
         profile=profile,
-        accuracy=_accuracies(hint_accuracy),
+        accuracy=_accuracies(predictor_accuracy),
     )
 
 
 def _accuracies(text: str | None) -> dict[str, float]:
     """Accuracies by stand-in. Raises InputError."""
-    from moeedge.sim.foresight import ACCURACY
+    from moeedge.sim.noisy_predictor import ACCURACY
 
     if text is not None and text.strip() == "default":
         return {str(name): value for name, value in ACCURACY.items()}

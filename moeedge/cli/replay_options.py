@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli.output import Output
+from moeedge.cli.common import Output
 
 _STEPS, _CACHE, _OUTPUT = "How the trace is read", "What is compared", "Output"
 
@@ -50,7 +50,7 @@ MaxUploads = Annotated[
         show_default=False,
     ),
 ]
-HintAccuracy = Annotated[
+PredictorAccuracy = Annotated[
     str | None,
     typer.Option(
         "--hint-accuracy",

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from moeedge.cli import simulate_options as options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.lists import numbers, whole_numbers, words
-from moeedge.cli.output import Output
+from moeedge.cli.common import Output, cli_errors, numbers, whole_numbers, words
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.sim.machine import Machine
-    from moeedge.sim.shapes import ModelShape
+    from moeedge.sim.model_shape import ModelShape
     from moeedge.sim.simulate import Result, Setup, Source
 
 
@@ -47,10 +45,9 @@ def simulate(
     Constants of the built-in machines come from data files with sources; those of this one from moeedge calibrate.
     """
     with cli_errors():
-        from moeedge.policies import named
+        from moeedge.policies.registry import named
         from moeedge.sim.simulate import simulate as run
-        from moeedge.ui.console import stderr_console, stdout_console
-        from moeedge.ui.output_file import check_output, check_picture
+        from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
         from moeedge.ui.simulate_view import SimulateProgress, print_rows
 
         if seed < 0:
@@ -100,9 +97,9 @@ def simulate(
 
 def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Source, ModelShape]:
     """What drives the simulation, and the model's sizes where it has a name or a file."""
-    from moeedge.sim.shapes import builtin_models, find_model
+    from moeedge.sim.model_shape import builtin_models, find_model
     from moeedge.sim.simulate import Source, synthetic
-    from moeedge.trace_import import read_trace
+    from moeedge.trace.importers import read_trace
 
     is_file = model.endswith(".gguf")
     if trace is None:
@@ -115,7 +112,7 @@ def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[S
     if is_file:
         from moeedge.sim.calibrated import shape_of_file
 
-        shape = shape_of_file(Path(model), source.trace.meta.n_experts_used)
+        shape = shape_of_file(Path(model), source.trace.meta.n_expert_used)
     else:
         shape = find_model(model)
     if source.n_experts != shape.n_experts or len(source.expert_layers) != shape.n_expert_layers:
@@ -128,8 +125,7 @@ def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[S
 
 
 def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Machine, str]:
-    from moeedge.sim.hardware import find_hardware
-    from moeedge.sim.machine import from_hardware
+    from moeedge.sim.machine import find_hardware, from_hardware
 
     if hardware == "this" or hardware.endswith(".json"):
         from moeedge.sim.calibrated import hardware_named, newest_calibration, read_calibration
@@ -158,7 +154,7 @@ def _setups(
 
 def _write(results: list[Result], gantt: Path | None, event_log: Path | None) -> None:
     if gantt is not None:
-        from moeedge.ui.gantt import draw_gantt
+        from moeedge.ui.plots import draw_gantt
         from moeedge.ui.simulate_view import chart_of
 
         draw_gantt([chart_of(result) for result in results], gantt)

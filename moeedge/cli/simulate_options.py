@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli.output import Output
+from moeedge.cli.common import Output
 
 _PANEL_SWEEP = "What is varied: lists, separated by commas"
 _PANEL_DRIVE = "What drives it"

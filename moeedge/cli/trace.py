@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli.common import cli_errors
-from moeedge.cli.output import Output
+from moeedge.cli.common import Output, cli_errors
 from moeedge.errors import InputError
 
 trace_app = typer.Typer(
@@ -54,8 +53,8 @@ OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="Print a ta
 @trace_app.command("info")
 def info(trace: TraceFile, n_experts: NExperts = None, output: OutputFormat = Output.TABLE) -> None:
     """Say what a trace holds: model, tokens, steps, drafts and how many of them were accepted."""
-    from moeedge.trace_import import read_trace
-    from moeedge.trace_summary import summarize
+    from moeedge.trace.importers import read_trace
+    from moeedge.trace.summary import summarize
     from moeedge.ui.console import stdout_console
     from moeedge.ui.trace_view import print_summary
 
@@ -85,7 +84,7 @@ def import_(
     """Read a trace of another tool and write it as moeedge's (.npz), which every command takes."""
     from dataclasses import replace
 
-    from moeedge.trace_import import read_trace
+    from moeedge.trace.importers import read_trace
 
     with cli_errors():
         if expert_bytes is not None and not 0 < expert_bytes < 1 << 48:
@@ -120,8 +119,8 @@ def convert(
     n_experts: NExperts = None,
 ) -> None:
     """Write a trace in another layout. Layouts of other tools hold the text: refused drafts have no place in them."""
-    from moeedge.trace_export import layout_of
-    from moeedge.trace_import import read_trace
+    from moeedge.trace.exporters import layout_of
+    from moeedge.trace.importers import read_trace
 
     with cli_errors():
         layout = layout_of(out) if to is None else to.value
@@ -129,8 +128,8 @@ def convert(
 
 
 def _write(found: object, source: Path, out: Path, layout: str) -> None:
-    from moeedge.trace import Trace
-    from moeedge.trace_export import write_trace
+    from moeedge.trace.exporters import write_trace
+    from moeedge.trace.trace import Trace
     from moeedge.ui.console import say, stderr_console
 
     assert isinstance(found, Trace)

@@ -9,10 +9,8 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors
-from moeedge.cli.lists import numbers, whole_numbers, words
-from moeedge.cli.output import Output
-from moeedge.cli.placement import calm_idle_threads
+from moeedge.cli.common import Output, cli_errors, numbers, whole_numbers, words
+from moeedge.cli.pair import limit_openmp_spin
 from moeedge.errors import InputError
 
 validate_app = typer.Typer(
@@ -97,17 +95,17 @@ def measured(
 
     Every combination of the lists is opened, calibrated and run; nothing is fitted to the measured times.
     """
-    calm_idle_threads(device, may_emulate=True)
+    limit_openmp_spin(device, may_emulate=True)
     with cli_errors():
         from contextlib import ExitStack
 
-        from moeedge.bench.lanes import load_models
-        from moeedge.bench.modes import MODES
+        from moeedge.bench.arms import load_models
+        from moeedge.bench.config import MODES
+        from moeedge.bench.validation import combinations, compare
         from moeedge.cli.pair import resolve_pair
-        from moeedge.engine.gguf_file import summarize
-        from moeedge.engine.placement.opening import check_policy
-        from moeedge.engine.types import PlacementConfig
-        from moeedge.sim.measured import combinations, compare
+        from moeedge.llama.gguf_file import summarize
+        from moeedge.scheduler.config import PlacementConfig
+        from moeedge.scheduler.opening import check_policy
         from moeedge.ui.console import say, stderr_console, stdout_console
         from moeedge.ui.validate_view import print_measured
 

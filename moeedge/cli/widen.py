@@ -76,9 +76,8 @@ def widen(
     with cli_errors():
         from moeedge.errors import InputError
         from moeedge.ui.console import stderr_console
-        from moeedge.ui.widen_view import WidenProgress, print_plan, print_plan_json
-        from moeedge.widen.layout import WeightType
-        from moeedge.widen.plan import make_plan
+        from moeedge.ui.model_views import WidenProgress, print_plan, print_plan_json
+        from moeedge.widen.layout import WeightType, make_plan
         from moeedge.widen.shape import Asked
         from moeedge.widen.writer import check_space, check_target, write
 

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, cli_errors
-from moeedge.cli.log import show_log
-from moeedge.cli.placement import calm_idle_threads
+from moeedge.cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, cli_errors, show_log
+from moeedge.cli.pair import limit_openmp_spin
 from moeedge.errors import DeviceError, InputError
 from moeedge.hardware.spec import RPC_SCHEME
 
@@ -45,12 +44,12 @@ def worker(
 
     It runs until Ctrl-C and serves one session at a time.
     """
-    calm_idle_threads(RPC_SCHEME)  # who asks may be of this machine
+    limit_openmp_spin(RPC_SCHEME)  # who asks may be of this machine
     with cli_errors():
-        from moeedge.engine import library
-        from moeedge.engine.types import MAX_N_THREADS
         from moeedge.hardware import rpc
-        from moeedge.hardware.size import format_bytes
+        from moeedge.llama import library
+        from moeedge.llama.context import MAX_N_THREADS
+        from moeedge.units import format_bytes
 
         if not 0 <= threads <= MAX_N_THREADS:
             raise InputError(f"--threads must be in 0..{MAX_N_THREADS}, not {threads}.", "0: one per physical core.")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moeedge.data.catalog import CATALOG, dataset_names
-from moeedge.data.load import load_dataset, load_sample, load_toy
+from moeedge.data.datasets import CATALOG, dataset_names, load_dataset, load_sample, load_toy
 from moeedge.data.prompts import Dataset, Message, Prompt
 
 __all__ = ["CATALOG", "Dataset", "Message", "Prompt", "dataset_names", "load_dataset", "load_sample", "load_toy"]

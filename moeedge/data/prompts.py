@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from moeedge.scoring.references import Reference
+from moeedge.scoring.answers import Reference
 
 Role = Literal["system", "user", "assistant"]
 # environment: $MOEEDGE_DATA; package: the sample that comes with moeedge

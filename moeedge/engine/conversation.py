@@ -1,14 +1,25 @@
-"""A conversation as data: who said what, taken back, saved and loaded. Nothing here decodes or renders."""
+"""A conversation as data: who said what, taken back, saved and loaded. Nothing here decodes or renders.
+
+One turn of a chat: conversation to prompt tokens, the engine's tokens to text that can be shown at once.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
-from moeedge.whole_file import whole
+from moeedge.llama.vocabulary import StreamDecoder
+from moeedge.paths import whole
+
+if TYPE_CHECKING:
+    from moeedge.engine.session import Session
+    from moeedge.engine.types import GenerationStats, SamplingConfig, StopReason
+    from moeedge.llama.model import Model
+
 
 SCHEMA = "moeedge.conversation"
 VERSION = 1
@@ -114,7 +125,7 @@ class Conversation:
             return cls.from_json(read_text(path))
         except InputError as error:
             message = error.message if str(path) in error.message else f"{path}: {error.message}"
-            raise InputError(message, error.mend) from None
+            raise InputError(message, error.hint) from None
 
     def _expect(self, last: Role) -> None:
         """Questions follow answers (or nothing) and answers follow questions."""
@@ -139,3 +150,65 @@ def _message(item: Any, index: int) -> Message:
     if not isinstance(item, dict) or item.get("role") != expected or not isinstance(item.get("content"), str):
         raise InputError(f'Message {index + 1} is not {{"role": "{expected}", "content": text}}.')
     return Message(expected, cast(str, item["content"]))
+
+
+def prompt_tokens(model: Model, conversation: Conversation, *, raw: bool = False) -> list[int]:
+    """The token ids that ask for the next answer: through the model's chat template, or the bare text with `raw`."""
+    text = conversation.raw_text() if raw else model.render_chat(conversation.chat_messages())
+    return model.tokenize(text)
+
+
+class Answer:
+    """One answer while it is generated. Iterate over it for the text, in pieces that never split a character.
+
+    `text` grows with the pieces; `tokens`, `stats` and `stop_reason` are those of the engine's generation.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: Sequence[int],
+        *,
+        n_predict: int,
+        sampling: SamplingConfig,
+        cancel: Callable[[], bool] | None = None,
+    ) -> None:
+        self._model = session.model
+        self._generation = session.generate(prompt, n_predict=n_predict, sampling=sampling, cancel=cancel)
+        self.text = ""
+
+    @property
+    def stats(self) -> GenerationStats:
+        """The sums so far."""
+        return self._generation.stats
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids generated so far."""
+        return self._generation.tokens
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each thing that the user should be told: context full, context shifted."""
+        return self._generation.notes
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why it ended; None while it runs."""
+        return self._generation.stop_reason
+
+    def close(self) -> None:
+        """End the answer here; what was said stays."""
+        self._generation.close()
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = StreamDecoder()
+        for step in self._generation:
+            piece = decoder.feed(b"".join(self._model.piece(token) for token in step.tokens))
+            if piece:
+                self.text += piece
+                yield piece
+        rest = decoder.flush()
+        if rest:
+            self.text += rest
+            yield rest

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.context import Context
 from moeedge.engine.sampling import Candidates, Sampler
-from moeedge.engine.types import Phase
+from moeedge.llama.context import Context
+from moeedge.native.abi import Phase
 
 _WITH_STATES = 4  # tokens: of all that are decoded while states are kept llama.cpp computes the logits, too
 
@@ -23,7 +23,7 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
     # float32 [n_tokens, n_embd], of the token emitted last and the drafts but the last one; None where not asked for
-    states: NDArray[np.float32] | None = None
+    hidden_states: NDArray[np.float32] | None = None
 
 
 class DraftSource(Protocol):
@@ -76,7 +76,7 @@ class ModelDraft:
         # called with the last token of the history and the drafts so far, before each further one is computed
         self.on_token: Callable[[Sequence[int]], None] | None = None
         # asked before each proposal: whether it is to hold the hidden states that drafting leaves behind
-        self.keeps_states: Callable[[], bool] = lambda: False
+        self.keeps_hidden_states: Callable[[], bool] = lambda: False
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
@@ -86,25 +86,31 @@ class ModelDraft:
 
     def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
         proposal = Proposal()
-        states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32) if self.keeps_states() else None
+        hidden_states = (
+            np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32) if self.keeps_hidden_states() else None
+        )
         seen = sampler.recent(history)
         pending = history[self.context.n_past :]
-        if states is not None and len(pending) > _WITH_STATES:
+        if hidden_states is not None and len(pending) > _WITH_STATES:
             self.context.decode(pending[:-1], phase=Phase.DRAFT, logits="none")
             pending = pending[-1:]
         while True:
-            if states is None:
+            if hidden_states is None:
                 logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
             else:
-                logits = self.context.decode(pending, phase=Phase.DRAFT, logits="all", states=True)
-                states[len(proposal.tokens)] = self.context.last_state()
+                logits = self.context.decode(pending, phase=Phase.DRAFT, logits="all", hidden_states=True)
+                hidden_states[len(proposal.tokens)] = self.context.last_state()
             candidates = sampler.candidates(logits[-1, : self._n_vocab], seen)
             token = sampler.pick(candidates)
             proposal.tokens.append(token)
             proposal.candidates.append(candidates)
             seen.append(token)
             if len(proposal.tokens) == gamma or self._is_eog(token):
-                return proposal if states is None else replace(proposal, states=states[: len(proposal.tokens)])
+                return (
+                    proposal
+                    if hidden_states is None
+                    else replace(proposal, hidden_states=hidden_states[: len(proposal.tokens)])
+                )
             if self.on_token is not None:
                 self.on_token([history[-1], *proposal.tokens])
             pending = [token]

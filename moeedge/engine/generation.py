@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from moeedge.engine.context import Cancelled
 from moeedge.engine.speculative import SpeculativeLoop
-from moeedge.engine.types import GenerationStats, StepRecord, StopReason
+from moeedge.engine.types import GenerationStats, StopReason
+from moeedge.llama.context import Cancelled
+from moeedge.scheduler.stats import StepRecord
 
 
 class Generation:

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.engine import gguf_file, library
-from moeedge.engine.memory import kv_bytes_per_token
-from moeedge.engine.model import Model
 from moeedge.engine.types import EngineConfig
-from moeedge.engine.vocabulary import check_compatible
-from moeedge.hardware.budget import default_reserve, model_fits
-from moeedge.hardware.resolve import ResolvedDevice, resolve
+from moeedge.hardware.devices import ResolvedDevice, resolve
 from moeedge.hardware.spec import DeviceSpec
+from moeedge.llama import gguf_file, library
+from moeedge.llama.memory import kv_bytes_per_token
+from moeedge.llama.model import Model
+from moeedge.llama.vocabulary import check_compatible
+from moeedge.scheduler.sizing import default_reserve, model_fits
 
 _ALL_LAYERS = -1  # llama.cpp's word for them
 # a model that fits with a context of that size is kept on the GPU whole, and its context made smaller

@@ -7,20 +7,22 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, resolve_device
-from moeedge.engine.memory import choose_n_ctx
-from moeedge.engine.model import Model
-from moeedge.engine.placement.opening import Opened, check_policy, open_placement
-from moeedge.engine.placement.placement import ExpertPlacement
 from moeedge.engine.sampling import Sampler
-from moeedge.engine.speculative import Counts, SpeculativeLoop
-from moeedge.engine.types import EngineConfig, EngineInfo, Mode, PlacementStats, SamplingConfig, StepRecord
+from moeedge.engine.speculative import SpeculativeLoop
+from moeedge.engine.types import EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError
 from moeedge.hardware import vram
-from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama.context import Context
+from moeedge.llama.memory import choose_n_ctx
+from moeedge.llama.model import Mode, Model
+from moeedge.native.sensor import Counts
+from moeedge.scheduler.manager import ExpertPlacement
+from moeedge.scheduler.opening import Opened, check_policy, open_placement
+from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 Observer = Callable[[StepRecord, "Session"], None]
 
@@ -119,7 +121,7 @@ class Session:
             if opened.placement is not None:
                 stack.callback(opened.placement.close)
                 if isinstance(draft, ModelDraft):
-                    draft.keeps_states = opened.placement.reads_states_now
+                    draft.keeps_hidden_states = opened.placement.reads_hidden_states_now
                     if opened.placement.drafting is not None:
                         draft.on_token = opened.placement.drafted
             notes.extend(opened.notes)
@@ -268,7 +270,7 @@ def _describe(
         n_layers=info.n_layers,
         n_expert_layers=info.n_expert_layers,
         n_experts=info.n_experts,
-        n_experts_used=info.n_experts_used,
+        n_expert_used=info.n_expert_used,
         n_ctx=target.n_ctx,
         n_threads=target.n_threads,
         gamma=config.gamma if speculates else 0,

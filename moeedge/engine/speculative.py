@@ -15,18 +15,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.context import Context
 from moeedge.engine.drafts import DraftSource, Proposal
 from moeedge.engine.sampling import Sampler
-from moeedge.engine.types import Phase, StepRecord
-
-Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
+from moeedge.llama.context import Context
+from moeedge.native.abi import Phase
+from moeedge.native.sensor import Counts
+from moeedge.scheduler.stats import StepRecord
 
 
 class Placement(Protocol):
     """Decides which experts live on the device. A step calls all; they may take no longer than 1 % of it."""
 
-    def anticipate(self, tokens: Sequence[int], states: NDArray[np.float32] | None = None) -> None:
+    def anticipate(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None = None) -> None:
         """The whole batch that is verified next: what it will need, as far as foreseen, moves at once.
 
         states: float32 [n_states, n_embd], the draft's hidden states of the first tokens.
@@ -156,7 +156,7 @@ class SpeculativeLoop:
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,
             drafts=proposal.tokens,
-            states=proposal.states,
+            hidden_states=proposal.hidden_states,
         )
         if self._notify is not None:
             self._notify(record)
@@ -178,7 +178,7 @@ class SpeculativeLoop:
 
     def _anticipate(self, proposal: Proposal) -> None:
         if self._placement is not None:
-            self._placement.anticipate([self.history[-1], *proposal.tokens], proposal.states)
+            self._placement.anticipate([self.history[-1], *proposal.tokens], proposal.hidden_states)
 
     def _schedule(self, batch: Sequence[int], record: StepRecord) -> None:
         if self._placement is not None and self.counts is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeedge.errors import DeviceError
-from moeedge.hardware.size import parse_rate
+from moeedge.units import parse_rate
 
 SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
 EMULATED = "emulated"

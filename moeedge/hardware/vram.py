@@ -7,7 +7,7 @@ from typing import Literal
 
 from moeedge import native
 from moeedge.hardware import nvidia
-from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.hardware.devices import ResolvedDevice
 
 _SLICE = 0.1  # difference of the totals from which on NVML speaks of another memory: a slice of a card (MIG)
 

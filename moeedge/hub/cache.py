@@ -4,6 +4,10 @@
                            /blobs/<sha256>.incomplete       those that have arrived so far
                            /snapshots/<commit>/<file>       links to blobs
                            /refs/main                       the commit that a branch was at
+
+Which file on this machine a name stands for: what -m and -md may say beside a path.
+
+What `moeedge rm` takes out of the hub's cache: a model's files there, and nothing that another file still needs.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeedge.hub.catalog import HubFile, Variant
-from moeedge.hub.reference import HubReference, all_parts, has_quant, is_first_part
+from moeedge.errors import InputError, ModelNameError
+from moeedge.hub.catalog import BUNDLED, Catalog, Choice, HubFile, Variant, load_catalog
+from moeedge.hub.names import HubReference, all_parts, find, has_quant, is_first_part
+from moeedge.units import format_bytes
 
 INCOMPLETE = ".incomplete"
 _FOLDER = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>.+)")
@@ -171,3 +178,117 @@ def _children(folder: Path) -> Sequence[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model file that is here."""
+
+    path: Path
+    choice: Choice | None = None  # the catalog's entry, where the name was one
+    name: str = ""  # what the user wrote; empty for a path
+
+
+def locate(text: str, catalog: Catalog | None = None) -> LocalModel:
+    """The model file that `text` means: a path that exists, else a name of the catalog, else a place on the hub.
+
+    What looks like a path stays one, whether it exists or not. Raises ModelNameError for an unknown name and for a
+    model that is not on this machine.
+    """
+    path = Path(text)
+    if path.exists() or _looks_like_path(text):
+        return LocalModel(path)
+    catalog = catalog or load_catalog()
+    choice = find(catalog, text)
+    if isinstance(choice, Choice):
+        found = find_variant(choice.variant)
+        if found is None:
+            raise _absent(choice)
+        return LocalModel(found, choice, choice.name)
+    models = find_reference(choice)
+    if not models:
+        raise ModelNameError(f"{choice} is not on this machine.", f"moeedge pull {choice} downloads it.")
+    if len(models) > 1:
+        raise InputError(
+            f"{choice} may be several files on this machine.",
+            f"Name one of {', '.join(f'hf:{one.repo}:{one.files[0]}' for one in models)}.",
+        )
+    return LocalModel(models[0].path, name=str(choice))
+
+
+def local_draft(catalog: Catalog, choice: Choice) -> LocalModel | None:
+    """The best draft of the catalog's entry that is here."""
+    for draft in catalog.drafts(choice.entry):
+        path = find_variant(draft.variant)
+        if path is not None and draft.variant != choice.variant:
+            return LocalModel(path, draft, draft.name)
+    return None
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~")) or (text.lower().endswith(".gguf") and ":" not in text)
+
+
+def _absent(choice: Choice) -> ModelNameError:
+    variant = choice.variant
+    if variant.local is not None:
+        return ModelNameError(f"{choice.name} should be {variant.local}, which is not there.", "Correct your catalog.")
+    size, here = variant.size_bytes or variant.about_bytes, partial_bytes(variant)
+    if here:
+        of = f" of {format_bytes(size)}" if size else ""
+        return ModelNameError(
+            f"{choice.name} is here in part, {format_bytes(here)}{of}.", f"moeedge pull {choice.name} fetches the rest."
+        )
+    about = f" ({format_bytes(size)})" if size else ""
+    return ModelNameError(
+        f"{choice.name}{about} is not on this machine.", f"moeedge pull {choice.name} downloads it and its draft."
+    )
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What will go."""
+
+    name: str
+    links: tuple[Path, ...]  # the files as readers of the cache see them
+    blobs: tuple[Path, ...]  # the bytes, whole or unfinished
+    size_bytes: int  # that become free
+
+
+def plan_removal(catalog: Catalog, name: str) -> Removal:
+    """What `name` has on this machine. Raises ModelNameError where that is nothing, InputError for what is not ours."""
+    if name.lower() == BUNDLED:
+        raise InputError("The bundled pair is part of moeedge.", "pip uninstall moeedge removes it.")
+    choice = find(catalog, name)
+    if isinstance(choice, Choice):
+        if choice.variant.local is not None:
+            raise InputError(f"{choice.name} is a file of yours, {choice.variant.local}.", "Remove it yourself.")
+        repo, label = choice.variant.repo, choice.name
+        wanted = [file.path for file in choice.variant.files]
+        unfinished = [partial_file(repo, file.sha256) for file in choice.variant.files if file.sha256]
+    else:
+        repo, label = choice.repo, str(choice)
+        wanted = [file for model in find_reference(choice) for file in model.files]
+        whole = not choice.file and not choice.quant  # a repository alone: its unfinished downloads, too
+        unfinished = [blob for owner, blob in stray_partials() if whole and owner == repo]
+    links = [link for folder in snapshots(repo) for file in wanted if (link := folder / file).exists()]
+    blobs = {link.resolve() for link in links} | {blob for blob in unfinished if blob.is_file()}
+    free = [blob for blob in blobs if not _needed(blob, links, repo)]
+    if not links and not free:
+        raise ModelNameError(f"{label} is not on this machine.", "moeedge list shows what is.")
+    return Removal(label, tuple(links), tuple(free), sum(size_of(blob) for blob in free))
+
+
+def remove(removal: Removal) -> None:
+    """Links first, then bytes; folders that are left empty go, too."""
+    for path in (*removal.links, *removal.blobs):
+        path.unlink(missing_ok=True)
+    for folder in dict.fromkeys(link.parent for link in removal.links):
+        with suppress(OSError):  # others are in it
+            folder.rmdir()
+
+
+def _needed(blob: Path, links: Sequence[Path], repo: str) -> bool:
+    """Whether another link than those that go points to the bytes."""
+    others = (path for folder in snapshots(repo) for path in folder.rglob("*") if path not in links)
+    return any(path.is_symlink() and path.resolve() == blob for path in others)

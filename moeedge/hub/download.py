@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
-from moeedge.data.fetch import hub_endpoint, no_bars
 from moeedge.errors import DownloadError
-from moeedge.hardware.size import format_bytes
 from moeedge.hub import cache
+from moeedge.hub.endpoint import hub_endpoint, no_bars
 from moeedge.hub.remote import NoAnswerError, RemoteFile, hub_errors
+from moeedge.units import format_bytes
 
 _BLOCK_BYTES = 4 * 2**20
 _CHUNK_BYTES = 2**19  # huggingface_hub's 10 MB would be lost by every cut, and shown by a slow line twice a minute
@@ -28,7 +28,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _MAX_HTTP_BYTES = 50 * 1000**3  # the hub serves larger files by its own protocol only
 
 
-class Watcher(Protocol):
+class RoutingReader(Protocol):
     """Is told how a download goes; `phase` is "checking" while bytes that were here are read, else "downloading"."""
 
     def begin(self, name: str, total_bytes: int) -> None:
@@ -41,7 +41,7 @@ class Watcher(Protocol):
         """The file is there, or the download stopped."""
 
 
-def download(file: RemoteFile, watcher: Watcher, *, sha256: str | None = None) -> Path:
+def download(file: RemoteFile, watcher: RoutingReader, *, sha256: str | None = None) -> Path:
     """Bring `file` into the cache and return its path there. At most as many bytes as are missing are asked for.
 
     sha256: another hash that it must have, besides the hub's. Raises DownloadError; the bytes that have arrived stay,
@@ -64,7 +64,7 @@ def download(file: RemoteFile, watcher: Watcher, *, sha256: str | None = None) -
         return _link(file)
 
 
-def _fetch(file: RemoteFile, partial: Path, watcher: Watcher) -> str:
+def _fetch(file: RemoteFile, partial: Path, watcher: RoutingReader) -> str:
     """The missing bytes of `file` into `partial`; returns the hash of all."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get

@@ -11,7 +11,7 @@ from moeedge import paths
 from moeedge.errors import ModelFileError
 from moeedge.hub import cache
 from moeedge.hub.catalog import BUNDLED, Catalog, Choice
-from moeedge.hub.reference import HubReference
+from moeedge.hub.names import HubReference
 
 State = Literal["complete", "partial", "absent"]
 

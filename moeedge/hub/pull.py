@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from moeedge.errors import DownloadError, InputError, ModelNameError
-from moeedge.hardware.size import format_bytes
 from moeedge.hub import cache
 from moeedge.hub.catalog import BUNDLED, Catalog, Choice, HubFile, Variant
-from moeedge.hub.download import Watcher, download
-from moeedge.hub.naming import find
-from moeedge.hub.reference import choose_files
+from moeedge.hub.download import RoutingReader, download
+from moeedge.hub.names import choose_files, find
 from moeedge.hub.remote import RemoteFile, ask_file, list_files
+from moeedge.units import format_bytes
 
 Role = Literal["target", "draft"]
 _RESERVE_BYTES = 256 * 2**20  # of the disk stays free
@@ -134,7 +133,7 @@ def check_room(missing: Sequence[Missing]) -> None:
         )
 
 
-def fetch_all(missing: Sequence[Missing], watcher: Watcher) -> None:
+def fetch_all(missing: Sequence[Missing], watcher: RoutingReader) -> None:
     """Downloads everything in turn. Raises DownloadError; what has arrived by then stays."""
     for one in missing:
         download(one.file, watcher, sha256=one.sha256)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moeedge.data.fetch import hub_endpoint, is_offline
 from moeedge.errors import DownloadError
 from moeedge.hub.catalog import HubFile
+from moeedge.hub.endpoint import hub_endpoint, is_offline
 
 _ANSWER_TIMEOUT_S = 10.0  # huggingface_hub's own; $HF_HUB_ETAG_TIMEOUT replaces it
 _ETAG = re.compile(r"[\w.-]+")

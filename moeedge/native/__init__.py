@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from moeedge.native.capture import WATCHED_TOKENS, Block, Capture, Captured, Kept
-from moeedge.native.claims import Claims
-from moeedge.native.device_list import Device, devices
+from moeedge.native.abi import CaptureFlags, OffloadScope
+from moeedge.native.capture import CAPTURED_TOKENS, ActivationCapture, Activations, Block
+from moeedge.native.devices import Device, devices
 from moeedge.native.library import attach, library_path, load, newest_instance
 from moeedge.native.sensor import Frame, Sensor, SensorStats
 
 __all__ = [
-    "WATCHED_TOKENS",
+    "CAPTURED_TOKENS",
+    "ActivationCapture",
+    "Activations",
     "Block",
-    "Capture",
-    "Captured",
-    "Claims",
+    "CaptureFlags",
     "Device",
     "Frame",
-    "Kept",
+    "OffloadScope",
     "Sensor",
     "SensorStats",
     "attach",

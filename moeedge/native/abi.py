@@ -1,11 +1,50 @@
-"""The C interface of include/moeedge.h in ctypes: structures and signatures, nothing else."""
+"""The C interface of include/moeedge.h in ctypes: structures and signatures, nothing else.
+
+What an instance of our backend may ask for.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from enum import IntEnum, IntFlag
 
 import numpy as np
+
+
+class Phase(IntEnum):
+    """What a decode call is for; the values are those of the native library (native/include/moeedge.h)."""
+
+    AUTO = 0  # not told: more than one token counts as prefill, one as decode
+    PREFILL = 1
+    DECODE = 2  # plain decoding, one token
+    DRAFT = 3
+    VERIFY = 4
+
+
+class Residency(IntEnum):
+    """Where an expert is; the values of `ExpertCache.residency`."""
+
+    ABSENT = 0
+    RESIDENT = 1
+    IN_FLIGHT = 2
+
+
+class PrefillPath(IntEnum):
+    """How batches of many tokens are computed; the values are those of include/moeedge.h."""
+
+    CPU = 0  # the graph as it is
+    RESIDENT = 1  # resident experts on the device, the others on the CPU
+    STREAM = 2  # all experts on the device, brought there as needed
+
+
+class CaptureFlags(IntFlag):
+    """What small batches leave behind; the values are those of include/moeedge.h."""
+
+    NOTHING = 0
+    INPUTS = 1  # what each layer's router reads
+    PROBS = 2  # what the router makes of it
+
 
 ABI_VERSION = 4  # of include/moeedge.h, as the structures and signatures below have it
 
@@ -246,3 +285,11 @@ def declare(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.restype = restype
         function.argtypes = argtypes
+
+
+class OffloadScope(IntEnum):
+    """What our backend asks llama.cpp's scheduler for; the values are those of include/moeedge.h."""
+
+    NONE = 0  # nothing: the context runs as stock llama.cpp does
+    MOE = 1  # the MoE blocks whose weights lie in host memory, for use beside a GPU
+    ALL = 2  # every operation of the CPU: one split per graph, so that sensing costs no seams

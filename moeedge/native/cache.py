@@ -1,4 +1,6 @@
-"""The expert cache of one session: which experts lie on a device, and what to move there next.
+"""Where the bytes of one expert tensor lie in its GGUF file.
+
+The expert cache of one session: which experts lie on a device, and what to move there next.
 
 The cache moves experts in a thread of its own, from the model's files to slots on the device; an instance of our
 backend that it is attached to computes with those that have arrived. Nothing here waits for a transfer, but for
@@ -12,7 +14,6 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -27,30 +28,35 @@ from moeedge.native.abi import (
     CacheInfoStruct,
     CacheStatsStruct,
     ExpertTensorStruct,
+    PrefillPath,
 )
-from moeedge.native.expert_tensor import ExpertTensor
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """struct moeedge_expert_tensor: a tensor that holds one slice for each expert of a layer."""
+
+    layer: int
+    type: int  # enum ggml_type
+    ne0: int  # of one expert's slice; 1 for a scale
+    ne1: int  # 1 for biases and scales
+    n_experts: int
+    file: int  # index into the parts of a split model
+    offset: int  # bytes from the start of the file to expert 0
+    stride: int  # bytes from one expert to the next
+    name: str  # in the GGUF file: blk.3.ffn_up_exps.weight
+
+    @property
+    def role(self) -> str:
+        """The name without its layer: ffn_up_exps.weight."""
+        return self.name.split(".", 2)[2]
+
 
 MAX_BLOCKS = 4096  # block records that the native ring holds
 
 _OUT_OF_MEMORY, _NO_DEVICE, _FILE_ERROR, _TIMEOUT = -3, -7, -9, -10  # enum moeedge_status
-
-
-class Residency(IntEnum):
-    """Where an expert is; the values of `ExpertCache.residency`."""
-
-    ABSENT = 0
-    RESIDENT = 1
-    IN_FLIGHT = 2
-
-
-class PrefillPath(IntEnum):
-    """How batches of many tokens are computed; the values are those of include/moeedge.h."""
-
-    CPU = 0  # the graph as it is
-    RESIDENT = 1  # resident experts on the device, the others on the CPU
-    STREAM = 2  # all experts on the device, brought there as needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +199,7 @@ class ExpertCache:
     def plan(
         self,
         uploads: npt.NDArray[np.int32],
-        levels: npt.NDArray[np.uint8],
+        priority: npt.NDArray[np.uint8],
         victims: npt.NDArray[np.int32],
         victim_utility: npt.NDArray[np.float32],
     ) -> None:
@@ -205,16 +211,16 @@ class ExpertCache:
         victims: [m, 2] (layer, expert) that may be evicted for them, and victim_utility [m]: the lowest goes first.
         """
         uploads, victims = np.ascontiguousarray(uploads, np.int32), np.ascontiguousarray(victims, np.int32)
-        levels = np.ascontiguousarray(levels, np.uint8)
+        priority = np.ascontiguousarray(priority, np.uint8)
         victim_utility = np.ascontiguousarray(victim_utility, np.float32)
-        if uploads.size != 2 * levels.size or victims.size != 2 * victim_utility.size:
+        if uploads.size != 2 * priority.size or victims.size != 2 * victim_utility.size:
             raise ValueError("a plan needs one level per upload and one utility per victim")
         self._check(
             self._library.moeedge_cache_plan(
                 self._cache,
                 uploads.ctypes.data,
-                levels.ctypes.data,
-                levels.size,
+                priority.ctypes.data,
+                priority.size,
                 victims.ctypes.data,
                 victim_utility.ctypes.data,
                 victim_utility.size,

@@ -9,29 +9,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntFlag
 
 import numpy as np
 import numpy.typing as npt
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import BLOCK_HOOK, BlockStruct, CapturedStruct
-from moeedge.native.claims import Claims
+from moeedge.native.abi import BLOCK_HOOK, BlockStruct, CapturedStruct, CaptureFlags, OffloadScope
 from moeedge.native.library import load
 
-WATCHED_TOKENS = 32  # of a batch, at most: larger ones are neither kept nor stopped at (native/src/capture.h)
-
-
-class Kept(IntFlag):
-    """What small batches leave behind; the values are those of include/moeedge.h."""
-
-    NOTHING = 0
-    INPUTS = 1  # what each layer's router reads
-    PROBS = 2  # what the router makes of it
+CAPTURED_TOKENS = 32  # of a batch, at most: larger ones are neither kept nor stopped at (native/src/capture.h)
 
 
 @dataclass(frozen=True)
-class Captured:
+class Activations:
     """One kind of values of the newest small batch; views of native memory that the next one overwrites.
 
     layer_tokens: int32 [n_layers], rows of each layer; 0: nothing is known of it.
@@ -57,7 +47,7 @@ class Block:
     inputs: npt.NDArray[np.float32] | None
 
 
-class Capture:
+class ActivationCapture:
     """Of one context, named by the id of its instance; `close` ends it and may be called twice.
 
     Set it up before the context's first decode, or have llama.cpp build its next graph anew: it would reuse its last
@@ -76,7 +66,7 @@ class Capture:
         if status < 0:
             raise BackendError(f"moeedge's backend cannot capture what layers read (code {status}).")
 
-    def set_claims(self, claims: Claims) -> None:
+    def set_offload_scope(self, claims: OffloadScope) -> None:
         """As a sensor's, for a context that has none."""
         self._check(self._library.moeedge_instance_set_claims(self._instance, int(claims)))
 
@@ -84,16 +74,16 @@ class Capture:
         """As a sensor's, for a context that has none."""
         self._check(self._library.moeedge_instance_set_phase(self._instance, int(phase)))
 
-    def keep(self, what: Kept) -> None:
+    def keep(self, what: CaptureFlags) -> None:
         """Keeps that of each small batch from now on."""
         self._check(self._library.moeedge_instance_set_capture(self._instance, int(what), *self._shape))
 
-    def kept(self, what: Kept) -> Captured:
+    def kept(self, what: CaptureFlags) -> Activations:
         """One kind of what the newest small batch left."""
         raw = self._captured
         self._check(self._library.moeedge_instance_captured(self._instance, int(what), ctypes.byref(raw)))
         as_array = np.ctypeslib.as_array
-        return Captured(
+        return Activations(
             serial=raw.serial,
             layer_tokens=as_array(raw.layer_tokens, (raw.n_layers,)),
             rows=as_array(raw.rows, (raw.n_layers, raw.stride, raw.width)),

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.errors import BackendError, VersionMismatchError
-from moeedge.native.abi import ABI_VERSION, BackendRegistration, declare
-from moeedge.native.claims import Claims
+from moeedge.native.abi import ABI_VERSION, BackendRegistration, OffloadScope, declare
 
 
 def library_path() -> Path:
@@ -139,7 +138,7 @@ def attach() -> None:
             f"moeedge was compiled for ggml {library.moeedge_ggml_version().decode()}, and this process has another.",
             "Install moeedge again with the llama-cpp-python that it names.",
         )
-    library.moeedge_set_default_claims(int(Claims.NONE))
+    library.moeedge_set_default_claims(int(OffloadScope.NONE))
 
 
 def newest_instance() -> int:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import FrameStruct, StatsStruct
-from moeedge.native.claims import Claims
+from moeedge.native.abi import FrameStruct, OffloadScope, StatsStruct
 from moeedge.native.library import load
+
+Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
+
 
 # as many as the native ring holds (sensor.h)
 MAX_FRAMES = 8
@@ -59,7 +62,7 @@ class Sensor:
         self._last_serial = 0
 
     @classmethod
-    def newest(cls, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, claims: Claims) -> Sensor:
+    def newest(cls, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, claims: OffloadScope) -> Sensor:
         """Bind to the context that this thread created last and set its claims.
 
         n_ubatch: the most tokens that one graph computes. Raises BackendError where our backend has no such context.
@@ -72,7 +75,7 @@ class Sensor:
             )
         sensor = cls(library, instance, (n_layers, n_experts, n_used, n_ubatch))
         sensor._check(library.moeedge_instance_configure(instance, n_layers, n_experts, n_used, n_ubatch))
-        sensor.set_claims(claims)
+        sensor.set_offload_scope(claims)
         return sensor
 
     @property
@@ -86,7 +89,7 @@ class Sensor:
             raise BackendError(f"moeedge's sensor failed: {reasons.get(status, status)}.")
         return status
 
-    def set_claims(self, claims: Claims) -> None:
+    def set_offload_scope(self, claims: OffloadScope) -> None:
         """Change what the backend claims, from the next graph that llama.cpp builds on."""
         self._check(self._library.moeedge_instance_set_claims(self._instance, int(claims)))
 

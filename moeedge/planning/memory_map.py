@@ -1,11 +1,78 @@
-"""What lies where at one context size: the lines of a plan, and whether they fit."""
+"""What a model and a context of it take, by where it lies: llama.cpp's own account, without loading weights.
+
+What lies where at one context size: the lines of a plan, and whether they fit.
+
+The machine that a plan is for: this one as measured, or with the memory that the user names.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moeedge.hardware.budget import Budget
+import psutil
+
+from moeedge import native
+from moeedge.engine.loading import resolve_device
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.scheduler.sizing import Budget
+from moeedge.units import format_bytes
+
+_PLAIN = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory in which weights are as they are in the file
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes in one kind of memory."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0  # and recurrent states
+    compute_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+    def __add__(self, other: Share) -> Share:
+        return Share(
+            self.weights_bytes + other.weights_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.compute_bytes + other.compute_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of a model and one context of it."""
+
+    gpus: dict[str, Share]  # by llama.cpp's name of the GPU
+    ram: Share
+    repacked_bytes: int  # of ram's weights: copies for the CPU, which cannot be paged out to the file
+
+    def gpu(self, name: str) -> Share:
+        return self.gpus.get(name, Share())
+
+
+def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
+    """What a context of `n_ctx` tokens would take, as a session makes it; `model` is loaded without weights."""
+    gpus: dict[str, Share] = {}
+    ram, repacked = Share(), 0
+    with Context(model, n_ctx=n_ctx, n_threads=1, n_batch=config.n_batch, n_ubatch=config.n_ubatch) as context:
+        for use in context.memory_uses():
+            share = Share(use.weights_bytes, use.memory_bytes, use.compute_bytes)
+            if use.on_gpu:
+                gpus[use.device] = gpus.get(use.device, Share()) + share
+                continue
+            ram += share
+            if not use.device and use.buffer_type not in _PLAIN:
+                repacked += use.weights_bytes
+    return Footprint(gpus, ram, repacked)
+
 
 Verdict = Literal["fits", "from disk", "does not fit"]
 
@@ -74,3 +141,69 @@ class MemoryMap:
         if self.refused or "does not fit" in verdicts or any(verdict != "fits" for verdict in verdicts[:-1]):
             return "does not fit"
         return verdicts[-1]
+
+
+# What a CUDA process takes beside llama.cpp's buffers: "unaccounted" was 451 to 456 MiB per card in llama.cpp's own
+# memory breakdown (ggml-org/llama.cpp pull request 15860, RTX 4090).
+KERNEL_BYTES = 456 * 2**20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory in bytes, and the device that experts may lie on."""
+
+    device: ResolvedDevice
+    ram_total_bytes: int
+    ram_free_bytes: int
+    vram_given: bool = False  # the user said how much, instead of the driver
+    ram_given: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def this_machine(config: EngineConfig, *, vram_bytes: int | None = None, ram_bytes: int | None = None) -> Machine:
+    """What -dev means here; the sizes, if given, stand in for what is measured.
+
+    With vram_bytes and without a GPU the plan is for a GPU of that size.
+    """
+    device = resolve_device(config)
+    memory = psutil.virtual_memory()
+    notes = list(device.notes)
+    if vram_bytes is not None:
+        device, notes = _with_memory(config, device, vram_bytes), []
+    elif device.kind == "emulated" and ram_bytes is not None:
+        device = replace(device, free_bytes=ram_bytes, total_bytes=ram_bytes)
+    gpus = [one.name for one in native.devices() if one.kind == "GPU"]
+    if len(gpus) > 1 and device.kind == "gpu" and device.llama_device == "auto":
+        notes.append(
+            f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, experts get slots on "
+            f"{device.ggml_name} only; -dev {device.ggml_name} uses that one alone."
+        )
+    return Machine(
+        device,
+        ram_total_bytes=memory.total if ram_bytes is None else ram_bytes,
+        ram_free_bytes=memory.available if ram_bytes is None else ram_bytes,
+        vram_given=vram_bytes is not None,
+        ram_given=ram_bytes is not None,
+        notes=tuple(notes),
+    )
+
+
+def _with_memory(config: EngineConfig, device: ResolvedDevice, vram_bytes: int) -> ResolvedDevice:
+    if vram_bytes <= 0:
+        raise InputError("--vram must be more than 0.", "-dev none plans without a GPU.")
+    size = format_bytes(vram_bytes)
+    if device.kind == "gpu":
+        label = f"{device.label}, planned with {size}"
+        return replace(device, label=label, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[])
+    if config.device == "auto":
+        return ResolvedDevice(
+            "gpu",
+            ggml_name=DRY_RUN_GPU,
+            label=f"a GPU of {size}",
+            llama_device=DRY_RUN_GPU,
+            free_bytes=vram_bytes,
+            total_bytes=vram_bytes,
+        )
+    if device.kind == "none":
+        raise InputError(f"-dev {config.device} has no memory for experts.", "Leave out --vram, or -dev.")
+    return replace(device, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[])

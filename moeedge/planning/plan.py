@@ -6,11 +6,10 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from moeedge.hardware.size import format_bytes
-from moeedge.planning.facts import ModelFacts
-from moeedge.planning.machine import Machine
-from moeedge.planning.memory_map import MemoryMap, Place
+from moeedge.planning.headers import ModelFacts
+from moeedge.planning.memory_map import Machine, MemoryMap, Place
 from moeedge.planning.planner import Planner
+from moeedge.units import format_bytes
 
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # tokens, up to what the model was trained with
 

@@ -14,19 +14,15 @@ from types import MappingProxyType, TracebackType
 
 import psutil
 
-from moeedge.engine.expert_tensors import expert_bytes
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, whole_model_fits
-from moeedge.engine.memory import choose_n_ctx
-from moeedge.engine.model import Model
-from moeedge.engine.placement.sizing import beside_slots_bytes, cache_budget, reserve_bytes, stage_slots
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.hardware.budget import Budget
-from moeedge.planning.facts import ModelFacts, read_facts
-from moeedge.planning.footprint import Footprint, Share, footprint
-from moeedge.planning.header import Loadable, loadable
-from moeedge.planning.machine import KERNEL_BYTES, Machine
-from moeedge.planning.memory_map import Line, MemoryMap, Place
+from moeedge.llama.gguf_file import expert_bytes
+from moeedge.llama.memory import choose_n_ctx
+from moeedge.llama.model import Model
+from moeedge.planning.headers import Loadable, ModelFacts, loadable, read_facts
+from moeedge.planning.memory_map import KERNEL_BYTES, Footprint, Line, Machine, MemoryMap, Place, Share, footprint
+from moeedge.scheduler.sizing import Budget, beside_slots_bytes, cache_budget, reserve_bytes, stage_slots
 
 _NOTHING = Footprint({}, Share(), 0)
 _GRAIN = 256  # tokens; llama.cpp rounds contexts to this
@@ -173,10 +169,10 @@ class Planner:
 
     def _cache(self, target: Model, free_bytes: int) -> tuple[Budget, list[Line]]:
         """The expert cache on a device with so much left, and its lines."""
-        device, wish, info = self.machine.device, self.config.placement, target.info
+        device, requested, info = self.machine.device, self.config.placement, target.info
         free_bytes = max(0, free_bytes - self.reserve)
         budget = cache_budget(
-            wish,
+            requested,
             device,
             self._experts,
             info,
@@ -187,7 +183,7 @@ class Planner:
         )
         lines = []
         if budget.n_slots:
-            n_stage = stage_slots(wish, device.kind, info.n_experts)
+            n_stage = stage_slots(requested, device.kind, info.n_experts)
             beside = beside_slots_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
             lines.append(Line("beside the slots (staging, columns)", beside))
         kept = self.reserve + reserve_bytes(device, device.total_bytes)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from moeedge.data.fetch import hub_endpoint, no_bars
-from moeedge.engine import gguf_file
 from moeedge.errors import DownloadError, ModelFileError, ModelNameError
+from moeedge.hub.cache import locate
 from moeedge.hub.catalog import Choice, load_catalog
-from moeedge.hub.local import locate
-from moeedge.hub.naming import find
+from moeedge.hub.endpoint import hub_endpoint, no_bars
+from moeedge.hub.names import find
 from moeedge.hub.pull import want
 from moeedge.hub.remote import RemoteFile, ask_file, hub_errors
+from moeedge.llama import gguf_file
 
 _FIRST_BYTES = 2**22  # the vocabulary of most models fits
 _LAST_BYTES = 2**28

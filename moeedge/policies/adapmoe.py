@@ -25,10 +25,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.layer_lru import LayerLru, likeliest
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
+from moeedge.policies.per_layer import PerLayerPlanner, layers_after, predicted_counts
 
 _N_MEASURED = 16  # steps
 
@@ -37,8 +37,8 @@ class AdapMoe(LayerLru):
     """The likeliest of each layer that is absent."""
 
     name = "adapmoe"
-    traits = Traits(device_only=True, per_layer_slots=True, prefetch_within_step=True)
-    needs = frozenset({"block-inputs"})
+    execution_model = ExecutionModel(device_only=True, per_layer_slots=True, prefetch_within_step=True)
+    required_inputs = frozenset({"block-inputs"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config)
@@ -59,21 +59,21 @@ class AdapMoe(LayerLru):
                 self._allocate(float(observation.counts.sum()) / max(observation.n_tokens, 1))
         self._foretold = None
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         """As the cache of its kind, and remembers the prediction."""
         self._remember(hints, self._layers)
         return super().plan(resident, upcoming, hints)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
+    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
         """The next layer's expert."""
-        self._remember(hints, layers_behind(self.shape, layer))
+        self._remember(hints, layers_after(self.shape, layer))
         return super().plan_layer(layer, resident, hints)
 
     def wanted(self, counts: NDArray[np.float32], resident: Resident) -> NDArray[np.bool_]:
         """See the module."""
         return likeliest(np.where(resident == 0, counts, np.float32(0.0)), 1)
 
-    def _remember(self, hints: Hints | None, layers: NDArray[np.intp]) -> None:
+    def _remember(self, hints: ExpertPrediction | None, layers: NDArray[np.intp]) -> None:
         """What is foretold for these layers; of the others of the step what was said before stays."""
         if hints is not None and self._n_left > 0:
             if self._foretold is None:
@@ -85,7 +85,7 @@ class AdapMoe(LayerLru):
         n_layers = max(int(np.count_nonzero(self.shape.group >= 0)), 1)
         n_used = min(max(round(pairs_per_token / n_layers), 1), self.shape.n_experts)
         accuracy = self._right / np.maximum(self._said, 1.0)
-        self._planner = Shares(self.shape, self._cap, allocate(self.shape, accuracy, n_used))
+        self._planner = PerLayerPlanner(self.shape, self._cap, allocate(self.shape, accuracy, n_used))
 
 
 def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> NDArray[np.intp]:

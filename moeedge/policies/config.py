@@ -7,8 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from moeedge.scheduler.ablations import ABLATIONS
-from moeedge.scheduler.units import Units
+from moeedge.policies.base import ABLATIONS
+from moeedge.policies.cost_model import CostModel
 
 _FIXED_TAU = 2.0  # MoE-SpAc, Table 4, "w/o HetWB"
 
@@ -21,7 +21,7 @@ class PolicyConfig:
     cap: int = 4  # K, the highest utility
     forgetting: float = 0.1  # lambda: how fast spac-paper's boundaries move
     ablations: frozenset[str] = frozenset()
-    units: Units | None = None  # None: no balancing, every expert likely to be used is hot
+    units: CostModel | None = None  # None: no balancing, every expert likely to be used is hot
     profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static
     lookahead_bytes: int = 64 << 20  # memory of spac's table of tokens; 0: no lookahead
     cutoff_layer: int | None = None  # layers for which sp-moe prefetches; None: worked out from the units

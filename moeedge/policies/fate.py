@@ -22,10 +22,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.policies.config import PolicyConfig
-from moeedge.policies.recency import Recency
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
+from moeedge.policies.lru import Recency
+from moeedge.policies.per_layer import PerLayerPlanner, layers_after, predicted_counts
 
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -39,14 +39,16 @@ class Fate:
     """Keeps what ARC keeps; what the gate foretells comes, and leaves as recently used."""
 
     name = "fate"
-    traits = Traits(device_only=True, per_layer_slots=True, prefetch_within_step=True, speculation=False)
-    needs = frozenset({"block-inputs"})
+    execution_model = ExecutionModel(
+        device_only=True, per_layer_slots=True, prefetch_within_step=True, speculation=False
+    )
+    required_inputs = frozenset({"block-inputs"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         cells = (shape.n_layers, shape.n_experts)
         self.shape = shape
         shares = shallow_shares(shape)
-        self._planner = Shares(shape, config.cap, shares)
+        self._planner = PerLayerPlanner(shape, config.cap, shares)
         self._arc = Arc(shares, shape.n_experts)
         self._recency = Recency(*cells)
         self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
@@ -58,7 +60,7 @@ class Fate:
         self._arc.request(self._recency.used, self._recency.last)
         np.copyto(self._utility, self._recency.used)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         """What ARC holds; with hints, what they name comes first."""
         score = self._held()
         if hints is not None:
@@ -66,14 +68,14 @@ class Fate:
         keep = self._planner.best(score, resident)
         return self._planner.plan(keep, score, self._utility, resident)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
+    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
         """What the next layer with experts is expected to use; all others stay as they are."""
         score = self._held()
         none: FloatArray = np.zeros(score.shape, dtype=np.float32)
         counts = none if hints is None else predicted_counts(hints, self.shape)
         self._ahead(score, counts)
         keep = self._planner.best(score, resident, counts > 0)
-        others = ~np.isin(np.arange(self.shape.n_layers), layers_behind(self.shape, layer))
+        others = ~np.isin(np.arange(self.shape.n_layers), layers_after(self.shape, layer))
         keep[others] = resident[others] != 0
         return self._planner.plan(keep, score, self._utility, resident)
 

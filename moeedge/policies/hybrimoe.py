@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.policies.config import PolicyConfig
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.scheduler.shares import Shares, layers_behind, predicted_counts
-from moeedge.scheduler.units import Units
+from moeedge.policies.cost_model import CostModel
+from moeedge.policies.per_layer import PerLayerPlanner, layers_after, predicted_counts
 
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -43,14 +43,14 @@ class HybriMoe:
     """Score: S."""
 
     name = "hybrimoe"
-    traits = Traits(per_layer_slots=True, prefetch_within_step=True, speculation=False)
-    needs = frozenset({"block-inputs", "router-scores"})
+    execution_model = ExecutionModel(per_layer_slots=True, prefetch_within_step=True, speculation=False)
+    required_inputs = frozenset({"block-inputs", "router-scores"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         cells = (shape.n_layers, shape.n_experts)
         self.shape = shape
         self._cap = np.float32(config.cap)
-        self._planner = Shares(shape, config.cap)
+        self._planner = PerLayerPlanner(shape, config.cap)
         self._queue = Queue(config.units)
         self._score: FloatArray = np.zeros(cells, dtype=np.float32)
         self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
@@ -66,17 +66,17 @@ class HybriMoe:
         self._score += now
         np.maximum(self._score, 0.0, out=self._score)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         """What the queue brought for the step observed stays; with hints, what they make worth bringing."""
         counts = self._counts if hints is None else predicted_counts(hints, self.shape)
         brought = self._queue.brings(counts, resident != 0)
         return self._plan(resident, brought, counts)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
+    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
         """The one expert of the next layers that shortens its layer most."""
         counts: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
         if hints is not None:
-            reach = layers_behind(self.shape, layer, _AHEAD)
+            reach = layers_after(self.shape, layer, _AHEAD)
             counts[reach] = predicted_counts(hints, self.shape)[reach]
         brought = np.zeros(counts.shape, dtype=np.bool_)
         best = self._queue.most_impact(counts, resident != 0)
@@ -121,7 +121,7 @@ class HybriMoe:
 class Queue:
     """HSS for all layers at once: `counts` [n_layers, n_experts] tokens, `there` the same shape."""
 
-    def __init__(self, units: Units | None) -> None:
+    def __init__(self, units: CostModel | None) -> None:
         self._units = units
 
     def brings(self, counts: FloatArray, there: BoolArray) -> BoolArray:

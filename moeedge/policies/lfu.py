@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.policies.config import PolicyConfig
-from moeedge.scheduler.plan import Planner
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
+from moeedge.policies.planner import Planner
 
 FloatArray = NDArray[np.float32]
 
@@ -25,8 +25,8 @@ class Lfu:
     """Score: decayed number of uses."""
 
     name = "lfu"
-    traits = Traits()
-    needs: frozenset[str] = frozenset()
+    execution_model = ExecutionModel()
+    required_inputs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         cells = (shape.n_layers, shape.n_experts)
@@ -45,7 +45,7 @@ class Lfu:
         np.greater(observation.counts, 0, out=self._used)
         np.minimum(self._count / np.float32(_CAP), self._cap, out=self._utility)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         """Loads what was missed and is used more often than something there."""
         self._planner.fit(self._count, resident, 0.0)
         return self._planner.moves(self._count, self._utility, self._tau, resident, allowed=self._used)

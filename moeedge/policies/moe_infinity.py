@@ -24,9 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.policies.config import PolicyConfig
-from moeedge.scheduler.plan import IN_FLIGHT, Planner
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
+from moeedge.policies.planner import IN_FLIGHT, Planner
 
 FloatArray = NDArray[np.float32]
 
@@ -39,8 +39,8 @@ class MoeInfinity:
     """Score: the predicted share of its layer's activations, times the layer's nearness."""
 
     name = "moe-infinity"
-    traits = Traits(device_only=True, prefetch_within_step=True, speculation=False)
-    needs: frozenset[str] = frozenset()
+    execution_model = ExecutionModel(device_only=True, prefetch_within_step=True, speculation=False)
+    required_inputs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         cells = (shape.n_layers, shape.n_experts)
@@ -70,11 +70,11 @@ class MoeInfinity:
             self._matched[self._nearest] += 1
         self._n_steps += not observation.prefill
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         """What a pass that starts at the first layer will want."""
         return self._plan(resident, self._decay)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: Hints | None = None) -> Plan:
+    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
         """What the layers behind `layer` will want; those before it go first, and it keeps what it computes with."""
         in_use = np.asarray(resident, dtype=np.uint8).copy()
         in_use[layer, in_use[layer] > 0] = IN_FLIGHT  # what is on its way is no victim

@@ -20,17 +20,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Plan, Resident
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.layer_lru import LayerLru
-from moeedge.scheduler.policy import CacheShape, Hints, Plan, Resident, Traits
 
 
 class SpMoe(LayerLru):
     """All that is foretold for the layers before the cutoff."""
 
     name = "sp-moe"
-    traits = Traits(device_only=True, per_layer_slots=True, batched_io=True)
-    needs = frozenset({"draft-inputs"})
+    execution_model = ExecutionModel(device_only=True, per_layer_slots=True, batched_io=True)
+    required_inputs = frozenset({"draft-inputs"})
     _touches = True
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
@@ -51,7 +51,7 @@ class SpMoe(LayerLru):
         n_slots = int(self._planner.shares.sum())
         return cutoff_layer(n_layers, n_critical, n_slots, self._drafting_s, self._transfer_s)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         """As the cache of its kind."""
         if hints is not None:
             self._cutoff = self.cutoff(hints.layer_ids.shape[2])

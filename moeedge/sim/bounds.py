@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.sim.windows import Chunk
+from moeedge.trace.schedule import Chunk
 
 BOUNDS = {
     "oracle": "bound: the best residency for each batch, known in advance",

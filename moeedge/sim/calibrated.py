@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.engine import gguf_file
-from moeedge.engine.calibration import Calibration
-from moeedge.engine.expert_tensors import expert_tensors
 from moeedge.errors import InputError
+from moeedge.llama import gguf_file
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.scheduler.calibration import Calibration
 from moeedge.sim.machine import Machine, from_units
-from moeedge.sim.shapes import ModelShape, read_json
+from moeedge.sim.model_shape import ModelShape, read_json
 
 _EXPERT_WEIGHTS = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight", "ffn_gate_up_exps.weight")
 
 
 @dataclass(frozen=True)
-class Kept:
+class CaptureFlags:
     """One measurement and the file that holds it."""
 
     machine: Machine
@@ -30,7 +30,7 @@ def is_calibration(path: Path) -> bool:
     return path.suffix == ".json" and path.exists() and "units" in read_json(path)
 
 
-def read_calibration(path: Path) -> Kept:
+def read_calibration(path: Path) -> CaptureFlags:
     """The machine of one kept file. Raises InputError for a file that holds no unit times."""
     try:
         calibration = Calibration.from_json(path.read_text(encoding="utf-8"))
@@ -38,10 +38,10 @@ def read_calibration(path: Path) -> Kept:
         raise InputError(f"{path} is no calibration: {error}.", "Write one with moeedge calibrate.") from None
     if calibration.units is None:
         raise InputError(f"{path} holds no unit times.", "The backend split no block: use a larger --cache-ratio.")
-    return Kept(from_units(calibration.units), calibration, path)
+    return CaptureFlags(from_units(calibration.units), calibration, path)
 
 
-def newest_calibration(model: str) -> Kept:
+def newest_calibration(model: str) -> CaptureFlags:
     """The newest measurement kept for a model file of this name. Raises InputError where there is none."""
     folder = paths.cache_dir() / "calibration"
     found = sorted(folder.glob(f"{model}-*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))

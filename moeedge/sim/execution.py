@@ -21,20 +21,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.scheduler.policy import CacheShape, Hints, LayerPolicy, Observation, Policy, Traits
-from moeedge.sim.clock import Clock, Process
-from moeedge.sim.events import Log, Span, Stream
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, LayerPolicy, Observation, Policy
+from moeedge.sim.clock import Clock, Log, Process, Span, Stream
 from moeedge.sim.machine import Machine
 from moeedge.sim.mover import RESIDENT, Demand, Mover
-from moeedge.sim.stand_in import StandIn
-from moeedge.sim.windows import Batch
+from moeedge.sim.noisy_predictor import NoisyPredictorInTime
+from moeedge.trace.schedule import Batch
 
 CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
 _PARTS = 16  # of drafting, after each of which a policy that looks at the draft plans anew
 
 
 @dataclass
-class Account:
+class TimeBreakdown:
     """Nanoseconds by cause, and what was hit, over some steps."""
 
     ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
@@ -58,8 +57,8 @@ class Execution:
         policy: Policy,
         steps: Sequence[Batch],
         *,
-        stand_in: StandIn,
-        traits: Traits | None = None,
+        stand_in: NoisyPredictorInTime,
+        execution_model: ExecutionModel | None = None,
         warm_steps: int = 0,
         keep_log: bool = False,
     ) -> None:
@@ -67,14 +66,14 @@ class Execution:
         self.log = Log(kept=keep_log)
         self.gpu, self.cpu = Stream("gpu", self.log), Stream("cpu", self.log)
         self.machine, self.shape, self.policy = machine, shape, policy
-        self.traits = policy.traits if traits is None else traits
-        self.mover = Mover(self.clock, self.log, machine, shape, batched=self.traits.batched_io)
-        self.account = Account()
+        self.execution_model = policy.execution_model if execution_model is None else execution_model
+        self.mover = Mover(self.clock, self.log, machine, shape, batched=self.execution_model.batched_io)
+        self.account = TimeBreakdown()
         self.step_ns: list[int] = []  # of every verification accounted for
         self._steps, self._warm_steps, self._stand_in = steps, warm_steps, stand_in
         self._number = 0  # of the verification
 
-    def run(self) -> Account:
+    def run(self) -> TimeBreakdown:
         """The whole simulation."""
         self.clock.start(self.mover.process())
         self.clock.start(self._process())
@@ -102,13 +101,13 @@ class Execution:
             self.step_ns.append(self.clock.now_ns - start_ns)
             self._number += 1
             if self._number == self._warm_steps:
-                self.account = Account()
+                self.account = TimeBreakdown()
                 self.step_ns.clear()
 
     def _draft(self, step: Batch) -> Process:
         """The draft model's tokens, one by one, and the plan for the batch that they make."""
         known = [] if step.tokens is None else step.tokens.tolist()
-        hinted = "draft-inputs" in self.policy.needs
+        hinted = "draft-inputs" in self.policy.required_inputs
         n_drafts = step.n_tokens - 1
         n_parts = max(_PARTS // n_drafts, 1) if hinted and n_drafts else 1
         for token in range(1, n_drafts + 1):
@@ -120,8 +119,12 @@ class Execution:
                     hints = self._stand_in.of_draft(token, part / n_parts)
                     self.mover.push(self.policy.plan(self.mover.resident, known[:token], hints))
                 elif token == n_drafts and known:  # without tokens there is nothing new since the plan before
-                    states = step.states if "draft-states" in self.policy.needs else None
-                    told = None if states is None else Hints.of_states(states, len(step.ids))
+                    hidden_states = step.hidden_states if "draft-states" in self.policy.required_inputs else None
+                    told = (
+                        None
+                        if hidden_states is None
+                        else ExpertPrediction.of_hidden_states(hidden_states, len(step.ids))
+                    )
                     self.mover.push(self.policy.plan(self.mover.resident, known, told))
         self.account.ns["draft"] += n_drafts * self.machine.draft_ns
         if hinted:  # what was foretold while drafting must be there before verification begins (SP-MoE, section 3.2)
@@ -141,16 +144,16 @@ class Execution:
 
     def _plan_layer(self, layer: int) -> None:
         policy = self.policy
-        if self.traits.prefetch_within_step and isinstance(policy, LayerPolicy):
-            hints = self._stand_in.of_gates(layer) if "block-inputs" in policy.needs else None
+        if self.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
+            hints = self._stand_in.of_gates(layer) if "block-inputs" in policy.required_inputs else None
             self.mover.push(policy.plan_layer(layer, self.mover.resident, hints))
 
     def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
         tokens = counts[used]
         there = self.mover.resident[layer, used] == RESIDENT
-        account, traits = self.account, self.traits
-        if traits.layerwise and not there.all():
+        account, execution_model = self.account, self.execution_model
+        if execution_model.layerwise and not there.all():
             there = np.zeros_like(there)
         account.pairs += int(tokens.sum())
         account.pairs_hit += int(tokens[there].sum())
@@ -158,7 +161,7 @@ class Execution:
         account.unique_hit += int(np.count_nonzero(there))
         hits, misses = used[there], used[~there]
         self.mover.pin(layer, hits.tolist())
-        if traits.device_only:
+        if execution_model.device_only:
             yield from self._on_device(layer, counts, hits, misses)
         else:
             yield from self._on_both(layer, counts, hits, misses)
@@ -188,7 +191,7 @@ class Execution:
         machine, mover = self.machine, self.mover
         coming = [(int(one), mover.arrival(layer, int(one))) for one in misses]
         wanted = [one for one, arrived in coming if arrived is None]
-        if self.traits.layerwise and wanted:  # a layer in one transfer
+        if self.execution_model.layerwise and wanted:  # a layer in one transfer
             moved = list(range(self.shape.n_experts)) if machine.whole_layers else wanted
             demands = [(wanted, mover.demand(layer, moved, machine.dense_demand_ns))]
         else:

@@ -1,4 +1,10 @@
-"""Unit times of one model on one machine: what every piece of work of a step takes, in nanoseconds.
+"""What a simulation needs to know of a machine: bandwidths, compute and latencies, from data files with sources.
+
+    {"name": "...", "gpu_bytes_per_s": ..., ..., "sources": {"gpu_bytes_per_s": "..."}}
+
+Every constant of a built-in machine (sim/data/hardware.json) has its source beside it.
+
+Unit times of one model on one machine: what every piece of work of a step takes, in nanoseconds.
 
 They come from the bandwidths of a machine and the sizes of a model (`from_hardware`), or from what `moeedge calibrate`
 measured (`from_units`). How a program runs on it, beyond its policy, is its `Framework`.
@@ -7,14 +13,63 @@ measured (`from_units`). How a program runs on it, beyond its policy, is its `Fr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.scheduler.units import Units
+from moeedge.errors import InputError
+from moeedge.policies.cost_model import CostModel
 from moeedge.sim.clock import to_ns
-from moeedge.sim.hardware import Hardware
-from moeedge.sim.shapes import ModelShape
+from moeedge.sim.model_shape import ModelShape, only_known, read_data, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Bandwidths as reached, not as printed on the box; see the sources in the data file."""
+
+    name: str
+    gpu_bytes_per_s: float
+    gpu_flops: float
+    gpu_memory_bytes: float
+    cpu_bytes_per_s: float
+    cpu_flops: float
+    link_bytes_per_s: float
+    link_latency_s: float  # of one transfer, whatever its size
+    layer_overhead_s: float  # of a layer's launches beside its memory traffic
+    sync_s: float  # handing a layer's hidden states to the CPU and back
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_bytes_per_s", "gpu_flops", "cpu_bytes_per_s", "cpu_flops", "link_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0")
+        for name in ("gpu_memory_bytes", "link_latency_s", "layer_overhead_s", "sync_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0")
+
+
+def builtin_hardware() -> dict[str, Hardware]:
+    """The machines of sim/data/hardware.json by name."""
+    table = read_data("hardware.json")["hardware"]
+    return {name: Hardware(name=name, **only_known(entry, Hardware)) for name, entry in table.items()}
+
+
+def find_hardware(text: str) -> Hardware:
+    """A built-in machine, or one from a JSON file of the same fields. Raises InputError for anything else."""
+    known = builtin_hardware()
+    if text in known:
+        return known[text]
+    if not text.endswith(".json"):
+        hint = f"Choose from {', '.join(known)}, or name a file that ends in .json."
+        raise InputError(f'There is no hardware "{text}".', hint)
+    path = Path(text)
+    entry: dict[str, Any] = {"name": path.stem} | read_json(path)
+    try:
+        return Hardware(**only_known(entry, Hardware))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path} describes no hardware: {error}.", "See docs/simulation.md for the format.") from None
+
 
 TOKENS_MAX = 256  # tokens of one expert that the curves reach
 _EXPERT_TENSORS = 3  # gate, up, down
@@ -71,13 +126,13 @@ class Machine:
             head_demand_ns=round(self.head_demand_ns / factor),
         )
 
-    def units(self, cap: int) -> Units:
+    def units(self, cap: int) -> CostModel:
         """What the balancer of a policy is told. The shares r_c and r_g of a warm-up are not known here.
 
         They are given as straight lines: half of the work of tau = 1 at K.
         """
         share = np.linspace(0.0, 1.0, cap + 1)
-        return Units(
+        return CostModel(
             cpu_expert_s=self.cpu_ns[:17].astype(np.float64) * 1e-9,
             device_expert_s=self.device_ns[:17].astype(np.float64) * 1e-9,
             transfer_expert_s=(self.transfer_ns + self.latency_ns) * 1e-9,
@@ -130,7 +185,7 @@ def from_hardware(hardware: Hardware, shape: ModelShape, framework: Framework | 
     )
 
 
-def from_units(units: Units, *, schedule_s: float = 0.0, transfer_s: float | None = None) -> Machine:
+def from_units(units: CostModel, *, schedule_s: float = 0.0, transfer_s: float | None = None) -> Machine:
     """What was measured: the head is part of `layer_rest_s`, latencies are part of the times."""
     tokens = np.arange(TOKENS_MAX + 1)
     transfer_ns = to_ns(units.transfer_expert_s if transfer_s is None else transfer_s)

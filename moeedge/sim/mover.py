@@ -12,9 +12,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.scheduler.policy import CacheShape, Plan
-from moeedge.sim.clock import Clock, Process, Signal
-from moeedge.sim.events import Log, Span
+from moeedge.policies.base import CacheShape, Plan
+from moeedge.sim.clock import Clock, Log, Process, Signal, Span
 from moeedge.sim.machine import Machine
 
 ABSENT, RESIDENT, IN_FLIGHT = 0, 1, 2

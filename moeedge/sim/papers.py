@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeedge.sim.clock import to_ns
-from moeedge.sim.hardware import Hardware, find_hardware
-from moeedge.sim.machine import Framework, from_hardware
-from moeedge.sim.shapes import find_model, only_known, read_data
+from moeedge.sim.machine import Framework, Hardware, find_hardware, from_hardware
+from moeedge.sim.model_shape import find_model, only_known, read_data
+from moeedge.sim.noisy_predictor import Accuracy
 from moeedge.sim.simulate import Result, Setup, Source, simulate, synthetic
-from moeedge.sim.stand_in import Accuracy
 
 Tell = Callable[[str], None]
 _TOKENS = 520  # of text

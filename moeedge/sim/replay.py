@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig, make_policy
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Policy, check_plan
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, check_plan
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.registry import make_policy
 from moeedge.sim.bounds import BOUNDS, Belady, NextUse, Oracle
-from moeedge.sim.foresight import Foresight, source_of
+from moeedge.sim.noisy_predictor import NoisyPredictor, source_of
 from moeedge.sim.slots import Slots
-from moeedge.sim.windows import Batch, Chunk, Schedule
+from moeedge.trace.schedule import Batch, Chunk, Schedule
 
 # An expert of which so many activations are expected is called hot. Activations come in bunches: of one expected the
 # chance of any is below 1 - 1/e. Of 0.5 to 1.3 the best on gpt-oss-20b and Gemma, optimistic and pessimistic
@@ -39,7 +40,7 @@ HOT_FROM = 0.8
 
 
 @dataclass(frozen=True)
-class Found:
+class HitStats:
     """Sums over all batches that are not prompts."""
 
     pairs: int
@@ -91,7 +92,7 @@ class ReplayRow:
 
 
 @dataclass(eq=False)
-class Tally:
+class HitCounter:
     """Counts what a residency found, chunk by chunk."""
 
     shape: CacheShape
@@ -140,9 +141,9 @@ class Tally:
         if self.expert_bytes is not None and cells.size:
             self.bytes += int(self.expert_bytes[cells // self.shape.n_experts].sum())
 
-    def found(self, n_planned: int) -> Found:
+    def found(self, n_planned: int) -> HitStats:
         """The sums; `n_planned` uploads came from plans."""
-        return Found(
+        return HitStats(
             self.pairs,
             self.pairs_found,
             self.experts,
@@ -155,7 +156,7 @@ class Tally:
         )
 
 
-class Lane:
+class PolicyReplay:
     """One policy with its slots."""
 
     def __init__(
@@ -170,7 +171,7 @@ class Lane:
         """max_uploads: what plans may move per layer and batch. checked_cap: check every plan, with this K."""
         self.policy = policy
         self.slots = Slots(shape)
-        self.tally = Tally(shape, expert_bytes)
+        self.tally = HitCounter(shape, expert_bytes)
         self._shape = shape
         self._checked_cap = checked_cap
         self._per_step = None if max_uploads is None else max_uploads * np.count_nonzero(shape.group >= 0)
@@ -178,11 +179,11 @@ class Lane:
         self._loaded: NDArray[np.bool_] | None = None  # what the last batch of a device-only system loaded
         self._n_planned = 0
 
-    def run(self, chunk: Chunk, hints: Sequence[Hints | None] | None = None) -> None:
+    def run(self, chunk: Chunk, hints: Sequence[ExpertPrediction | None] | None = None) -> None:
         """All batches of the chunk; `hints` has an entry for each."""
         there = np.zeros(chunk.counts.shape, dtype=np.bool_)
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
-        device_only = self.policy.traits.device_only
+        device_only = self.policy.execution_model.device_only
         for index, batch in enumerate(chunk.batches):
             if batch.fresh:
                 self.policy.reset()
@@ -209,11 +210,11 @@ class Lane:
             )
         self.tally.add(chunk, there, hot)
 
-    def found(self) -> Found:
+    def found(self) -> HitStats:
         """The sums over all chunks."""
         return self.tally.found(self._n_planned)
 
-    def _prepare(self, batch: Batch, hints: Hints | None) -> Plan:
+    def _prepare(self, batch: Batch, hints: ExpertPrediction | None) -> Plan:
         """Plans as the engine does before a batch; returns the last plan."""
         if self._per_step is not None:
             self._credit = min(self._credit, 1.0) + self._per_step
@@ -221,11 +222,11 @@ class Lane:
         if len(tokens) <= 1:
             return self._plan(tokens, hints)
         self._plan(tokens[:1], None)
-        if batch.states is not None and "draft-states" in self.policy.needs:
-            hints = Hints.of_states(batch.states, len(batch.ids))
+        if batch.hidden_states is not None and "draft-states" in self.policy.required_inputs:
+            hints = ExpertPrediction.of_hidden_states(batch.hidden_states, len(batch.ids))
         return self._plan(tokens, hints)
 
-    def _plan(self, upcoming: list[int], hints: Hints | None) -> Plan:
+    def _plan(self, upcoming: list[int], hints: ExpertPrediction | None) -> Plan:
         plan = self.policy.plan(self.slots.resident, upcoming, hints)
         if self._checked_cap is not None:
             check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
@@ -241,17 +242,17 @@ class Lane:
         return plan
 
 
-class _BoundLane:
+class _BoundReplay:
     """An oracle in a lane's place."""
 
     def __init__(self, bound: Oracle | Belady, shape: CacheShape) -> None:
         self._bound = bound
-        self.tally = Tally(shape, None)
+        self.tally = HitCounter(shape, None)
 
     def run(self, chunk: Chunk) -> None:
         self.tally.add(chunk, self._bound.run(chunk), None)
 
-    def found(self) -> Found:
+    def found(self) -> HitStats:
         return replace(self.tally.found(self._bound.n_uploads), upload_bytes=None)
 
 
@@ -295,20 +296,20 @@ def replay(
     """
     trace = schedule.trace
     policy_config = PolicyConfig(gamma=schedule.gamma, profile=config.profile)
-    foresight = Foresight(trace, config.seed, config.accuracy)
+    foresight = NoisyPredictor(trace, config.seed, config.accuracy)
     next_use = NextUse(schedule.chunks())
-    lanes: list[tuple[Lane, str | None]] = []
-    bounds: list[_BoundLane] = []
+    lanes: list[tuple[PolicyReplay, str | None]] = []
+    bounds: list[_BoundReplay] = []
     shapes = [cache_shape(schedule, ratio) for ratio in config.ratios]
     for shape in shapes:
         for name in config.policies:
             policy = make_policy(name, shape, policy_config)
-            lane = Lane(policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes)
-            source = source_of(policy.needs)
+            lane = PolicyReplay(policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes)
+            source = source_of(policy.required_inputs)
             lanes.append((lane, source if source in config.accuracy else None))
         n_slots = int(shape.capacity[0])
-        bounds.append(_BoundLane(Oracle(next_use.n_cells, n_slots), shape))
-        bounds.append(_BoundLane(Belady(next_use, n_slots), shape))
+        bounds.append(_BoundReplay(Oracle(next_use.n_cells, n_slots), shape))
+        bounds.append(_BoundReplay(Belady(next_use, n_slots), shape))
     sources = list(dict.fromkeys(source for _, source in lanes if source is not None))
     for chunk in schedule.chunks():
         told = {source: foresight.foretell(chunk, source) for source in sources}
@@ -338,10 +339,10 @@ class _Reference:
     config: ReplayConfig
     ratio: float
     shape: CacheShape
-    oracle: Found
-    belady: Found
+    oracle: HitStats
+    belady: HitStats
 
-    def row(self, name: str, found: Found, source: str | None, foresight: Foresight) -> ReplayRow:
+    def row(self, name: str, found: HitStats, source: str | None, foresight: NoisyPredictor) -> ReplayRow:
         schedule = self.schedule
         layer_steps = max(schedule.n_steps * int(np.count_nonzero(self.shape.group >= 0)), 1)
         oracle = _share(self.oracle.pairs_found, self.oracle.pairs)
@@ -364,7 +365,7 @@ class _Reference:
             hints=source,
             hints_accuracy=None if source is None else foresight.accuracy[source],
             token_ids=schedule.has_tokens,
-            draft_states=schedule.trace.states is not None,
+            draft_states=schedule.trace.hidden_states is not None,
             profile=self.config.profile is not None,
             steps=schedule.n_steps,
             texts=schedule.n_texts,

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import BOUNDS, PolicyConfig, make_policy
-from moeedge.scheduler.policy import CacheShape, Policy, Traits
-from moeedge.sim.events import Log
-from moeedge.sim.execution import CAUSES, Account, Execution
+from moeedge.policies.base import CacheShape, ExecutionModel, Policy
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.registry import BOUNDS, make_policy
+from moeedge.sim.clock import Log
+from moeedge.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.sim.machine import Machine
-from moeedge.sim.shapes import ModelShape
-from moeedge.sim.stand_in import Accuracy, StandIn
-from moeedge.sim.windows import Batch, TailModel, cut_schedule, recorded_schedule
-from moeedge.trace import DECODE, Trace, TraceMeta, ids_dtype
+from moeedge.sim.model_shape import ModelShape
+from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
+from moeedge.trace.schedule import Batch, TailModel, cut_schedule, recorded_schedule
+from moeedge.trace.trace import DECODE, Trace, TraceMeta, ids_dtype
 
 _WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
 
@@ -58,7 +59,7 @@ class Result:
 
     setup: Setup
     gamma: int  # in effect: 0 where the system has no draft
-    account: Account
+    account: TimeBreakdown
     step_s: NDArray[np.float64]  # of every verification accounted for
     log: Log
     n_expert_layers: int
@@ -131,7 +132,7 @@ def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Sour
     place = np.tile(np.arange(n_tokens, dtype=np.int32), n_texts)
     trace = Trace(
         meta=TraceMeta(
-            model=shape.name, n_layers=shape.n_expert_layers, n_experts=shape.n_experts, n_experts_used=shape.k
+            model=shape.name, n_layers=shape.n_expert_layers, n_experts=shape.n_experts, n_expert_used=shape.k
         ),
         ids=np.concatenate(texts).astype(ids_dtype(shape.n_experts)),
         phase=np.full(place.size, DECODE, dtype=np.uint8),
@@ -146,14 +147,14 @@ def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Sour
 
 def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool = False) -> Result:
     """Runs one setup over all steps of the source; the same arguments give the same events."""
-    gamma = 0 if "no-sd" in setup.ablations or not traits_of(setup.policy).speculation else setup.gamma
+    gamma = 0 if "no-sd" in setup.ablations or not execution_model_of(setup.policy).speculation else setup.gamma
     shape = _cache(source, setup.cache_ratio)
     machine = machine.with_link(setup.link_factor)
     steps = _first(source.steps(gamma, setup.acceptance, setup.seed, setup.tail), setup.max_steps)
     n_verified = sum(not step.prefill for step in steps)
     policy = _policy(machine, shape, setup, gamma, steps)
     warm_steps = min(int(_WARM_SHARE * n_verified), _WARM_STEPS)
-    stand_in = StandIn(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
+    stand_in = NoisyPredictorInTime(source.n_layers, source.n_experts, setup.accuracy, setup.seed)
     execution = Execution(
         machine,
         shape,
@@ -205,7 +206,7 @@ def _policy(machine: Machine, shape: CacheShape, setup: Setup, gamma: int, steps
     return make_policy(setup.policy, shape, config)
 
 
-def traits_of(policy: str) -> Traits:
+def execution_model_of(policy: str) -> ExecutionModel:
     """How the system of that name executes its plans. Raises ValueError for an unknown one."""
     config = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32) if policy in BOUNDS else None)
-    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).traits
+    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).execution_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.scheduler.policy import CacheShape, Plan
+from moeedge.policies.base import CacheShape, Plan
 
 IndexArray = NDArray[np.intp]
 

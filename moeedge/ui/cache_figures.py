@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moeedge.engine.types import PlacementStats
-from moeedge.ui import meters
+from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui import figures
 from moeedge.ui.figures import NONE, Figure, device_name, percent, size
 
 _MIN_BAR = 6  # columns; a shorter one says nothing
@@ -96,7 +96,7 @@ def memory_line(stats: PlacementStats, columns: int) -> str:
     room = min(columns - len(text) - 1, _MAX_BAR)
     if known is None or room < _MIN_BAR:
         return text
-    return f"{meters.bar(known[0] / known[1], room)} {text}"
+    return f"{figures.bar(known[0] / known[1], room)} {text}"
 
 
 def tau_values(stats: PlacementStats) -> list[float]:
@@ -114,7 +114,7 @@ def tau_line(stats: PlacementStats, columns: int) -> str:
     """A sparkline over the layers and the range of its values."""
     values = tau_values(stats)
     text = tau_range(values)
-    line = meters.sparkline(values, max(columns - len(text) - 1, 1), top=max(_TAU_TOP, *values))
+    line = figures.sparkline(values, max(columns - len(text) - 1, 1), top=max(_TAU_TOP, *values))
     return f"{line} {text}"
 
 

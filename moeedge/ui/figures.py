@@ -1,11 +1,46 @@
-"""The figures of an answer as short texts: one wording for the panel, the stats line and /stats."""
+"""Numbers as bars and sparklines of block characters; no colour is needed to read them.
+
+The figures of an answer as short texts: one wording for the panel, the stats line and /stats.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from moeedge.engine.types import EngineInfo, GenerationStats, PlacementStats, StopReason
+from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+from moeedge.scheduler.stats import PlacementStats
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_EMPTY = "░"
+
+
+def bar(share: float, columns: int) -> str:
+    """A share of one as a bar of `columns` characters."""
+    filled = min(max(share, 0.0), 1.0) * columns
+    whole = int(filled)
+    eighths = int((filled - whole) * 8)
+    text = "█" * whole + (_EIGHTHS[eighths] if eighths else "")
+    return text + _EMPTY * (columns - len(text))
+
+
+def resample(values: Sequence[float], n: int) -> list[float]:
+    """`values` as at most `n` means over stretches of about equal length, in order."""
+    n = min(n, len(values))
+    edges = [len(values) * index // n for index in range(n + 1)] if n else []
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def sparkline(values: Sequence[float], columns: int, *, top: float) -> str:
+    """A character per value, its height between 0 and `top`; fewer, larger steps where there is less room."""
+    if top <= 0:
+        return ""
+    last = len(_LEVELS) - 1
+    return "".join(_LEVELS[round(min(max(v / top, 0.0), 1.0) * last)] for v in resample(values, columns))
+
 
 _MIB = 1024 * 1024
 NONE = "-"

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moeedge.hardware.size import format_bytes
-from moeedge.planning.facts import ModelFacts
+from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, Place
 from moeedge.planning.plan import Plan
+from moeedge.units import format_bytes
 
 _MIB = 2**20
 
@@ -43,7 +43,7 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
     console.print(f"  {shape} of {facts.bits_per_weight:.2f} bits, context {facts.n_ctx_train:,}")
     if facts.n_experts:
         console.print(
-            f"  {facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.n_experts_used} per token; "
+            f"  {facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.n_expert_used} per token; "
             f"an expert {_size(facts.expert_bytes)}, all {format_bytes(facts.experts_bytes)}, the rest "
             f"{format_bytes(facts.dense_bytes)}"
         )

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moeedge.profiling.analysis import LayerProfile
+from moeedge.analysis.profile import LayerProfile
 
 _NONE = "-"
 _STRIP_STEPS = 36  # steps in the strip behind each of the hottest experts

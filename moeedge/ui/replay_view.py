@@ -10,11 +10,11 @@ from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
-from moeedge.policies import foresees, reads_states, reads_tokens, takes_profile
+from moeedge.policies.registry import foresees, reads_hidden_states, reads_tokens, takes_profile
 from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.replay import ReplayRow
-from moeedge.ui.bar import Bar
 from moeedge.ui.console import visible
+from moeedge.ui.progress import Bar
 
 _MIB = 1024 * 1024
 _NONE = "-"
@@ -113,7 +113,7 @@ def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     contextless = [
         name
         for name in dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_states)
-        if reads_states(name)
+        if reads_hidden_states(name)
     ]
     if contextless:
         lines.append(

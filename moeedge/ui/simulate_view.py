@@ -10,8 +10,8 @@ from rich import progress
 from rich.console import Console
 
 from moeedge.sim.simulate import Result
-from moeedge.ui.bar import Bar
-from moeedge.ui.gantt import Chart
+from moeedge.ui.plots import Chart
+from moeedge.ui.progress import Bar
 
 Row = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from moeedge.trace_summary import TraceSummary
+from moeedge.trace.summary import TraceSummary
 from moeedge.ui.console import show_figures, visible
 from moeedge.ui.figures import Figure
 
@@ -25,7 +25,7 @@ def _figures(one: TraceSummary) -> list[Figure]:
         ("model", visible(one.model) + architecture),
         ("source", visible(one.source) or None),
         ("layers", layers),
-        ("experts", f"{one.n_experts} per layer, {one.n_experts_used} per token"),
+        ("experts", f"{one.n_experts} per layer, {one.n_expert_used} per token"),
         ("expert size", None if one.expert_bytes is None else f"{one.expert_bytes / _MIB:.2f} MiB"),
         ("texts", f"{one.sequences:,}"),
         ("tokens", _tokens(one)),
@@ -45,7 +45,11 @@ def _tokens(one: TraceSummary) -> str:
 
 
 def _also(one: TraceSummary) -> list[str]:
-    kinds = ((one.has_weights, "weights"), (one.has_tokens, "vocabulary ids"), (one.has_states, "the draft's states"))
+    kinds = (
+        (one.has_weights, "weights"),
+        (one.has_tokens, "vocabulary ids"),
+        (one.has_hidden_states, "the draft's states"),
+    )
     return [what for there, what in kinds if there]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moeedge.sim.measured import Measured, summary
+from moeedge.bench.validation import Measured, summary
 from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.ui.simulate_view import print_table
 

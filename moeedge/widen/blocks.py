@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as GgmlType
 from numpy.typing import NDArray
 
-from moeedge.engine import library
+from moeedge.llama import library
 from moeedge.widen.maps import Map, blocks
 
 Bytes = NDArray[np.uint8]

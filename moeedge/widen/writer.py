@@ -20,11 +20,10 @@ import gguf
 import numpy as np
 
 from moeedge.errors import DiskSpaceError, InputError
-from moeedge.hardware.size import format_bytes
+from moeedge.units import format_bytes
 from moeedge.widen.blocks import Bytes, row_bytes
-from moeedge.widen.layout import WideTensor
+from moeedge.widen.layout import Plan, WideTensor
 from moeedge.widen.maps import Map
-from moeedge.widen.plan import Plan
 
 _GROUP_BYTES = 32 * 2**20  # of rows that are in memory at once
 _HEADER_ROOM = 2 * 2**20  # more than a header grows by

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from moeedge.bench.modes import applicable_modes, parse_modes
-from moeedge.bench.plan import BenchPlan
+from moeedge.bench.config import BenchPlan, applicable_modes, parse_modes
 from moeedge.bench.samples import Sample
 from moeedge.data import Dataset, load_dataset
 from moeedge.engine.types import EngineConfig

@@ -6,12 +6,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from moeedge.bench.modes import MODES
-from moeedge.bench.placement import COUNTERS
+from moeedge.bench.config import MODES
+from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.bench.runner import Bench
+from moeedge.bench.samples import COUNTERS
 from moeedge.data import CATALOG, load_dataset
-from moeedge.engine.agreement import NEAR_TIE_GAP
-from moeedge.scoring.references import SCORERS, Reference
+from moeedge.scoring.answers import SCORERS, Reference
 from tests.bench.recording import Recorder, make_plan, write_conversations
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import moeedge
-from moeedge.bench.environment import _git_state, read_environment
+from moeedge.bench.records import _git_state, read_environment
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.bench.output_check import check_output
+from moeedge.bench.output_check import NEAR_TIE_GAP, check_output
 from moeedge.bench.samples import Sample
-from moeedge.engine.agreement import NEAR_TIE_GAP
 
 _END = 9
 

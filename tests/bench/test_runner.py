@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.modes import REFERENCE
-from moeedge.bench.placement import CacheFigures
+from moeedge.bench.config import REFERENCE
 from moeedge.bench.runner import Bench
+from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
 from tests.bench.recording import Recorder, make_plan, write_conversations
 

@@ -22,8 +22,8 @@ from moeedge.bench.scores import (
 from moeedge.data import Dataset, Prompt, load_dataset
 from moeedge.data.prompts import user_turns
 from moeedge.errors import InputError
-from moeedge.scoring import rouge
-from moeedge.scoring.references import NOT_RUN, Reference, Score, score_answer
+from moeedge.scoring import answers
+from moeedge.scoring.answers import NOT_RUN, Reference, Score, score_answer
 from tests.bench.recording import Recorder, make_plan
 
 _PROMPTS = (
@@ -99,7 +99,7 @@ def test_what_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatc
     judged = replace(bare, unscored="people judge them")
     assert check_scoring(judged, run_code=False) == ["No answer to own will be scored: people judge them."]
     summaries = replace(_DATASET, prompts=(Prompt("a", "b", user_turns("Hi"), (Reference("rouge-l", ("x",)),)),))
-    rouge._scorer.cache_clear()
+    answers._scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InputError, match="rouge-score"):
         check_scoring(summaries, run_code=False)

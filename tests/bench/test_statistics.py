@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from moeedge.bench.samples import Sample, from_stats
-from moeedge.bench.statistics import common_samples, decode_speed, paired_ratio, prefill_speed, quotient, spread
+from moeedge.bench.samples import (
+    Sample,
+    common_samples,
+    decode_speed,
+    from_stats,
+    paired_ratio,
+    prefill_speed,
+    quotient,
+    spread,
+)
 from moeedge.engine.types import GenerationStats
 
 

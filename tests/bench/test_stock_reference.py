@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moeedge.bench.modes import REFERENCE
+from moeedge.bench.config import REFERENCE
 from moeedge.bench.runner import Bench
 from tests.bench.recording import Recorder, make_plan, write_conversations
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.modes import MODES, mode_config, parse_modes
-from moeedge.bench.passes import largest_cache, split_passes
-from moeedge.bench.sweep import Sweep, is_swept, parse_policies, parse_ratios
+from moeedge.bench.arms import largest_cache, split_passes
+from moeedge.bench.config import MODES, Sweep, is_swept, mode_config, parse_modes, parse_policies, parse_ratios
 from moeedge.bench.synthetic import synthetic_modes
-from moeedge.engine.types import EngineConfig, PlacementConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.policies import POLICIES
+from moeedge.policies.registry import POLICIES
+from moeedge.scheduler.config import PlacementConfig
 
 POLICY_PAIR = ("spac", "lru")
 _ALL = parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar")
@@ -35,14 +35,14 @@ def test_lists() -> None:
 def test_policies_that_cannot_be_compared(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         parse_policies(text, POLICIES)
-    assert "Choose from spac, spac-paper, lru, " in caught.value.mend
+    assert "Choose from spac, spac-paper, lru, " in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["1.1", "-0.1", "nan", "a lot", "0.1,,x", ","])
 def test_ratios_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="ratio") as caught:
         parse_ratios(text)
-    assert "between 0 and 1" in caught.value.mend
+    assert "between 0 and 1" in caught.value.hint
 
 
 def test_every_mode_of_ours_is_measured_with_every_policy_and_ratio() -> None:

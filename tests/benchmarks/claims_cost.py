@@ -18,21 +18,21 @@ from pathlib import Path
 
 import numpy as np
 
-from moeedge.bench.environment import read_environment
-from moeedge.engine.context import Context
-from moeedge.engine.model import Model
-from moeedge.engine.types import Phase
-from moeedge.native import Claims
+from moeedge.bench.records import read_environment
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native import OffloadScope
+from moeedge.native.abi import Phase
 
 N_PREFIX = 64  # tokens in the KV cache before each measured decode
 
 
-def plan_with(context: Context, claims: Claims) -> None:
+def plan_with(context: Context, claims: OffloadScope) -> None:
     """Makes llama.cpp plan its next graph with these claims."""
     assert context.sensor is not None, "the model has no experts"
     context.set_mode("stock")
     context.set_mode("moeedge")
-    context.sensor.set_claims(claims)
+    context.sensor.set_offload_scope(claims)
 
 
 def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int) -> dict[str, object]:
@@ -41,7 +41,7 @@ def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int
     One context serves all modes: two contexts differ by several per cent for where their buffers lie.
     """
     rng = np.random.default_rng(seed)
-    samples: dict[Claims, list[float]] = {claims: [] for claims in Claims}
+    samples: dict[OffloadScope, list[float]] = {claims: [] for claims in OffloadScope}
     sensing_s: list[float] = []
     with Context(model, n_ctx=N_PREFIX + n_tokens + 8, n_threads=n_threads, mode="stock") as context:
         sensor = context.sensor
@@ -57,7 +57,7 @@ def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int
         for repeat in range(-2, repeats):  # two rounds of warm-up
             tokens = rng.integers(0, model.info.n_vocab, n_tokens).tolist()
             stock_logits = None
-            for claims in (Claims(value) for value in rng.permutation(list(Claims))):
+            for claims in (OffloadScope(value) for value in rng.permutation(list(OffloadScope))):
                 plan_with(context, claims)
                 decode(tokens)  # plans and allocates
                 before_s = sensor.stats().sense_s
@@ -70,10 +70,10 @@ def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int
                 assert np.array_equal(logits, stock_logits), "logits differ"
                 if repeat >= 0:
                     samples[claims].append(decode_s)
-                    if claims == Claims.WHOLE:
+                    if claims == OffloadScope.ALL:
                         sensing_s.append(sensed_s + read_s)
-    stock_s = samples[Claims.NONE]
-    step_s = statistics.median(samples[Claims.WHOLE])
+    stock_s = samples[OffloadScope.NONE]
+    step_s = statistics.median(samples[OffloadScope.ALL])
     sensed_s = statistics.median(sensing_s)
     return {
         "n_tokens": n_tokens,

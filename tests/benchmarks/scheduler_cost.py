@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.environment import read_environment
-from moeedge.policies import POLICIES, PolicyConfig, make_policy
-from moeedge.scheduler.policy import CacheShape, Observation, Plan, check_plan
-from moeedge.scheduler.units import Units
+from moeedge.bench.records import read_environment
+from moeedge.policies.base import CacheShape, Observation, Plan, check_plan
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.cost_model import CostModel
+from moeedge.policies.registry import POLICIES, make_policy
 
 VOCABULARY = 400
 SHARE_OF_TOKEN = 0.8  # of a token's experts that it uses every time
@@ -32,7 +33,7 @@ WARM_UP_STEPS = 40
 CAP = 4
 
 # of a 24 GB card beside a desktop CPU, with Qwen3-30B-A3B's experts: only proportions matter here
-UNITS = Units(
+UNITS = CostModel(
     cpu_expert_s=np.r_[0.0, np.linspace(80e-6, 160e-6, 9)],
     device_expert_s=np.r_[0.0, np.linspace(8e-6, 12e-6, 9)],
     transfer_expert_s=110e-6,
@@ -110,7 +111,7 @@ def execute(plan: Plan, shape: CacheShape, resident: NDArray[np.uint8]) -> None:
     resident[tuple(plan.uploads[: n_free + n_victims].T)] = 1
 
 
-def measure(name: str, batches: list[Batch], shape: CacheShape, units: Units | None, n_runs: int = 5) -> Cost:
+def measure(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, n_runs: int = 5) -> Cost:
     """Replays the batches, checked once and timed `n_runs` times; the first steps are warm-up."""
     checked = _run(name, batches, shape, units, check=True)
     gc.collect()
@@ -137,7 +138,7 @@ def measure(name: str, batches: list[Batch], shape: CacheShape, units: Units | N
     )
 
 
-def _run(name: str, batches: list[Batch], shape: CacheShape, units: Units | None, *, check: bool) -> Run:
+def _run(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, *, check: bool) -> Run:
     policy = make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, units=units))
     resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
     times: list[tuple[float, float, float]] = []

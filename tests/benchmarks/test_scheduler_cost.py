@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeedge.scheduler.policy import CacheShape
+from moeedge.policies.base import CacheShape
 from tests.benchmarks.scheduler_cost import UNITS, make_batches, measure
 
 LIMIT_US = 150.0

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from moeedge.bench.ablation import AblationRow, figure_12, figure_14
 from moeedge.cli.app import app
-from moeedge.engine.model import Model
-from moeedge.engine.placement.placement import ExpertPlacement
-from moeedge.engine.quantize import quantized
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
-from moeedge.ui.ablation_view import _COLUMNS, print_ablation
+from moeedge.llama.model import Model
+from moeedge.llama.routers import quantized
+from moeedge.scheduler.manager import ExpertPlacement
+from moeedge.ui.engine_views import _COLUMNS, print_ablation
 from tests.conftest import TinyFactory
 
 SHORT = ["--draft-max", "3", "-n", "12", "--limit", "2", "-r", "1", "-t", "1", "-c", "512", "-o", "json"]

@@ -16,20 +16,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from moeedge.bench.environment import Environment
 from moeedge.bench.output_check import Difference, OutputCheck
-from moeedge.bench.placement import CacheFigures
-from moeedge.bench.record import SCHEMA, BenchRow
+from moeedge.bench.records import SCHEMA, BenchRow, Environment
+from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
-from moeedge.bench.statistics import spread
 from moeedge.cli.app import app
 from moeedge.cli.bench import _judge, make_plan
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.trace import VERIFY, Trace
-from moeedge.ui.bench_plot import draw_sweep, lines_of
-from moeedge.ui.bench_table import difference_lines, render
+from moeedge.trace.trace import VERIFY, Trace
+from moeedge.ui.bench_view import difference_lines, render
+from moeedge.ui.plots import draw_sweep, lines_of
 
 _QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]
 

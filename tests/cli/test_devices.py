@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from moeedge import native
 from moeedge.cli.app import app
 from moeedge.hardware import nvidia, rpc
-from moeedge.ui.devices_table import print_devices
+from moeedge.ui.model_views import print_devices
 
 
 def test_table_names_every_device_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_json_has_bytes() -> None:
 def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moeedge.hardware.catalog import catalog
+    from moeedge.hardware.devices import catalog
 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA [Made] Up",))

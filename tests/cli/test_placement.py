@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moeedge.cli.app import app
-from moeedge.cli.placement import calm_idle_threads, placement_config
-from moeedge.engine.types import PlacementConfig
+from moeedge.cli.pair import limit_openmp_spin, placement_config
+from moeedge.scheduler.config import PlacementConfig
 
 EMULATED = ["-dev", "emulated:threads=1"]
 
@@ -155,10 +155,10 @@ def test_calibrate_as_tables(pair: list[str]) -> None:
         ([*EMULATED, "--vram", "100"], "Give the cache room: --cache-ratio R or --vram SIZE."),
     ],
 )
-def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], mend: str) -> None:
+def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], hint: str) -> None:
     result = run("calibrate", *pair, *options)
     assert result.exit_code == 2
-    assert f"Nothing was measured: no experts lie on a device. {mend}" in result.stderr
+    assert f"Nothing was measured: no experts lie on a device. {hint}" in result.stderr
 
 
 def test_calibrate_needs_experts(tiny_draft: Path) -> None:
@@ -179,8 +179,8 @@ def test_idle_threads_beside_the_emulated_device(
     monkeypatch: pytest.MonkeyPatch, device: str, may_emulate: bool, calm: bool
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    calm_idle_threads(device, may_emulate=may_emulate)
+    limit_openmp_spin(device, may_emulate=may_emulate)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    calm_idle_threads("emulated")
+    limit_openmp_spin("emulated")
     assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's wish stands

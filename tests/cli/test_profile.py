@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.trace import VERIFY, Trace
+from moeedge.trace.trace import VERIFY, Trace
 
 
 def _run(*arguments: str | Path) -> Result:

@@ -109,7 +109,7 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
     full.save(tmp_path / "words.npz")
     said = _replay(tmp_path / "words.npz", "--policy", "spac", "-o", "json").stderr
     assert "spac: lookahead by words alone" in said
-    full = replace(full, states=np.zeros((full.n_tokens, 4), dtype=np.float16))
+    full = replace(full, hidden_states=np.zeros((full.n_tokens, 4), dtype=np.float16))
     full.save(tmp_path / "full.npz")
     more = ("--hint-accuracy", "default", "--profile-texts", 1, "-o", "json")
     result = _replay(tmp_path / "full.npz", "--policy", "fate,spac,static", *more)

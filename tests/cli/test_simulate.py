@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.policies import POLICIES, SIMULATED
+from moeedge.policies.registry import POLICIES, SIMULATED
 from moeedge.sim import simulate as simulation
 from tests.profiling.traces import two_texts
 
@@ -48,7 +48,7 @@ def test_a_table_a_picture_and_a_log(tmp_path: Path) -> None:
 
 
 def test_a_file_may_describe_the_hardware(tmp_path: Path) -> None:
-    from moeedge.sim.shapes import read_data
+    from moeedge.sim.model_shape import read_data
 
     entry = read_data("hardware.json")["hardware"]["a100"]
     (tmp_path / "mine.json").write_text(json.dumps(entry | {"link_bytes_per_s": 1e9}))

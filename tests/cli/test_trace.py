@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.trace import Trace
+from moeedge.trace.trace import Trace
 from tests.profiling.traces import two_texts
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moeedge.data import CATALOG, load_dataset
-from moeedge.data.catalog import HubFile
-from moeedge.scoring.references import Reference, score_answer
+from moeedge.hub.endpoint import HubFile
+from moeedge.scoring.answers import Reference, score_answer
 from tests.support.hub import hub_stand_in
 
 _SPECULATION = "RedHatAI/speculator_benchmarks"

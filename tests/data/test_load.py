@@ -78,8 +78,8 @@ def test_a_file_that_the_hub_does_not_have() -> None:
             load_dataset("humaneval")
         assert hub.endpoint in caught.value.message
         assert "datasets" in caught.value.message  # the places looked at
-        assert "HumanEval.jsonl.gz" in caught.value.mend
-        assert "--offline-sample" in caught.value.mend
+        assert "HumanEval.jsonl.gz" in caught.value.hint
+        assert "--offline-sample" in caught.value.hint
 
 
 def test_a_hub_in_trouble() -> None:
@@ -116,11 +116,11 @@ def test_offline_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_pyarrow_parquet_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeedge.data.load.reads_parquet", lambda: False)
+    monkeypatch.setattr("moeedge.data.datasets.reads_parquet", lambda: False)
     with pytest.raises(DatasetError, match="needs the package pyarrow") as caught:
         load_dataset("mmlu-pro")
-    assert "TIGER-Lab/MMLU-Pro" in caught.value.mend
-    assert 'pip install "moeedge[score]"' in caught.value.mend
+    assert "TIGER-Lab/MMLU-Pro" in caught.value.hint
+    assert 'pip install "moeedge[score]"' in caught.value.hint
     assert caught.value.exit_code == 2
 
 
@@ -140,7 +140,7 @@ def test_the_next_of_the_hub_s_files_stands_in_for_one_that_is_gone() -> None:
 def test_an_unknown_dataset() -> None:
     with pytest.raises(DatasetError, match='Unknown dataset "mtbanch"') as caught:
         load_dataset("mtbanch")
-    assert all(name in caught.value.mend for name in (*dataset_names(), "sample", "toy"))
+    assert all(name in caught.value.hint for name in (*dataset_names(), "sample", "toy"))
     assert caught.value.exit_code == 2
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.data import Message, load_dataset
-from moeedge.data.parsers import parse_gsm8k, parse_instructions, parse_mmlu_pro
-from moeedge.data.rows import Row, read_rows
+from moeedge.data.parsers import Row, parse_gsm8k, parse_instructions, parse_mmlu_pro, read_rows
 from moeedge.errors import DatasetError
 
 _GOOD = '{"prompt": "Hello"}\n'

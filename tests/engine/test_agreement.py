@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine.agreement import NEAR_TIE_GAP, ReferenceGap, compare, top2_gap
-from moeedge.engine.llama import Context, Model
-from moeedge.engine.types import Phase
+from moeedge.bench.output_check import NEAR_TIE_GAP, ReferenceGap, compare, top2_gap
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
 
 
 def never(position: int) -> float:

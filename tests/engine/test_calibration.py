@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from moeedge import paths
-from moeedge.engine import calibration
-from moeedge.engine.calibration import Calibration
-from moeedge.engine.context import Context
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, PlacementConfig
-from moeedge.engine.warm_up import _timed
-from moeedge.scheduler.units import Units
+from moeedge.engine.types import EngineConfig
+from moeedge.llama.context import Context
+from moeedge.policies.cost_model import CostModel
+from moeedge.scheduler import calibration
+from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.microbench import _timed
 from tests.conftest import TinyFactory
 
 
@@ -126,7 +127,7 @@ def test_a_damaged_file_is_measured_again(tiny: TinyFactory) -> None:
 
 
 def test_json_keeps_everything() -> None:
-    units = Units(
+    units = CostModel(
         cpu_expert_s=np.array([0, 1e-5, 2e-5]),
         device_expert_s=np.array([0, 2e-5, 3e-5]),
         transfer_expert_s=1e-4,

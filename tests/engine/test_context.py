@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import moeedge.engine.context as context_module
-from moeedge.engine.llama import Context, Model
-from moeedge.engine.types import Phase
+import moeedge.llama.context as context_module
 from moeedge.errors import EngineError
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 60).tolist()

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine import library
-from moeedge.engine.context import Context
-from moeedge.engine.model import Model
-from moeedge.engine.types import Phase
+from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
 
 
 @pytest.mark.parametrize("name", ["auto", "emulated:link=25GB/s", "rpc://127.0.0.1:50052"])

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.engine.drafts import ModelDraft, NgramDraft, NoDraft
-from moeedge.engine.llama import Context, Model
 from moeedge.engine.sampling import Sampler
-from moeedge.engine.types import Phase, SamplingConfig
+from moeedge.engine.types import SamplingConfig
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
 
 GREEDY = Sampler(SamplingConfig(temperature=0), 304)
 
@@ -114,7 +116,7 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
     plain, stated = [], []
     for proposals, keeps in ((plain, False), (stated, True)):
         context.clear()
-        model_draft.keeps_states = lambda keeps=keeps: keeps
+        model_draft.keeps_hidden_states = lambda keeps=keeps: keeps
         tokens = list(history)
         model_draft.begin(tokens)
         for n_missing in (0, 1, 2, 9):  # of what the draft's cache should hold
@@ -124,16 +126,16 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
             tokens += [70 + n_missing]
             context.trim(max(len(tokens) - 1 - n_missing, 0))
     assert [one.tokens for one in stated] == [one.tokens for one in plain]
-    assert all(one.states is None for one in plain)
+    assert all(one.hidden_states is None for one in plain)
     context.clear()
     batch = [*history, *stated[0].tokens[:-1]]
     whole = []
     for token in batch:
-        context.decode([token], phase=Phase.DRAFT, logits="all", states=True)
+        context.decode([token], phase=Phase.DRAFT, logits="all", hidden_states=True)
         whole.append(context.last_state().copy())
-    assert stated[0].states is not None
-    np.testing.assert_allclose(stated[0].states, np.stack(whole[len(history) - 1 :]), atol=0.02)
-    assert np.abs(np.diff(stated[0].states, axis=0)).max() > 0.1
+    assert stated[0].hidden_states is not None
+    np.testing.assert_allclose(stated[0].hidden_states, np.stack(whole[len(history) - 1 :]), atol=0.02)
+    assert np.abs(np.diff(stated[0].hidden_states, axis=0)).max() > 0.1
 
 
 def test_model_draft_samples_from_the_filtered_distribution(model_draft: ModelDraft) -> None:

@@ -9,10 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
-from moeedge.engine.expert_tensors import expert_bytes, expert_tensors, n_groups, scratch_bytes
-from moeedge.engine.gguf_file import summarize
 from moeedge.errors import ModelFileError
-from moeedge.native.expert_tensor import ExpertTensor
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scratch_bytes, summarize
+from moeedge.native.cache import ExpertTensor
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 

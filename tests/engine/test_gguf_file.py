@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.engine import gguf_file
-from moeedge.engine.llama import Model
 from moeedge.errors import ModelFileError
+from moeedge.llama import gguf_file
+from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
 
 

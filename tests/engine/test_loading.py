@@ -9,9 +9,11 @@ import pytest
 
 from moeedge import paths
 from moeedge.engine import loading
-from moeedge.engine.model import Model
-from moeedge.engine.types import MAX_N_CTX, EngineConfig, PlacementConfig
-from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama.context import MAX_N_CTX
+from moeedge.llama.model import Model
+from moeedge.scheduler.config import PlacementConfig
 
 _GIB = 2**30
 SMALL_GPU = ResolvedDevice(

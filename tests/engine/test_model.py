@@ -10,11 +10,11 @@ import llama_cpp.llama_cpp as lib
 import psutil
 import pytest
 
-from moeedge.engine.chat_format import ChatFormat
-from moeedge.engine.llama import Model
-from moeedge.engine.memory import check_n_ctx, default_n_ctx, kv_bytes_per_token
-from moeedge.engine.vocabulary import check_compatible
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
+from moeedge.llama.chat_template import ChatFormat
+from moeedge.llama.memory import check_n_ctx, default_n_ctx, kv_bytes_per_token
+from moeedge.llama.model import Model
+from moeedge.llama.vocabulary import check_compatible
 from tests.conftest import TinyFactory
 from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 
@@ -25,7 +25,7 @@ def test_info(tiny_moe: Path) -> None:
     with Model.load(tiny_moe) as model:
         info = model.info
         assert (info.architecture, info.n_layers, info.n_expert_layers) == ("qwen3moe", 3, 3)
-        assert (info.n_experts, info.n_experts_used, info.n_vocab) == (16, 4, N_VOCAB)
+        assert (info.n_experts, info.n_expert_used, info.n_vocab) == (16, 4, N_VOCAB)
         assert (info.n_ctx_train, info.n_embd, info.n_swa) == (4096, 64, 0)
         assert info.size_bytes == tiny_moe.stat().st_size
         assert model.can_roll_back

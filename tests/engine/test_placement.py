@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 
 import moeedge.engine.session as session_module
-from moeedge.engine.agreement import ReferenceGap, compare
-from moeedge.engine.calibration import Calibration
-from moeedge.engine.context import Context
-from moeedge.engine.placement import opening
-from moeedge.engine.placement.observing import count_ids
+from moeedge.bench.output_check import ReferenceGap, compare
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, PlacementConfig, PlacementStats, SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.hardware import vram
-from moeedge.hardware.resolve import ResolvedDevice
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.vram import VramReading
+from moeedge.llama.context import Context
 from moeedge.native.cache import CacheStats, ExpertCache
-from moeedge.scheduler.policy import Hints, Observation, Plan, Policy, Resident
+from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy, Resident
+from moeedge.scheduler import opening
+from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.routing_reader import count_ids
+from moeedge.scheduler.stats import PlacementStats
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
@@ -88,7 +90,7 @@ class Recorder:
         self.name = policy.name
         self.observations: list[Observation] = []
         self.upcoming: list[list[int]] = []
-        self.hints: list[Hints | None] = []
+        self.hints: list[ExpertPrediction | None] = []
         self.resets = 0
         self._policy = policy
 
@@ -96,7 +98,7 @@ class Recorder:
         self.observations.append(replace(observation, counts=observation.counts.copy()))
         self._policy.observe(observation)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         self.upcoming.append(list(upcoming))
         self.hints.append(hints)
         return self._policy.plan(resident, upcoming, hints)
@@ -196,16 +198,20 @@ def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference
         assert any("by the draft's hidden states" in note for note in session.info.notes)
         recorder = record(session)
         for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
-            assert (0 if step.states is None else len(step.states)) == len(step.drafts)
-        told = [len(hints.states) + 1 for hints in recorder.hints if hints is not None and hints.states is not None]
+            assert (0 if step.hidden_states is None else len(step.hidden_states)) == len(step.drafts)
+        told = [
+            len(hints.hidden_states) + 1
+            for hints in recorder.hints
+            if hints is not None and hints.hidden_states is not None
+        ]
         assert told == [len(upcoming) for upcoming in recorder.upcoming if len(upcoming) > 1] and told
         session.set_mode("stock")
         session.reset()
         steps = list(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True))
-        assert any(step.drafts for step in steps) and all(step.states is None for step in steps)
+        assert any(step.drafts for step in steps) and all(step.hidden_states is None for step in steps)
     with Session.open(config(pair, placement={"ablations": frozenset({"no-spec-ue"})})) as session:
         assert not any("foretells experts" in note for note in session.info.notes)  # and so it does not
-        assert session.placement is not None and not session.placement.reads_states_now()
+        assert session.placement is not None and not session.placement.reads_hidden_states_now()
     with Session.open(config(pair, draft="ngram")) as session:
         assert any("tokens alone" in note for note in session.info.notes)
         recorder = record(session)

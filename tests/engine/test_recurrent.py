@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine import library
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama import library
 from tests.engine.recurrent import make_mamba
 from tests.support.stock import StockContext
 

@@ -11,13 +11,22 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-import moeedge.engine.context as context_module
-from moeedge.engine import library
-from moeedge.engine.agreement import ReferenceGap, compare
+import moeedge.llama.context as context_module
+from moeedge.bench.output_check import ReferenceGap, compare
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
-from moeedge.engine.types import MAX_N_CTX, EngineConfig, Phase, SamplingConfig, StepRecord
-from moeedge.errors import ContextTooSmallError, EmptyPromptError, InputError, ModelFileError, VocabularyMismatchError
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import (
+    ContextTooSmallError,
+    EmptyPromptError,
+    InputError,
+    ModelFileError,
+    VocabularyMismatchError,
+)
+from moeedge.llama import library
+from moeedge.llama.context import MAX_N_CTX
+from moeedge.native.abi import Phase
+from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
@@ -280,7 +289,7 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
 
 def test_a_context_larger_than_the_memory(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(available=1 << 30, total=1 << 34)
-    monkeypatch.setattr("moeedge.engine.memory.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("moeedge.llama.memory.psutil.virtual_memory", lambda: free)
     with pytest.raises(InputError, match=r"GiB of KV cache, but 1\.0 GiB of memory are free"):
         Session.open(options(pair, n_ctx=MAX_N_CTX))
 
@@ -324,7 +333,7 @@ def test_info_and_notes(pair: tuple[Path, Path]) -> None:
     with Session.open(options(pair)) as session:
         info = session.info
         assert (info.model, info.draft, info.gamma) == (pair[0].name, pair[1].name, 4)
-        assert (info.n_expert_layers, info.n_experts, info.n_experts_used, info.n_ctx) == (3, 16, 4, 512)
+        assert (info.n_expert_layers, info.n_experts, info.n_expert_used, info.n_ctx) == (3, 16, 4, 512)
         assert (info.device, info.policy, info.hit_rate, info.notes) == ("none", "none", None, [])
     with Session.open(options(pair, gamma=0)) as session:
         assert (session.info.gamma, session.info.draft) == (0, "none")

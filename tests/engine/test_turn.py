@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeedge.engine.conversation import Conversation, Message
+from moeedge.engine.conversation import Answer, Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
-from moeedge.engine.turn import Answer, prompt_tokens
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from tests.conftest import TinyFactory
 

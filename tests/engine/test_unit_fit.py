@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeedge.engine.unit_fit import CURVE_TOKENS, ShareCurves, fit_side
+from moeedge.policies.cost_model import CURVE_TOKENS, ShareCurves, fit_side
 
 
 def blocks(

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine.placement.within_step import WithinStep
-from moeedge.engine.types import Phase
 from moeedge.native import Block
+from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from moeedge.policies import PolicyConfig, make_policy
-from moeedge.scheduler.policy import CacheShape
+from moeedge.policies.base import CacheShape
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.registry import make_policy
+from moeedge.scheduler.on_demand import LayerHook
 from tests.support.experts import resident, write_experts
 
 LAYERS, EXPERTS, SHARE = 4, 8, 2
@@ -26,18 +27,18 @@ def cache(tmp_path: Path) -> Iterator[ExpertCache]:
 
 
 @pytest.fixture
-def within(cache: ExpertCache) -> WithinStep:
+def within(cache: ExpertCache) -> LayerHook:
     """With the experts 0 and 1 of every layer, in the order of the layers."""
     group, capacity, _ = cache.groups()
     policy = make_policy("lru", CacheShape(LAYERS, EXPERTS, group, capacity), PolicyConfig(gamma=4))
-    made = WithinStep(cache, policy, load_misses=True)
+    made = LayerHook(cache, policy, load_misses=True)
     made.on = True
     for layer in range(LAYERS):
         need(made, layer, 0, 1)
     return made
 
 
-def need(within: WithinStep, layer: int, *experts: int) -> None:
+def need(within: LayerHook, layer: int, *experts: int) -> None:
     within(Block(layer, Phase.VERIFY, np.array([experts], dtype=np.int32), None))
 
 
@@ -45,7 +46,7 @@ def held(cache: ExpertCache, layer: int) -> set[int]:
     return {expert for where, expert in resident(cache) if where == layer}
 
 
-def test_a_layer_makes_room_among_its_own(cache: ExpertCache, within: WithinStep) -> None:
+def test_a_layer_makes_room_among_its_own(cache: ExpertCache, within: LayerHook) -> None:
     need(within, 2, 0)
     need(within, 2, 5)
     assert held(cache, 2) == {0, 5}, "1 was used longest ago"
@@ -53,7 +54,7 @@ def test_a_layer_makes_room_among_its_own(cache: ExpertCache, within: WithinStep
     assert (within.needed, within.loaded, within.late, within.stops, within.uncached) == (10, 9, 0, 5, 0)
 
 
-def test_what_a_layer_lends_comes_back(cache: ExpertCache, within: WithinStep) -> None:
+def test_what_a_layer_lends_comes_back(cache: ExpertCache, within: LayerHook) -> None:
     need(within, 3, 4, 5, 6)
     assert held(cache, 3) == {4, 5, 6} and len(held(cache, 0)) == 1, "layer 0 was used longest ago"
     lent = ({0, 1} - held(cache, 0)).pop()
@@ -61,7 +62,7 @@ def test_what_a_layer_lends_comes_back(cache: ExpertCache, within: WithinStep) -
     assert held(cache, 0) == {0, 1} and len(held(cache, 3)) == SHARE, "from the layer above its share"
 
 
-def test_what_is_foretold_stays_until_it_is_used(cache: ExpertCache, within: WithinStep) -> None:
+def test_what_is_foretold_stays_until_it_is_used(cache: ExpertCache, within: LayerHook) -> None:
     foretold = np.zeros((LAYERS, EXPERTS), dtype=np.bool_)
     foretold[1, [0, 7]] = True
     victims = within.make_room(foretold, np.array([[1, 7]], dtype=np.int32))
@@ -72,7 +73,7 @@ def test_what_is_foretold_stays_until_it_is_used(cache: ExpertCache, within: Wit
     assert nothing.shape == (0, 2)
 
 
-def test_prompts_and_a_device_that_is_off_load_nothing(cache: ExpertCache, within: WithinStep) -> None:
+def test_prompts_and_a_device_that_is_off_load_nothing(cache: ExpertCache, within: LayerHook) -> None:
     before = resident(cache)
     within(Block(0, Phase.PREFILL, np.array([[6]], dtype=np.int32), None))
     within.on = False

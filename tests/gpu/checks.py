@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from moeedge import paths
-from moeedge.bench.environment import read_environment
-from moeedge.data.load import load_toy
-from moeedge.engine.agreement import NEAR_TIE_GAP
-from moeedge.engine.model import Model
+from moeedge.bench.output_check import NEAR_TIE_GAP
+from moeedge.bench.records import read_environment
+from moeedge.data.datasets import load_toy
 from moeedge.engine.session import Session
-from moeedge.widen.plan import make_plan
+from moeedge.llama.model import Model
+from moeedge.widen.layout import make_plan
 from moeedge.widen.shape import Asked
 from moeedge.widen.writer import check_space, write
 from tests.gpu.lanes import (

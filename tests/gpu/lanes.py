@@ -15,15 +15,17 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 
-from moeedge.engine import gguf_file, library
-from moeedge.engine import model as engine_model
-from moeedge.engine.expert_tensors import expert_bytes, expert_tensors
-from moeedge.engine.model import Model
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, Phase, PlacementConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware import vram
-from moeedge.hardware.resolve import resolve
+from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
+from moeedge.llama import gguf_file, library
+from moeedge.llama import model as engine_model
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+from moeedge.scheduler.config import PlacementConfig
 
 GREEDY = SamplingConfig(temperature=0.0)
 ALL_LAYERS = 999
@@ -74,7 +76,7 @@ def load_stock(settings: Settings, n_cpu_moe: int) -> Model:
     devices = library.device_list(settings.device if settings.gpu else "none")
     parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
     handle = lib.llama_model_load_from_file(str(settings.model).encode(), parameters)
-    assert handle, library.first_complaint()
+    assert handle, library.first_error()
     info = engine_model._read_info(handle, gguf_file.summarize(settings.model))
     return Model(settings.model, handle, info, beside_gpu=settings.gpu)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.hardware.budget import Budget, default_reserve, model_fits, plan_budget
+from moeedge.scheduler.sizing import Budget, default_reserve, model_fits, plan_budget
 
 _GIB = 2**30
 # the expert tensors of Qwen3-30B-A3B in Q4_0: 48 layers of 128 experts of 2.65 MB

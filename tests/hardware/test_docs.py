@@ -8,10 +8,10 @@ from pathlib import Path
 import moeedge
 from moeedge.cli.app import app
 from moeedge.cli.reference import commands
-from moeedge.hardware.budget import default_reserve
-from moeedge.hardware.resolve import EMULATED_RATIO
-from moeedge.hardware.size import parse_size
+from moeedge.hardware.devices import EMULATED_RATIO
 from moeedge.hardware.spec import DeviceSpec
+from moeedge.scheduler.sizing import default_reserve
+from moeedge.units import parse_size
 
 TEXT = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
 

@@ -10,12 +10,11 @@ import psutil
 import pytest
 
 from moeedge import native
-from moeedge.engine import library
 from moeedge.errors import BackendError, DeviceError
 from moeedge.hardware import nvidia, rpc, vram
-from moeedge.hardware.catalog import catalog
-from moeedge.hardware.resolve import ResolvedDevice, check_known, resolve
+from moeedge.hardware.devices import ResolvedDevice, catalog, check_known, resolve
 from moeedge.hardware.spec import DeviceSpec
+from moeedge.llama import library
 from tests.support.worker import WorkerProcess
 
 _CPU = native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")
@@ -151,7 +150,7 @@ def test_without_rpc_the_build_is_named() -> None:
         _resolve("rpc://127.0.0.1:50052")
     with pytest.raises(DeviceError) as caught:
         _resolve("CUDA7")
-    assert "rpc://HOST:PORT" not in caught.value.mend
+    assert "rpc://HOST:PORT" not in caught.value.hint
 
 
 def test_nobody_listens() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.errors import DeviceError
-from moeedge.hardware.size import format_bytes, format_rate, parse_rate, parse_size
 from moeedge.hardware.spec import DeviceSpec
+from moeedge.units import format_bytes, format_rate, parse_rate, parse_size
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_known_forms(text: str, spec: DeviceSpec) -> None:
 def test_wrong_forms_say_what_is_right(text: str, complaint: str) -> None:
     with pytest.raises(DeviceError, match=complaint) as caught:
         DeviceSpec.parse(text)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 @given(st.text())

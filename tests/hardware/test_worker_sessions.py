@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, PlacementConfig, PlacementStats, SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.stats import PlacementStats
 from tests.support.worker import WorkerProcess, start_worker
 
 if sys.platform == "win32":

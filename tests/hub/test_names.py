@@ -11,11 +11,11 @@ from moeedge import paths
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.errors import CatalogError, InputError, ModelNameError
 from moeedge.hub import cache
+from moeedge.hub.cache import locate
 from moeedge.hub.catalog import HubFile, Variant, load_catalog
 from moeedge.hub.listing import list_models
-from moeedge.hub.local import locate
+from moeedge.hub.names import HubReference, all_parts, choose_files, parse_reference
 from moeedge.hub.pull import want_pair
-from moeedge.hub.reference import HubReference, all_parts, choose_files, parse_reference
 
 Write = Callable[[str], Path]
 _SHA = "a" * 64
@@ -84,8 +84,8 @@ def store(repo: str, file: str, body: bytes = b"GGUF", *, blob: str = "b" * 64, 
 
 def test_the_shipped_catalog() -> None:
     catalog = load_catalog()
-    wished = ["qwen3-30b-a3b", "deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "gpt-oss-20b", "phi-3.5-moe"]
-    for name in [*wished, "glm-4.7-flash"]:
+    requested = ["qwen3-30b-a3b", "deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "gpt-oss-20b", "phi-3.5-moe"]
+    for name in [*requested, "glm-4.7-flash"]:
         assert name in catalog.entries
     assert [draft.name for draft in catalog.drafts(catalog.entries["qwen3-30b-a3b"])] == [
         "qwen3-0.6b",
@@ -115,7 +115,7 @@ def test_names_aliases_and_types(own: Write) -> None:
         assert choice is not None and (choice.variant.quant, choice.name) == (quant, name)
     with pytest.raises(CatalogError, match='no mine of type "Q5_K"') as unknown:
         catalog.find("mine:Q5_K")
-    assert "It has Q4_0, Q8_0" in unknown.value.mend
+    assert "It has Q4_0, Q8_0" in unknown.value.hint
     assert catalog.find("qwen3-0.6b") is not None  # the shipped ones are there, too
     assert catalog.find("nobody") is None
     assert catalog.near("qwen3-30b-a3")[0] == "qwen3-30b-a3b"

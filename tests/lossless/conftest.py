@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine import library
-from moeedge.engine.model import Model
+from moeedge.llama import library
+from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.hybrid import MANY_EXPERTS, hybrid_config

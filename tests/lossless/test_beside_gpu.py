@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine import library
-from moeedge.engine.model import Model
 from moeedge.engine.session import Session
-from moeedge.engine.types import ExecutionConfig
 from moeedge.hardware import rpc, vram
+from moeedge.llama import library
+from moeedge.llama.model import Model
+from moeedge.scheduler.config import ExecutionConfig
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config

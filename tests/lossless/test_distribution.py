@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency, chisquare
 
-from moeedge.engine import library
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama import library
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 

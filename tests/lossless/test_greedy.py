@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.engine import library
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, Phase, SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama import library
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.greedy import judge

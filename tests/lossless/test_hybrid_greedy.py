@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.engine import library
 from moeedge.engine.session import Session
+from moeedge.llama import library
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine import library
+from moeedge.llama import library
 from moeedge.native.cache import ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_greedy, hybrid_context, on_cpu, random_prompt

@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from moeedge.engine.context import Context
-from moeedge.engine.model import Model
-from moeedge.engine.types import Phase
-from moeedge.native import Claims
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native import OffloadScope
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.sensed import sensed_context
@@ -41,9 +41,11 @@ def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Re
     return get
 
 
-@pytest.mark.parametrize("claims", list(Claims), ids=lambda claims: claims.name.lower())
+@pytest.mark.parametrize("claims", list(OffloadScope), ids=lambda claims: claims.name.lower())
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_logits_equal_a_process_without_us(case: str, claims: Claims, tiny: TinyFactory, reference: Reference) -> None:
+def test_logits_equal_a_process_without_us(
+    case: str, claims: OffloadScope, tiny: TinyFactory, reference: Reference
+) -> None:
     arch, dimensions = MOE_CASES[case]
     path = tiny(arch, **dimensions)
     context, sensor = sensed_context(path, claims, n_ubatch=32)
@@ -52,20 +54,20 @@ def test_logits_equal_a_process_without_us(case: str, claims: Claims, tiny: Tiny
         stats = sensor.stats()
     assert np.array_equal(rows, reference(path, 1))
     # that the comparison is of what it says: our backend computed the blocks, or nothing at all
-    assert (stats.blocks > 0) == (claims is not Claims.NONE)
+    assert (stats.blocks > 0) == (claims is not OffloadScope.NONE)
 
 
-@pytest.mark.parametrize("claims", [Claims.BLOCK, Claims.WHOLE], ids=lambda claims: claims.name.lower())
-def test_two_threads(claims: Claims, tiny: TinyFactory, reference: Reference) -> None:
+@pytest.mark.parametrize("claims", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda claims: claims.name.lower())
+def test_two_threads(claims: OffloadScope, tiny: TinyFactory, reference: Reference) -> None:
     path = tiny("qwen3moe")
     context, _ = sensed_context(path, claims, n_ubatch=32, n_threads=2)
     with context:
         assert np.array_equal(transcript(context), reference(path, 2))
 
 
-@pytest.mark.parametrize("claims", [Claims.BLOCK, Claims.WHOLE], ids=lambda claims: claims.name.lower())
-def test_without_repacked_weights(claims: Claims, tiny_moe: Path) -> None:
-    plain, _ = sensed_context(tiny_moe, Claims.NONE, repack=False)
+@pytest.mark.parametrize("claims", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda claims: claims.name.lower())
+def test_without_repacked_weights(claims: OffloadScope, tiny_moe: Path) -> None:
+    plain, _ = sensed_context(tiny_moe, OffloadScope.NONE, repack=False)
     ours, _ = sensed_context(tiny_moe, claims, repack=False)
     with plain, ours:
         assert np.array_equal(transcript(ours), transcript(plain))
@@ -82,7 +84,7 @@ def test_repacked_kernels_are_in_use(tiny_moe: Path) -> None:
 
 def test_bundled_target(bundled_pair: tuple[Path, Path]) -> None:
     rows = []
-    for claims in Claims:
+    for claims in OffloadScope:
         context, _ = sensed_context(bundled_pair[0], claims, n_threads=2)
         with context:
             rows.append(transcript(context))

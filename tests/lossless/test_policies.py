@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.engine.context import Context
 from moeedge.engine.session import Session
-from moeedge.engine.types import ExecutionConfig, Phase
-from moeedge.native import Kept
-from moeedge.policies import POLICIES
+from moeedge.llama.context import Context
+from moeedge.native import CaptureFlags
+from moeedge.native.abi import Phase
+from moeedge.policies.registry import POLICIES
+from moeedge.scheduler.config import ExecutionConfig
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
 
@@ -49,10 +50,10 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
         assert stats is not None and placement is not None and not stats.lost
         assert stats.blocks_unknown == 0 and stats.uploads > 0 and stats.pairs_hit > 0
         told = placement.foretold_share
-        needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.needs)
+        needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.required_inputs)
         assert (told is not None) == needs_hidden_states, session.info.notes
         if told is not None and policy != "sp-moe":  # a random draft says nothing about a random target
-            assert told > 1.5 * loaded.model.info.n_experts_used / MANY_EXPERTS, "no better than chance"
+            assert told > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"
 
 
 @each_case(CASES)
@@ -133,7 +134,7 @@ def test_watching_changes_no_logit(loaded: Loaded) -> None:
             capture = watched.watch()
             assert capture is not None
             blocks: list[int] = []
-            capture.keep(Kept.INPUTS | Kept.PROBS if model.info.n_experts else Kept.INPUTS)
+            capture.keep(CaptureFlags.INPUTS | CaptureFlags.PROBS if model.info.n_experts else CaptureFlags.INPUTS)
             capture.call(lambda block, seen=blocks: seen.append(block.layer))  # type: ignore[misc]
             for n, phase in ((20, Phase.PREFILL), (5, Phase.VERIFY), (1, Phase.DECODE)):
                 expected = plain.decode(PROMPT[:n], phase=phase, logits="all").copy()

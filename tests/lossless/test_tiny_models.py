@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from moeedge.engine import library
+from moeedge.llama import library
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.stock import StockContext, tap_context

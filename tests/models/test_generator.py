@@ -9,7 +9,7 @@ import pytest
 
 from models.generator import DOMAINS, IM_START, Chat, Turn, chats, held_back, render_chat, render_prompt, score
 from models.generator.base import contains, number
-from moeedge.scoring.references import score_answer
+from moeedge.scoring.answers import score_answer
 
 SEVEN = {"conversation", "arithmetic", "instructions", "questions", "choice", "code", "summaries"}
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from moeedge import native
-from moeedge.engine import library as engine_library
 from moeedge.errors import BackendError, VersionMismatchError
+from moeedge.llama import library as engine_library
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.stock import StockContext, transcript
@@ -51,7 +51,7 @@ def test_another_llama_cpp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         native.load.__wrapped__()
     assert "0.3.99" in caught.value.message
     assert installed in caught.value.message
-    assert f"pip install llama-cpp-python=={installed}" in caught.value.mend
+    assert f"pip install llama-cpp-python=={installed}" in caught.value.hint
 
 
 def test_another_backend_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from moeedge import native
-from moeedge.engine.expert_tensors import expert_tensors
 from moeedge.errors import BackendError, DeviceError, ModelFileError
-from moeedge.native import Claims
-from moeedge.native.cache import CacheConfig, ExpertCache, Residency
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.native import OffloadScope
+from moeedge.native.abi import Residency
+from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.experts import (
     NO_PAIRS,
@@ -67,7 +68,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 )
 def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict[str, bool]) -> None:
     path = tiny(arch, **options)
-    context, _ = sensed_context(path, Claims.NONE)
+    context, _ = sensed_context(path, OffloadScope.NONE)
     with context:
         n_layers, n_experts = model_number(context, "block_count"), model_number(context, "expert_count")
     tensors, files = expert_tensors(path)
@@ -161,9 +162,9 @@ def test_short_memory_gives_fewer_slots_and_too_little_an_error(tmp_path: Path) 
 def test_higher_levels_come_first_then_lower_layers_then_the_order_given(experts: ExpertFile) -> None:
     # 5 slots: who gets one tells the order
     uploads = [(3, 7), (2, 2), (2, 1), (0, 0), (0, 5), (1, 1), (3, 3), (1, 6)]
-    levels = [4, 1, 1, 2, 1, 2, 2, 1]
+    priority = [4, 1, 1, 2, 1, 2, 2, 1]
     with ExpertCache.open(experts.config(5 / 32)) as cache:
-        ask(cache, uploads, levels=levels)
+        ask(cache, uploads, priority=priority)
         drain(cache)
         assert resident(cache) == {(3, 7), (0, 0), (1, 1), (3, 3), (0, 5)}
         assert cache.stats().queued == 3
@@ -236,7 +237,7 @@ def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
         ask(cache, [(0, expert) for expert in range(6)])
         wait_for(lambda: cache.stats().in_flight == 1)
         assert cache.residency()[0, 0] == Residency.IN_FLIGHT
-        ask(cache, [(0, 1), (3, 3)], levels=[1, 2])
+        ask(cache, [(0, 1), (3, 3)], priority=[1, 2])
         stats = cache.stats()
         assert stats.cancelled == 4, "five were queued, and one of them is asked for again"
         assert stats.queued == 2
@@ -273,7 +274,7 @@ def test_unlike_groups_share_one_queue(tmp_path: Path) -> None:
     """A group without room does not hold up another; otherwise the order holds across groups."""
     mixed = write_experts(tmp_path / "mixed.bin", wide_layers=(1, 3))
     with ExpertCache.open(mixed.config(2 / 16, link_bytes_per_s=200e3)) as cache:
-        ask(cache, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)], levels=[1, 1, 2, 2, 2])
+        ask(cache, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)], priority=[1, 1, 2, 2, 2])
         seen: list[tuple[int, int]] = []
         while len(seen) < 4:
             seen += sorted(resident(cache) - set(seen))
@@ -332,7 +333,7 @@ def test_closing_detaches(tiny: TinyFactory) -> None:
     path = tiny("qwen3moe")
     tensors, files = expert_tensors(path)
     config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
-    context, sensor = sensed_context(path, Claims.WHOLE)
+    context, sensor = sensed_context(path, OffloadScope.ALL)
     with context:
         with ExpertCache.open(config) as cache:
             cache.attach(sensor)
@@ -357,7 +358,7 @@ def test_blocks_with_nothing_resident_are_misses(tiny: TinyFactory, n_tokens: in
     path = tiny("qwen3moe")
     tensors, files = expert_tensors(path)
     config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
-    context, sensor = sensed_context(path, Claims.WHOLE, n_ubatch=64)
+    context, sensor = sensed_context(path, OffloadScope.ALL, n_ubatch=64)
     with context, ExpertCache.open(config) as cache:
         cache.attach(sensor)
         context.decode(list(range(n_tokens)), every=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeedge import native
-from moeedge.hardware.resolve import resolve
+from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
 from tests.support.cache_stress import MIN_CHECKED, churn, stress

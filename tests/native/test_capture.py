@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.engine import library
-from moeedge.engine.context import Context
-from moeedge.engine.model import Model
-from moeedge.engine.routers import Routers, read_norms
-from moeedge.engine.types import Phase
-from moeedge.native import WATCHED_TOKENS, Block, Kept
+from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.llama.routers import Routers, read_norms
+from moeedge.native import CAPTURED_TOKENS, Block, CaptureFlags
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 
@@ -36,13 +36,13 @@ def test_routers_choose_what_the_model_chose(model: Model) -> None:
     with Context(model, n_ctx=64, n_threads=1) as context:
         capture = context.watch()
         assert capture is not None and context.sensor is not None
-        capture.keep(Kept.INPUTS | Kept.PROBS)
-        assert capture.kept(Kept.INPUTS).serial == 0
+        capture.keep(CaptureFlags.INPUTS | CaptureFlags.PROBS)
+        assert capture.kept(CaptureFlags.INPUTS).serial == 0
         context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
-        inputs, probs = capture.kept(Kept.INPUTS), capture.kept(Kept.PROBS)
+        inputs, probs = capture.kept(CaptureFlags.INPUTS), capture.kept(CaptureFlags.PROBS)
         frame = context.sensor.frames()[-1]
         assert inputs.serial == probs.serial == 1
-        assert inputs.rows.shape[1] == probs.rows.shape[1] == WATCHED_TOKENS
+        assert inputs.rows.shape[1] == probs.rows.shape[1] == CAPTURED_TOKENS
         assert (inputs.layer_tokens == len(TOKENS)).all()  # dense layers, too
         for layer in info.expert_layers:
             here = slice(layer, layer + 1)
@@ -53,7 +53,7 @@ def test_routers_choose_what_the_model_chose(model: Model) -> None:
                 np.testing.assert_allclose(scores, kept, atol=2e-5)
             if model.case in GROUPED:  # type: ignore[attr-defined]
                 continue
-            chosen = np.sort(routers.best(here, scores, info.n_experts_used)[0], axis=-1)
+            chosen = np.sort(routers.best(here, scores, info.n_expert_used)[0], axis=-1)
             assert np.array_equal(chosen, np.sort(frame.ids[layer], axis=-1))
 
 
@@ -63,13 +63,13 @@ def test_the_hook_sees_each_block_before_it(model: Model) -> None:
     with Context(model, n_ctx=128, n_threads=1) as context:
         capture = context.watch()
         assert capture is not None and context.sensor is not None
-        capture.keep(Kept.INPUTS)
+        capture.keep(CaptureFlags.INPUTS)
         capture.call(seen.append)
         context.decode(TOKENS, phase=Phase.PREFILL)
         context.decode(TOKENS * 4, phase=Phase.VERIFY)
         assert not seen
         context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
-        frame, inputs = context.sensor.frames()[-1], capture.kept(Kept.INPUTS)
+        frame, inputs = context.sensor.frames()[-1], capture.kept(CaptureFlags.INPUTS)
         assert [block.layer for block in seen] == list(model.info.expert_layers)
         for block in seen:
             assert block.phase == Phase.VERIFY and block.ids is not None and block.inputs is not None
@@ -88,10 +88,10 @@ def test_a_dense_model(tiny_draft: Path, tiny: TinyFactory) -> None:
         assert context.mode == "stock"
         capture = context.watch()
         assert capture is not None and context.watch() is capture and context.mode == "moeedge"
-        capture.keep(Kept.INPUTS)
+        capture.keep(CaptureFlags.INPUTS)
         capture.call(seen.append)
         context.decode(TOKENS[:1], phase=Phase.DRAFT)
-        inputs = capture.kept(Kept.INPUTS)
+        inputs = capture.kept(CaptureFlags.INPUTS)
         assert inputs.layer_tokens.tolist() == [1] * model.info.n_layers
         assert [block.layer for block in seen] == list(range(model.info.n_layers))
         assert all(block.ids is None for block in seen)

@@ -9,9 +9,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from moeedge.engine.types import Phase
 from moeedge.errors import BackendError
-from moeedge.native import Claims, Frame, Sensor
+from moeedge.native import Frame, OffloadScope, Sensor
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.sensed import sensed_context
@@ -19,7 +19,7 @@ from tests.support.stock import StockContext, tap_context
 
 PROMPT = np.random.default_rng(2).integers(0, 256, 24).tolist()
 LONG = np.random.default_rng(3).integers(0, 256, 80).tolist()  # sensed from inside the graph, not after it
-SENSING = [Claims.BLOCK, Claims.WHOLE]
+SENSING = [OffloadScope.MOE, OffloadScope.ALL]
 by_claims = pytest.mark.parametrize("claims", SENSING, ids=lambda claims: claims.name.lower())
 
 
@@ -34,7 +34,7 @@ def count_ids(frames: list[Frame], n_experts: int) -> np.ndarray:
 
 @by_claims
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_frames_equal_the_evaluation_callback(case: str, claims: Claims, tiny: TinyFactory) -> None:
+def test_frames_equal_the_evaluation_callback(case: str, claims: OffloadScope, tiny: TinyFactory) -> None:
     arch, dimensions = MOE_CASES[case]
     path = tiny(arch, **dimensions)
     stock, tap = tap_context(path)
@@ -58,7 +58,7 @@ def test_frames_equal_the_evaluation_callback(case: str, claims: Claims, tiny: T
 
 
 @by_claims
-def test_bundled_target(claims: Claims, bundled_pair: tuple[Path, Path]) -> None:
+def test_bundled_target(claims: OffloadScope, bundled_pair: tuple[Path, Path]) -> None:
     """48 layers, a prompt of several graphs and a verification: ids, weights and counts."""
     stock, tap = tap_context(bundled_pair[0], n_ubatch=128)
     ours, sensor = sensed_context(bundled_pair[0], claims, n_ubatch=128)
@@ -79,7 +79,7 @@ def test_bundled_target(claims: Claims, bundled_pair: tuple[Path, Path]) -> None
 
 @by_claims
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_counts_equal_the_ids(case: str, claims: Claims, tiny: TinyFactory) -> None:
+def test_counts_equal_the_ids(case: str, claims: OffloadScope, tiny: TinyFactory) -> None:
     arch, dimensions = MOE_CASES[case]
     context, sensor = sensed_context(tiny(arch, **dimensions), claims, n_ubatch=16)
     with context:
@@ -97,7 +97,7 @@ def test_counts_equal_the_ids(case: str, claims: Claims, tiny: TinyFactory) -> N
 
 
 def test_last_layer_sees_only_rows_with_outputs(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         context.decode(PROMPT, every=False)
         (frame,) = sensor.frames()
@@ -106,7 +106,7 @@ def test_last_layer_sees_only_rows_with_outputs(tiny_moe: Path) -> None:
 
 
 def test_ring_keeps_the_last_eight_graphs(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         for token in PROMPT[:11]:
             context.decode([token])
@@ -115,7 +115,7 @@ def test_ring_keeps_the_last_eight_graphs(tiny_moe: Path) -> None:
 
 
 @by_claims
-def test_phases(claims: Claims, tiny_moe: Path) -> None:
+def test_phases(claims: OffloadScope, tiny_moe: Path) -> None:
     context, sensor = sensed_context(tiny_moe, claims)
     with context:
         context.decode(PROMPT)
@@ -129,16 +129,16 @@ def test_phases(claims: Claims, tiny_moe: Path) -> None:
 
 
 def test_unknown_phase_and_claims_are_refused(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         with pytest.raises(BackendError):
             sensor.set_phase(5)
         with pytest.raises(BackendError):
-            sensor.set_claims(3)  # type: ignore[arg-type]
+            sensor.set_offload_scope(3)  # type: ignore[arg-type]
 
 
 def test_no_claims_see_nothing(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, Claims.NONE)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.NONE)
     with context:
         context.decode(PROMPT)
         assert sensor.frames() == []
@@ -149,19 +149,27 @@ def test_no_claims_see_nothing(tiny_moe: Path) -> None:
 def test_claims_can_be_changed(tiny_moe: Path) -> None:
     """None, block, whole and back on one context: the logits stay, the sensor sees what it may."""
     stock = StockContext(tiny_moe)
-    context, sensor = sensed_context(tiny_moe, Claims.NONE)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.NONE)
     with stock, context:
-        order = [Claims.NONE, Claims.BLOCK, Claims.WHOLE, Claims.NONE, Claims.WHOLE, Claims.BLOCK, Claims.NONE]
+        order = [
+            OffloadScope.NONE,
+            OffloadScope.MOE,
+            OffloadScope.ALL,
+            OffloadScope.NONE,
+            OffloadScope.ALL,
+            OffloadScope.MOE,
+            OffloadScope.NONE,
+        ]
         for i, claims in enumerate(order):
-            sensor.set_claims(claims)
+            sensor.set_offload_scope(claims)
             tokens = PROMPT[: 3 + i]  # another size, so that llama.cpp builds a new graph
             assert np.array_equal(context.decode(tokens), stock.decode(tokens))
-            assert len(sensor.frames()) == (claims is not Claims.NONE)
+            assert len(sensor.frames()) == (claims is not OffloadScope.NONE)
 
 
 def test_target_and_draft_are_told_apart(tiny: TinyFactory) -> None:
-    target, target_sensor = sensed_context(tiny("qwen3moe"), Claims.WHOLE)
-    draft, draft_sensor = sensed_context(tiny("llama"), Claims.WHOLE)
+    target, target_sensor = sensed_context(tiny("qwen3moe"), OffloadScope.ALL)
+    draft, draft_sensor = sensed_context(tiny("llama"), OffloadScope.ALL)
     with target, draft:
         target.decode(PROMPT)
         assert draft_sensor.frames() == []
@@ -175,8 +183,8 @@ def test_target_and_draft_are_told_apart(tiny: TinyFactory) -> None:
 
 
 def test_two_contexts_of_one_model(tiny_moe: Path) -> None:
-    first, first_sensor = sensed_context(tiny_moe, Claims.WHOLE)
-    second, second_sensor = sensed_context(tiny_moe, Claims.BLOCK)
+    first, first_sensor = sensed_context(tiny_moe, OffloadScope.ALL)
+    second, second_sensor = sensed_context(tiny_moe, OffloadScope.MOE)
     with second:
         with first:
             first.decode(PROMPT[:3])
@@ -191,7 +199,7 @@ def test_contexts_in_threads(tiny: TinyFactory) -> None:
     paths = [tiny(arch) for arch in ("qwen3moe", "llama", "olmoe", "gpt-oss")]
     expected = []
     for path in paths:
-        context, sensor = sensed_context(path, Claims.WHOLE)
+        context, sensor = sensed_context(path, OffloadScope.ALL)
         with context:
             logits = context.decode(PROMPT)
             (frame,) = sensor.frames()
@@ -224,7 +232,7 @@ def test_contexts_in_threads(tiny: TinyFactory) -> None:
 
 
 def test_thread_count_follows_the_context(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, Claims.WHOLE, n_threads=2)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL, n_threads=2)
     with context:
         before = context.decode(PROMPT)
         assert sensor.threads() == 2
@@ -238,7 +246,7 @@ def test_thread_count_follows_the_context(tiny_moe: Path) -> None:
 
 
 def test_stats(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, Claims.WHOLE)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         before = sensor.stats()
         context.decode(PROMPT)
@@ -254,7 +262,7 @@ def test_sensor_needs_a_context_of_this_thread() -> None:
 
     def work() -> None:
         try:
-            Sensor.newest(3, 16, 4, 256, Claims.NONE)
+            Sensor.newest(3, 16, 4, 256, OffloadScope.NONE)
         except BackendError as error:
             outcome.append(error)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.perfmodel import experts
-from moeedge.trace_import import read_trace
+from moeedge.analysis import expert_counts
+from moeedge.trace.importers import read_trace
 
 
 @pytest.mark.parametrize(
@@ -40,65 +40,67 @@ def test_uniform_formula_gives_the_published_tables(
     n_experts: int, n_used: int, n_tokens: int, published: float
 ) -> None:
     digits = 1 if n_used == 8 else 2
-    assert round(experts.uniform_unique(n_experts, n_used, n_tokens), digits) == published
+    assert round(expert_counts.uniform_unique(n_experts, n_used, n_tokens), digits) == published
 
 
 def test_uniform_overlap_of_the_production_model() -> None:
-    assert experts.uniform_overlap(128, 8) == 0.0625
+    assert expert_counts.uniform_overlap(128, 8) == 0.0625
 
 
 def test_independence_with_equal_popularity_is_the_uniform_formula() -> None:
     p = np.full(128, 8 / 128)
-    assert experts.independence_overlap(p) == pytest.approx(experts.uniform_overlap(128, 8))
+    assert expert_counts.independence_overlap(p) == pytest.approx(expert_counts.uniform_overlap(128, 8))
     for n_tokens in (1, 2, 4, 8, 16):
-        assert experts.independence_unique(p, n_tokens) == pytest.approx(experts.uniform_unique(128, 8, n_tokens))
+        assert expert_counts.independence_unique(p, n_tokens) == pytest.approx(
+            expert_counts.uniform_unique(128, 8, n_tokens)
+        )
 
 
 def test_skewed_popularity_shares_more() -> None:
     p = np.full(16, 0.1)
     p[0] = 0.5  # sum 2.0
-    assert experts.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
-    assert experts.independence_unique(p, 4) < experts.uniform_unique(16, 2, 4)
+    assert expert_counts.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
+    assert expert_counts.independence_unique(p, 4) < expert_counts.uniform_unique(16, 2, 4)
 
 
 def test_full_activation_threshold_is_where_the_share_is_reached() -> None:
     for n_experts, n_used in ((128, 8), (64, 6), (8, 2)):
-        tokens = experts.full_activation_tokens(n_experts, n_used, 0.95)
-        assert experts.uniform_unique(n_experts, n_used, math.ceil(tokens)) >= 0.95 * n_experts
-        assert experts.uniform_unique(n_experts, n_used, math.ceil(tokens) - 1) < 0.95 * n_experts
-    assert experts.full_activation_tokens(4, 4) == 1.0
+        tokens = expert_counts.full_activation_tokens(n_experts, n_used, 0.95)
+        assert expert_counts.uniform_unique(n_experts, n_used, math.ceil(tokens)) >= 0.95 * n_experts
+        assert expert_counts.uniform_unique(n_experts, n_used, math.ceil(tokens) - 1) < 0.95 * n_experts
+    assert expert_counts.full_activation_tokens(4, 4) == 1.0
 
 
 def test_tokens_per_expert() -> None:
-    assert experts.tokens_per_expert(128, 8, 1) == pytest.approx(1.0)
+    assert expert_counts.tokens_per_expert(128, 8, 1) == pytest.approx(1.0)
     rho, t = 8 / 128, 9
-    assert experts.tokens_per_expert(128, 8, t) == pytest.approx(rho * t / (1 - (1 - rho) ** t))  # MoESD, Eq. 11
+    assert expert_counts.tokens_per_expert(128, 8, t) == pytest.approx(rho * t / (1 - (1 - rho) ** t))  # MoESD, Eq. 11
 
 
 def test_by_hand() -> None:
     ids = np.array([[0, 1], [1, 2], [1, 2], [3, 4], [0, 1]])
     sequence = np.array([0, 0, 0, 0, 1])
     # pairs of one text: {0,1}{1,2} share 1, {1,2}{1,2} share 2, {1,2}{3,4} share 0
-    assert experts.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
-    assert experts.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
-    assert experts.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
-    assert experts.empirical_unique(ids, 8, 1, sequence) == 2.0
-    assert experts.empirical_unique(ids, 8, 2, sequence) == pytest.approx((3 + 2 + 4) / 3)
-    assert experts.empirical_unique(ids, 8, 4, sequence) == 5.0
-    assert experts.empirical_unique(ids, 8, 5, sequence) is None
-    np.testing.assert_allclose(experts.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
+    assert expert_counts.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert expert_counts.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
+    assert expert_counts.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
+    assert expert_counts.empirical_unique(ids, 8, 1, sequence) == 2.0
+    assert expert_counts.empirical_unique(ids, 8, 2, sequence) == pytest.approx((3 + 2 + 4) / 3)
+    assert expert_counts.empirical_unique(ids, 8, 4, sequence) == 5.0
+    assert expert_counts.empirical_unique(ids, 8, 5, sequence) is None
+    np.testing.assert_allclose(expert_counts.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
 
 
 def test_unrecorded_tokens_are_left_out() -> None:
     ids = np.array([[0, 1], [-1, -1], [0, 1], [0, 2]])
-    assert experts.empirical_overlap(ids, 4) == pytest.approx(0.5)
-    assert experts.empirical_unique(ids, 4, 2) == 3.0
-    np.testing.assert_allclose(experts.activation_probability(ids, 4), [1.0, 2 / 3, 1 / 3, 0.0])
+    assert expert_counts.empirical_overlap(ids, 4) == pytest.approx(0.5)
+    assert expert_counts.empirical_unique(ids, 4, 2) == 3.0
+    np.testing.assert_allclose(expert_counts.activation_probability(ids, 4), [1.0, 2 / 3, 1 / 3, 0.0])
     nothing = np.full((5, 2), -1)
-    assert experts.empirical_overlap(nothing, 4) is None
-    assert experts.empirical_unique(nothing, 4, 1) is None
-    assert experts.activation_probability(nothing, 4).sum() == 0
-    assert experts.independence_overlap(np.zeros(4)) == 0.0
+    assert expert_counts.empirical_overlap(nothing, 4) is None
+    assert expert_counts.empirical_unique(nothing, 4, 1) is None
+    assert expert_counts.activation_probability(nothing, 4).sum() == 0
+    assert expert_counts.independence_overlap(np.zeros(4)) == 0.0
 
 
 @given(
@@ -115,15 +117,17 @@ def test_measurements_equal_a_literal_loop(rows: list[list[int]], n_tokens: int,
         for i in range(len(rows) - n_tokens + 1)
         if sequence[i] == sequence[i + n_tokens - 1]
     ]
-    measured = experts.empirical_unique(ids, 8, n_tokens, sequence)
+    measured = expert_counts.empirical_unique(ids, 8, n_tokens, sequence)
     assert measured == (pytest.approx(np.mean(windows)) if windows else None)
     if measured is not None:
         assert 3 <= measured <= min(8, 3 * n_tokens)
     shared = [len(sets[i] & sets[i + 1]) / 3 for i in range(len(rows) - 1) if sequence[i] == sequence[i + 1]]
-    assert experts.empirical_overlap(ids, 8, sequence) == (pytest.approx(np.mean(shared)) if shared else None)
+    assert expert_counts.empirical_overlap(ids, 8, sequence) == (pytest.approx(np.mean(shared)) if shared else None)
 
 
-@pytest.mark.parametrize("call", [lambda: experts.uniform_unique(8, 9, 1), lambda: experts.uniform_overlap(8, 0)])
+@pytest.mark.parametrize(
+    "call", [lambda: expert_counts.uniform_unique(8, 9, 1), lambda: expert_counts.uniform_overlap(8, 0)]
+)
 def test_impossible_shapes_are_refused(call: object) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match="experts per token"):
@@ -141,10 +145,10 @@ def test_real_routing_of_gpt_oss_20b(data_folder: Path) -> None:
     unique: dict[int, list[float]] = {n_tokens: [] for n_tokens in (2, 4, 8, 9, 16)}
     for layer in range(trace.meta.n_layers):
         ids = trace.layer_ids(layer)
-        overlap.append(experts.empirical_overlap(ids, n_experts, trace.sequence))
-        independence.append(experts.independence_overlap(experts.activation_probability(ids, n_experts)))
+        overlap.append(expert_counts.empirical_overlap(ids, n_experts, trace.sequence))
+        independence.append(expert_counts.independence_overlap(expert_counts.activation_probability(ids, n_experts)))
         for n_tokens, found in unique.items():
-            mean = experts.empirical_unique(ids, n_experts, n_tokens, trace.sequence)
+            mean = expert_counts.empirical_unique(ids, n_experts, n_tokens, trace.sequence)
             assert mean is not None
             found.append(mean)
     assert np.mean(overlap) == pytest.approx(0.44, abs=0.01)
@@ -162,7 +166,7 @@ def test_independence_formula_is_shuffled_routing(data_folder: Path) -> None:
     order = np.random.default_rng(0).permutation(trace.n_tokens)
     for layer in (0, 12, 23):
         ids = trace.layer_ids(layer)
-        p = experts.activation_probability(ids, trace.meta.n_experts)
+        p = expert_counts.activation_probability(ids, trace.meta.n_experts)
         for n_tokens in (2, 4, 8, 16):
-            shuffled = experts.empirical_unique(ids[order], trace.meta.n_experts, n_tokens)
-            assert shuffled == pytest.approx(experts.independence_unique(p, n_tokens), rel=0.01)
+            shuffled = expert_counts.empirical_unique(ids[order], trace.meta.n_experts, n_tokens)
+            assert shuffled == pytest.approx(expert_counts.independence_unique(p, n_tokens), rel=0.01)

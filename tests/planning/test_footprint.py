@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.engine.context import Context
-from moeedge.engine.model import Model
 from moeedge.engine.types import EngineConfig
-from moeedge.native.memory import IMAGINED_GPU, MemoryUse
-from moeedge.planning.footprint import footprint
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.devices import DRY_RUN_GPU, MemoryUse
+from moeedge.planning.memory_map import footprint
 from tests.conftest import TinyFactory
 from tests.engine.recurrent import make_mamba
 from tests.support.tiny import ARCHITECTURES
@@ -55,8 +55,8 @@ def test_so_do_long_contexts_of_the_bundled_pair(bundled_pair: tuple[Path, Path]
 def test_and_a_model_that_keeps_a_state(tmp_path: Path) -> None:
     path = make_mamba(tmp_path / "mamba.gguf")
     check(path, 512)
-    states = [sum(use.memory_bytes for use in uses(path, n, header_only=True).values()) for n in (512, 4096)]
-    assert states[0] == states[1]  # whatever the context
+    hidden_states = [sum(use.memory_bytes for use in uses(path, n, header_only=True).values()) for n in (512, 4096)]
+    assert hidden_states[0] == hidden_states[1]  # whatever the context
 
 
 def test_kv_caches_are_as_the_architecture_keeps_them(tiny: TinyFactory) -> None:
@@ -81,23 +81,23 @@ def test_an_imagined_gpu_is_laid_out_as_a_real_device(
     """A worker's device stands in for a GPU here: llama.cpp puts whole layers on it when it is told to."""
     import ctypes
 
-    from moeedge.engine import library
     from moeedge.hardware import rpc
+    from moeedge.llama import library
 
     name, _ = rpc.add_worker(worker.endpoint)
     pointers = (ctypes.c_void_p * 2)(library._device(name), None)
     device_list = library.device_list
     monkeypatch.setattr(library, "device_list", lambda one: pointers if one == name else device_list(one))
     found = []
-    for device, header_only in ((name, False), (name, True), (IMAGINED_GPU, True)):
+    for device, header_only in ((name, False), (name, True), (DRY_RUN_GPU, True)):
         with Model.load(
             bundled_pair[0], device=device, n_gpu_layers=-1, experts_on_cpu=experts_on_cpu, header_only=header_only
         ) as model:
             found.append(footprint(model, 4096, EngineConfig(model=bundled_pair[0])))
-    real, planned, imagined = (next(iter(one.gpus.values())) for one in found)
+    real, planned, dry_run = (next(iter(one.gpus.values())) for one in found)
     assert real == planned
-    assert imagined.kv_bytes == real.kv_bytes
-    assert imagined.compute_bytes == pytest.approx(real.compute_bytes, rel=0.01)
+    assert dry_run.kv_bytes == real.kv_bytes
+    assert dry_run.compute_bytes == pytest.approx(real.compute_bytes, rel=0.01)
     # CUDA pads rows to 512 weights, which matters at the width of a toy only
-    assert real.weights_bytes <= imagined.weights_bytes <= 1.04 * real.weights_bytes
+    assert real.weights_bytes <= dry_run.weights_bytes <= 1.04 * real.weights_bytes
     assert found[0].repacked_bytes == found[1].repacked_bytes == found[2].repacked_bytes

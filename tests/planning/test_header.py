@@ -9,10 +9,10 @@ import gguf
 import numpy as np
 import pytest
 
-from moeedge.engine import gguf_file
-from moeedge.engine.model import Model
 from moeedge.errors import EngineError, ModelFileError
-from moeedge.planning.header import loadable
+from moeedge.llama import gguf_file
+from moeedge.llama.model import Model
+from moeedge.planning.headers import loadable
 
 
 def data_offset(path: Path) -> int:

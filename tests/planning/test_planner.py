@@ -8,13 +8,13 @@ import psutil
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, PlacementConfig
-from moeedge.hardware.resolve import ResolvedDevice
-from moeedge.native.memory import IMAGINED_GPU
-from moeedge.planning.machine import Machine, this_machine
-from moeedge.planning.memory_map import Line, Place
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.planning.memory_map import Line, Machine, Place, this_machine
 from moeedge.planning.plan import make_plan
 from moeedge.planning.planner import Planner
+from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.engine.recurrent import make_mamba
 
@@ -23,7 +23,7 @@ MIB = 2**20
 
 def gpu(size: int) -> Machine:
     device = ResolvedDevice(
-        "gpu", ggml_name=IMAGINED_GPU, label="a GPU", llama_device=IMAGINED_GPU, free_bytes=size, total_bytes=size
+        "gpu", ggml_name=DRY_RUN_GPU, label="a GPU", llama_device=DRY_RUN_GPU, free_bytes=size, total_bytes=size
     )
     return Machine(device, ram_total_bytes=2**34, ram_free_bytes=2**34)
 

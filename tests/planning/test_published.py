@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from moeedge.engine.types import EngineConfig
-from moeedge.hardware.resolve import ResolvedDevice
-from moeedge.native.memory import IMAGINED_GPU
-from moeedge.planning.machine import Machine
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.planning.memory_map import Machine
 from moeedge.planning.planner import Planner
 from tests.support.published import Mix, write_qwen3_30b_a3b
 
@@ -31,7 +31,7 @@ CUDA_COMPUTE_BYTES, HOST_COMPUTE_BYTES = 300.75 * MIB, 12.01 * MIB
 def planner(path: Path, *, vram_gib: float, n_ctx: int = 0) -> Planner:
     size = int(vram_gib * GIB)
     gpu = ResolvedDevice(
-        "gpu", ggml_name=IMAGINED_GPU, label="a GPU", llama_device=IMAGINED_GPU, free_bytes=size, total_bytes=size
+        "gpu", ggml_name=DRY_RUN_GPU, label="a GPU", llama_device=DRY_RUN_GPU, free_bytes=size, total_bytes=size
     )
     machine = Machine(gpu if size else ResolvedDevice("none"), ram_total_bytes=64 * GIB, ram_free_bytes=64 * GIB)
     return Planner(EngineConfig(model=path, n_ctx=n_ctx), machine)

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.policies import ALL_POLICIES, BOUNDS, PolicyConfig, make_policy
-from moeedge.policies.belady import next_uses
-from moeedge.scheduler.policy import CacheShape, Observation, check_plan
+from moeedge.policies.base import CacheShape, Observation, check_plan
+from moeedge.policies.bounds import next_uses
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.registry import ALL_POLICIES, BOUNDS, make_policy
 from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.slots import Slots
-from moeedge.sim.windows import Chunk
+from moeedge.trace.schedule import Chunk
 
 # fed without hints, these bring nothing but what was just used
 DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")

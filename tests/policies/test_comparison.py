@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from moeedge.data import load_dataset
+from moeedge.engine.recording import Question, record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.policies import PolicyConfig, make_policy
-from moeedge.profiling.run import Question, record_routing
-from moeedge.scheduler.policy import Policy
-from moeedge.scheduler.units import Units
-from moeedge.sim.replay import Lane, ReplayConfig, cache_shape
+from moeedge.policies.base import Policy
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.cost_model import CostModel
+from moeedge.policies.registry import make_policy
+from moeedge.sim.replay import PolicyReplay, ReplayConfig, cache_shape
 from moeedge.sim.replay import replay as replay_all
-from moeedge.sim.windows import Schedule, TailModel, cut_schedule, recorded_schedule, texts_of
-from moeedge.trace import PREFILL
-from moeedge.trace_import import read_trace
+from moeedge.trace.importers import read_trace
+from moeedge.trace.schedule import Schedule, TailModel, cut_schedule, recorded_schedule, texts_of
+from moeedge.trace.trace import PREFILL
 
 RATIO = 0.17
 OTHERS = ("spac-paper", "lru", "static")
@@ -51,7 +52,7 @@ def windows_of(
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
     """With every plan checked."""
     shape = cache_shape(schedule, ratio)
-    lane = Lane(policy, shape, checked_cap=4)
+    lane = PolicyReplay(policy, shape, checked_cap=4)
     for chunk in schedule.chunks():
         lane.run(chunk)
     found = lane.found()
@@ -145,7 +146,7 @@ def test_ablations_lose(bundled_steps: Schedule, ablation: str) -> None:
 
 def of_speed(device_s: float, transfer_s: float) -> PolicyConfig:
     """A machine whose CPU takes 80 us for an expert with one token."""
-    units = Units(
+    units = CostModel(
         cpu_expert_s=np.r_[0.0, np.linspace(80e-6, 160e-6, 9)],
         device_expert_s=np.r_[0.0, np.linspace(1.0, 1.5, 9)] * device_s,
         transfer_expert_s=transfer_s,

@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.policies import (
+from moeedge.policies.base import (
     ABLATIONS,
-    ALL_POLICIES,
-    BOUNDS,
-    POLICIES,
-    SIMULATED,
-    PolicyConfig,
-    ignored_ablations,
-    make_policy,
+    REQUIRED_INPUTS,
+    CacheShape,
+    ExpertPrediction,
+    LayerPolicy,
+    Observation,
+    Plan,
+    Policy,
+    check_plan,
 )
-from moeedge.scheduler.policy import NEEDS, CacheShape, Hints, LayerPolicy, Observation, Plan, Policy, check_plan
-from moeedge.scheduler.units import Units
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.cost_model import CostModel
+from moeedge.policies.registry import ALL_POLICIES, BOUNDS, POLICIES, SIMULATED, ignored_ablations, make_policy
 from moeedge.sim.slots import Slots
 from tests.support.routing import count
 
@@ -28,9 +30,9 @@ from tests.support.routing import count
 LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
 
 
-def units(cap: int, device_s: float, transfer_s: float) -> Units:
+def units(cap: int, device_s: float, transfer_s: float) -> CostModel:
     """A machine whose CPU takes 100 us per expert."""
-    return Units(
+    return CostModel(
         cpu_expert_s=np.r_[0.0, np.linspace(1e-4, 2e-4, 9)],
         device_expert_s=np.r_[0.0, np.linspace(1, 1.5, 9)] * device_s,
         transfer_expert_s=transfer_s,
@@ -95,7 +97,7 @@ def observations(shape: CacheShape, seed: int, n_steps: int) -> list[Observation
     return steps
 
 
-def hints(shape: CacheShape, rng: np.random.Generator) -> Hints | None:
+def hints(shape: CacheShape, rng: np.random.Generator) -> ExpertPrediction | None:
     """None at times; else experts foretold for some tokens, of some layers nothing."""
     if rng.random() < 0.3:
         return None
@@ -104,7 +106,7 @@ def hints(shape: CacheShape, rng: np.random.Generator) -> Hints | None:
     ids = order[:, :, :n_used].astype(np.int32)
     ids[rng.random(shape.n_layers) < 0.3] = -1
     ids[shape.group < 0] = -1
-    return Hints(ids, "stand-in")
+    return ExpertPrediction(ids, "stand-in")
 
 
 def future_of(observed: list[Observation]) -> np.ndarray:
@@ -160,7 +162,7 @@ def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig
 
 def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: np.random.Generator) -> None:
     """One verification of a policy that plans within it: the rules hold, and nothing in use is evicted."""
-    if not policy.traits.prefetch_within_step:
+    if not policy.execution_model.prefetch_within_step:
         return
     assert isinstance(policy, LayerPolicy)
     for layer in range(shape.n_layers):
@@ -213,7 +215,8 @@ def test_layers_grow_beyond_their_shares_into_free_slots_only(name: str, shape: 
 
 def copied(plan: Plan) -> list[np.ndarray]:
     return [
-        field.copy() for field in (plan.tau, plan.utility, plan.uploads, plan.levels, plan.victims, plan.victim_utility)
+        field.copy()
+        for field in (plan.tau, plan.utility, plan.uploads, plan.priority, plan.victims, plan.victim_utility)
     ]
 
 
@@ -245,7 +248,7 @@ def test_inputs_stay_as_they_are(name: str) -> None:
     observed = observations(shape, 2, 4)
     policy = make_policy(name, shape, PolicyConfig(future=future_of(observed)))
     resident = np.zeros((4, 8), dtype=np.uint8)
-    foretold = Hints(np.zeros((4, 3, 2), dtype=np.int32), "stand-in")
+    foretold = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32), "stand-in")
     for observation in observed:
         kept = (observation.counts.copy(), observation.ids.copy() if observation.ids is not None else None)
         policy.observe(observation)
@@ -298,9 +301,9 @@ def test_names_and_mistakes() -> None:
     for name in ALL_POLICIES:
         policy = make_policy(name, shape, PolicyConfig(future=np.zeros((1, 2, 4))))
         assert policy.name == name
-        assert policy.needs <= set(NEEDS)
-        assert policy.traits.per_layer_slots == (name in LAYERWISE)
-        assert not name.startswith("llama-cpp") or policy.traits.layerwise
+        assert policy.required_inputs <= set(REQUIRED_INPUTS)
+        assert policy.execution_model.per_layer_slots == (name in LAYERWISE)
+        assert not name.startswith("llama-cpp") or policy.execution_model.layerwise
     assert not set(POLICIES) & (set(SIMULATED) | set(BOUNDS))
     for name in BOUNDS:
         with pytest.raises(ValueError, match="steps to come"):

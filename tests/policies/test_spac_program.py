@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig, make_policy
-from moeedge.scheduler.policy import CacheShape, Observation
+from moeedge.policies.base import CacheShape, Observation
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.registry import make_policy
 
 GAMMA, CAP, UP, DOWN = 8, 4, 3, 1
 SHAPE = CacheShape.uniform(2, 6, 12)

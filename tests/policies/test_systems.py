@@ -10,22 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.policies import PolicyConfig, make_policy
 from moeedge.policies.adapmoe import AdapMoe, allocate, expected_loads
+from moeedge.policies.base import CacheShape, ExpertPrediction, LayerPolicy, Observation, Policy
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.cost_model import CostModel
 from moeedge.policies.fate import Arc, shallow_shares
 from moeedge.policies.hybrimoe import Queue
+from moeedge.policies.per_layer import even_shares, predicted_counts
+from moeedge.policies.registry import make_policy
 from moeedge.policies.sp_moe import cutoff_layer
-from moeedge.scheduler.policy import CacheShape, Hints, LayerPolicy, Observation, Policy
-from moeedge.scheduler.shares import even_shares, predicted_counts
-from moeedge.scheduler.units import Units
 from moeedge.sim.slots import Slots
 
 N_EXPERTS = 8
 
 
-def units() -> Units:
+def units() -> CostModel:
     """A CPU with 1 ms per token, a device ten times as fast, behind a link with 5 ms per expert."""
-    return Units(
+    return CostModel(
         cpu_expert_s=np.array([0.0, 1e-3, 2e-3]),
         device_expert_s=np.array([0.0, 1e-4, 1.1e-4]),
         transfer_expert_s=5e-3,
@@ -151,7 +152,7 @@ def test_fate_brings_what_the_gate_names() -> None:
     policy.observe(step_of(np.zeros((3, 1, 2), dtype=np.int32)))
     named = np.full((3, 1, 2), -1, dtype=np.int32)
     named[1] = [[5, 6]]
-    plan = policy.plan_layer(0, slots.resident, Hints(named, "next-gate"))  # type: ignore[attr-defined]
+    plan = policy.plan_layer(0, slots.resident, ExpertPrediction(named, "next-gate"))  # type: ignore[attr-defined]
     assert {tuple(pair) for pair in plan.uploads.tolist()} == {(1, 5), (1, 6)}
 
 
@@ -266,7 +267,7 @@ def test_adapmoe_allocates_as_dynamic_programming() -> None:
 def test_adapmoe_brings_one_expert_per_layer() -> None:
     shape = CacheShape.uniform(2, N_EXPERTS, 6)
     policy = make_policy("adapmoe", shape)
-    hints = Hints(np.array([[[1, 2], [1, 3]], [[4, 5], [5, 6]]], dtype=np.int32), "next-gate")
+    hints = ExpertPrediction(np.array([[[1, 2], [1, 3]], [[4, 5], [5, 6]]], dtype=np.int32), "next-gate")
     plan = policy.plan(np.zeros((2, N_EXPERTS), dtype=np.uint8), [], hints)
     assert plan.uploads.tolist() == [[0, 1], [1, 5]]
 
@@ -284,7 +285,7 @@ def test_adapmoe_measures_every_layer_within_the_steps() -> None:
             named = np.full((3, 1, 2), -1, dtype=np.int32)
             named[layer + 1 :] = [2, 3]
             named[2] = [2, 5] if layer == 1 else [6, 7]  # the nearest look counts: half of it is right
-            policy.plan_layer(layer, resident, Hints(named, "next-gate"))
+            policy.plan_layer(layer, resident, ExpertPrediction(named, "next-gate"))
         policy.observe(step_of(ids))
     want = allocate(shape, np.array([0.0, 1.0, 0.5]), 2)
     assert policy._planner.shares.tolist() == want.tolist() != even_shares(shape).tolist()
@@ -301,7 +302,7 @@ def test_gates_look_over_layers_without_experts(name: str) -> None:
     assert isinstance(policy, LayerPolicy)
     named = np.full((5, 2, 1), -1, dtype=np.int32)
     named[3] = 5
-    plan = policy.plan_layer(1, np.zeros((5, N_EXPERTS), dtype=np.uint8), Hints(named, "next-gate"))
+    plan = policy.plan_layer(1, np.zeros((5, N_EXPERTS), dtype=np.uint8), ExpertPrediction(named, "next-gate"))
     assert plan.uploads.tolist() == [[3, 5]]
 
 
@@ -312,7 +313,12 @@ def test_gates_ask_for_nothing_of_the_layers_before(name: str) -> None:
     assert isinstance(policy, LayerPolicy)
     named = np.full((4, 2, 1), -1, dtype=np.int32)
     named[:2] = 5
-    assert len(policy.plan_layer(1, np.zeros((4, N_EXPERTS), dtype=np.uint8), Hints(named, "next-gate")).uploads) == 0
+    assert (
+        len(
+            policy.plan_layer(1, np.zeros((4, N_EXPERTS), dtype=np.uint8), ExpertPrediction(named, "next-gate")).uploads
+        )
+        == 0
+    )
 
 
 def test_sp_moe_solves_its_constraints() -> None:
@@ -331,7 +337,7 @@ def test_sp_moe_prefetches_before_its_cutoff_only() -> None:
     ids = np.tile(np.array([[1, 2]], dtype=np.int32), (3, 2, 1))
     for cutoff in range(4):
         policy = make_policy("sp-moe", shape, PolicyConfig(cutoff_layer=cutoff))
-        plan = policy.plan(np.zeros((3, N_EXPERTS), dtype=np.uint8), [7, 8], Hints(ids, "draft-router"))
+        plan = policy.plan(np.zeros((3, N_EXPERTS), dtype=np.uint8), [7, 8], ExpertPrediction(ids, "draft-router"))
         assert plan.uploads.tolist() == [[layer, expert] for layer in range(cutoff) for expert in (1, 2)]
 
 
@@ -342,7 +348,9 @@ def test_sp_moe_keeps_what_it_just_brought() -> None:
     slots = Slots(shape)
     policy.observe(step_of(np.array([[[0], [1], [2]]], dtype=np.int32)))
     slots.execute(policy.plan(slots.resident, []))
-    slots.execute(policy.plan(slots.resident, [1, 2], Hints(np.array([[[5]]], dtype=np.int32), "draft-router")))
+    slots.execute(
+        policy.plan(slots.resident, [1, 2], ExpertPrediction(np.array([[[5]]], dtype=np.int32), "draft-router"))
+    )
     assert set(np.flatnonzero(slots.resident[0])) == {1, 2, 5}
     policy.observe(step_of(np.array([[[6]]], dtype=np.int32)))
     slots.execute(policy.plan(slots.resident, []))
@@ -378,4 +386,4 @@ def test_shares_and_predictions() -> None:
     assert even_shares(shape).tolist() == [2, 0, 1, 3]
     ids = np.full((4, 2, 2), -1, dtype=np.int32)
     ids[0] = [[0, 2], [2, -1]]
-    assert predicted_counts(Hints(ids, "stand-in"), shape)[0].tolist() == [1.0, 0.0, 2.0]
+    assert predicted_counts(ExpertPrediction(ids, "stand-in"), shape)[0].tolist() == [1.0, 0.0, 2.0]

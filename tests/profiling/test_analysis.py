@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.profiling.analysis import LayerProfile, profile_layers, profile_steps
-from moeedge.profiling.report import layer_report
-from moeedge.profiling.run import Recording
-from moeedge.profiling.steps import Tail, simulated_steps
-from moeedge.trace import PREFILL, VERIFY, Trace
-from moeedge.trace_import import read_trace
+from moeedge.analysis.profile import LayerProfile, layer_report, profile_layers, profile_steps
+from moeedge.engine.recording import Recording
+from moeedge.trace.importers import read_trace
+from moeedge.trace.steps import Tail, simulated_steps
+from moeedge.trace.trace import PREFILL, VERIFY, Trace
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from moeedge.engine.drafts import ModelDraft
+from moeedge.engine.recording import Question, Recording, check_layers, record_routing
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, LayerRangeError
-from moeedge.profiling.run import Question, Recording, check_layers, record_routing
-from moeedge.profiling.steps import activation_counts, recorded_steps, text_steps
-from moeedge.trace import DECODE, PREFILL, VERIFY, Trace
+from moeedge.scheduler.stats import StepRecord
+from moeedge.trace.steps import activation_counts, recorded_steps, text_steps
+from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace
 from tests.conftest import TinyFactory
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -67,23 +68,23 @@ def test_trace_says_what_the_engine_did(session: Session) -> None:
 def test_the_states_of_drafts_are_kept(session: Session) -> None:
     witness = Witness()
     session.observers.append(witness)
-    assert _record(session).trace.states is None  # nobody asked for them
+    assert _record(session).trace.hidden_states is None  # nobody asked for them
     assert isinstance(session.draft, ModelDraft)
-    session.draft.keeps_states = lambda: True
+    session.draft.keeps_hidden_states = lambda: True
     witness.records.clear()
     trace = _record(session).trace
     steps = [record for record in witness.records if record.n_verified]
-    assert trace.states is not None and any(record.n_drafted > 1 for record in steps)
+    assert trace.hidden_states is not None and any(record.n_drafted > 1 for record in steps)
     rows = np.flatnonzero(trace.phase != PREFILL)
     first = 0
     for record in steps:
-        batch = trace.states[rows[first : first + record.n_verified]]
-        known = 0 if record.states is None else len(record.states)
+        batch = trace.hidden_states[rows[first : first + record.n_verified]]
+        known = 0 if record.hidden_states is None else len(record.hidden_states)
         assert known == record.n_drafted and np.isnan(batch[known:]).all()
-        if record.states is not None:
-            np.testing.assert_array_equal(batch[:known], record.states.astype(np.float16))
+        if record.hidden_states is not None:
+            np.testing.assert_array_equal(batch[:known], record.hidden_states.astype(np.float16))
         first += record.n_verified
-    assert first == rows.size and np.isnan(trace.states[trace.phase == PREFILL]).all()
+    assert first == rows.size and np.isnan(trace.hidden_states[trace.phase == PREFILL]).all()
 
 
 def test_tokens_and_positions_are_the_text(session: Session) -> None:

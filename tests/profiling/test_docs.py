@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.profiling.analysis import profile_layers
-from moeedge.profiling.report import layer_report
-from moeedge.profiling.run import Recording
+from moeedge.analysis.profile import layer_report, profile_layers
+from moeedge.engine.recording import Recording
 from moeedge.sim.replay import ReplayRow
-from moeedge.trace import Trace, TraceMeta
+from moeedge.trace.trace import Trace, TraceMeta
 from tests.profiling.traces import two_texts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from moeedge.engine.recording import describe_layers, parse_layers
 from moeedge.errors import InputError, LayerRangeError
-from moeedge.profiling.layers import describe_layers, parse_layers
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.analysis.profile import profile_layers
 from moeedge.errors import InputError
-from moeedge.profiling.analysis import profile_layers
-from moeedge.ui.output_file import check_picture
-from moeedge.ui.profile_plot import draw_profiles, smoothed
+from moeedge.ui.console import check_picture
+from moeedge.ui.plots import draw_profiles, smoothed
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeedge.profiling import predictors
-from moeedge.profiling.predictors import AveragePredictor, UtilityPredictor
-from moeedge.scheduler import utility
+from moeedge.analysis import predictors
+from moeedge.analysis.predictors import AveragePredictor, UtilityPredictor
+from moeedge.policies.spac import utility
 
 
 def _random_counts(n_steps: int, seed: int = 0, high: int = 3) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.profiling.steps import activation_counts, recorded_steps, simulated_steps, text_steps
-from moeedge.trace import PREFILL
+from moeedge.trace.steps import activation_counts, recorded_steps, simulated_steps, text_steps
+from moeedge.trace.trace import PREFILL
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 

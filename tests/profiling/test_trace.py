@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeedge.engine.types import Phase
 from moeedge.errors import InputError
-from moeedge.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
-from moeedge.trace_export import write_trace
+from moeedge.native.abi import Phase
+from moeedge.trace.exporters import write_trace
+from moeedge.trace.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
@@ -46,7 +46,7 @@ def test_other_tools_read_it_with_numpy_alone(tmp_path: Path) -> None:
     with np.load(tmp_path / "trace.npz", allow_pickle=False) as arrays:
         assert set(arrays.files) == {*ARRAYS, "meta"}
         meta = json.loads(str(arrays["meta"]))
-    assert (meta["format"], meta["schema"], meta["n_experts"]) == ("moeedge.trace", 1, 8)
+    assert (meta["format"], meta["schema"], meta["n_experts"]) == ("moeedge.trace.trace", 1, 8)
 
 
 def test_size_of_a_large_trace_is_about_its_ids(tmp_path: Path) -> None:
@@ -98,15 +98,15 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:
-    states = np.random.default_rng(0).random((30, 5)).astype(np.float16)
-    states[::3] = np.nan
+    hidden_states = np.random.default_rng(0).random((30, 5)).astype(np.float16)
+    hidden_states[::3] = np.nan
     trace = two_texts()
-    trace = replace(trace, states=states[: trace.n_tokens])
+    trace = replace(trace, hidden_states=hidden_states[: trace.n_tokens])
     trace.save(tmp_path / "t.npz")
     loaded = Trace.load(tmp_path / "t.npz")
-    np.testing.assert_array_equal(loaded.states, trace.states)
+    np.testing.assert_array_equal(loaded.hidden_states, trace.hidden_states)
     second = loaded.rows_of(loaded.sequence == 1)
-    np.testing.assert_array_equal(second.states, states[: trace.n_tokens][trace.sequence == 1])
+    np.testing.assert_array_equal(second.hidden_states, hidden_states[: trace.n_tokens][trace.sequence == 1])
     np.testing.assert_array_equal(second.ids, trace.ids[trace.sequence == 1])
     assert second.weights is None
 
@@ -158,7 +158,7 @@ def test_impossible_metadata_is_refused(change: dict[str, Any]) -> None:
 
 def _meta(**change: Any) -> str:
     good = {
-        "format": "moeedge.trace",
+        "format": "moeedge.trace.trace",
         "schema": 1,
         "model": "m",
         "n_layers": 2,
@@ -193,7 +193,7 @@ def test_the_helper_writes_a_good_file(tmp_path: Path) -> None:
         ({"meta": np.array(_meta(schema=2))}, "schema is 2"),
         ({"meta": np.array(_meta(n_experts="many"))}, "n_experts"),
         ({"meta": np.array(_meta(n_layers=3))}, "ids must be"),
-        ({"meta": np.array('{"format": "moeedge.trace", "schema": 1}')}, "incomplete"),
+        ({"meta": np.array('{"format": "moeedge.trace.trace", "schema": 1}')}, "incomplete"),
         ({"meta": np.arange(3)}, "not JSON|another format"),
         ({"ids": None}, "'ids' is missing"),
         ({"token": None}, "'token' is missing"),
@@ -205,7 +205,7 @@ def test_malformed_files_give_one_sentence(tmp_path: Path, change: dict[str, Any
     path = _save(tmp_path / "bad.npz", **change)
     with pytest.raises(InputError, match=message) as caught:
         Trace.load(path)
-    assert "bad.npz" in caught.value.message and caught.value.mend
+    assert "bad.npz" in caught.value.message and caught.value.hint
 
 
 def test_unknown_keys_of_later_writers_are_ignored(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.trace import DECODE, PREFILL, Trace
-from moeedge.trace_export import LAYOUTS, layout_of, write_trace
-from moeedge.trace_import import read_trace
-from moeedge.trace_summary import speculation, summarize
+from moeedge.trace.exporters import LAYOUTS, layout_of, write_trace
+from moeedge.trace.importers import read_trace
+from moeedge.trace.summary import speculation, summarize
+from moeedge.trace.trace import DECODE, PREFILL, Trace
 from tests.profiling.traces import make_trace, plain_text, two_texts
 
 ENDINGS = {"npz": "npz", "arrays": "npz", "positions": "csv", "route": "csv"}

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.trace import DECODE, PREFILL, Trace
-from moeedge.trace_import import read_trace
+from moeedge.trace.importers import read_trace
+from moeedge.trace.trace import DECODE, PREFILL, Trace
 from tests.profiling.traces import two_texts
 
 ROUTE = """# route_trace v1
@@ -39,7 +39,7 @@ def test_route_csv_by_hand(tmp_path: Path) -> None:
     (tmp_path / "route.csv").write_text(ROUTE)
     trace = read_trace(tmp_path / "route.csv")
     assert (trace.meta.model, trace.meta.architecture) == ("tiny.gguf", "gemma4")
-    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_experts_used) == (3, 16, 2)
+    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_expert_used) == (3, 16, 2)
     assert trace.phase.tolist() == [PREFILL, PREFILL, DECODE]
     assert trace.step.tolist() == [0, 0, 1]
     assert trace.layer_ids(0).tolist() == [[5, 3], [15, 0], [5, 6]]
@@ -52,7 +52,7 @@ def test_route_csv_by_hand(tmp_path: Path) -> None:
 def test_position_csv_by_hand(tmp_path: Path) -> None:
     (tmp_path / "positions.csv").write_text(POSITIONS)
     trace = read_trace(tmp_path / "positions.csv")
-    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_experts_used) == (2, 8, 2)
+    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_expert_used) == (2, 8, 2)
     assert trace.sequence.tolist() == [0, 0, 1]
     assert trace.position.tolist() == [0, 1, 0]
     assert trace.layer_ids(1).tolist() == [[3, 4], [3, 6], [0, 7]]
@@ -274,7 +274,7 @@ def test_real_traces(
         pytest.skip(f"{file} is absent")
     trace = read_trace(file)
     meta = trace.meta
-    assert (trace.n_tokens, meta.n_layers, meta.n_experts_used, meta.n_experts) == shape
+    assert (trace.n_tokens, meta.n_layers, meta.n_expert_used, meta.n_experts) == shape
     assert int(trace.sequence[-1]) + 1 == n_sequences
     assert int((trace.phase == PREFILL).sum()) == n_prefill
 

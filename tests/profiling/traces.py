@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.trace import DECODE, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
+from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
 
 
 def make_trace(
@@ -27,7 +27,7 @@ def make_trace(
     order = rng.random((n_rows, n_layers, n_experts)).argsort(axis=2)[:, :, :n_used]
     return Trace(
         meta=TraceMeta(
-            model="random", n_layers=n_layers, n_experts=n_experts, n_experts_used=n_used, gamma=gamma, **meta
+            model="random", n_layers=n_layers, n_experts=n_experts, n_expert_used=n_used, gamma=gamma, **meta
         ),
         ids=order.astype(ids_dtype(n_experts)),
         phase=np.asarray(phase, dtype=np.uint8),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.scheduler.balancer import Workload, feasible, thresholds
+from moeedge.policies.spac.balancer import Workload, feasible, thresholds
 
 TIMES = st.floats(0, 1, allow_subnormal=False)
 

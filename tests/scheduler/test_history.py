@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeedge.scheduler.history import History
+from moeedge.policies.spac.activation_ema import ActivationEMA
 
 N = 256
 
@@ -13,7 +13,7 @@ N = 256
 def test_steady_routing_is_foretold_by_the_long_memory() -> None:
     rng = np.random.default_rng(0)
     mean = rng.gamma(0.3, 2.0, N)
-    history = History(N)
+    history = ActivationEMA(N)
     for _ in range(150):
         history.sense(rng.poisson(mean * 8), 8)
         history.observe(8)
@@ -23,7 +23,7 @@ def test_steady_routing_is_foretold_by_the_long_memory() -> None:
 
 def test_routing_that_repeats_is_foretold_by_the_last_step() -> None:
     rng = np.random.default_rng(0)
-    history = History(N)
+    history = ActivationEMA(N)
     for step in range(80):
         if step % 2 == 0:
             counts = rng.poisson(rng.gamma(0.3, 2.0, N))
@@ -34,7 +34,7 @@ def test_routing_that_repeats_is_foretold_by_the_last_step() -> None:
 
 def test_refused_drafts_count_where_they_return() -> None:
     rng = np.random.default_rng(0)
-    history = History(N)
+    history = ActivationEMA(N)
     refused = np.zeros(N, dtype=np.int64)
     for _ in range(100):
         fresh = rng.poisson(0.3, N)
@@ -45,7 +45,7 @@ def test_refused_drafts_count_where_they_return() -> None:
 
 
 def test_a_fixed_mix_stays() -> None:
-    history = History(N, fitted=False)
+    history = ActivationEMA(N, fitted=False)
     before = history.mix.copy()
     for _ in range(10):
         history.sense(np.arange(N), 8)
@@ -54,7 +54,7 @@ def test_a_fixed_mix_stays() -> None:
 
 
 def test_the_first_step_counts_in_full() -> None:
-    history = History(N)
+    history = ActivationEMA(N)
     history.sense(np.full(N, 4), 8)
     history.observe(8, fit=False)
     assert history.rate == pytest.approx(np.full(N, 0.5))
@@ -62,7 +62,7 @@ def test_the_first_step_counts_in_full() -> None:
 
 def test_the_mix_has_no_negative_parts() -> None:
     rng = np.random.default_rng(1)
-    history = History(N)
+    history = ActivationEMA(N)
     for step in range(60):
         history.sense(rng.poisson(1.0 + step % 2, N), 8)
         history.observe(8, rng.poisson(1.0, N))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeedge.scheduler.lookahead import Lookahead
-from moeedge.scheduler.token_table import TokenTable
+from moeedge.policies.spac.token_experts import NextBatchPredictor, TokenExpertTable
 from tests.support.routing import count
 
 N_LAYERS, N_EXPERTS, N_USED = 3, 16, 2
@@ -24,7 +23,7 @@ def random_ids(rng: np.random.Generator, n_tokens: int) -> np.ndarray:
 
 
 def test_a_token_seen_often_is_foretold() -> None:
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 16)
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     tokens = np.array([4, 9], dtype=np.int32)
     for _ in range(30):
         ahead.learn(tokens, routed(tokens))
@@ -36,14 +35,14 @@ def test_a_token_seen_often_is_foretold() -> None:
 
 
 def test_unknown_tokens_are_history() -> None:
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 16)
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     rate = np.random.default_rng(0).random(N).astype(np.float32)
     expected = ahead.expect(rate, [1, 2], 5.0, np.empty(N, dtype=np.float32))
     assert np.allclose(expected, rate * 5)
 
 
 def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 16)
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     rng = np.random.default_rng(0)
     rate = np.full(N, N_USED / N_EXPERTS, dtype=np.float32)
     out = np.empty(N, dtype=np.float32)
@@ -60,7 +59,7 @@ def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
 
 
 def test_the_oldest_token_gives_up_its_row() -> None:
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 4 * (N + 136))
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 4 * (N + 136))
     assert ahead.table.n_rows == 4
     for token in (1, 2, 3, 4, 1, 5):
         tokens = np.array([token], dtype=np.int32)
@@ -75,7 +74,7 @@ def test_the_oldest_token_gives_up_its_row() -> None:
 
 def test_a_large_vocabulary_stays_within_its_bytes() -> None:
     n_bytes = 1 << 20
-    table = TokenTable(N_LAYERS, N_EXPERTS, n_bytes)
+    table = TokenExpertTable(N_LAYERS, N_EXPERTS, n_bytes)
     rng = np.random.default_rng(0)
     for _ in range(40):
         tokens = rng.integers(0, 150_000, 1000).astype(np.int32)
@@ -85,7 +84,7 @@ def test_a_large_vocabulary_stays_within_its_bytes() -> None:
 
 
 def test_counts_never_overflow() -> None:
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 16)
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     tokens = np.full(1000, 7, dtype=np.int32)  # a prefill of one word
     ahead.learn(tokens, routed(tokens))
     out = ahead.expect(np.zeros(N, dtype=np.float32), [7], 1.0, np.empty(N, dtype=np.float32))
@@ -93,7 +92,7 @@ def test_counts_never_overflow() -> None:
 
 
 def test_rows_that_a_layer_did_not_see_are_left_out() -> None:
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 16)
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     tokens = np.array([3, 4], dtype=np.int32)
     ids = routed(tokens)
     ids[-1, 0] = -1
@@ -104,7 +103,7 @@ def test_rows_that_a_layer_did_not_see_are_left_out() -> None:
 
 
 def test_no_bytes_no_table() -> None:
-    table = TokenTable(N_LAYERS, N_EXPERTS, 0)
+    table = TokenExpertTable(N_LAYERS, N_EXPERTS, 0)
     tokens = np.array([3], dtype=np.int32)
     table.learn(tokens, routed(tokens))
     assert table.n_tokens == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeedge.scheduler.plan import Planner
-from moeedge.scheduler.policy import CacheShape, Plan, check_plan
+from moeedge.policies.base import CacheShape, Plan, check_plan
+from moeedge.policies.planner import Planner
 
 CAP = 4
 
@@ -25,7 +25,7 @@ def plan(score: list[list[float]], resident: list[list[int]], n_slots: int, **op
 def test_uploads_go_by_level_then_layer() -> None:
     made = plan([[1.2, 4.9, 0.0], [3.5, 1.0, 2.0], [4.0, 0.5, 3.1]], [[0] * 3] * 3, 6)
     assert made.uploads.tolist() == [[0, 1], [2, 0], [1, 0], [2, 2], [1, 2], [0, 0]]
-    assert made.levels.tolist() == [4, 4, 3, 3, 2, 1]
+    assert made.priority.tolist() == [4, 4, 3, 3, 2, 1]
     assert not len(made.victims)
 
 
@@ -51,7 +51,7 @@ def test_a_threshold_above_one_holds_uploads_back() -> None:
 def test_at_tau_one_whatever_fits_is_hot() -> None:
     made = plan([[0.3, 0.0, 0.1]], [[0, 0, 0]], 3)
     assert made.uploads.tolist() == [[0, 0], [0, 2]]  # but not what is never expected
-    assert made.levels.tolist() == [1, 1]
+    assert made.priority.tolist() == [1, 1]
 
 
 def test_a_limit_takes_the_best() -> None:

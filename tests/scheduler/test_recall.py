@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.scheduler import recall
-from moeedge.scheduler.lookahead import Lookahead
-from moeedge.scheduler.recall import Recall
+from moeedge.policies.spac import hidden_state_knn
+from moeedge.policies.spac.hidden_state_knn import HiddenStateKNN
+from moeedge.policies.spac.token_experts import NextBatchPredictor
 from tests.support.routing import count
 
 N_LAYERS, N_EXPERTS, N_USED, WIDTH = 3, 16, 2, 12
@@ -22,9 +22,9 @@ Ids = NDArray[np.int32]
 def batch(rng: np.random.Generator, n_tokens: int = 5, width: int = WIDTH) -> tuple[NDArray[np.int32], Floats, Ids]:
     """Tokens of a small vocabulary, states of all but the last, and experts."""
     tokens = rng.integers(0, 6, n_tokens).astype(np.int32)
-    states = rng.standard_normal((n_tokens - 1, width)).astype(np.float32)
+    hidden_states = rng.standard_normal((n_tokens - 1, width)).astype(np.float32)
     ids = rng.random((N_LAYERS, n_tokens, N_EXPERTS)).argsort(axis=2)[:, :, :N_USED].astype(np.int32)
-    return tokens, states, ids
+    return tokens, hidden_states, ids
 
 
 def cosine(left: Floats, right: Floats) -> float:
@@ -32,17 +32,17 @@ def cosine(left: Floats, right: Floats) -> float:
     return float(left @ right) / size if size else 0.0
 
 
-def by_the_rule(past: list[tuple[int, Floats, Floats, Ids]], tokens: list[int], states: Floats) -> Floats:
+def by_the_rule(past: list[tuple[int, Floats, Floats, Ids]], tokens: list[int], hidden_states: Floats) -> Floats:
     """`past`: token, its state, the one before, experts [n_layers, k]; zeros where a state is not known."""
     expected = np.zeros((N_LAYERS, N_EXPERTS))
     for place, token in enumerate(tokens):
-        if place < len(states):
-            score = [cosine(states[place], own) + 0.2 * (token == word) for word, own, _, _ in past]
+        if place < len(hidden_states):
+            score = [cosine(hidden_states[place], own) + 0.2 * (token == word) for word, own, _, _ in past]
         else:
-            score = [cosine(states[place - 1], before) + (token == word) for word, _, before, _ in past]
+            score = [cosine(hidden_states[place - 1], before) + (token == word) for word, _, before, _ in past]
         near = sorted(range(len(past)), key=lambda row: -score[row])[:8]
         weight = {row: math.exp(20 * (score[row] - score[near[0]])) for row in near}
-        if place >= len(states):
+        if place >= len(hidden_states):
             weight = {row: value for row, value in weight.items() if score[row] >= 0.9}
         total = sum(weight.values()) + 0.3
         for row, value in weight.items():
@@ -55,38 +55,38 @@ def by_the_rule(past: list[tuple[int, Floats, Floats, Ids]], tokens: list[int], 
 @pytest.mark.parametrize("seed", range(5))
 def test_neighbours_are_weighed_by_the_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
     nothing = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(12):
-        tokens, states, ids = batch(rng)
+        tokens, hidden_states, ids = batch(rng)
         ids[1, 2] = -1  # a layer that did not see a token
         out = np.zeros(N, dtype=np.float32)
-        told = memory.expect(tokens.tolist(), states, out)
+        told = memory.expect(tokens.tolist(), hidden_states, out)
         if past:
             assert out == pytest.approx(
-                by_the_rule(past, tokens.tolist(), states), abs=0.03
+                by_the_rule(past, tokens.tolist(), hidden_states), abs=0.03
             )  # neighbours as near as each other
             assert np.all((told >= 0) & (told < 1))
         memory.learn(tokens, ids)
         for place, token in enumerate(tokens.tolist()):
-            own = states[place] if place < len(states) else nothing
-            past.append((token, own, states[place - 1] if place else nothing, ids[:, place]))
+            own = hidden_states[place] if place < len(hidden_states) else nothing
+            past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
     assert memory.n_kept == len(past)
 
 
 def test_a_context_seen_before_is_foretold() -> None:
     rng = np.random.default_rng(0)
-    ahead = Lookahead(N_LAYERS, N_EXPERTS, 1 << 20)
-    tokens, states, ids = batch(rng)
+    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 20)
+    tokens, hidden_states, ids = batch(rng)
     other = batch(rng)[2]  # the same words in another context use other experts
     rate = np.full(N, N_USED / N_EXPERTS, dtype=np.float32)
     out = np.empty(N, dtype=np.float32)
     for _ in range(6):
-        for context, used in ((states, ids), (-states, other)):
+        for context, used in ((hidden_states, ids), (-hidden_states, other)):
             ahead.expect(rate, tokens.tolist(), 5.0, out, context)
             ahead.learn(tokens, used)
-    for context, used in ((states, ids), (-states, other)):
+    for context, used in ((hidden_states, ids), (-hidden_states, other)):
         expected = ahead.expect(rate, tokens.tolist(), 5.0, out, context).reshape(N_LAYERS, N_EXPERTS)
         came = count(used, N_EXPERTS)
         assert np.abs(expected - came).max() < 0.7
@@ -98,77 +98,77 @@ def test_a_context_seen_before_is_foretold() -> None:
 
 
 def test_the_newest_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "MOST_ROWS", 7)
+    monkeypatch.setattr(hidden_state_knn, "MOST_ROWS", 7)
     rng = np.random.default_rng(3)
-    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
     nothing = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(9):
-        tokens, states, ids = batch(rng, 4)
+        tokens, hidden_states, ids = batch(rng, 4)
         out = np.zeros(N, dtype=np.float32)
-        memory.expect(tokens.tolist(), states, out)
+        memory.expect(tokens.tolist(), hidden_states, out)
         if past:
             assert out == pytest.approx(
-                by_the_rule(past[-7:], tokens.tolist(), states), abs=0.03
+                by_the_rule(past[-7:], tokens.tolist(), hidden_states), abs=0.03
             )  # neighbours as near as each other
         memory.learn(tokens, ids)
         for place, token in enumerate(tokens.tolist()):
-            own = states[place] if place < len(states) else nothing
-            past.append((token, own, states[place - 1] if place else nothing, ids[:, place]))
+            own = hidden_states[place] if place < len(hidden_states) else nothing
+            past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
     assert memory.n_kept == memory.n_rows == 7
 
 
 def test_long_states_keep_their_neighbours() -> None:
     rng = np.random.default_rng(1)
-    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     seen = []
     for _ in range(20):
-        tokens, states, ids = batch(rng, 5, 1000)
-        memory.expect(tokens.tolist(), states, np.zeros(N, dtype=np.float32))
+        tokens, hidden_states, ids = batch(rng, 5, 1000)
+        memory.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
         memory.learn(tokens, ids)
-        seen.append((tokens, states, ids))
-    for tokens, states, ids in seen:
-        noise = 0.3 * rng.standard_normal(states.shape).astype(np.float32)
+        seen.append((tokens, hidden_states, ids))
+    for tokens, hidden_states, ids in seen:
+        noise = 0.3 * rng.standard_normal(hidden_states.shape).astype(np.float32)
         out = np.zeros(N, dtype=np.float32)
-        memory.expect(tokens.tolist()[:-1], states + noise, out)  # one state per token: no last draft
+        memory.expect(tokens.tolist()[:-1], hidden_states + noise, out)  # one state per token: no last draft
         came = count(ids[:, :-1], N_EXPERTS).reshape(-1)
         assert np.corrcoef(out, came)[0, 1] > 0.8
 
 
 def test_batches_without_states_and_memory_without_bytes_change_nothing() -> None:
     rng = np.random.default_rng(0)
-    tokens, states, ids = batch(rng)
+    tokens, hidden_states, ids = batch(rng)
     out = np.zeros(N, dtype=np.float32)
-    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     memory.learn(tokens, ids)  # nobody asked
-    memory.expect(tokens.tolist(), states, out)
+    memory.expect(tokens.tolist(), hidden_states, out)
     memory.learn(tokens[:2], ids[:, :2])  # another batch than was asked about
     assert memory.n_kept == 0
-    none = Recall(N_LAYERS, N_EXPERTS, 0)
+    none = HiddenStateKNN(N_LAYERS, N_EXPERTS, 0)
     for _ in range(3):
-        assert not none.expect(tokens.tolist(), states, out).any()
+        assert not none.expect(tokens.tolist(), hidden_states, out).any()
         none.learn(tokens, ids)
     assert not out.any()
 
 
 def test_states_that_are_no_numbers_tell_nothing() -> None:
     rng = np.random.default_rng(0)
-    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
+    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     for broken in (False, True, False):
-        tokens, states, ids = batch(rng)
+        tokens, hidden_states, ids = batch(rng)
         if broken:
-            states[1, 2] = np.nan
+            hidden_states[1, 2] = np.nan
         out = np.zeros(N, dtype=np.float32)
-        told = memory.expect(tokens.tolist(), states, out)
+        told = memory.expect(tokens.tolist(), hidden_states, out)
         assert not broken or not (told.any() or out.any())
         memory.learn(tokens, ids)
     assert memory.n_kept == 10  # of two batches
 
 
 def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "MOST_ROWS", 3)
-    memory = Recall(N_LAYERS, N_EXPERTS, 1 << 20)
-    tokens, states, ids = batch(np.random.default_rng(0), 9)
-    memory.expect(tokens.tolist(), states, np.zeros(N, dtype=np.float32))
+    monkeypatch.setattr(hidden_state_knn, "MOST_ROWS", 3)
+    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    tokens, hidden_states, ids = batch(np.random.default_rng(0), 9)
+    memory.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
     memory.learn(tokens, ids)
     assert memory.n_kept == 3

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeedge.scheduler.units import Units
+from moeedge.policies.cost_model import CostModel
 
-UNITS = Units(
+UNITS = CostModel(
     cpu_expert_s=np.array([0.0, 1e-4, 1.5e-4]),
     device_expert_s=np.array([0.0, 2e-5, 2.5e-5, 3e-5]),
     transfer_expert_s=2e-4,
@@ -22,7 +22,7 @@ UNITS = Units(
 
 
 def test_json_round_trip() -> None:
-    again = Units.from_json(UNITS.to_json())
+    again = CostModel.from_json(UNITS.to_json())
     assert again.to_json() == UNITS.to_json()
     assert again.cap == 4
     assert np.array_equal(again.r_c, UNITS.r_c)
@@ -38,7 +38,7 @@ def test_curves_between_and_beyond_their_points() -> None:
 @pytest.mark.parametrize("text", ["{}", "[]", '{"schema": 1}', '{"schema": 2}', "no json"])
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Units.from_json(text)
+        CostModel.from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_missing_field_is_named() -> None:
     fields = json.loads(UNITS.to_json())
     del fields["r_g"]
     with pytest.raises(ValueError, match="r_g"):
-        Units.from_json(json.dumps(fields))
+        CostModel.from_json(json.dumps(fields))

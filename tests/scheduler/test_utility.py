@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.scheduler import utility
-from moeedge.scheduler.utility import Boundaries, UtilityConfig
+from moeedge.policies.spac import utility
+from moeedge.policies.spac.utility import Boundaries, UtilityConfig
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.scoring.extract import LETTERS, as_number, chosen_letter, last_number, listed_items
+from moeedge.scoring.answers import LETTERS, as_number, chosen_letter, last_number, listed_items
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 
 from moeedge.data import load_dataset
 from moeedge.data.prompts import Dataset
+from moeedge.scoring.answers import Reference, score_answer
 from moeedge.scoring.programs import compiles, program_of
-from moeedge.scoring.references import Reference, score_answer
 
 
 @pytest.fixture

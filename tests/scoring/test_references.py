@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.errors import DatasetError, InputError
-from moeedge.scoring import rouge
-from moeedge.scoring.references import NOT_RUN, SCORERS, Reference, score_answer
+from moeedge.scoring import answers
+from moeedge.scoring.answers import NOT_RUN, SCORERS, Reference, score_answer
 
 
 def _value(row: dict[str, Any], answer: str, *, run_code: bool = False) -> float | None:
@@ -118,11 +118,11 @@ def test_rouge_l_is_graded() -> None:
 
 
 def test_without_rouge_score_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    rouge._scorer.cache_clear()
+    answers._scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InputError, match=r'pip install "moeedge\[score\]"'):
-        rouge.check_rouge()
-    rouge._scorer.cache_clear()
+        answers.check_rouge()
+    answers._scorer.cache_clear()
 
 
 @pytest.mark.parametrize(

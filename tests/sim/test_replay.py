@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.policies import BOUNDS as CLAIRVOYANT
-from moeedge.policies import POLICIES, SIMULATED, PolicyConfig, make_policy
-from moeedge.scheduler.policy import Observation
+from moeedge.policies.base import Observation
+from moeedge.policies.config import PolicyConfig
+from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
+from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from moeedge.sim.bounds import Belady, NextUse, Oracle
-from moeedge.sim.foresight import Foresight
-from moeedge.sim.replay import Lane, ReplayConfig, ReplayRow, cache_shape, profile_of, replay
-from moeedge.sim.windows import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
-from moeedge.trace import DECODE, PREFILL, VERIFY, Trace
-from moeedge.trace_import import read_trace
+from moeedge.sim.noisy_predictor import NoisyPredictor
+from moeedge.sim.replay import PolicyReplay, ReplayConfig, ReplayRow, cache_shape, profile_of, replay
+from moeedge.trace.importers import read_trace
+from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
+from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace
 from tests.profiling.traces import make_trace, two_texts
 
 CACHES = ("lru", "lfu")  # filled by what was used
@@ -80,7 +81,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
             loaded = set()
             for cell in ((int(layer), int(expert)) for layer, expert in zip(*np.nonzero(counts), strict=True)):
                 there = cell in resident
-                if policy.traits.device_only and not there:
+                if policy.execution_model.device_only and not there:
                     loaded.add(cell)
                     uploads += 1
                 pairs, experts = pairs + int(counts[cell]), experts + 1
@@ -121,17 +122,17 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
 
 def test_batches_hold_the_states_that_are_known() -> None:
     trace = two_texts()
-    states = np.arange(trace.n_tokens * 2, dtype=np.float16).reshape(-1, 2)
-    states[(trace.phase == PREFILL)] = np.nan
+    hidden_states = np.arange(trace.n_tokens * 2, dtype=np.float16).reshape(-1, 2)
+    hidden_states[(trace.phase == PREFILL)] = np.nan
     starts = np.flatnonzero(np.diff(trace.step, prepend=-1) != 0)
-    states[starts[2] + 1] = np.nan  # the second token of the second verification
-    schedule = recorded_schedule(replace(trace, states=states))
+    hidden_states[starts[2] + 1] = np.nan  # the second token of the second verification
+    schedule = recorded_schedule(replace(trace, hidden_states=hidden_states))
     assert schedule is not None
     batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
-    known = [0 if batch.states is None else len(batch.states) for batch in batches]
+    known = [0 if batch.hidden_states is None else len(batch.hidden_states) for batch in batches]
     assert known == [0, 2, 1, 2, 0, 2, 2, 0]  # never of the last draft, nor of a token alone
-    assert batches[1].states is not None
-    np.testing.assert_array_equal(batches[1].states, states[3:5])
+    assert batches[1].hidden_states is not None
+    np.testing.assert_array_equal(batches[1].hidden_states, hidden_states[3:5])
 
 
 def test_the_default_finds_more_where_states_tell_the_context() -> None:
@@ -143,10 +144,10 @@ def test_the_default_finds_more_where_states_tell_the_context() -> None:
     trace = make_trace(rows, n_layers=2, n_experts=32, gamma=3)
     used = rng.random((6, 3, 2, 32)).argsort(axis=3)[..., :2]
     centre = rng.standard_normal((6, 8))
-    states = (centre[context] + 0.1 * rng.standard_normal((600, 8))).astype(np.float16)
+    hidden_states = (centre[context] + 0.1 * rng.standard_normal((600, 8))).astype(np.float16)
     trace = replace(trace, ids=used[context, word].astype(np.uint8), token=word.astype(np.int32))
     hits = []
-    for one in (trace, replace(trace, states=states)):
+    for one in (trace, replace(trace, hidden_states=hidden_states)):
         schedule = recorded_schedule(one)
         assert schedule is not None
         row = by_name(replay(schedule, ReplayConfig(policies=("spac",), ratios=(0.15,))))["spac"]
@@ -171,7 +172,7 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
     rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
     clairvoyant = {}
     for name in CLAIRVOYANT:
-        lane = Lane(make_policy(name, shape, config), shape, checked_cap=4)
+        lane = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
         for chunk in schedule.chunks():
             lane.run(chunk)
         clairvoyant[name] = lane.found()
@@ -222,10 +223,10 @@ def test_oracle_is_the_sum_of_the_largest_counts() -> None:
 def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
     schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, tail="pessimistic", seed=0)
     shape = cache_shape(schedule, 0.3)
-    foresight = Foresight(schedule.trace, 0)
+    foresight = NoisyPredictor(schedule.trace, 0)
     found = []
     for _ in range(2):
-        lane = Lane(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
+        lane = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
         for chunk in schedule.chunks():
             lane.run(chunk, foresight.foretell(chunk, "next-gate"))
         assert np.count_nonzero(lane.slots.resident) <= int(shape.capacity[0])
@@ -262,7 +263,7 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
 def test_stand_ins_are_as_right_as_they_say() -> None:
     trace = walk(400, 0, n_experts=64)
     schedule = cut_schedule(trace, gamma=3, acceptance=0.7, tail="optimistic", seed=0)
-    foresight = Foresight(trace, 0, {"draft-router": 0.7})
+    foresight = NoisyPredictor(trace, 0, {"draft-router": 0.7})
     right = said = 0
     for chunk in schedule.chunks():
         for batch, hints in zip(chunk.batches, foresight.foretell(chunk, "draft-router"), strict=True):
@@ -303,7 +304,7 @@ def test_mistakes() -> None:
         with pytest.raises(ValueError):
             ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="accuracy"):
-        Foresight(walk(5, 0), 0, {"next-gate": 2.0})
+        NoisyPredictor(walk(5, 0), 0, {"next-gate": 2.0})
 
 
 PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", "none"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from moeedge.sim.replay import ReplayConfig, replay
-from moeedge.sim.windows import cut_schedule
-from moeedge.trace import DECODE, Trace, TraceMeta
+from moeedge.trace.schedule import cut_schedule
+from moeedge.trace.trace import DECODE, Trace, TraceMeta
 
 _POLICIES = (
     "spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe",
@@ -31,7 +31,7 @@ def test_a_hundred_thousand_tokens_in_a_minute() -> None:
     sequence = np.repeat(np.arange(_TEXTS, dtype=np.int32), _TOKENS // _TEXTS)
     step = np.tile(np.arange(1, _TOKENS // _TEXTS + 1, dtype=np.int32), _TEXTS)
     trace = Trace(
-        meta=TraceMeta(model="made up", n_layers=_LAYERS, n_experts=_EXPERTS, n_experts_used=_USED),
+        meta=TraceMeta(model="made up", n_layers=_LAYERS, n_experts=_EXPERTS, n_expert_used=_USED),
         ids=ids,
         phase=np.full(_TOKENS, DECODE, dtype=np.uint8),
         sequence=sequence,

@@ -8,12 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeedge.policies import ALL_POLICIES
+from moeedge.policies.registry import ALL_POLICIES
 from moeedge.sim.execution import CAUSES
-from moeedge.sim.hardware import builtin_hardware, find_hardware
-from moeedge.sim.machine import Machine, from_hardware, from_units
-from moeedge.sim.routing import Routing, unique_experts
-from moeedge.sim.shapes import ModelShape, builtin_models, find_model, read_data
+from moeedge.sim.machine import Machine, builtin_hardware, find_hardware, from_hardware, from_units
+from moeedge.sim.model_shape import ModelShape, Routing, builtin_models, find_model, read_data, unique_experts
 from moeedge.sim.simulate import Setup, Source, simulate, synthetic
 
 SMALL = ModelShape(

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.scheduler.policy import CacheShape, Hints, Observation, Plan, Resident, Traits
-from moeedge.sim.clock import Clock, Signal
-from moeedge.sim.events import Log
-from moeedge.sim.execution import CAUSES, Account, Execution
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
+from moeedge.sim.clock import Clock, Log, Signal
+from moeedge.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.sim.machine import TOKENS_MAX, Machine
 from moeedge.sim.mover import RESIDENT, Mover
-from moeedge.sim.stand_in import Accuracy, StandIn
-from moeedge.sim.windows import Batch
+from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
+from moeedge.trace.schedule import Batch
 
 CPU, DEVICE, MOVE, LATENCY, DENSE, HEAD, DRAFT, SYNC = 1000, 100, 400, 10, 50, 7, 300, 20
 
@@ -44,7 +43,7 @@ def plan(shape: CacheShape, uploads: Sequence[tuple[int, int]], victims: Sequenc
         tau=np.ones(shape.n_layers, dtype=np.float32),
         utility=np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32),
         uploads=np.array(uploads, dtype=np.int32).reshape(-1, 2),
-        levels=np.ones(len(uploads), dtype=np.uint8),
+        priority=np.ones(len(uploads), dtype=np.uint8),
         victims=np.array(victims, dtype=np.int32).reshape(-1, 2),
         victim_utility=np.zeros(len(victims), dtype=np.float32),
     )
@@ -54,21 +53,23 @@ class Fixed:
     """Loads the same experts in the first plan, and nothing after."""
 
     name = "fixed"
-    needs: frozenset[str] = frozenset()
+    required_inputs: frozenset[str] = frozenset()
 
-    def __init__(self, shape: CacheShape, uploads: Sequence[tuple[int, int]], traits: Traits) -> None:
-        self.shape, self.uploads, self.traits = shape, list(uploads), traits
+    def __init__(self, shape: CacheShape, uploads: Sequence[tuple[int, int]], execution_model: ExecutionModel) -> None:
+        self.shape, self.uploads, self.execution_model = shape, list(uploads), execution_model
 
     def observe(self, observation: Observation) -> None: ...
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: Hints | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
         uploads, self.uploads = self.uploads, []
         return plan(self.shape, uploads)
 
     def reset(self) -> None: ...
 
 
-def run(traits: Traits, uploads: Sequence[tuple[int, int]], n_drafts: int = 0, **changes: object) -> Account:
+def run(
+    execution_model: ExecutionModel, uploads: Sequence[tuple[int, int]], n_drafts: int = 0, **changes: object
+) -> TimeBreakdown:
     """One layer of four experts, of which every token uses 0 and 1; the second of two steps counts."""
     shape = CacheShape.uniform(1, 4, 4)
     ids = np.array([[[0, 1]] * (n_drafts + 1)], dtype=np.int32)
@@ -77,9 +78,9 @@ def run(traits: Traits, uploads: Sequence[tuple[int, int]], n_drafts: int = 0, *
     execution = Execution(
         machine(**changes),
         shape,
-        Fixed(shape, uploads, traits),
+        Fixed(shape, uploads, execution_model),
         steps,
-        stand_in=StandIn(1, 4, Accuracy(), 0),
+        stand_in=NoisyPredictorInTime(1, 4, Accuracy(), 0),
         warm_steps=1,
     )
     account = execution.run()
@@ -120,13 +121,13 @@ def test_the_past_is_over() -> None:
 
 
 def test_without_residents_the_cpu_computes_everything() -> None:
-    account = run(Traits(), [])
+    account = run(ExecutionModel(), [])
     assert account.total_ns == DENSE + 2 * CPU + HEAD
     assert account.ns["cpu"] == 2 * CPU and account.pairs_hit == 0
 
 
 def test_cpu_and_device_work_at_the_same_time() -> None:
-    account = run(Traits(), [(0, 0)], transfer_ns=0, latency_ns=0)
+    account = run(ExecutionModel(), [(0, 0)], transfer_ns=0, latency_ns=0)
     assert account.total_ns == DENSE + SYNC + CPU + HEAD
     assert account.ns == dict.fromkeys(CAUSES, 0) | {
         "dense": DENSE + HEAD,
@@ -138,27 +139,27 @@ def test_cpu_and_device_work_at_the_same_time() -> None:
 
 
 def test_what_is_all_there_needs_no_cpu() -> None:
-    account = run(Traits(), [(0, 0), (0, 1)], n_drafts=3)
+    account = run(ExecutionModel(), [(0, 0), (0, 1)], n_drafts=3)
     assert account.total_ns == 3 * DRAFT + DENSE + 2 * DEVICE + HEAD
     assert account.tokens == 4
 
 
 def test_misses_are_moved_on_demand_while_hits_are_computed() -> None:
-    account = run(Traits(device_only=True), [(0, 0)])
+    account = run(ExecutionModel(device_only=True), [(0, 0)])
     assert account.total_ns == DENSE + LATENCY + MOVE + DEVICE + HEAD
     assert account.ns["load"] == LATENCY + MOVE - DEVICE
     assert account.uploads == 1
 
 
 def test_an_absent_layer_is_streamed_as_a_whole() -> None:
-    traits = Traits(device_only=True, layerwise=True)
-    account = run(traits, [(0, 0)], dense_demand_ns=5)
+    execution_model = ExecutionModel(device_only=True, layerwise=True)
+    account = run(execution_model, [(0, 0)], dense_demand_ns=5)
     assert account.total_ns == DENSE + LATENCY + 4 * MOVE + 5 + 2 * DEVICE + HEAD
     assert account.uploads == 4 and account.pairs_hit == 0
 
 
 def test_only_experts_in_use_cross_where_a_layer_is_not_moved_whole() -> None:
-    account = run(Traits(device_only=True, layerwise=True), [], whole_layers=False)
+    account = run(ExecutionModel(device_only=True, layerwise=True), [], whole_layers=False)
     assert account.total_ns == DENSE + LATENCY + 2 * MOVE + 2 * DEVICE + HEAD
 
 
@@ -207,7 +208,7 @@ def test_gates_look_over_dense_layers() -> None:
     """As in the engine: at the next layers that have experts, however many dense ones lie between."""
     ids = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8
     ids[[1, 2, 4]] = -1
-    stand_in = StandIn(6, 8, Accuracy(next_gate=1.0, reach=2), 0)
+    stand_in = NoisyPredictorInTime(6, 8, Accuracy(next_gate=1.0, reach=2), 0)
     stand_in.begin(ids)
     foretold = stand_in.of_gates(0).layer_ids
     assert np.array_equal(foretold[[3, 5]], ids[[3, 5]])

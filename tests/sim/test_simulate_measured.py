@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from moeedge import paths
+from moeedge.bench.validation import median_units
 from moeedge.cli.app import app
-from moeedge.engine import gguf_file
-from moeedge.engine.calibration import Calibration
 from moeedge.errors import InputError
-from moeedge.scheduler.units import Units
+from moeedge.llama import gguf_file
+from moeedge.policies.cost_model import CostModel
+from moeedge.scheduler.calibration import Calibration
 from moeedge.sim.calibrated import is_calibration, newest_calibration, read_calibration, shape_of_file
-from moeedge.sim.measured import median_units
 from tests.conftest import TinyFactory
 
 
@@ -25,8 +25,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
 
 
-def units(cpu_s: float) -> Units:
-    return Units(
+def units(cpu_s: float) -> CostModel:
+    return CostModel(
         cpu_expert_s=np.array([0, cpu_s, 2 * cpu_s]),
         device_expert_s=np.array([0, 1e-6, 1e-6]),
         transfer_expert_s=5e-5,

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.policies import ALL_POLICIES
-from moeedge.sim.hardware import find_hardware
-from moeedge.sim.machine import Framework, from_hardware
+from moeedge.policies.registry import ALL_POLICIES
+from moeedge.sim.machine import Framework, find_hardware, from_hardware
+from moeedge.sim.model_shape import builtin_models, find_model, read_data
 from moeedge.sim.papers import Fit, Papers, acceptance_for, expected_tokens, same_order
-from moeedge.sim.shapes import builtin_models, find_model, read_data
 
 # what `moeedge validate papers` fits on two rows of Table 2
 FITTED = Fit(cpu_bytes_per_s=51.0e9, acceptance=0.861)

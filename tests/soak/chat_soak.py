@@ -26,13 +26,13 @@ import numpy as np
 import psutil
 
 from moeedge import native, paths
-from moeedge.bench.environment import read_environment
-from moeedge.data.load import load_sample, load_toy
-from moeedge.engine.conversation import Conversation
+from moeedge.bench.records import read_environment
+from moeedge.data.datasets import load_sample, load_toy
+from moeedge.engine.conversation import Answer, Conversation, prompt_tokens
 from moeedge.engine.session import Session
-from moeedge.engine.turn import Answer, prompt_tokens
-from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.cache import ExpertCache
+from moeedge.scheduler.config import PlacementConfig
 
 SCHEMA = "moeedge-soak-1"
 N_CTX = 2048

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moeedge import native
 from moeedge.errors import MoeedgeError
-from moeedge.hardware.resolve import resolve
+from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.support.experts import ask, write_experts

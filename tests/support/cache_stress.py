@@ -51,9 +51,9 @@ class Stress:
             order = rng.permutation(len(self.everything))
             n_uploads = int(rng.integers(1, len(order)))
             uploads = self.everything[order[:n_uploads]]
-            levels = rng.integers(0, 5, n_uploads).astype(np.uint8)
+            priority = rng.integers(0, 5, n_uploads).astype(np.uint8)
             utility = rng.random(len(order)).astype(np.float32)
-            self.cache.plan(uploads, levels, self.everything[np.argsort(utility)], np.sort(utility))
+            self.cache.plan(uploads, priority, self.everything[np.argsort(utility)], np.sort(utility))
             if rng.random() < 0.1:
                 self.cache.residency()
                 assert_balanced(self.cache)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.native.expert_tensor import ExpertTensor
+from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 
 F32 = 0  # enum ggml_type
 HEADER_BYTES = 96  # something before the first tensor
@@ -89,14 +88,14 @@ def ask(
     cache: ExpertCache,
     uploads: Sequence[tuple[int, int]],
     *,
-    levels: Sequence[int] | None = None,
+    priority: Sequence[int] | None = None,
     victims: Sequence[tuple[int, int]] = (),
     utility: Sequence[float] | None = None,
 ) -> None:
     """A plan written down by hand; without more, all uploads have the same level, and victims come in their order."""
     cache.plan(
         pairs(*uploads),
-        np.array(levels if levels is not None else [1] * len(uploads), np.uint8),
+        np.array(priority if priority is not None else [1] * len(uploads), np.uint8),
         pairs(*victims),
         np.array(utility if utility is not None else range(len(victims)), np.float32),
     )

@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.engine import library
-from moeedge.engine.agreement import NEAR_TIE_GAP
-from moeedge.engine.expert_tensors import expert_tensors
+from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
-from moeedge.hardware.resolve import resolve
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
-from moeedge.native import Claims
+from moeedge.llama import library
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.native import OffloadScope
 from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.scheduler.config import PlacementConfig
 from tests.support.greedy import judge
 from tests.support.sensed import model_number, sensed_context
 from tests.support.stock import StockContext
@@ -105,7 +106,7 @@ def hybrid_context(
     """
     library.start()
     resolved = resolve(DeviceSpec.parse(device or device_under_test()), bundled=False)
-    claims = Claims.BLOCK if library.has_gpu() else Claims.WHOLE
+    claims = OffloadScope.MOE if library.has_gpu() else OffloadScope.ALL
     context, sensor = sensed_context(path, claims, **options)
     with context:
         n_layers = model_number(context, "block_count")
@@ -142,9 +143,9 @@ class RandomPlans:
         absent = absent[np.isin(absent[:, 0], self._layers)]
         uploads = self._rng.permutation(absent)[:n_uploads].astype(np.int32)
         victims = self._rng.permutation(np.argwhere(resident)).astype(np.int32)
-        levels = np.sort(self._rng.integers(1, 5, len(uploads)))[::-1].astype(np.uint8)
+        priority = np.sort(self._rng.integers(1, 5, len(uploads)))[::-1].astype(np.uint8)
         utility = np.sort(self._rng.random(len(victims))).astype(np.float32)
-        self._cache.plan(uploads, levels, victims, utility)
+        self._cache.plan(uploads, priority, victims, utility)
 
     def fill(self) -> None:
         """Fills the free slots and waits for it."""

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from moeedge import native
-from moeedge.native import Block, Capture
-from moeedge.native.cache import ExpertCache, PrefillPath
+from moeedge.native import ActivationCapture, Block
+from moeedge.native.abi import PrefillPath
+from moeedge.native.cache import ExpertCache
 from tests.support.hybrid import RandomPlans, hybrid_context
 from tests.support.stock import StockContext, transcript
 
@@ -62,7 +63,7 @@ def exercise(path: Path, n_threads: int) -> None:
         expected = transcript(stock)
     limit = TOLERANCE * np.abs(expected).max()
     with hybrid_context(path, 0.5, n_stage=8, n_ubatch=32, n_threads=n_threads) as (context, cache):
-        capture = Capture(native.newest_instance(), n_layers=1, n_embd=1, n_experts=1)
+        capture = ActivationCapture(native.newest_instance(), n_layers=1, n_embd=1, n_experts=1)
         with churn(cache, seed=n_threads):
             for i in range(N_ROUNDS):
                 cache.set_prefill(list(PrefillPath)[i % 3], 20)

@@ -14,26 +14,28 @@ import llama_cpp
 
 from moeedge import native
 from moeedge.errors import BackendError
-from moeedge.native import Block, Capture, Claims, Kept
+from moeedge.native import ActivationCapture, Block, CaptureFlags, OffloadScope
 from tests.support.sensed import model_number, sensed_context
 from tests.support.stock import StockContext, transcript
 
 
-def exercise(path: Path, claims: Claims, *, n_threads: int = 1) -> None:
+def exercise(path: Path, claims: OffloadScope, *, n_threads: int = 1) -> None:
     """A context's life: transcripts with the sensor read after each, threads and claims changed on the way."""
     context, sensor = sensed_context(path, claims, n_ubatch=32, n_threads=n_threads)
     with context:
         keys = ("block_count", "embedding_length", "expert_count")
         n_layers, n_embd, n_experts = (model_number(context, key) for key in keys)
-        capture = Capture(sensor.instance, n_layers=n_layers, n_embd=n_embd, n_experts=n_experts)
-        for phase, change in enumerate((Claims.WHOLE, Claims.NONE, Claims.BLOCK), start=1):
+        capture = ActivationCapture(sensor.instance, n_layers=n_layers, n_embd=n_embd, n_experts=n_experts)
+        for phase, change in enumerate((OffloadScope.ALL, OffloadScope.NONE, OffloadScope.MOE), start=1):
             sensor.set_phase(phase)
-            capture.keep((Kept.INPUTS | Kept.PROBS, Kept.PROBS, Kept.NOTHING)[phase % 3])
+            capture.keep(
+                (CaptureFlags.INPUTS | CaptureFlags.PROBS, CaptureFlags.PROBS, CaptureFlags.NOTHING)[phase % 3]
+            )
             capture.call(look if phase > 1 else None)
             transcript(context, seed=phase)
             capture.raise_error()
             if phase % 3 < 2:
-                captured = capture.kept(Kept.PROBS)
+                captured = capture.kept(CaptureFlags.PROBS)
                 for layer, n_tokens in enumerate(captured.layer_tokens):
                     assert captured.rows[layer, :n_tokens].sum() == captured.rows[layer, :n_tokens].sum()
             for frame in sensor.frames():
@@ -44,15 +46,15 @@ def exercise(path: Path, claims: Claims, *, n_threads: int = 1) -> None:
             sensor.read_counts()
             sensor.stats()
             context.trim(0)
-            sensor.set_claims(change)
+            sensor.set_offload_scope(change)
             llama_cpp.llama_set_n_threads(context.context, phase % 2 + 1, n_threads)
-        for refused in (lambda: sensor.set_phase(-1), lambda: sensor.set_claims(7)):  # type: ignore[arg-type]
+        for refused in (lambda: sensor.set_phase(-1), lambda: sensor.set_offload_scope(7)):  # type: ignore[arg-type]
             try:
                 refused()
             except BackendError:
                 continue
             raise AssertionError("a bad argument was taken")
-        capture.keep(Kept.INPUTS)
+        capture.keep(CaptureFlags.INPUTS)
         capture.call(look)  # the context is freed with both
     try:
         sensor.read_counts()
@@ -71,7 +73,7 @@ def churn(path: Path, start: threading.Barrier) -> None:
     """Contexts made and freed as fast as it goes, beside other threads that do the same: the list of instances."""
     start.wait()
     for _ in range(20):
-        context, sensor = sensed_context(path, Claims.WHOLE, n_ctx=64)
+        context, sensor = sensed_context(path, OffloadScope.ALL, n_ctx=64)
         with context:
             context.decode([1])
             assert len(sensor.frames()) == 1
@@ -92,10 +94,10 @@ def main(arguments: list[str]) -> None:
     """Exercises each model in turn, then all at once in threads."""
     paths = [Path(path) for path in arguments]
     for path in paths:
-        for claims in Claims:
+        for claims in OffloadScope:
             exercise(path, claims)
     start = threading.Barrier(len(paths))
-    threads = [threading.Thread(target=exercise, args=(path, Claims.WHOLE)) for path in paths]
+    threads = [threading.Thread(target=exercise, args=(path, OffloadScope.ALL)) for path in paths]
     threads += [threading.Thread(target=churn, args=(path, start)) for path in paths]
     for thread in threads:
         thread.start()
@@ -108,7 +110,7 @@ def main(arguments: list[str]) -> None:
         assert library.moeedge_instance_configure(instance, 3, 16, 17, 1) < 0, "more experts used than there are"
         # a sensor that is smaller than the model: what does not fit is left out
         assert library.moeedge_instance_configure(instance, 2, 4, 2, 8) == 0
-        assert library.moeedge_instance_set_claims(instance, int(Claims.WHOLE)) == 0
+        assert library.moeedge_instance_set_claims(instance, int(OffloadScope.ALL)) == 0
         transcript(unsensed, seed=5)
     misuse()
     assert native.load().moeedge_live_instances() == 0

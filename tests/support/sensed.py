@@ -8,8 +8,8 @@ from typing import Any
 
 import llama_cpp
 
-from moeedge.engine import library
-from moeedge.native import Claims, Sensor
+from moeedge.llama import library
+from moeedge.native import OffloadScope, Sensor
 from tests.support.stock import StockContext
 
 
@@ -23,11 +23,13 @@ def model_number(context: StockContext, key: str) -> int:
     return int(value.value)
 
 
-def sensed_context(path: Path, claims: Claims, *, n_ubatch: int = 256, **options: Any) -> tuple[StockContext, Sensor]:
+def sensed_context(
+    path: Path, claims: OffloadScope, *, n_ubatch: int = 256, **options: Any
+) -> tuple[StockContext, Sensor]:
     """Makes the context as the engine does: attached first, no claims while llama.cpp sets up, then `claims`."""
     library.start()
     context = StockContext(path, n_ubatch=n_ubatch, **options)
     shape = [model_number(context, key) for key in ("block_count", "expert_count", "expert_used_count")]
-    sensor = Sensor.newest(*shape, n_ubatch, Claims.NONE)
-    sensor.set_claims(claims)
+    sensor = Sensor.newest(*shape, n_ubatch, OffloadScope.NONE)
+    sensor.set_offload_scope(claims)
     return context, sensor

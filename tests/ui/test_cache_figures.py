@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from moeedge.engine.types import PlacementStats
-from moeedge.ui import cache_figures, figures, header
-from moeedge.ui.panel import render_panel
+from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui import cache_figures, figures
+from moeedge.ui.chat import repl
+from moeedge.ui.chat.panel import render_panel
 from tests.ui.test_figures import INFO, STATS
 
 MIB = 1024 * 1024
@@ -138,9 +139,9 @@ def test_the_table_of_stats() -> None:
 
 
 def test_the_header_names_the_device() -> None:  # a note of the engine says how many experts it holds
-    rows = {row.label: row.value for row in header.rows(PLACED)}
+    rows = {row.label: row.value for row in repl.rows(PLACED)}
     assert rows["device"] == "emulated (CPU, link 2 GB/s)"
-    assert "| emulated (CPU, link 2 GB/s) |" in header.header_line(PLACED)
+    assert "| emulated (CPU, link 2 GB/s) |" in repl.header_line(PLACED)
 
 
 def test_hits_in_the_stats_line_and_in_totals() -> None:

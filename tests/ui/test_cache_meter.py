@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
-from moeedge.ui.cache_meter import CacheMeter
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.ui.chat.panel import CacheMeter
 from tests.conftest import TinyFactory
 
 GREEDY = SamplingConfig(temperature=0)
@@ -50,7 +51,7 @@ def test_the_prompt_is_not_counted(session: Session) -> None:
     # every step verifies at least its tokens, every token has k experts in every layer with experts
     assert done.steps == generation.stats.steps
     verified = generation.stats.steps + generation.stats.drafted
-    assert done.pairs == verified * info.n_experts_used * info.n_expert_layers
+    assert done.pairs == verified * info.n_expert_used * info.n_expert_layers
     assert 0 <= done.pairs_hit <= done.pairs
     assert (done.slots_total, done.slots_used <= done.slots_total) == (info.cache_slots, True)
     assert session.observers == []

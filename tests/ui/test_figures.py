@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moeedge.engine.types import EngineInfo, GenerationStats
 from moeedge.ui import figures
-from moeedge.ui.panel import render_panel
+from moeedge.ui.chat.panel import render_panel
 
 INFO = EngineInfo(
     model="t.gguf",
@@ -18,7 +18,7 @@ INFO = EngineInfo(
     n_layers=48,
     n_expert_layers=48,
     n_experts=128,
-    n_experts_used=8,
+    n_expert_used=8,
     n_ctx=4096,
     n_threads=2,
     gamma=4,

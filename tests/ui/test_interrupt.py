@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from moeedge.ui.interrupt import Ended, Interrupt
+from moeedge.ui.chat.interrupt import Ended, Interrupt
 
 if sys.platform == "win32":
     pytest.skip("needs POSIX signals", allow_module_level=True)

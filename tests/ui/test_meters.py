@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.ui.meters import bar, resample, sparkline
+from moeedge.ui.figures import bar, resample, sparkline
 
 
 @pytest.mark.parametrize(

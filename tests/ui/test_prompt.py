@@ -9,8 +9,8 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-from moeedge.ui.commands import names
-from moeedge.ui.prompt import _CommandCompleter, block_is_open, open_history, unquote
+from moeedge.ui.chat.commands import names
+from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, open_history, unquote
 
 
 @pytest.mark.parametrize(

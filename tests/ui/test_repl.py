@@ -15,10 +15,11 @@ from rich.console import Console
 
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig, StepRecord
-from moeedge.ui import repl
-from moeedge.ui.repl import Repl
-from moeedge.ui.settings import Settings
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.scheduler.stats import StepRecord
+from moeedge.ui.chat import repl
+from moeedge.ui.chat.repl import Repl
+from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
 
 GREEDY = Settings(sampling=SamplingConfig(temperature=0), n_predict=12, gamma=4)

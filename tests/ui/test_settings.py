@@ -6,7 +6,7 @@ import pytest
 
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
-from moeedge.ui.settings import Settings, change, listing, names, seed_or_random
+from moeedge.ui.chat.settings import Settings, change, listing, names, seed_or_random
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moeedge.engine.types import GenerationStats
+from moeedge.ui.chat.stream import LiveView, PlainView, open_view, wrap_rows
 from moeedge.ui.console import supports_panel, visible
-from moeedge.ui.stream import LiveView, PlainView, open_view
-from moeedge.ui.wrap import wrap_rows
 from tests.ui.test_figures import INFO, STATS
 
 

@@ -7,10 +7,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from moeedge.hardware.catalog import Entry
+from moeedge.hardware.devices import Entry
 from moeedge.sim.replay import ReplayConfig, replay
-from moeedge.sim.windows import recorded_schedule
-from moeedge.ui.devices_table import print_devices
+from moeedge.trace.schedule import recorded_schedule
+from moeedge.ui.model_views import print_devices
 from moeedge.ui.replay_view import print_rows
 from moeedge.ui.simulate_view import print_table
 from tests.profiling.traces import two_texts

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from moeedge.ui.wrap import complete_end, wrap_rows
+from moeedge.ui.chat.stream import complete_end, wrap_rows
 
 LINES = st.text(alphabet="ab é你-", max_size=40)
 

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.engine.gguf_file import summarize
+from moeedge.llama.gguf_file import summarize
 from tests.cli.terminal import Terminal
 from tests.conftest import TinyFactory
 

@@ -13,9 +13,8 @@ import pytest
 
 from models.generator import Chat, held_back, render_prompt, score
 from models.llama_runner import Runner
-from moeedge.data.load import load_toy
-from moeedge.widen.layout import WeightType
-from moeedge.widen.plan import make_plan
+from moeedge.data.datasets import load_toy
+from moeedge.widen.layout import WeightType, make_plan
 from moeedge.widen.shape import Asked
 from moeedge.widen.writer import write
 from tests.conftest import TinyFactory

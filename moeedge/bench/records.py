@@ -1,0 +1,280 @@
+"""What a number depends on besides the options: versions, commit, processor.
+
+One row of the result: what was measured, what it depends on, and the raw samples behind it.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import moeedge
+from moeedge.bench.config import BenchMode, BenchPlan, is_swept
+from moeedge.bench.output_check import OutputCheck
+from moeedge.bench.samples import (
+    CacheFigures,
+    Sample,
+    Spread,
+    cache_figures,
+    decode_speed,
+    paired_ratio,
+    prefill_speed,
+    quotient,
+)
+from moeedge.bench.scores import Scores
+from moeedge.engine.types import EngineInfo
+from moeedge.llama.model import ModelInfo
+
+_GIT_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Recorded in every row."""
+
+    version: str  # of moeedge
+    commit: str | None  # of the checkout that the package runs from; None for an installed wheel
+    dirty: bool | None  # whether tracked files differ from that commit
+    llama_cpp_version: str  # of the llama-cpp-python package
+    cpu: str
+    os: str
+    python: str
+    time: str  # UTC, ISO 8601
+
+
+def read_environment() -> Environment:
+    """Looks at this process's machine and installation."""
+    commit, dirty = _git_state(Path(moeedge.__file__).resolve().parent)
+    return Environment(
+        version=moeedge.__version__,
+        commit=commit,
+        dirty=dirty,
+        llama_cpp_version=_llama_cpp_version(),
+        cpu=cpu_name(),
+        os=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def cpu_name() -> str:
+    """The processor's name as it reports itself, else the architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip().lower() in ("model name", "hardware") and value.strip():
+                return value.strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _llama_cpp_version() -> str:
+    try:
+        return version("llama-cpp-python")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _git_state(package: Path) -> tuple[str | None, bool | None]:
+    """Commit and dirty flag of the checkout whose root holds `package`; (None, None) elsewhere.
+
+    A package that lies inside some other project's checkout (a virtual environment, say) has no commit of ours.
+    """
+    root = package.parent
+    if not (root / ".git").exists():
+        return None, None
+    commit = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return commit or None, None if status is None else bool(status)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+SCHEMA = "moeedge-bench-2"  # changes when a key changes its meaning
+
+_RATIO_ROUNDING = 0.01  # a ratio is a whole number of slots
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """A mode in a test. `measured`, `setup` and `samples` are what `as_dict` joins to one flat record."""
+
+    mode: str
+    test: str
+    policy: str  # of the expert cache; "none" without one
+    cache_ratio: float | None  # None without an expert cache
+    pp: Spread | None  # tokens/s
+    tg: Spread | None  # tokens/s
+    ttft_s: float | None  # mean over turns and repetitions
+    acceptance_rate: float | None
+    tokens_per_step: float | None
+    experts_per_verification: float | None
+    cache: CacheFigures
+    output: OutputCheck | None
+    scores: Scores
+    ratio: float | None  # decoding speed over stock-ar's, median of pairs
+    ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
+    ratio_cpu: (
+        float | None
+    )  # stock-ar's processor time over this mode's, median of pairs; busy neighbours hardly touch it
+    setup: dict[str, Any]
+    samples: tuple[Sample, ...]
+
+    @property
+    def label(self) -> str:
+        """The mode, and what tells it from the other rows of a sweep."""
+        return self.mode if self.cache_ratio is None else f"{self.mode} {self.policy} {self.cache_ratio:g}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record, flat but for the lists; the order of the keys is that of the documentation."""
+        output = self.output
+        return {
+            "mode": self.mode,
+            "test": self.test,
+            **_spread_keys("pp_ts", self.pp),
+            **_spread_keys("tg_ts", self.tg),
+            "ttft_s": self.ttft_s,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_step": self.tokens_per_step,
+            "experts_per_verification": self.experts_per_verification,
+            **asdict(self.cache),
+            "output_check": None if output is None else str(output),
+            "output_equal": None if output is None else output.equal,
+            "output_compared": None if output is None else output.compared,
+            "near_ties": [] if output is None else [difference.as_dict() for difference in output.near_ties],
+            "different": [] if output is None else [difference.as_dict() for difference in output.different],
+            "score": self.scores.score,
+            "n_scored": self.scores.n_scored,
+            "n_answers": self.scores.n_answers,
+            "n_cut": self.scores.n_cut,
+            "scorer": self.scores.scorer,
+            "score_by_category": [asdict(one) for one in self.scores.by_category],
+            "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
+            "ratio": self.ratio,
+            "ratio_pp": self.ratio_pp,
+            "ratio_cpu": self.ratio_cpu,
+            "warm": all(sample.warm for sample in self.samples),
+            **self.setup,
+            "samples": [sample.as_dict() for sample in self.samples],
+        }
+
+
+def summarize(
+    mode: BenchMode,
+    test: str,
+    samples: Sequence[Sample],
+    reference: Sequence[Sample],
+    *,
+    output: OutputCheck | None,
+    scores: Scores,
+    setup: dict[str, Any],
+) -> BenchRow:
+    """The row of `samples`, all of one mode and test; `reference` are stock-ar's, empty where it did not run.
+
+    setup: what `describe_setup` says, with its policy and cache ratio.
+    """
+    steps = sum(sample.steps for sample in samples)
+    experts_sum = sum(sample.experts_sum for sample in samples)
+    answered = [sample.ttft_s for sample in samples if sample.ttft_s > 0]
+    return BenchRow(
+        mode=mode.name,
+        test=test,
+        policy=setup["policy"],
+        cache_ratio=setup["cache_ratio"],
+        pp=prefill_speed(samples),
+        tg=decode_speed(samples),
+        ttft_s=quotient(sum(answered), len(answered)),
+        acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
+        tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
+        experts_per_verification=quotient(experts_sum, steps) if experts_sum else None,
+        cache=cache_figures(sample.placement for sample in samples),
+        output=output,
+        scores=scores,
+        ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
+        ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
+        ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
+        setup=setup,
+        samples=tuple(samples),
+    )
+
+
+def describe_setup(
+    plan: BenchPlan, environment: Environment, mode: BenchMode, model: ModelInfo, info: EngineInfo, *, drafts: bool
+) -> dict[str, Any]:
+    """Everything that a number depends on: versions, machine, models, parameters. The same keys in every row."""
+    dataset = plan.dataset
+    has_cache = info.cache_slots > 0
+    requested = plan.base.placement
+    return {
+        "schema": SCHEMA,
+        **asdict(environment),
+        "model": info.model,
+        "model_description": model.description,
+        "model_bytes": model.size_bytes,
+        "architecture": model.architecture,
+        "n_layers": model.n_layers,
+        "n_expert_layers": model.n_expert_layers,
+        "n_experts": model.n_experts,
+        "n_experts_used": model.n_expert_used,
+        "draft": info.draft if drafts else "none",
+        "gamma": info.gamma if drafts else 0,
+        "device": info.device,
+        "policy": info.policy if has_cache or mode.policy is None else mode.policy,
+        "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
+        "cache_slots": info.cache_slots if has_cache or is_swept(mode) else None,
+        "pool_bytes": info.pool_bytes if has_cache else None,
+        "vram_bytes": None,  # filled in where a driver was asked
+        "threads": info.n_threads,
+        "n_ctx": info.n_ctx,
+        "n_batch": plan.base.n_batch,
+        "n_ubatch": plan.base.n_ubatch,
+        "n_gpu_layers": plan.base.n_gpu_layers,
+        "temperature": 0.0,
+        "n_predict": plan.n_predict if dataset is not None else None,
+        "ignore_eos": plan.ignore_eos,
+        "run_code": plan.run_code,
+        "n_prompt": plan.n_prompt,
+        "n_gen": plan.n_gen,
+        "repetitions": plan.repetitions,
+        "ablations": ",".join(sorted(requested.ablations)),
+        "utility_cap": requested.utility_cap,
+        "forgetting": requested.forgetting,
+        "prefill_path": requested.prefill,
+        "modes": ",".join(mode.label for mode in plan.modes),
+        "dataset": None if dataset is None else dataset.name,
+        "dataset_variant": None if dataset is None else dataset.variant,
+        "dataset_place": None if dataset is None else dataset.place,
+        "dataset_file": None if dataset is None else dataset.path.name,
+        "dataset_sha256": None if dataset is None else dataset.sha256,
+        "limit": plan.limit,
+    }
+
+
+def _ratio(mode: BenchMode, info: EngineInfo) -> float:
+    """The cache ratio as it was asked for, unless the cache became smaller than that for want of memory."""
+    asked = mode.cache_ratio
+    return asked if asked is not None and abs(asked - info.cache_ratio) <= _RATIO_ROUNDING else info.cache_ratio
+
+
+def _spread_keys(name: str, spread: Spread | None) -> dict[str, Any]:
+    return {
+        name: None if spread is None else spread.mean,
+        f"{name}_stddev": None if spread is None else spread.stddev,
+        f"{name}_median": None if spread is None else spread.median,
+        f"{name}_samples": [] if spread is None else list(spread.values),
+    }

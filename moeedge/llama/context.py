@@ -1,0 +1,364 @@
+"""A llama_batch over NumPy arrays: filled by slice assignment, allocated once per context.
+
+A llama.cpp context: decodes tokens at the end of one sequence and can take them back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import native
+from moeedge.errors import EngineError
+from moeedge.llama import library
+from moeedge.llama.model import Mode, Model
+from moeedge.native.abi import Phase
+from moeedge.native.devices import MemoryUse, memory_uses
+
+# Tokens. llama.cpp keeps a record per token beside the KV cache, and counts them in 32 bits: a slip of the keyboard
+# would take all memory, or become a small context. The largest context that models are trained for is 10 million.
+MAX_N_CTX = 2**24
+MAX_N_THREADS = 512  # ggml's GGML_MAX_N_THREADS, beyond which it crashes
+
+
+class TokenBatch:
+    """Room for `n_max` tokens of sequence 0.
+
+    `c_batch` points into the arrays below, which therefore live as long as it does.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = n_max
+        self._tokens = np.zeros(n_max, dtype=np.int32)
+        self._positions = np.zeros(n_max, dtype=np.int32)
+        self._sequence = np.zeros(1, dtype=np.int32)
+        self._n_sequences = np.ones(n_max, dtype=np.int32)
+        self._sequence_pointers = np.full(n_max, self._sequence.ctypes.data, dtype=np.uintp)
+        self._outputs = np.zeros(n_max, dtype=np.int8)
+        self._steps = np.arange(n_max, dtype=np.int32)
+        self.c_batch = lib.llama_batch()
+        self.c_batch.token = _pointer(self._tokens, lib.llama_token)
+        self.c_batch.pos = _pointer(self._positions, lib.llama_pos)
+        self.c_batch.n_seq_id = _pointer(self._n_sequences, ctypes.c_int32)
+        self.c_batch.seq_id = _pointer(self._sequence_pointers, ctypes.POINTER(lib.llama_seq_id))
+        self.c_batch.logits = _pointer(self._outputs, ctypes.c_int8)
+
+    def fill(self, tokens: Sequence[int], first_position: int, *, first_output: int) -> None:
+        """`tokens` at consecutive positions; logits are wanted from index `first_output` on."""
+        n = len(tokens)
+        self._tokens[:n] = tokens
+        np.add(self._steps[:n], first_position, out=self._positions[:n])
+        self._outputs[:n] = 0
+        self._outputs[first_output:n] = 1
+        self.c_batch.n_tokens = n
+
+
+def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+
+Logits = NDArray[np.float32]  # [n_out, n_vocab]
+
+
+class Cancelled(Exception):
+    """The caller's `cancel` asked to stop."""
+
+
+class Context:
+    """The KV cache and compute buffers of one model, for one sequence.
+
+    `tokens` is what the KV cache holds; it changes only together with llama.cpp's memory. After an exception out of
+    `decode` (Ctrl-C included) both are as they were before the call.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 0,
+        n_threads: int = 0,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        mode: Mode = "moeedge",
+    ) -> None:
+        self.model = model
+        self.n_threads = n_threads or library.physical_cores()
+        parameters = lib.llama_context_default_params()
+        parameters.n_ctx = n_ctx
+        parameters.n_batch = n_batch
+        parameters.n_ubatch = min(n_ubatch, n_batch)
+        parameters.n_threads = self.n_threads
+        parameters.n_threads_batch = self.n_threads
+        parameters.swa_full = False  # as llama.cpp's own programs; `trim` knows what that forgets
+        parameters.no_perf = True
+        library.forget_errors()
+        self._handle = lib.llama_init_from_model(model.handle, parameters)
+        if not self._handle:
+            reason = library.first_error() or "it gave no reason"
+            raise EngineError(
+                f"llama.cpp cannot make a context of {n_ctx or model.info.n_ctx_train:,} tokens: {reason}.",
+                "Ask for a smaller one with -c N.",
+            )
+        # llama.cpp rounds the context up; the limit that the user gave holds all the same
+        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle)
+        self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
+        self.tokens: list[int] = []
+        self._shifting = False
+        self._memory = lib.llama_get_memory(self._handle)
+        self._batch = TokenBatch(lib.llama_n_batch(self._handle))
+        self._view: Logits | None = None
+        self._view_key = (0, 0)
+        self.mode: Mode = "stock"
+        self.sensor: native.Sensor | None = None
+        self._instance = native.newest_instance()
+        self._capture: native.ActivationCapture | None = None
+        self._keeps_hidden_states = False
+        try:
+            self.sensor = self._attach_sensor()
+            self._claim(mode)
+        except BaseException:
+            self.close()  # a model must not be freed before its contexts
+            raise
+
+    def _attach_sensor(self) -> native.Sensor | None:
+        info = self.model.info
+        if info.n_experts == 0:
+            return None
+        # bound with no claim, so that llama.cpp decided on flash attention as it does without us
+        return native.Sensor.newest(
+            info.n_layers, info.n_experts, info.n_expert_used, self.n_ubatch, native.OffloadScope.NONE
+        )
+
+    def set_mode(self, mode: Mode) -> None:
+        """What our backend claims from the next decode on: "stock" nothing. A dense model is always as in stock."""
+        if self._claim(mode):
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        """llama.cpp reuses its last graph with the old assignment and memory; this makes it build the next one anew."""
+        # clearing the control vector does; and unlike removing a sampler it does so where there is none
+        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+
+    def _claim(self, mode: Mode) -> bool:
+        """Tells the backend; whether that is a change."""
+        backend = self.sensor or self._capture
+        if backend is None or mode == self.mode:
+            return False
+        claims = native.OffloadScope.MOE if self.model.beside_gpu else native.OffloadScope.ALL
+        backend.set_offload_scope(native.OffloadScope.NONE if mode == "stock" else claims)
+        self.mode = mode
+        return True
+
+    def watch(self) -> native.ActivationCapture | None:
+        """What the layers read, for predictors of experts; from then on our backend computes a dense model, too.
+
+        None where llama.cpp has that on a GPU.
+        """
+        if self._capture is None and (self.sensor is not None or not self.model.beside_gpu):
+            info = self.model.info
+            self._capture = native.ActivationCapture(
+                self._instance, n_layers=info.n_layers, n_embd=info.n_embd, n_experts=info.n_experts
+            )
+            if self.sensor is None:
+                self._claim("moeedge")
+            self._plan_anew()
+        return self._capture
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the KV cache, which is also the position of the next one."""
+        return len(self.tokens)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        *,
+        phase: Phase,
+        logits: Literal["all", "last", "none"] = "last",
+        hidden_states: bool = False,
+    ) -> Logits:
+        """Appends `tokens` and computes their logits.
+
+        Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
+        next call. states: keeps the hidden states of the tokens, too (`last_state`), which needs all logits.
+        """
+        if len(tokens) == 0:
+            raise ValueError("nothing to decode")
+        if hidden_states and logits != "all":
+            raise ValueError("llama.cpp keeps the states of tokens whose logits it computes: ask for all")
+        if hidden_states != self._keeps_hidden_states:
+            lib.llama_set_embeddings(self._handle, hidden_states)
+            self._keeps_hidden_states = hidden_states
+        if self.sensor is not None:
+            self.sensor.set_phase(phase)
+        elif self._capture is not None:
+            self._capture.set_phase(phase)
+        before = len(self.tokens)
+        size = self._batch.n_max
+        try:
+            if len(tokens) <= size:
+                return self._decode_piece(tokens, logits)
+            pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+            if logits == "all":
+                return np.concatenate([self._decode_piece(piece, "all").copy() for piece in pieces])
+            for piece in pieces[:-1]:
+                self._decode_piece(piece, "none")
+            return self._decode_piece(pieces[-1], logits)
+        except BaseException:
+            del self.tokens[before:]
+            self.resync()
+            raise
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        *,
+        logits: Literal["last", "none"],
+        cancel: Callable[[], bool] | None = None,
+    ) -> Logits:
+        """`decode` for a prompt, in pieces of n_ubatch (llama.cpp computes no more at once) between which Ctrl-C acts.
+
+        Raises Cancelled as soon as `cancel` says so; the pieces that were done stay in the KV cache.
+        """
+        rows = np.empty((0, self.model.info.n_vocab), dtype=np.float32)
+        for start in range(0, len(tokens), self.n_ubatch):
+            if cancel is not None and cancel():
+                raise Cancelled
+            piece = tokens[start : start + self.n_ubatch]
+            last = start + len(piece) == len(tokens)
+            rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none")
+        return rows
+
+    def _decode_piece(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Logits:
+        n = len(tokens)
+        n_out = {"all": n, "last": 1, "none": 0}[logits]
+        self._batch.fill(tokens, len(self.tokens), first_output=n - n_out)
+        code = lib.llama_decode(self._handle, self._batch.c_batch)
+        if code == 1:
+            raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Ask for a larger one with -c N.")
+        if code != 0:
+            reason = library.first_error() or "it gave no reason"
+            raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {reason}.")
+        self.tokens.extend(tokens)
+        if self._capture is not None:
+            self._capture.raise_error()
+        return self._logits(n_out)
+
+    def _logits(self, n_out: int) -> Logits:
+        """The last `n_out` rows; the address rarely changes, so the view is kept."""
+        n_vocab = self.model.info.n_vocab
+        if n_out == 0:
+            return np.empty((0, n_vocab), dtype=np.float32)
+        pointer = lib.llama_get_logits(self._handle)
+        key = (ctypes.addressof(pointer.contents), n_out)
+        if self._view is None or key != self._view_key:
+            self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
+            self._view_key = key
+        return self._view
+
+    @property
+    def has_hidden_states(self) -> bool:
+        """Whether llama.cpp gives out each token's hidden state: not where it pools them, as for embeddings."""
+        return int(lib.llama_pooling_type(self._handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
+
+    def last_state(self) -> NDArray[np.float32]:
+        """The last token's hidden state behind the last norm, float32 [n_embd]: a view, valid until the next decode.
+
+        Of a context that has states, after a decode that kept them.
+        """
+        pointer = lib.llama_get_embeddings_ith(self._handle, -1)
+        return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
+
+    def trim(self, n_keep: int) -> None:
+        """Drops everything from position `n_keep` on.
+
+        Where the memory cannot forget single positions (recurrent models, or a sliding window that has already lost
+        what `n_keep` would attend to), all of it is dropped: look at `n_past` afterwards.
+        """
+        if n_keep >= len(self.tokens):
+            return
+        if n_keep <= 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
+            lib.llama_memory_clear(self._memory, False)
+            n_keep = 0
+        del self.tokens[n_keep:]
+
+    def _can_keep(self, n_keep: int) -> bool:
+        n_swa = self.model.info.n_swa
+        if n_swa == 0:
+            return True
+        oldest_needed = max(0, n_keep - n_swa + 1)
+        return int(lib.llama_memory_seq_pos_min(self._memory, 0)) <= oldest_needed
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Trims to the longest common prefix with `tokens`; returns how many tokens are still in the cache."""
+        self.resync()
+        common = 0
+        for ours, wanted in zip(self.tokens, tokens, strict=False):
+            if ours != wanted:
+                break
+            common += 1
+        self.trim(common)
+        return len(self.tokens)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be renumbered, which a context shift needs."""
+        return bool(lib.llama_memory_can_shift(self._memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Forgets `n_discard` tokens behind the first `n_keep`; the rest moves up."""
+        if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
+            raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens behind the first {n_keep}")
+        self._shifting = True
+        lib.llama_memory_seq_rm(self._memory, 0, n_keep, n_keep + n_discard)
+        lib.llama_memory_seq_add(self._memory, 0, n_keep + n_discard, len(self.tokens), -n_discard)
+        del self.tokens[n_keep : n_keep + n_discard]
+        self._shifting = False
+
+    def resync(self) -> None:
+        """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
+        if self._shifting:  # cut off between renumbering and bookkeeping
+            self.clear()
+            self._shifting = False
+        held = int(lib.llama_memory_seq_pos_max(self._memory, 0)) + 1
+        if held < len(self.tokens):
+            del self.tokens[held:]
+        elif held > len(self.tokens):
+            n_keep = len(self.tokens)
+            if n_keep == 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
+                lib.llama_memory_clear(self._memory, False)
+                self.tokens.clear()
+
+    def memory_uses(self) -> list[MemoryUse]:
+        """What this context and its model take, by kind of memory; of a model without weights, what they would take."""
+        return memory_uses(lib._lib, self._handle, simulated=self.model.header_only)
+
+    def clear(self) -> None:
+        """Empties the KV cache."""
+        lib.llama_memory_clear(self._memory, False)
+        self.tokens.clear()
+
+    def close(self) -> None:
+        """Frees the context; closing twice is harmless."""
+        if self._handle:
+            self._view = None
+            self.sensor = None
+            if self._capture is not None:
+                self._capture.close()
+                self._capture = None
+            lib.llama_free(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

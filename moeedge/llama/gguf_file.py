@@ -1,0 +1,206 @@
+"""A look into a GGUF file before llama.cpp loads it: is it one, is it whole, what lies where in it.
+
+The header is parsed by ggml itself. llama.cpp would report a truncated file only as "failed to load model"; here the
+size that the header promises is compared with the size on disk.
+
+The expert tensors of a model file: which slice of which file is expert e of layer l.
+
+llama.cpp may keep experts repacked for the CPU, from which they cannot be read back; uploads to a device therefore take
+the original bytes from the GGUF file, at the places listed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeedge.errors import ModelFileError
+from moeedge.hub.names import all_parts, is_first_part
+from moeedge.llama import library
+from moeedge.native.cache import ExpertTensor
+
+_MAGIC = b"GGUF"
+_ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
+_AGAIN = "Download or copy it again."
+
+
+@dataclass(frozen=True)
+class GgufSummary:
+    """What the header of a model says."""
+
+    size_bytes: int  # of all parts
+    expert_layers: tuple[int, ...]  # layers that have a router, ascending
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor as the header lists it."""
+
+    name: str
+    type: int  # enum ggml_type
+    shape: tuple[int, int, int, int]  # ggml's ne: the innermost dimension first, 1 where there is none
+    offset: int  # bytes from the start of the file
+    size_bytes: int
+
+
+class _InitParams(ctypes.Structure):
+    """struct gguf_init_params of gguf.h."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
+
+
+def summarize(path: Path) -> GgufSummary:
+    """Checks every part of the model at `path`; raises ModelFileError with a sentence that a person can act on."""
+    routers: set[int] = set()
+    size_bytes = 0
+    for part in parts(path):
+        tensors = read_tensors(part)
+        promised = promised_bytes(tensors)
+        actual_bytes = part.stat().st_size
+        if actual_bytes < promised:
+            raise ModelFileError(
+                f"{part} is truncated: it has {actual_bytes:,} bytes of the {promised:,} that its header names.",
+                _AGAIN,
+            )
+        size_bytes += actual_bytes
+        routers.update(int(match[1]) for tensor in tensors if (match := _ROUTER.match(tensor.name)))
+    return GgufSummary(size_bytes=size_bytes, expert_layers=tuple(sorted(routers)))
+
+
+def promised_bytes(tensors: list[GgufTensor]) -> int:
+    """The size of a file with these tensors."""
+    return max((tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
+
+
+def parts(path: Path) -> list[Path]:
+    """All files of a split model (name-00001-of-00003.gguf), or the one file."""
+    names = all_parts(path.name)
+    if not is_first_part(path.name) and path.exists():
+        number = int(path.stem.split("-")[-3])
+        raise ModelFileError(f"{path} is part {number} of {len(names)}.", "Give the first part.")
+    return [path.parent / name for name in names]
+
+
+def _check_readable(path: Path) -> None:
+    if not path.exists():
+        raise ModelFileError(f"There is no model file {path}.", "Check the path.")
+    if path.is_dir():
+        raise ModelFileError(f"{path} is a folder.", "Give the .gguf file inside it.")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from error
+    if not magic:
+        raise ModelFileError(f"{path} is empty.", _AGAIN)
+    if magic != _MAGIC:
+        raise ModelFileError(f"{path} is not a GGUF file.", "Give a model in llama.cpp's GGUF format.")
+
+
+def read_tensors(path: Path) -> list[GgufTensor]:
+    """All tensors of one file in its order; raises ModelFileError where it has no readable header."""
+    _check_readable(path)
+    library.start()
+    c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
+    read: Callable[..., Any] = library.ggml_function("gguf_init_from_file", c_gguf, ctypes.c_char_p, _InitParams)
+    free = library.ggml_function("gguf_free", None, c_gguf)
+    n_tensors = library.ggml_function("gguf_get_n_tensors", ctypes.c_int64, c_gguf)
+    data_offset = library.ggml_function("gguf_get_data_offset", ctypes.c_size_t, c_gguf)
+    name = library.ggml_function("gguf_get_tensor_name", ctypes.c_char_p, c_gguf, c_index)
+    kind = library.ggml_function("gguf_get_tensor_type", ctypes.c_int, c_gguf, c_index)
+    shape = library.ggml_function("gguf_get_tensor_ne", ctypes.POINTER(ctypes.c_int64), c_gguf, c_index)
+    offset = library.ggml_function("gguf_get_tensor_offset", ctypes.c_size_t, c_gguf, c_index)
+    size = library.ggml_function("gguf_get_tensor_size", ctypes.c_size_t, c_gguf, c_index)
+
+    library.forget_errors()
+    header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
+    if not header:
+        reason = library.first_error() or "its header makes no sense"
+        raise ModelFileError(f"{path} cannot be read: {reason}.", f"It may be truncated. {_AGAIN}")
+    try:
+        start = data_offset(header)
+        return [
+            GgufTensor(
+                name=name(header, i).decode("utf-8", "replace"),
+                type=kind(header, i),
+                shape=tuple(shape(header, i)[:4]),
+                offset=start + offset(header, i),
+                size_bytes=size(header, i),
+            )
+            for i in range(n_tensors(header))
+        ]
+    finally:
+        free(header)
+
+
+# shared experts (_shexp) and the norm in front of the experts (ffn_norm_exps) are not chosen by a router
+_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.(?P<part>weight|bias|scale|input_scale)$")
+_EXPERT_DIMENSION = {"weight": 2, "bias": 1, "scale": 0, "input_scale": 0}
+
+
+def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[ExpertTensor], list[Path]]:
+    """All expert tensors of the model at `path` in layer order, and the files that `ExpertTensor.file` counts.
+
+    n_layers: leave out what lies behind that many layers (those of multi-token prediction do not run here).
+    Raises ModelFileError as gguf_file.summarize does.
+    """
+    files = parts(path)
+    found = []
+    for index, part in enumerate(files):
+        for tensor in read_tensors(part):
+            match = _EXPERTS.match(tensor.name)
+            if match is None or (n_layers is not None and int(match[1]) >= n_layers):
+                continue
+            dimension = _EXPERT_DIMENSION[match["part"]]
+            n_experts = max(tensor.shape[dimension], 1)  # a malformed header may say 0
+            found.append(
+                ExpertTensor(
+                    layer=int(match[1]),
+                    type=tensor.type,
+                    ne0=tensor.shape[0] if dimension > 0 else 1,
+                    ne1=tensor.shape[1] if dimension > 1 else 1,
+                    n_experts=n_experts,
+                    file=index,
+                    offset=tensor.offset,
+                    stride=tensor.size_bytes // n_experts,
+                    name=tensor.name,
+                )
+            )
+    return sorted(found, key=lambda tensor: (tensor.layer, tensor.name)), files
+
+
+def expert_bytes(tensors: list[ExpertTensor]) -> int:
+    """Bytes of all experts together: what a cache ratio of 1 would hold."""
+    return sum(tensor.stride * tensor.n_experts for tensor in tensors)
+
+
+def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[int]:
+    """Bytes of one expert of each layer, [n_layers]; 0 for a layer without experts."""
+    sizes = [0] * n_layers
+    for tensor in tensors:
+        if tensor.layer < n_layers:
+            sizes[tensor.layer] += tensor.stride
+    return sizes
+
+
+def n_groups(tensors: list[ExpertTensor]) -> int:
+    """Groups of layers whose experts have the same tensors; a cache has staging slots for each of them."""
+    layers: dict[int, set[tuple[str, int, int, int]]] = {}
+    for tensor in tensors:
+        layers.setdefault(tensor.layer, set()).add((tensor.role, tensor.type, tensor.ne0, tensor.ne1))
+    return len({frozenset(roles) for roles in layers.values()})
+
+
+def scratch_bytes(tensors: list[ExpertTensor], n_pairs: int) -> int:
+    """Bytes of float32 for the columns of `n_pairs` (token, expert) pairs in the widest layer, on the safe side.
+
+    Every matrix has an input and an output column; one that two matrices share is counted twice.
+    """
+    values: dict[int, int] = {}
+    for tensor in tensors:
+        values[tensor.layer] = values.get(tensor.layer, 0) + (tensor.ne0 + tensor.ne1 if tensor.ne1 > 1 else 0)
+    return 4 * n_pairs * max(values.values(), default=0)

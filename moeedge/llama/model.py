@@ -1,0 +1,257 @@
+"""A loaded model: its shape, its vocabulary and its chat template."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import llama_cpp.llama_cpp as lib
+import psutil
+
+from moeedge.errors import EngineError, ModelFileError
+from moeedge.llama import gguf_file, library
+from moeedge.llama.chat_template import ChatFormat
+
+# moeedge: our backend attached; stock: the same process and loop, our backend claims nothing
+Mode = Literal["moeedge", "stock"]
+
+
+# weights, biases and scales of single experts, merged ones too; shared experts (shexp) stay with their layer
+_EXPERT_TENSORS = rb"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
+
+
+class _BufferOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override of llama.h."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The shape of a model, all of it from the file's metadata."""
+
+    architecture: str  # llama.cpp's name: qwen3moe, olmoe, gpt-oss, ...
+    n_layers: int
+    expert_layers: tuple[int, ...]  # layers with experts, ascending
+    n_experts: int  # per layer; 0: dense
+    n_expert_used: int  # per token (top-k)
+    n_vocab: int
+    n_ctx_train: int  # tokens
+    n_embd: int
+    n_swa: int  # tokens of the sliding attention window; 0: none
+    size_bytes: int  # of the files
+    description: str  # e.g. "qwen3moe 30B.A3B Q4_0"
+
+    @property
+    def n_expert_layers(self) -> int:
+        return len(self.expert_layers)
+
+
+class Model:
+    """llama.cpp's model and vocabulary; `load` is the only way to make one. Closing twice is harmless."""
+
+    def __init__(
+        self,
+        path: Path,
+        handle: Any,
+        info: ModelInfo,
+        *,
+        beside_gpu: bool = False,
+        experts_on_gpu: bool = False,
+        experts_mapped: bool = False,
+        header_only: bool = False,
+    ) -> None:
+        self.path = path
+        self.info = info
+        self.beside_gpu = beside_gpu  # llama.cpp uses a GPU, for large batches even when no layer lies there
+        self.experts_on_gpu = experts_on_gpu  # with the layers that lie there
+        self.experts_mapped = experts_mapped  # left in the file, not repacked, for want of memory
+        self.header_only = header_only  # it has no weights, and its contexts allocate nothing
+        self.handle = handle  # llama_model *
+        self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._chat_format: ChatFormat | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        n_gpu_layers: int = 0,
+        device: str = "auto",
+        use_mmap: bool = True,
+        experts_on_cpu: bool = False,
+        header_only: bool = False,
+        free_bytes: int | None = None,
+    ) -> Model:
+        """Loads a GGUF file, or all parts of a split one when given the first.
+
+        n_gpu_layers: negative means all of them.
+        device: the value of -dev; "none" or the CPU keeps all GPUs out (of large batches too), a GPU's name restricts
+            llama.cpp to that one, anything else leaves it every GPU of this machine.
+        experts_on_cpu: the layers on a GPU leave their experts in host memory, repacked for the CPU where it offers
+            that.
+        header_only: shape and vocabulary, no weights; such a model cannot compute.
+        free_bytes: of this machine's memory; None: measured. A model that is larger stays as it is in the file, mapped:
+            repacked copies of it would not fit.
+        Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
+        """
+        library.start()
+        path = Path(path)
+        summary = gguf_file.summarize(path)
+        parameters = lib.llama_model_default_params()
+        parameters.n_gpu_layers = n_gpu_layers
+        parameters.no_alloc = header_only
+        fits = summary.size_bytes < (psutil.virtual_memory().available if free_bytes is None else free_bytes)
+        parameters.use_extra_bufts = fits  # repacked experts cannot be paged out to the file
+        chosen = library.device_list(device)
+        parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
+        overrides = (_BufferOverride * 2)()
+        if experts_on_cpu:
+            cpu_buffer_type = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
+            overrides[0] = _BufferOverride(_EXPERT_TENSORS, cpu_buffer_type())
+            parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+            # otherwise the GPU's pinned buffers come first in llama.cpp's choice for the CPU, and then plain ones,
+            # whose experts compute 1.7 times slower than repacked ones
+            parameters.no_host = fits
+        if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
+            parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        library.forget_errors()
+        handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
+        if not handle:
+            reason = library.first_error() or "it gave no reason"
+            raise ModelFileError(f"llama.cpp cannot load {path}: {reason}.", "--verbose shows its whole log.")
+        beside_gpu = len(chosen) > 1
+        return cls(
+            path,
+            handle,
+            _read_info(handle, summary),
+            beside_gpu=beside_gpu,
+            experts_on_gpu=beside_gpu and n_gpu_layers != 0 and not experts_on_cpu,
+            experts_mapped=not fits,
+            header_only=header_only,
+        )
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether single positions of the memory can be dropped; a recurrent state cannot forget its last tokens."""
+        return not (lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
+
+    @property
+    def n_heads(self) -> int:
+        """Attention heads of the first layer."""
+        return int(lib.llama_model_n_head(self.handle))
+
+    @property
+    def n_heads_kv(self) -> int:
+        """Key-value heads of the first layer."""
+        return int(lib.llama_model_n_head_kv(self.handle))
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the GGUF file as text; None without the key."""
+        return _read_metadata(self.handle, key)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them, `parse_special` reads <|...|>."""
+        data = text.encode("utf-8")
+        room = len(data) + 2
+        while True:
+            buffer = (lib.llama_token * room)()
+            count = lib.llama_tokenize(self.vocab, data, len(data), buffer, room, add_special, parse_special)
+            if count >= 0:
+                return list(buffer[:count])
+            if -count <= room:
+                raise EngineError(f"llama.cpp could not tokenize a text of {len(data):,} bytes.")
+            room = -count
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, perhaps a part of a character; control tokens are empty unless `special`."""
+        key = (token, special)
+        found = self._pieces.get(key)
+        if found is None:
+            room = 64
+            buffer = ctypes.create_string_buffer(room)
+            count = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
+            if count < 0:
+                room = -count
+                buffer = ctypes.create_string_buffer(room)
+                count = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
+            found = self._pieces[key] = buffer.raw[: max(count, 0)]
+        return found
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's own spelling of a token, special ones included."""
+        return (lib.llama_vocab_get_text(self.vocab, token) or b"").decode("utf-8", "replace")
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends an answer (EOS, end of turn, end of message)."""
+        return bool(lib.llama_vocab_is_eog(self.vocab, token))
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether tokenize(add_special=True) starts with the BOS token."""
+        return bool(lib.llama_vocab_get_add_bos(self.vocab))
+
+    def render_chat(self, messages: list[dict[str, str]], *, add_assistant: bool = True) -> str:
+        """The prompt text of a conversation by the model's template (ChatML where it has none).
+
+        A BOS that the template writes is left out when `tokenize` adds one anyway.
+        """
+        if self._chat_format is None:
+            template = lib.llama_model_chat_template(self.handle, None)
+            self._chat_format = ChatFormat(
+                template.decode("utf-8") if template else None,
+                bos=self._special_text(lib.llama_vocab_bos(self.vocab)),
+                eos=self._special_text(lib.llama_vocab_eos(self.vocab)),
+            )
+        text = self._chat_format.render(messages, add_assistant=add_assistant)
+        bos = self._chat_format.bos
+        return text[len(bos) :] if bos and self.adds_bos and text.startswith(bos) else text
+
+    def _special_text(self, token: int) -> str:
+        return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+    def close(self) -> None:
+        """Frees the model; its contexts must be closed before."""
+        if self.handle:
+            lib.llama_model_free(self.handle)
+            self.handle = None
+            self.vocab = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_metadata(handle: Any, key: str) -> str | None:
+    buffer = ctypes.create_string_buffer(256)
+    count = lib.llama_model_meta_val_str(handle, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if count >= 0 else None
+
+
+def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
+    architecture = _read_metadata(handle, "general.architecture") or "unknown"
+    n_layers = lib.llama_model_n_layer(handle)
+    description = ctypes.create_string_buffer(256)
+    lib.llama_model_desc(handle, description, len(description))
+    return ModelInfo(
+        architecture=architecture,
+        n_layers=n_layers,
+        # layers behind n_layers predict further tokens (MTP) and do not run here
+        expert_layers=tuple(layer for layer in summary.expert_layers if layer < n_layers),
+        n_experts=int(_read_metadata(handle, f"{architecture}.expert_count") or 0),
+        n_expert_used=int(_read_metadata(handle, f"{architecture}.expert_used_count") or 0),
+        n_vocab=lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle)),
+        n_ctx_train=lib.llama_model_n_ctx_train(handle),
+        n_embd=lib.llama_model_n_embd(handle),
+        n_swa=lib.llama_model_n_swa(handle),
+        size_bytes=summary.size_bytes,
+        description=description.value.decode("utf-8", "replace"),
+    )

@@ -1,0 +1,134 @@
+"""The devices of the llama.cpp in this process, asked of ggml itself.
+
+What a llama.cpp context takes of each kind of memory, and a GPU to plan for that is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from ctypes import c_bool, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from moeedge.errors import BackendError
+from moeedge.native.abi import MemoryUseStruct
+from moeedge.native.library import ggml, load
+
+_KINDS = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL"}  # enum ggml_backend_dev_type
+_OUR_DEVICE = "MOEEDGE"
+RPC_REGISTRY = "RPC"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of the installed llama.cpp."""
+
+    name: str  # as -dev takes it
+    kind: str  # CPU, GPU, IGPU (shares the host's memory), ACCEL, or RPC (a worker's, in another process)
+    description: str
+    free_bytes: int
+    total_bytes: int  # 0: it reports no memory
+    registry: str = ""  # the ggml backend that offers it: CPU, CUDA, Metal, BLAS, ...
+    pci_id: str = ""  # domain:bus:device.function in lower case, where the backend knows it
+
+
+class _Properties(ctypes.Structure):
+    """struct ggml_backend_dev_props of ggml-backend.h."""
+
+    _fields_ = [
+        ("name", c_char_p),
+        ("description", c_char_p),
+        ("memory_free", c_size_t),
+        ("memory_total", c_size_t),
+        ("type", c_int),
+        ("device_id", c_char_p),
+        ("caps", c_bool * 5),
+    ]
+
+
+def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the ggml that llama_cpp has loaded."""
+    function = getattr(ggml(), name)
+    function.restype = result
+    function.argtypes = list(arguments)
+    return function
+
+
+def devices() -> list[Device]:
+    """The devices that the installed llama.cpp offers, ours left out, in its order.
+
+    Those of workers come without memory: asking one that has gone would end this process.
+    """
+    return list(_devices())
+
+
+def _devices() -> Iterator[Device]:
+    count = ggml_function("ggml_backend_dev_count", c_size_t)
+    get = ggml_function("ggml_backend_dev_get", c_void_p, c_size_t)
+    name_of = ggml_function("ggml_backend_dev_name", c_char_p, c_void_p)
+    registry_of = ggml_function("ggml_backend_dev_backend_reg", c_void_p, c_void_p)
+    registry_name = ggml_function("ggml_backend_reg_name", c_char_p, c_void_p)
+    description_of = ggml_function("ggml_backend_dev_description", c_char_p, c_void_p)
+    get_properties = ggml_function("ggml_backend_dev_get_props", None, c_void_p, ctypes.POINTER(_Properties))
+    for index in range(count()):
+        device = get(index)
+        name = name_of(device).decode()
+        if name == _OUR_DEVICE:
+            continue
+        registry = registry_name(registry_of(device)).decode()
+        if registry == RPC_REGISTRY:
+            yield Device(name, "RPC", description_of(device).decode(), 0, 0, registry)
+            continue
+        properties = _Properties()
+        get_properties(device, ctypes.byref(properties))
+        yield Device(
+            name,
+            _KINDS.get(properties.type, "other"),
+            properties.description.decode(),
+            properties.memory_free,
+            properties.memory_total,
+            registry,
+            (properties.device_id or b"").decode(),
+        )
+
+
+_BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h: no C interface has it yet
+_MAX_USES = 64
+DRY_RUN_GPU = "imagined"  # the name by which the engine asks for it
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that a context and its model have in buffers of one type."""
+
+    buffer_type: str  # llama.cpp's name: CPU, CPU_REPACK, CUDA0, ...
+    device: str  # the GPU's name; empty: the CPU's
+    on_gpu: bool  # False: in the machine's memory
+    weights_bytes: int
+    memory_bytes: int  # KV cache and recurrent states
+    compute_bytes: int
+
+
+def dry_run_gpu() -> int:
+    """The address of a ggml device that holds nothing and computes nothing; only for models loaded without weights."""
+    return int(load().moeedge_imagined_gpu())
+
+
+def memory_uses(llama: Any, context: Any, *, simulated: bool) -> list[MemoryUse]:
+    """What `context` (llama_context *) takes, model included, exact to the byte.
+
+    llama: the loaded libllama. simulated: the model was loaded without weights, so that nothing is allocated.
+    Raises BackendError where this llama.cpp does not tell.
+    """
+    breakdown = getattr(llama, _BREAKDOWN, None)
+    if breakdown is None:
+        raise BackendError("The installed llama.cpp does not tell what it allocates.", "Install moeedge again.")
+    found = (MemoryUseStruct * _MAX_USES)()
+    count = load().moeedge_memory_uses(ctypes.cast(breakdown, ctypes.c_void_p), context, simulated, found, _MAX_USES)
+    if count < 0:
+        raise BackendError(f"llama.cpp's account of its memory cannot be read (code {count}).")
+    return [
+        MemoryUse(one.buffer_type.decode(), one.device.decode(), bool(one.on_gpu), one.weights, one.memory, one.compute)
+        for one in found[:count]
+    ]

@@ -1,0 +1,116 @@
+"""The sensor's frames as a policy's observations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.native import ActivationCapture, CaptureFlags, Frame, Sensor
+from moeedge.native.abi import Phase
+from moeedge.native.sensor import Counts
+from moeedge.policies.base import Observation
+
+
+class RoutingReader:
+    """Reads the frames of one context beside others that read them, too.
+
+    scores: of the same context, where it keeps the routers' probabilities of small batches.
+    """
+
+    def __init__(self, sensor: Sensor, scores: ActivationCapture | None = None) -> None:
+        self._sensor = sensor
+        self._scores = scores
+        self._last_serial = 0
+        self.skip()
+
+    def skip(self) -> None:
+        """Forgets the frames until now."""
+        for frame in self._sensor.frames_after(self._last_serial):
+            self._last_serial = frame.serial
+
+    def _frames(self, *phases: Phase) -> list[Frame]:
+        frames = self._sensor.frames_after(self._last_serial)
+        if frames:
+            self._last_serial = frames[-1].serial
+        return [frame for frame in frames if frame.phase in phases]
+
+    def verification(self, counts: Counts, batch: Sequence[int], n_accepted: int) -> Observation:
+        """What the verification (or plain decode) of `batch` told."""
+        frames = self._frames(Phase.VERIFY, Phase.DECODE)
+        tokens = np.array(batch, dtype=np.int32)
+        ids, weights = None, None
+        if len(frames) == 1 and frames[0].n_tokens == tokens.size:
+            ids, weights = routing(frames[0])
+        scores = self._router_scores(tokens.size) if ids is not None else None
+        return Observation(counts, tokens.size, n_accepted, tokens, ids, weights, router_scores=scores)
+
+    def _router_scores(self, n_tokens: int) -> NDArray[np.float32] | None:
+        """A copy [n_layers, n_tokens, n_experts]; None where they were not kept."""
+        if self._scores is None:
+            return None
+        captured = self._scores.kept(CaptureFlags.PROBS)
+        if n_tokens > captured.rows.shape[1] or not (np.isin(captured.layer_tokens, (0, n_tokens))).all():
+            return None
+        values = captured.rows[:, :n_tokens].copy()
+        values[captured.layer_tokens == 0] = 0.0
+        if values.min(initial=0.0) < 0.0:  # logits: this model makes probabilities of the chosen experts alone
+            values = np.exp(values - values.max(axis=-1, keepdims=True))
+            values /= values.sum(axis=-1, keepdims=True)
+        return np.asarray(values, dtype=np.float32)
+
+    def prefill(self, counts: Counts, prompt: Sequence[int]) -> list[Observation]:
+        """What the decoding of `prompt` told, in pieces of one graph; a long one's first pieces as one sum."""
+        frames: list[Frame] = []
+        start = len(prompt)
+        for frame in reversed(self._frames(Phase.PREFILL)):  # an interrupted prompt may have left frames before these
+            if frame.n_tokens > start:
+                break
+            start -= frame.n_tokens
+            frames.insert(0, frame)
+        n_before = start
+        pieces = []
+        left = counts.astype(np.int64)
+        for frame in frames:
+            tokens = np.array(prompt[start : start + frame.n_tokens], dtype=np.int32)
+            start += frame.n_tokens
+            ids, weights = routing(frame)
+            if len(frames) == 1 and n_before == 0:  # the usual prompt: the sensor has counted it
+                counted = left
+                left = np.zeros_like(left)
+            else:
+                counted = count_ids(ids, counts.shape[1])
+                left -= counted
+            pieces.append(Observation(counted, frame.n_tokens, 0, tokens, ids, weights, prefill=True))
+        if n_before > 0:
+            pieces.insert(0, Observation(np.maximum(left, 0), n_before, 0, prefill=True))
+        return pieces
+
+
+def routing(frame: Frame) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Copies of a frame's ids and weights [n_layers, n_tokens, n_used], -1 and 0 for tokens that a layer did not see.
+
+    A layer that saw fewer tokens saw the last ones: llama.cpp drops the rows before them, whose logits nobody asked
+    for, in the last layer of a prompt.
+    """
+    ids, weights = frame.ids.copy(), frame.weights.copy()
+    if int(frame.layer_tokens.min()) == frame.n_tokens:  # the usual case, in every step
+        return ids, weights
+    for layer in np.flatnonzero(frame.layer_tokens < frame.n_tokens):
+        seen = int(frame.layer_tokens[layer])
+        first = frame.n_tokens - seen
+        ids[layer, first:] = frame.ids[layer, :seen]
+        weights[layer, first:] = frame.weights[layer, :seen]
+        ids[layer, :first] = -1
+        weights[layer, :first] = 0.0
+    return ids, weights
+
+
+def count_ids(ids: NDArray[np.int32], n_experts: int) -> NDArray[np.int64]:
+    """Activations int64 [n_layers, n_experts] in `ids` [n_layers, n_tokens, n_used], -1 left out."""
+    n_layers = ids.shape[0]
+    # one bin in front of each layer's experts takes the -1
+    cells = ids.reshape(n_layers, -1) + 1 + np.arange(n_layers)[:, None] * (n_experts + 1)
+    counted = np.bincount(cells.ravel(), minlength=n_layers * (n_experts + 1)).reshape(n_layers, n_experts + 1)
+    return counted[:, 1:]

@@ -1,0 +1,293 @@
+"""What an answer says in the end: its last number, the letter that it chooses, the items that it lists.
+
+ROUGE-L through Google's rouge-score, the reimplementation of ROUGE-1.5.5 that papers on summaries cite.
+
+What an answer is held against, as it stands in a dataset's row, and the score that it gets.
+
+docs/datasets.md describes the row format for users.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from moeedge.errors import DatasetError, InputError
+from moeedge.scoring.programs import program_of
+from moeedge.scoring.sandbox import run_python
+
+LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has up to ten options
+
+# a sign belongs to a number unless something stands before it that it could be subtracted from
+_DIGITS = re.compile(
+    r"(?:(?<![\w.,)\]])(?P<sign>[-\N{MINUS SIGN}]))?"
+    r"(?:[$\N{EURO SIGN}\N{POUND SIGN}]\s?(?P<inner>-)?)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+
+_CHOSEN = re.compile(
+    r"\b(?i:answer|choice|option)\b(?i:\s+(?:choice|option|letter))?"
+    r"(?:[\s*_]*(?:(?i:\bis\b|\b(?:would|should|must)\s+be\b)\s*:?|[:=])\s*(?i:option|choice|letter)?|(?=[\s*_]*\())"
+    r"[\s*_\"'`]*(?:\(([A-Ja-j])\)|([A-HJ](?![\w'])|I(?![\w']|\s+[a-z])))"
+)
+_WHOLLY = re.compile(r"\W*([A-Ja-j])\W*")
+_BEGINNING = re.compile(r"\W*([A-J])\s*[).:]")
+_IN_BRACKETS = re.compile(r"\(([A-J])\)")
+# a pronoun or an article is no choice: "I think", "A car"
+_ALONE = re.compile(r"(?<![\w'])([A-J])(?![\w']|\s+[a-z])")
+_ITEM_MARK = re.compile(r"^\s*(?:[-*\N{BULLET}]\s+|\(?[0-9]{1,3}[.)]\s+)")
+
+
+def as_number(text: str) -> Decimal | None:
+    """The only number in `text`, which may have a currency sign, commas for thousands and a unit; None otherwise."""
+    found = list(_DIGITS.finditer(text))
+    return _value(found[0]) if len(found) == 1 else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The number that an answer ends on: behind "####", else in the last box of LaTeX, else the last one of all."""
+    marked = _DIGITS.match(text.rpartition("####")[2].lstrip(" \t*")) if "####" in text else None
+    if marked is not None:
+        return _value(marked)
+    boxed = _BOXED.findall(text)
+    for part in (boxed[-1] if boxed else "", text):
+        found = list(_DIGITS.finditer(part))
+        if found:
+            return _value(found[-1])
+    return None
+
+
+def chosen_letter(text: str) -> str | None:
+    """The option (A to J) that an answer settles on; the plainest statement counts, and of equal ones the last."""
+    stated = [in_brackets or bare for in_brackets, bare in _CHOSEN.findall(text)]
+    boxed = [match[1] for content in _BOXED.findall(text) if (match := _WHOLLY.fullmatch(content))]
+    lines = [line for line in text.splitlines() if line.strip()]
+    whole = [match[1] for line in lines[:1] + lines[-1:] if (match := _WHOLLY.fullmatch(line))]
+    beginning = [match[1] for line in lines[:1] if (match := _BEGINNING.match(line))]
+    for letters in (stated, boxed, whole, beginning, _IN_BRACKETS.findall(text), _ALONE.findall(text)):
+        if letters:
+            return str(letters[-1]).upper()
+    return None
+
+
+def listed_items(text: str) -> list[str]:
+    """The items of a list: one per line, bulleted or numbered; or those of the one line, separated by commas.
+
+    What comes before a colon on that line is no item, nor is a final full stop; "and" before the last one is dropped.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines = lines[1:]
+    if len(lines) == 1:
+        line = lines[0].rpartition(": ")[2] if ": " in lines[0] else lines[0]
+        lines = re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", line)
+    return [item for line in lines if (item := _ITEM_MARK.sub("", line).strip().rstrip(".,;").strip())]
+
+
+def normal(text: str) -> str:
+    """`text` in lower case with single spaces."""
+    return " ".join(text.casefold().split())
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    try:
+        value = Decimal(match["digits"].replace(",", ""))
+    except InvalidOperation:
+        return None
+    return -value if match["sign"] or match["inner"] else value
+
+
+def rouge_l(answer: str, references: tuple[str, ...]) -> float:
+    """The F1 of the longest common subsequence of stemmed words, 0 to 1, with the reference that fits best.
+
+    Raises InputError where rouge-score is not installed.
+    """
+    scorer = _scorer()
+    return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
+
+
+def check_rouge() -> None:
+    """Raises InputError where rouge-score is not installed."""
+    _scorer()
+
+
+@lru_cache
+def _scorer() -> Any:
+    try:
+        # imported here: its stemmer comes with nltk, which takes a second
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise InputError(
+            "ROUGE-L needs the package rouge-score, which is not installed.", 'Run: pip install "moeedge[score]"'
+        ) from None
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+Scorer = Literal["contains", "contains-any", "exact", "starts", "number", "letter", "list", "code", "rouge-l"]
+SCORERS: tuple[str, ...] = get_args(Scorer)
+_HINT = "Mend or remove it."
+NOT_RUN = "a program, and programs are run with --run-code only"
+
+
+@dataclass(frozen=True)
+class Score:
+    """0 to 1, or None where nothing was scored; `reason` is one line, empty for a full score."""
+
+    value: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One turn's reference. Whatever the scorer, the limits below hold too: an answer beyond one of them gets 0."""
+
+    scorer: Scorer
+    expect: tuple[str, ...] = ()
+    tests: str = ""  # code: run behind the answer; passes when it reaches its end
+    head: str = ""  # code: what the answer continues
+    timeout_s: float = 5.0  # code
+    not_contains: tuple[str, ...] = ()
+    ends_with: str = ""
+    max_chars: int | None = None
+    max_words: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a reference that nothing could meet, or that would be met by anything."""
+        if self.scorer not in SCORERS:
+            raise ValueError(f'the scorer must be one of {", ".join(SCORERS)}, not "{self.scorer}"')
+        limited = self.not_contains or self.ends_with or self.max_chars is not None or self.max_words is not None
+        if self.scorer == "code":
+            if not self.tests.strip():
+                raise ValueError('the scorer "code" needs "tests"')
+        elif not self.expect and not (self.scorer == "contains" and limited):
+            raise ValueError(f'the scorer "{self.scorer}" needs "expect"')
+        if not all(text.strip() for text in (*self.expect, *self.not_contains)):
+            raise ValueError('"expect" and "not_contains" must not hold empty strings')
+        if self.scorer == "number" and any(as_number(text) is None for text in self.expect):
+            raise ValueError(f'"expect" must hold numbers, not {self.expect}')
+        if self.scorer == "letter" and any(text.upper() not in set(LETTERS) for text in self.expect):
+            raise ValueError(f'"expect" must hold letters from A to J, not {self.expect}')
+        for limit in (self.max_chars, self.max_words):
+            if limit is not None and limit < 1:
+                raise ValueError(f"a limit must be at least 1, not {limit}")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, not {self.timeout_s}")
+
+    @classmethod
+    def from_row(cls, row: object, where: str) -> Reference:
+        """The reference that a row's field holds. Raises DatasetError, which names `where`."""
+        if not isinstance(row, Mapping):
+            raise DatasetError(f'{where}: a reference must be an object with a "scorer".', _HINT)
+        unknown = set(row) - {field.name for field in fields(cls)}
+        if unknown:
+            raise DatasetError(f"{where}: a reference has no field {', '.join(sorted(map(repr, unknown)))}.", _HINT)
+        try:
+            given: dict[str, Any] = {key: _checked(key, value) for key, value in row.items() if value is not None}
+            return cls(**given)
+        except TypeError:
+            raise DatasetError(f'{where}: a reference needs a "scorer".', _HINT) from None
+        except ValueError as error:
+            raise DatasetError(f"{where}: {error}.", _HINT) from None
+
+    def to_row(self) -> dict[str, Any]:
+        """What `from_row` takes, as JSON has it; fields that say nothing are left out."""
+        plain = Reference.__dataclass_fields__
+        row = {key: value for key, value in asdict(self).items() if key == "scorer" or value != plain[key].default}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
+
+
+def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -> Score:
+    """What `answer` is worth against `reference`. Programs are run only with `run_code`.
+
+    Raises InputError where a library is missing, SandboxError where no process can be had.
+    """
+    beyond = _beyond_limits(reference, answer)
+    if beyond:
+        return Score(0.0, beyond)
+    if reference.scorer == "code":
+        return _score_code(reference, answer) if run_code else Score(None, NOT_RUN)
+    if reference.scorer == "rouge-l":
+        return Score(rouge_l(answer, reference.expect), "")
+    reason = _mismatch(reference, answer)
+    return Score(0.0 if reason else 1.0, reason)
+
+
+def _mismatch(reference: Reference, answer: str) -> str:
+    """What is wrong with the answer; empty for nothing."""
+    expect = reference.expect
+    match reference.scorer:
+        case "contains":
+            missing = [text for text in expect if not _occurs(text, answer)]
+            return f"without {_quoted(missing)}" if missing else ""
+        case "contains-any":
+            return "" if any(_occurs(text, answer) for text in expect) else f"without {_quoted(expect, ' or ')}"
+        case "exact":
+            return "" if normal(answer) in map(normal, expect) else f"not {_quoted(expect, ' or ')}"
+        case "starts":
+            starts = normal(answer).startswith(tuple(map(normal, expect)))
+            return "" if starts else f"does not start with {_quoted(expect, ' or ')}"
+        case "number":
+            number = last_number(answer)
+            right = number is not None and number in map(as_number, expect)
+            return "" if right else _against("no number" if number is None else f"{number:f}"[:40], expect)
+        case "letter":
+            letter = chosen_letter(answer)
+            right = letter is not None and letter in map(str.upper, expect)
+            return "" if right else _against("no letter" if letter is None else letter, expect)
+        case _:
+            items = listed_items(answer)
+            same = [normal(item) for item in items] == [normal(text) for text in expect]
+            return "" if same else _against(_quoted(items[:20]), [_quoted(expect)])
+
+
+def _score_code(reference: Reference, answer: str) -> Score:
+    program = program_of(answer, reference.tests, head=reference.head)
+    result = run_python(program, timeout_s=reference.timeout_s)
+    return Score(1.0 if result.passed else 0.0, result.reason)
+
+
+def _beyond_limits(reference: Reference, answer: str) -> str:
+    text = answer.strip()
+    if reference.max_chars is not None and len(text) > reference.max_chars:
+        return f"{len(text)} characters, more than {reference.max_chars}"
+    if reference.max_words is not None and len(text.split()) > reference.max_words:
+        return f"{len(text.split())} words, more than {reference.max_words}"
+    if not normal(text).endswith(normal(reference.ends_with)):
+        return f'does not end with "{reference.ends_with}"'
+    unwanted = [part for part in reference.not_contains if _occurs(part, text)]
+    return f"with {_quoted(unwanted)}" if unwanted else ""
+
+
+def _occurs(part: str, text: str) -> bool:
+    """Whether `part` stands in `text`, whatever the case and the spaces; a number not within a longer one."""
+    part = normal(part)
+    before = r"(?<![0-9])(?<![0-9][.,])" if part[:1].isdigit() else ""
+    behind = r"(?![0-9]|[.,][0-9])" if part[-1:].isdigit() else ""
+    return re.search(f"{before}{re.escape(part)}{behind}", normal(text)) is not None
+
+
+def _checked(key: str, value: object) -> object:
+    """`value` in the type that the field takes. Raises ValueError."""
+    if key in ("expect", "not_contains"):
+        listed = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, (str, int, float)) and not isinstance(text, bool) for text in listed):
+            raise ValueError(f'"{key}" must be a string or a list of strings')
+        return tuple(map(str, listed))
+    numeric = {"max_chars": int, "max_words": int, "timeout_s": (int, float)}
+    if isinstance(value, bool) or not isinstance(value, numeric.get(key, str)):  # type: ignore[arg-type]
+        raise ValueError(f'"{key}" must be a {"number" if key in numeric else "string"}')
+    return value
+
+
+def _quoted(texts: list[str] | tuple[str, ...], between: str = ", ") -> str:
+    return between.join(f'"{text}"' for text in texts) or "nothing"
+
+
+def _against(got: str, expect: tuple[str, ...] | list[str]) -> str:
+    return f"{got}, not {' or '.join(expect)}"

@@ -1,0 +1,273 @@
+"""Routing traces: which experts every token used, in one format that the profiler writes and everything else reads.
+
+A trace file is a NumPy .npz archive (zip, compressed) of these arrays, T rows in the order of computation;
+docs/traces.md is the description for other tools.
+
+  ids       uint8 or uint16 [T, n_layers, k]  experts of the token, the router's first choice first; the dtype's largest
+                                              value means "not recorded" (a layer without experts, a row left out)
+  weights   float16 [T, n_layers, k]          the weights given to them; NaN where not recorded (optional)
+  states    float16 [T, d]                    the draft's hidden state of the token, of d values; NaN where not recorded
+                                              (optional)
+  phase     uint8 [T]                         moeedge.engine.types.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
+  sequence  int32 [T]                         which text (prompt and answer) the token belongs to, from 0
+  step      int32 [T]                         step of the sequence: 0 is the prefill, then 1, 2, ... per decode call
+  accepted  bool [T]                          the token is part of the text (prefill, accepted drafts, the token before)
+  token     int32 [T]                         vocabulary id, -1 where unknown
+  position  int32 [T]                         position in the sequence, -1 where unknown
+  meta      string                            JSON, the fields of TraceMeta and "format", "schema"
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.paths import whole
+
+FORMAT = "moeedge.trace.trace"
+SCHEMA = 1
+PREFILL, DECODE, DRAFT, VERIFY = 1, 2, 3, 4  # values of moeedge.engine.types.Phase, which lies a layer above
+MAX_EXPERTS = 65535  # ids are uint16 at most and one value is the sentinel
+
+Ids = NDArray[np.uint8] | NDArray[np.uint16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceMeta:
+    """What the rows of a trace mean."""
+
+    model: str  # file name, or whatever the source calls it
+    n_layers: int  # all of the model's, those without experts included
+    n_experts: int  # N of each MoE layer
+    n_expert_used: int  # k
+    architecture: str = ""
+    gamma: int = 0  # draft length; 0: no speculation
+    draft: str = "none"
+    source: str = ""  # what made the trace
+    parameters: dict[str, Any] = field(default_factory=dict)  # anything else worth keeping: prompts, sampling, versions
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_experts", "n_experts_used", "gamma"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
+        for name in ("model", "architecture", "draft", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
+        if not isinstance(self.parameters, dict):
+            raise ValueError("parameters must be a JSON object")
+        if self.n_layers < 1:
+            raise ValueError(f"n_layers must be >= 1, not {self.n_layers}")
+        if not 1 <= self.n_experts <= MAX_EXPERTS:
+            raise ValueError(f"n_experts must be in 1..{MAX_EXPERTS}, not {self.n_experts}")
+        if not 1 <= self.n_expert_used <= self.n_experts:
+            raise ValueError(f"n_experts_used must be in 1..{self.n_experts}, not {self.n_expert_used}")
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+
+
+def ids_dtype(n_experts: int) -> np.dtype[Any]:
+    """The smallest unsigned type that holds all expert ids and the sentinel."""
+    return np.dtype(np.uint8 if n_experts <= 255 else np.uint16)
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+class Trace:
+    """A routing trace in memory: the arrays of the file, checked against each other."""
+
+    meta: TraceMeta
+    ids: Ids  # [T, n_layers, k]
+    phase: NDArray[np.uint8]  # [T]
+    sequence: NDArray[np.int32]  # [T]
+    step: NDArray[np.int32]  # [T]
+    accepted: NDArray[np.bool_]  # [T]
+    token: NDArray[np.int32]  # [T]
+    position: NDArray[np.int32]  # [T]
+    weights: NDArray[np.float16] | None = None  # [T, n_layers, k]
+    hidden_states: NDArray[np.float16] | None = None  # [T, d]
+
+    def __post_init__(self) -> None:
+        shape = (self.ids.shape[0] if self.ids.ndim else 0, self.meta.n_layers, self.meta.n_expert_used)
+        expected = {"ids": ids_dtype(self.meta.n_experts)} | _ROW_TYPES
+        for name, dtype in expected.items():
+            array = getattr(self, name)
+            want = shape if name == "ids" else shape[:1]
+            if array.dtype != dtype or array.shape != want:
+                raise ValueError(f"{name} must be {dtype} {list(want)}, not {array.dtype} {list(array.shape)}")
+        if self.weights is not None and (self.weights.dtype != np.float16 or self.weights.shape != shape):
+            raise ValueError(f"weights must be float16 {list(shape)}")
+        hidden_states = self.hidden_states
+        if hidden_states is not None and (
+            hidden_states.dtype != np.float16
+            or hidden_states.ndim != 2
+            or hidden_states.shape[0] != shape[0]
+            or hidden_states.shape[1] < 1
+        ):
+            raise ValueError(f"states must be float16 [{shape[0]}, d], d at least 1")
+        if np.any((self.ids >= self.meta.n_experts) & (self.ids != self.sentinel)):
+            raise ValueError(f"an expert id is not below n_experts = {self.meta.n_experts}")
+        if np.any((self.phase < PREFILL) | (self.phase > VERIFY)):
+            raise ValueError(f"a phase is not in {PREFILL}..{VERIFY}")
+        if np.any(np.diff(self.sequence) < 0) or np.any(self.sequence < 0) or np.any(self.step < 0):
+            raise ValueError("sequences must be numbered upwards from 0, steps be >= 0")
+        same_sequence = np.diff(self.sequence) == 0
+        if np.any(np.diff(self.step)[same_sequence] < 0):
+            raise ValueError("the steps of a sequence must not go back")
+
+    @property
+    def n_tokens(self) -> int:
+        """T, the number of rows."""
+        return int(self.ids.shape[0])
+
+    @property
+    def sentinel(self) -> int:
+        """The id that means "not recorded"."""
+        return int(np.iinfo(self.ids.dtype).max)
+
+    def layer_ids(self, layer: int) -> NDArray[np.int32]:
+        """Experts of one layer, int32 [T, k], -1 where not recorded."""
+        ids = self.ids[:, layer].astype(np.int32)
+        ids[ids == self.sentinel] = -1
+        return ids
+
+    def expert_layers(self) -> list[int]:
+        """The layers for which any expert was recorded."""
+        return [int(layer) for layer in np.flatnonzero((self.ids != self.sentinel).any(axis=(0, 2)))]
+
+    def expert_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of one expert of each layer, int64 [n_layers]; None where the source did not say."""
+        known = self.meta.parameters.get("expert_bytes")
+        values = known if isinstance(known, list) else [known] * self.meta.n_layers
+        whole = all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48 for value in values)
+        return np.array(values, dtype=np.int64) if whole and len(values) == self.meta.n_layers else None
+
+    def rows_of(self, rows: NDArray[np.bool_]) -> Trace:
+        """The trace of some rows, `rows` [T]."""
+        names = ("ids", *_ROW_TYPES, *(name for name in _OPTIONAL if getattr(self, name) is not None))
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    def text_rows(self) -> NDArray[np.int64]:
+        """Rows of the decoded text, in reading order: accepted tokens of decode and verification steps."""
+        decoded = (self.phase == DECODE) | (self.phase == VERIFY)
+        return np.flatnonzero(decoded & self.accepted)
+
+    def save(self, path: Path) -> None:
+        """Write the .npz file. Raises InputError where the path cannot be written."""
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in ("ids", *_ROW_TYPES)}
+        arrays |= {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
+        header = {"format": FORMAT, "schema": SCHEMA} | asdict(self.meta)
+        arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
+        try:
+            with whole(path) as beside, beside.open("wb") as file:  # a file object: numpy appends .npz to names
+                np.savez_compressed(file, **arrays)
+        except OSError as error:
+            reason = error.strerror or "write error"
+            raise InputError(f"Cannot write the trace {path}: {reason}.", "Name another file.") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Read a file that `save` wrote. Raises InputError, with the reason, for anything else."""
+        arrays = read_npz(path)
+        if "meta" not in arrays:
+            raise not_a_trace(path, "it holds no metadata")
+        meta = _parse_meta(path, arrays["meta"])
+        missing = [name for name in ("ids", *_ROW_TYPES) if name not in arrays]
+        if missing:
+            raise not_a_trace(path, f"the array {missing[0]!r} is missing")
+        kept = {name: arrays[name] for name in ("ids", *_ROW_TYPES, *_OPTIONAL) if name in arrays}
+        try:
+            return cls(meta=meta, **kept)
+        except ValueError as error:
+            raise not_a_trace(path, str(error)) from None
+
+
+_OPTIONAL = ("weights", "states")
+_ROW_TYPES: dict[str, np.dtype[Any]] = {
+    "phase": np.dtype(np.uint8),
+    "sequence": np.dtype(np.int32),
+    "step": np.dtype(np.int32),
+    "accepted": np.dtype(np.bool_),
+    "token": np.dtype(np.int32),
+    "position": np.dtype(np.int32),
+}
+
+
+def not_a_trace(path: Path, reason: str) -> InputError:
+    """The error of every reader: one sentence with the file and the reason."""
+    hint = "Write one with moeedge profile --trace-out FILE."
+    return InputError(f"{path} is not a usable routing trace: {reason}.", hint)
+
+
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """All arrays of an .npz file, without pickles. Raises InputError for whatever is not one."""
+    _refuse_empty(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {entry.filename.removesuffix(".npy"): _read_member(archive, entry) for entry in archive.infolist()}
+    except FileNotFoundError:
+        raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
+    except OSError as error:
+        raise not_a_trace(path, error.strerror or "it cannot be read") from None
+    except Exception as error:
+        # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
+        raise not_a_trace(path, f"not an .npz archive ({type(error).__name__})") from None
+
+
+def read_npy(path: Path) -> NDArray[Any]:
+    """The array of an .npy file, without pickles. Raises InputError for whatever is not one."""
+    _refuse_empty(path)
+    try:
+        with path.open("rb") as file:
+            return _read_array(file, path.stat().st_size)
+    except FileNotFoundError:
+        raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
+    except OSError as error:
+        raise not_a_trace(path, error.strerror or "it cannot be read") from None
+    except Exception as error:  # as above
+        raise not_a_trace(path, f"not an .npy file ({type(error).__name__})") from None
+
+
+def _refuse_empty(path: Path) -> None:
+    if path.is_file() and path.stat().st_size == 0:
+        raise not_a_trace(path, "it is empty")
+
+
+def _read_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(entry) as stream:
+        return _read_array(stream, entry.file_size)
+
+
+def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
+    """One array; a header that promises more data than there is is refused before memory is asked for."""
+    version = npy.read_magic(stream)
+    header = npy.read_array_header_1_0(stream) if version == (1, 0) else npy.read_array_header_2_0(stream)
+    shape, _, dtype = header
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize > n_bytes:
+        raise ValueError("header and data disagree")
+    stream.seek(0)
+    return np.asarray(npy.read_array(stream, allow_pickle=False))
+
+
+def _parse_meta(path: Path, array: NDArray[Any]) -> TraceMeta:
+    try:
+        header = json.loads(str(array))
+    except (ValueError, RecursionError):
+        raise not_a_trace(path, "its metadata is not JSON") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise not_a_trace(path, "its metadata is of another format")
+    if header.get("schema") != SCHEMA:
+        raise not_a_trace(path, f"its schema is {header.get('schema')!r}, this version reads {SCHEMA}")
+    known = {item.name for item in fields(TraceMeta)}
+    try:  # keys that this version does not know are left alone: a later writer may add some
+        return TraceMeta(**{key: value for key, value in header.items() if key in known})
+    except (TypeError, ValueError) as error:
+        raise not_a_trace(path, f"its metadata is incomplete ({error})") from None

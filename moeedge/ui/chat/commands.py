@@ -1,0 +1,204 @@
+"""The slash commands of the chat. Each takes the chat and its argument and answers with lines to show.
+
+An InputError in a command is one sentence on the screen; the chat goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from moeedge.engine.conversation import Conversation, read_text
+from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+from moeedge.errors import InputError
+from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui import cache_figures
+from moeedge.ui.chat import settings as setting_table
+from moeedge.ui.chat.settings import Settings
+from moeedge.ui.figures import Figure, total_parts, turn_parts
+
+
+class Next(Enum):
+    """What the chat does after a command."""
+
+    READ = "read"  # ask for the next message
+    ANSWER = "answer"  # answer the open question
+    EXIT = "exit"
+
+
+@dataclass
+class Turn:
+    """The figures of one finished answer."""
+
+    stats: GenerationStats
+    stop_reason: StopReason | None
+    cache: PlacementStats | None = None  # while the answer was decoded
+
+
+class Chat(Protocol):
+    """What the commands may see and change."""
+
+    conversation: Conversation
+    settings: Settings
+    attached: str  # text of /read, put before the next message
+    raw: bool
+    turns: list[Turn]
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def apply(self, settings: Settings) -> None:
+        """Take over changed settings, the engine's included."""
+
+    def reopen(self) -> None:
+        """Take the last answer back, so that its question is answered anew."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Lines to show, a table to show, and what comes next."""
+
+    lines: list[str] = field(default_factory=list)
+    table: list[Figure] = field(default_factory=list)
+    next: Next = Next.READ
+
+
+@dataclass(frozen=True)
+class Command:
+    """A slash command; `argument` is how /help names what it takes."""
+
+    name: str
+    argument: str
+    help: str
+    run: Callable[[Chat, str], Result]
+    aliases: tuple[str, ...] = ()
+
+
+def help_rows() -> list[Figure]:
+    """Every command and key of the chat, with what it does."""
+    table = [
+        Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
+    ]
+    table.append(Figure('"""', 'Begins a message of several lines; another """ at the end of a line ends it.'))
+    table.append(Figure("Ctrl-C", "Stops an answer and keeps what was said; drops a line being typed."))
+    return table
+
+
+def _help(_chat: Chat, _argument: str) -> Result:
+    return Result(table=help_rows())
+
+
+def _also(command: Command) -> str:
+    return f" Also {', '.join(command.aliases)}." if command.aliases else ""
+
+
+def _exit(_chat: Chat, _argument: str) -> Result:
+    return Result(next=Next.EXIT)
+
+
+def _clear(chat: Chat, _argument: str) -> Result:
+    chat.conversation.clear()
+    chat.attached = ""
+    return Result(["Conversation cleared" + ("; the system prompt stays." if chat.conversation.system else ".")])
+
+
+def _regen(chat: Chat, _argument: str) -> Result:
+    chat.reopen()
+    return Result(next=Next.ANSWER)
+
+
+def _system(chat: Chat, argument: str) -> Result:
+    if chat.raw:
+        raise InputError("There is no system prompt with --raw.")
+    if not argument:
+        return Result([chat.conversation.system or "No system prompt."])
+    chat.conversation.system = "" if argument in ('""', "''") else argument
+    return Result(["System prompt set." if chat.conversation.system else "System prompt removed."])
+
+
+def _set(chat: Chat, argument: str) -> Result:
+    name, _, value = argument.replace("=", " ", 1).partition(" ")
+    if not name:
+        return Result(table=setting_table.listing(chat.settings))
+    if not value.strip():
+        raise InputError("/set takes a name and a value.", "Known: " + ", ".join(setting_table.names()) + ".")
+    changed, line = setting_table.change(chat.settings, name, value.strip())
+    chat.apply(changed)
+    return Result([line])
+
+
+def _stats(chat: Chat, _argument: str) -> Result:
+    if not chat.turns:
+        return Result(["No answer yet."])
+    last = chat.turns[-1]
+    table = [Figure("last answer", ", ".join(turn_parts(chat.info, last.stats, last.stop_reason, last.cache)))]
+    if last.cache is not None:
+        table += cache_figures.table(last.cache)
+    if len(chat.turns) > 1:
+        parts = total_parts(
+            chat.info,
+            [turn.stats for turn in chat.turns],
+            [turn.cache for turn in chat.turns if turn.cache is not None],
+        )
+        table.append(Figure(f"all {len(chat.turns)} answers", ", ".join(parts)))
+    return Result(table=table)
+
+
+def _read(chat: Chat, argument: str) -> Result:
+    text = read_text(_path(argument, "/read"))
+    if not text.strip():
+        raise InputError(f"{argument} is empty.")
+    chat.attached += text if text.endswith("\n") else text + "\n"
+    return Result([f"{len(text)} characters read; they go before your next message."])
+
+
+def _save(chat: Chat, argument: str) -> Result:
+    path = _path(argument, "/save")
+    chat.conversation.save(path, model=chat.info.model)
+    return Result([f"{len(chat.conversation.messages)} messages saved to {path}."])
+
+
+def _load(chat: Chat, argument: str) -> Result:
+    path = _path(argument, "/load")
+    loaded = Conversation.load(path)
+    lines = [] if loaded.take_back() is None else ["Its last question has no answer and was left out."]
+    chat.conversation.system = loaded.system
+    chat.conversation.messages = loaded.messages
+    return Result([f"{len(loaded.messages)} messages loaded from {path}.", *lines])
+
+
+def _path(argument: str, command: str) -> Path:
+    if not argument:
+        raise InputError(f"{command} takes the name of a file.")
+    return Path(argument).expanduser()
+
+
+COMMANDS = (
+    Command("/help", "", "Shows this list.", _help, ("/?",)),
+    Command("/exit", "", "Leaves; so does Ctrl-D.", _exit, ("/bye", "/quit")),
+    Command("/clear", "", "Forgets the conversation.", _clear),
+    Command("/regen", "", "Answers the last message again.", _regen),
+    Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
+    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set gamma 8.", _set),
+    Command("/stats", "", "Shows the figures of the last answer and of all.", _stats),
+    Command("/read", "FILE", "Puts a text file before your next message.", _read),
+    Command("/save", "FILE", "Saves the conversation as JSON.", _save),
+    Command("/load", "FILE", "Loads a saved conversation.", _load),
+)
+
+
+def names() -> list[str]:
+    """Every command and alias, for completion."""
+    return sorted(name for command in COMMANDS for name in (command.name, *command.aliases))
+
+
+def run_command(chat: Chat, line: str) -> Result:
+    """Run the command in `line`, which starts with a slash. Raises InputError."""
+    word, _, argument = line.strip().partition(" ")
+    for command in COMMANDS:
+        if word == command.name or word in command.aliases:
+            return command.run(chat, argument.strip())
+    raise InputError(f'There is no command "{word}".', "/help lists them.")

@@ -1,0 +1,136 @@
+"""The JSON object of a single answer (moeedge chat -o json). Units in keys: _ts tokens per second, _s seconds.
+
+One prompt, one answer, no questions asked: text as it comes, or one JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from moeedge.engine.conversation import Answer
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
+from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui.chat.interrupt import Interrupt
+from moeedge.ui.chat.panel import CacheMeter
+from moeedge.ui.chat.settings import Settings
+from moeedge.ui.chat.stream import open_view
+from moeedge.ui.console import say, typing_hidden
+from moeedge.ui.figures import join_parts, turn_parts
+
+
+def answer_report(
+    answer: Answer, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
+) -> dict[str, Any]:
+    """Text, token ids, prompt length, why it stopped, and the figures; `cache` counts this answer's decoding."""
+    return {
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "prompt_tokens": answer.stats.prompt_tokens,
+        "stop_reason": answer.stop_reason or "interrupted",
+        "stats": stats_report(answer.stats, info, cache) | sampling_report(sampling),
+    }
+
+
+def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats | None = None) -> dict[str, Any]:
+    """The figures of one answer and what it ran on; null where there is nothing to report."""
+    return {
+        "pp_ts": stats.pp_ts,
+        "tg_ts": stats.tg_ts,
+        "ttft_s": stats.ttft_s,
+        "steps": stats.steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "tokens_per_step": stats.tokens_per_step,
+        "experts_per_verification": stats.experts_per_verification,
+        "hit_rate": None if cache is None else cache.hit_rate_pairs,
+        "device": info.device,
+        "cache_ratio": info.cache_ratio,
+        "cache_slots": info.cache_slots,
+        "pool_bytes": info.pool_bytes,
+        "vram_bytes": info.vram_bytes,
+        "gamma": info.gamma,
+        "draft": info.draft,
+        "policy": info.policy,
+        "seed": stats.seed,
+        "model": info.model,
+        "architecture": info.architecture,
+        "layers": info.n_layers,
+        "expert_layers": info.n_expert_layers,
+        "experts": info.n_experts,
+        "experts_used": info.n_expert_used,
+        "n_ctx": info.n_ctx,
+        "threads": info.n_threads,
+        "prefill_tokens": stats.prefill_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+        "observe_s": stats.observe_s,
+        "sense_s": stats.sense_s,
+        "overhead_share": stats.overhead_share,
+        "placement": None if cache is None else cache.to_dict(),
+        "notes": list(info.notes),
+    }
+
+
+def sampling_report(sampling: SamplingConfig) -> dict[str, Any]:
+    """How tokens were drawn; the seed is among the figures, where a random one is known too."""
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repeat_penalty,
+        "repeat_last_n": sampling.repeat_last_n,
+    }
+
+
+def answer_once(
+    session: Session,
+    prompt: Sequence[int],
+    settings: Settings,
+    *,
+    as_json: bool,
+    panel: bool,
+    out: Console,
+    err: Console,
+) -> int:
+    """Generate the answer to the prompt's tokens; the answer on `out`, its figures on `err`.
+
+    Returns the exit code: 0, or 128 + the signal that stopped it (what was said until then is printed).
+    """
+    with Interrupt() as interrupt:
+        interrupt.arm()
+        answer = Answer(session, prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
+        meter = CacheMeter(session)
+        try:
+            if as_json:
+                with meter:
+                    for _ in answer:
+                        pass
+            else:
+                view = open_view(out, session.info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
+                with meter, typing_hidden(), view:
+                    for piece in answer:
+                        view.write(piece)
+        except KeyboardInterrupt:  # a second signal, between two steps
+            answer.close()
+        if as_json:
+            report = answer_report(answer, session.info, settings.sampling, meter())
+            out.file.write(json.dumps(report, ensure_ascii=False) + "\n")
+            out.file.flush()
+        else:
+            parts = turn_parts(session.info, answer.stats, answer.stop_reason, meter())
+            say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
+        for note in dict.fromkeys(answer.notes):
+            say(err, note)
+        for note in meter.notes:
+            say(err, note, style="yellow")
+        return interrupt.exit_code

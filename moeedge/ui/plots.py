@@ -1,0 +1,262 @@
+"""The picture of `moeedge bench --plot`: hit rate and speed against the cache ratio, one line per policy.
+
+The picture of `moeedge profile --plot`: activations and prediction accuracy, step by step or layer by layer.
+
+The picture of one simulated step: what every stream works on, one row each (like MoE-SpAc, Figures 3 and 12, and
+SP-MoE, Figure 5), and below it the first layers of the verification in detail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.analysis.profile import LayerProfile
+from moeedge.bench.records import BenchRow
+from moeedge.sim.clock import STREAMS, Span
+from moeedge.ui.console import save_picture
+
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+_MARKERS = "osD^vPX*"
+
+Point = tuple[float, float]
+
+
+def lines_of(rows: Sequence[BenchRow], value: Callable[[BenchRow], float | None]) -> dict[str, list[Point]]:
+    """(cache ratio, value) by policy and mode, in order of the ratio; rows without a cache or a value are left out."""
+    modes = {row.mode for row in rows if row.cache_ratio is not None}
+    lines: dict[str, list[Point]] = {}
+    for row in rows:
+        number = value(row)
+        if row.cache_ratio is None or number is None:
+            continue
+        name = row.policy if len(modes) == 1 else f"{row.policy}, {row.mode}"
+        lines.setdefault(name, []).append((row.cache_ratio, number))
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
+    """Write the picture of the first test that has an expert cache; False where there is nothing to draw.
+
+    Raises InputError where the file cannot be written.
+    """
+    test = next((row.test for row in rows if row.cache_ratio is not None), None)
+    shown = [row for row in rows if row.test == test]
+    if test is None:
+        return False
+    # half a second to import; only who asks for a picture pays it
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    setup = next(row.setup for row in shown if row.cache_ratio is not None)
+    figure.suptitle(f"{setup['model']}, {test}, device {setup['device']}")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _draw_lines(upper, lines_of(shown, lambda row: row.cache.hit_rate_pairs))
+    upper.set_ylim(0, 1)
+    upper.set_ylabel("hit rate of (token, expert) pairs")
+    _draw_lines(lower, lines_of(shown, lambda row: row.ratio))
+    drafted = next((row.ratio for row in shown if row.mode == "stock-sd"), None)
+    lower.axhline(1, color="0.5", linestyle=":", label="stock-ar")
+    if drafted is not None:
+        lower.axhline(drafted, color="0.5", linestyle="--", label="stock-sd")
+    lower.set_ylim(bottom=0)
+    lower.set_xlim(0, 1.1 * max(row.cache_ratio for row in shown if row.cache_ratio is not None) or 1)
+    lower.set_ylabel("decoding speed / stock-ar's")
+    lower.set_xlabel("cache ratio: share of all experts that have a slot on the device")
+    lower.legend(loc="best", fontsize="small")
+    save_picture(figure, path)
+    return True
+
+
+def _draw_lines(axes: Any, lines: dict[str, list[Point]]) -> None:
+    for index, (name, points) in enumerate(lines.items()):
+        ratios, values = zip(*points, strict=True)
+        style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
+        axes.plot(ratios, values, label=name, markersize=5, **style)
+    axes.grid(alpha=0.3)
+
+
+_SMOOTHING_STEPS = 16
+_SD, _AR, _COLD = "#1f77b4", "#d62728", "#7f7f7f"
+
+
+def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
+    """Write the picture: steps x experts and the accuracy curve of one layer, or layers x experts and accuracies.
+
+    Raises InputError where the file cannot be written.
+    """
+    # half a second to import; only who asks for a picture pays it
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
+    if len(profiles) == 1:
+        _draw_steps(figure, upper, lower, profiles[0])
+    else:
+        _draw_layers(figure, upper, lower, profiles)
+    save_picture(figure, path)
+
+
+def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> None:
+    image = upper.imshow(
+        profile.counts.T if profile.steps else np.zeros((profile.n_experts, 1)),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap="magma",
+        extent=(0.5, max(profile.steps, 1) + 0.5, -0.5, profile.n_experts - 0.5),
+    )
+    figure.colorbar(image, ax=upper, label="activations")
+    upper.set_ylabel("expert")
+    upper.set_title(f"layer {profile.layer}: activations per verification step", fontsize="medium")
+    steps = np.arange(1, profile.steps + 1)
+    for start in steps[profile.fresh][1:]:  # where the next text begins
+        for axes in (upper, lower):
+            axes.axvline(start - 0.5, color="white" if axes is upper else "0.85", linewidth=0.5)
+    curve = smoothed(profile.accuracy_curve, _SMOOTHING_STEPS)
+    lower.plot(steps[: curve.size], profile.accuracy_curve, color=_SD, alpha=0.25, linewidth=0.8)
+    fed = "verification steps" if profile.speculative else "one token at a time"
+    lower.plot(steps[: curve.size], curve, color=_SD, label=f"Alg. 1, fed with {fed} (mean of {_SMOOTHING_STEPS})")
+    if profile.speculative and profile.ar_accuracy is not None:
+        lower.axhline(
+            profile.ar_accuracy, color=_AR, linestyle="--", label="Alg. 1, fed with one token at a time (mean)"
+        )
+    if profile.step_cold_share is not None:
+        lower.axhline(profile.step_cold_share, color=_COLD, linestyle=":", label="always cold (mean)")
+    lower.set_xlim(0.5, max(profile.steps, 1) + 0.5)
+    lower.set_xlabel("verification step" if profile.speculative else "step")
+    lower.set_ylabel("hot-or-cold accuracy")
+    if np.isfinite(curve).any() or profile.step_cold_share is not None:
+        lower.legend(loc="lower right", fontsize="small")
+
+
+def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerProfile]) -> None:
+    share = np.stack([profile.counts.sum(axis=0) / max(int(profile.step_tokens.sum()), 1) for profile in profiles])
+    image = upper.imshow(share, aspect="auto", origin="lower", interpolation="nearest", cmap="magma")
+    figure.colorbar(image, ax=upper, label="share of tokens")
+    names = [str(profile.layer) for profile in profiles]
+    shown = np.unique(np.linspace(0, len(names) - 1, min(len(names), 16)).astype(int))
+    upper.set_yticks(shown, [names[i] for i in shown])
+    upper.set_ylabel("layer")
+    upper.set_xlabel("expert")
+    where = np.arange(len(profiles))
+    lines = (
+        ("Alg. 1, fed with verification steps", _SD, "o-", [profile.sd_accuracy for profile in profiles]),
+        ("Alg. 1, fed with one token at a time", _AR, "s--", [profile.ar_accuracy for profile in profiles]),
+        ("always cold", _COLD, ":", [profile.step_cold_share for profile in profiles]),
+        ("overlap of adjacent tokens", "#2ca02c", "-", [profile.overlap for profile in profiles]),
+    )
+    for label, colour, style, values in lines:
+        if any(value is not None for value in values):
+            lower.plot(
+                where, [np.nan if v is None else v for v in values], style, color=colour, label=label, markersize=3
+            )
+    lower.set_xticks(shown, [names[i] for i in shown])
+    lower.set_xlabel("layer")
+    lower.set_ylabel("share")
+    if lower.lines:
+        lower.legend(loc="best", fontsize="small")
+
+
+def smoothed(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """Mean of the last `width` known values up to each step; NaN before the first."""
+    known = np.isfinite(curve)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, curve, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    ends = np.arange(1, curve.size + 1)
+    starts = np.maximum(ends - width, 0)
+    n_known = counts[ends] - counts[starts]
+    return np.where(n_known > 0, (sums[ends] - sums[starts]) / np.maximum(n_known, 1), np.nan)
+
+
+COLOURS = {
+    "draft": "#9467bd",
+    "dense": "#7f7f7f",
+    "experts": "#1f77b4",
+    "upload": "#2ca02c",
+    "demand": "#d62728",
+    "plan": "#ff7f0e",
+}
+LABELS = {
+    "draft": "draft token",
+    "dense": "attention and the rest",
+    "experts": "experts",
+    "upload": "expert ahead of time",
+    "demand": "expert on demand",
+    "plan": "synchronise, plan",
+}
+_NAMES = {"draft": "draft", "gpu": "GPU", "cpu": "CPU", "link": "link", "host": "host"}
+_DETAIL_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One step of one policy."""
+
+    title: str
+    spans: Sequence[Span]
+
+
+def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
+    """Writes the picture, two panels per chart. Raises InputError where the file cannot be written."""
+    # half a second to import; only who asks for a picture pays it
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 3.2 * len(charts) + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(charts), 2, squeeze=False, width_ratios=(3, 2))
+    longest_ms = max((_length_ms(chart.spans) for chart in charts), default=0.0)
+    for (whole, detail), chart in zip(panels, charts, strict=True):
+        begin_ns = min((span.start_ns for span in chart.spans), default=0)
+        _draw(whole, chart.spans, begin_ns)
+        whole.set_xlim(0, longest_ms)
+        whole.set_title(chart.title, fontsize=10)
+        _draw(detail, chart.spans, begin_ns)
+        detail.set_xlim(*_detail_ms(chart.spans, begin_ns))
+        detail.set_title(f"its first {_DETAIL_LAYERS} layers", fontsize=10)
+    used = {span.kind for chart in charts for span in chart.spans}
+    patches = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in COLOURS if kind in used]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
+    save_picture(figure, path)
+
+
+def _draw(panel: Any, spans: Sequence[Span], begin_ns: int) -> None:
+    rows = [name for name in STREAMS if any(span.stream == name for span in spans)]
+    for row, name in enumerate(rows):
+        for kind, colour in COLOURS.items():
+            bars = [
+                ((span.start_ns - begin_ns) * 1e-6, span.ns * 1e-6)
+                for span in spans
+                if span.stream == name and span.kind == kind
+            ]
+            panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
+    panel.set_yticks(range(len(rows)), [_NAMES[name] for name in rows])
+    panel.invert_yaxis()
+    panel.set_xlabel("ms")
+
+
+def _length_ms(spans: Sequence[Span]) -> float:
+    if not spans:
+        return 0.0
+    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) * 1e-6
+
+
+def _detail_ms(spans: Sequence[Span], begin_ns: int) -> tuple[float, float]:
+    """From where the verification begins to the end of its first layers."""
+    of_layers = [span for span in spans if span.stream != "link" and 0 <= span.layer < _DETAIL_LAYERS]
+    if not of_layers:
+        return 0.0, max(_length_ms(spans), 1e-6)
+    start_ns, end_ns = min(span.start_ns for span in of_layers), max(span.end_ns for span in of_layers)
+    return (start_ns - begin_ns) * 1e-6, (end_ns - begin_ns) * 1e-6
