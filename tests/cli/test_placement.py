@@ -148,7 +148,7 @@ def test_calibrate_as_tables(pair: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "mend"),
+    ("options", "hint"),
     [
         (["-dev", "none"], "Name one, for instance -dev emulated."),
         ([*EMULATED, "--cache-ratio", "0"], "Give the cache room: --cache-ratio R or --vram SIZE."),
