@@ -119,7 +119,7 @@ class Score:
     accuracy_carried: float | None  # the state kept from text to text, as a long session does
 
 
-def replay(counts: CountArray, fresh: BoolArray, factory: Factory, *, carry: bool) -> BoolArray:
+def replay(counts: CountArray, is_first: BoolArray, factory: Factory, *, carry: bool) -> BoolArray:
     """Predictions before each step, bool [n_steps, n_layers, n_experts].
 
     `counts` [n_steps, n_layers, n_experts]; `fresh` [n_steps] marks first steps of texts, where the predictor starts
@@ -128,7 +128,7 @@ def replay(counts: CountArray, fresh: BoolArray, factory: Factory, *, carry: boo
     predictions = np.zeros(counts.shape, dtype=np.bool_)
     predictor = factory(counts.shape[1:])
     for step in range(counts.shape[0]):
-        if fresh[step] and not carry:
+        if is_first[step] and not carry:
             predictor = factory(counts.shape[1:])
         predictions[step] = predictor.predict()
         predictor.observe(counts[step])
@@ -136,7 +136,7 @@ def replay(counts: CountArray, fresh: BoolArray, factory: Factory, *, carry: boo
 
 
 def replay_tokens(
-    token_counts: CountArray, n_text: NDArray[np.int64], fresh: BoolArray, factory: Factory, *, carry: bool
+    token_counts: CountArray, n_text: NDArray[np.int64], is_first: BoolArray, factory: Factory, *, carry: bool
 ) -> BoolArray:
     """Predictions before each step by a sensor of accepted tokens, one at a time: bool [n_steps, n_layers, n_experts].
 
@@ -146,7 +146,7 @@ def replay_tokens(
     predictor = factory(token_counts.shape[1:])
     token = 0
     for step, n_tokens in enumerate(n_text):
-        if fresh[step] and not carry:
+        if is_first[step] and not carry:
             predictor = factory(token_counts.shape[1:])
         predictions[step] = predictor.predict()
         for counts in token_counts[token : token + int(n_tokens)]:

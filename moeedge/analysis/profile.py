@@ -68,7 +68,7 @@ class LayerProfile:
     tokens: int  # accepted tokens
     counts: NDArray[np.uint16]  # [steps, n_experts], activations per step
     step_tokens: NDArray[np.int64]  # [steps], tokens computed in each step
-    fresh: BoolArray  # [steps], first steps of texts
+    is_first: BoolArray  # [steps], first steps of texts
     speculative: bool  # whether steps are verification steps of several tokens
     scores: list[Score]
     step_cold_share: float | None  # of the experts in the steps that scores are judged by: what "always cold" reaches
@@ -139,18 +139,18 @@ class _Test:
     predictor: str
     sensor: Sensor
     predicts: Horizon
-    fresh: BoolArray  # [n], first steps of texts
+    is_first: BoolArray  # [n], first steps of texts
     truth: BoolArray  # [n, n_layers, n_experts]
     predictions: BoolArray  # the same shape, starting anew with every text
     carried: BoolArray  # the same shape, the state kept from text to text
 
     def judged(self) -> BoolArray:
         """The steps before which something of the text was seen."""
-        return ~self.fresh
+        return ~self.is_first
 
     def judged_carried(self) -> BoolArray:
         """All but the very first step."""
-        return np.arange(self.fresh.size) > 0
+        return np.arange(self.is_first.size) > 0
 
 
 def _run_predictors(
@@ -159,19 +159,19 @@ def _run_predictors(
     """All scores on all layers of the counts at once; gamma 0: single tokens only."""
     tests: list[_Test] = []
     if gamma > 0:
-        fresh, truth = steps.fresh(), step_counts >= TAU
+        is_first, truth = steps.is_first(), step_counts >= TAU
         for name, factory in speculative_predictors(gamma).items():
-            anew, kept = (replay(step_counts, fresh, factory, carry=carry) for carry in (False, True))
-            tests.append(_Test(name, "sd", "step", fresh, truth, anew, kept))
+            anew, kept = (replay(step_counts, is_first, factory, carry=carry) for carry in (False, True))
+            tests.append(_Test(name, "sd", "step", is_first, truth, anew, kept))
         for name, factory in single_token_predictors(float(steps.n_tokens.mean())).items():
             anew, kept = (
-                replay_tokens(token_counts, steps.n_text, fresh, factory, carry=carry) for carry in (False, True)
+                replay_tokens(token_counts, steps.n_text, is_first, factory, carry=carry) for carry in (False, True)
             )
-            tests.append(_Test(name, "ar", "step", fresh, truth, anew, kept))
-    fresh, truth = text.fresh(), token_counts >= TAU
+            tests.append(_Test(name, "ar", "step", is_first, truth, anew, kept))
+    is_first, truth = text.is_first(), token_counts >= TAU
     for name, factory in single_token_predictors(1.0).items():
-        anew, kept = (replay(token_counts, fresh, factory, carry=carry) for carry in (False, True))
-        tests.append(_Test(name, "ar", "token", fresh, truth, anew, kept))
+        anew, kept = (replay(token_counts, is_first, factory, carry=carry) for carry in (False, True))
+        tests.append(_Test(name, "ar", "token", is_first, truth, anew, kept))
     return tests
 
 
@@ -198,10 +198,10 @@ def _profile_layer(
         tokens=n_recorded,
         counts=counts,
         step_tokens=steps.n_tokens,
-        fresh=steps.fresh(),
+        is_first=steps.is_first(),
         speculative=speculative,
         scores=[_score(test, column) for test in tests],
-        step_cold_share=_cold_share(counts, steps.fresh()),
+        step_cold_share=_cold_share(counts, steps.is_first()),
         token_cold_share=float(1.0 - p.mean()) if n_recorded else None,
         accuracy_curve=_curve(tests, column, len(steps)),
         overlap=expert_counts.empirical_overlap(ids, n_experts, sequence),
@@ -215,9 +215,9 @@ def _profile_layer(
     )
 
 
-def _cold_share(counts: CountArray, fresh: BoolArray) -> float | None:
+def _cold_share(counts: CountArray, is_first: BoolArray) -> float | None:
     """Over the same steps as the scores: all but the first of each text."""
-    return float((counts[~fresh] == 0).mean()) if (~fresh).any() else None
+    return float((counts[~is_first] == 0).mean()) if (~is_first).any() else None
 
 
 def _score(test: _Test, column: int) -> Score:
@@ -236,7 +236,7 @@ def _curve(tests: list[_Test], column: int, n_steps: int) -> NDArray[np.float64]
     """Accuracy of the first score at each of its steps; with single tokens only, steps are tokens."""
     first = tests[0]
     curve = np.asarray((first.predictions[:, column] == first.truth[:, column]).mean(axis=1), dtype=np.float64)
-    curve[first.fresh] = np.nan
+    curve[first.is_first] = np.nan
     return curve[:n_steps]
 
 

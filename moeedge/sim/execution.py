@@ -82,7 +82,7 @@ class Execution:
 
     def _process(self) -> Process:
         for step, following in zip(self._steps, [*self._steps[1:], None], strict=True):
-            if step.fresh:
+            if step.is_first:
                 self.policy.reset()
             if step.prefill:
                 yield from self._end(step, following)
@@ -226,7 +226,7 @@ class Execution:
         self.policy.observe(
             Observation(step.counts, step.n_tokens, step.n_accepted, step.tokens, step.ids, None, prefill=step.prefill)
         )
-        tokens = None if following is None or following.fresh else following.tokens
+        tokens = None if following is None or following.is_first else following.tokens
         known = [] if tokens is None else tokens[:1].tolist()
         self.mover.push(self.policy.plan(self.mover.resident, known))
         self.mover.clear_staging()

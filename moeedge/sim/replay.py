@@ -122,7 +122,7 @@ class HitCounter:
         self.experts += int(np.count_nonzero(used))
         self.experts_found += int(np.count_nonzero(used & there))
         if hot is not None:
-            judged = np.flatnonzero(counted & [not batch.fresh for batch in chunk.batches])
+            judged = np.flatnonzero(counted & [not batch.is_first for batch in chunk.batches])
             right = hot[judged] == (chunk.counts[judged] > 0)
             self.judged += judged.size * self._layers.size * self.shape.n_experts
             self.judged_right += int(np.count_nonzero(right[:, self._layers]))
@@ -185,7 +185,7 @@ class PolicyReplay:
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
         device_only = self.policy.execution_model.device_only
         for index, batch in enumerate(chunk.batches):
-            if batch.fresh:
+            if batch.is_first:
                 self.policy.reset()
             if not batch.prefill:
                 plan = self._prepare(batch, None if hints is None else hints[index])

@@ -44,7 +44,7 @@ class Batch:
     tokens: NDArray[np.int32] | None  # [n_tokens], vocabulary ids where known
     n_accepted: int  # drafts that became text
     prefill: bool
-    fresh: bool  # the first batch of its text
+    is_first: bool  # the first batch of its text
     hidden_states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens, where known
 
     @property
@@ -75,7 +75,7 @@ class Schedule:
     starts: NDArray[np.int64]  # [n_batches + 1], into `rows`
     n_text: NDArray[np.int64]  # [n_batches], tokens that became text, the one emitted before included
     prefill: NDArray[np.bool_]  # [n_batches]
-    fresh: NDArray[np.bool_]  # [n_batches]
+    is_first: NDArray[np.bool_]  # [n_batches]
 
     @property
     def n_steps(self) -> int:
@@ -85,7 +85,7 @@ class Schedule:
     @property
     def n_texts(self) -> int:
         """Texts that have a batch."""
-        return int(np.count_nonzero(self.fresh))
+        return int(np.count_nonzero(self.is_first))
 
     @property
     def tokens_per_step(self) -> float:
@@ -135,7 +135,7 @@ class Schedule:
                 tokens=tokens[places[index] : places[index + 1]] if known else None,
                 n_accepted=0 if self.prefill[first + index] else int(self.n_text[first + index]) - 1,
                 prefill=bool(self.prefill[first + index]),
-                fresh=bool(self.fresh[first + index]),
+                is_first=bool(self.is_first[first + index]),
                 hidden_states=self._states(rows[places[index] : places[index + 1]]),
             )
             for index in range(last - first)
@@ -238,7 +238,7 @@ def _schedule(trace: Trace, steps: Steps, tail: Tail, gamma: int, acceptance: fl
         starts=starts,
         n_text=np.concatenate((counts, steps.n_text))[order],
         prefill=is_prompt[order],
-        fresh=np.r_[True, np.diff(owner[order]) != 0],
+        is_first=np.r_[True, np.diff(owner[order]) != 0],
     )
 
 

@@ -36,7 +36,7 @@ class Steps:
         """Tokens per step, int64 [n_steps]."""
         return np.asarray((self.rows >= 0).sum(axis=1), dtype=np.int64)
 
-    def fresh(self) -> NDArray[np.bool_]:
+    def is_first(self) -> NDArray[np.bool_]:
         """Bool [n_steps]: the first step of its text."""
         return np.r_[True, np.diff(self.sequence) != 0] if len(self) else np.zeros(0, dtype=np.bool_)
 

@@ -120,7 +120,7 @@ def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> N
     upper.set_ylabel("expert")
     upper.set_title(f"layer {profile.layer}: activations per verification step", fontsize="medium")
     steps = np.arange(1, profile.steps + 1)
-    for start in steps[profile.fresh][1:]:  # where the next text begins
+    for start in steps[profile.is_first][1:]:  # where the next text begins
         for axes in (upper, lower):
             axes.axvline(start - 0.5, color="white" if axes is upper else "0.85", linewidth=0.5)
     curve = smoothed(profile.accuracy_curve, _SMOOTHING_STEPS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.terminal import Terminal
-from tests.profiling.traces import plain_text
+from tests.support.traces import plain_text
 
 QUICK = ["-n", "8", "-t", "1"]
 

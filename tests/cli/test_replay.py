@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from tests.profiling.traces import plain_text, two_texts
+from tests.support.traces import plain_text, two_texts
 
 _FIELDS = (
     "policy", "cache_ratio", "tail", "hit_rate_pairs", "hit_rate_unique", "uploads_per_layer_step", "hot_cold_accuracy",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from moeedge.cli.app import app
 from moeedge.policies.registry import POLICIES, SIMULATED
 from moeedge.sim import simulate as simulation
-from tests.profiling.traces import two_texts
+from tests.support.traces import two_texts
 
 SHORT = ("-n", "40", "--max-steps", "8")
 

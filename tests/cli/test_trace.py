@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
 from moeedge.trace.trace import Trace
-from tests.profiling.traces import two_texts
+from tests.support.traces import two_texts
 
 
 def _trace(*arguments: object) -> Result:

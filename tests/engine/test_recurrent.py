@@ -10,7 +10,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama import library
-from tests.engine.recurrent import make_mamba
+from tests.support.recurrent import make_mamba
 from tests.support.stock import StockContext
 
 GREEDY = SamplingConfig(temperature=0)

@@ -12,7 +12,7 @@ from moeedge.llama.model import Model
 from moeedge.native.devices import DRY_RUN_GPU, MemoryUse
 from moeedge.planning.memory_map import footprint
 from tests.conftest import TinyFactory
-from tests.engine.recurrent import make_mamba
+from tests.support.recurrent import make_mamba
 from tests.support.tiny import ARCHITECTURES
 from tests.support.worker import WorkerProcess
 

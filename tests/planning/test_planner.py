@@ -16,7 +16,7 @@ from moeedge.planning.plan import make_plan
 from moeedge.planning.planner import Planner
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
-from tests.engine.recurrent import make_mamba
+from tests.support.recurrent import make_mamba
 
 MIB = 2**20
 

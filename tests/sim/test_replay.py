@@ -22,7 +22,7 @@ from moeedge.sim.replay import PolicyReplay, ReplayConfig, ReplayRow, cache_shap
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
 from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace
-from tests.profiling.traces import make_trace, two_texts
+from tests.support.traces import make_trace, two_texts
 
 CACHES = ("lru", "lfu")  # filled by what was used
 
@@ -60,7 +60,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
         for layer, token, slot in itertools.product(*map(range, ids.shape)):
             if ids[layer, token, slot] >= 0:
                 counts[layer, ids[layer, token, slot]] += 1
-        if schedule.fresh[batch]:
+        if schedule.is_first[batch]:
             policy.reset()
         tokens = trace.token[rows]
         if not schedule.prefill[batch]:
@@ -115,7 +115,7 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
     batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
     assert [batch.n_accepted for batch in batches] == [0, 0, 2, 1, 0, 0, 1, 0]
-    assert [batch.fresh for batch in batches] == [True, False, False, False, True, False, False, False]
+    assert [batch.is_first for batch in batches] == [True, False, False, False, True, False, False, False]
     assert batches[2].tokens is not None and batches[2].tokens.tolist() == [6, 7, 8]
     assert recorded_schedule(walk(5, 0)) is None
 

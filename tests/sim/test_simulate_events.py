@@ -74,7 +74,7 @@ def run(
     shape = CacheShape.uniform(1, 4, 4)
     ids = np.array([[[0, 1]] * (n_drafts + 1)], dtype=np.int32)
     counts = np.array([[n_drafts + 1, n_drafts + 1, 0, 0]], dtype=np.int32)
-    steps = [Batch(ids, counts, None, n_drafts, prefill=False, fresh=index == 0) for index in range(2)]
+    steps = [Batch(ids, counts, None, n_drafts, prefill=False, is_first=index == 0) for index in range(2)]
     execution = Execution(
         machine(**changes),
         shape,

@@ -13,7 +13,7 @@ from moeedge.trace.schedule import recorded_schedule
 from moeedge.ui.model_views import print_devices
 from moeedge.ui.replay_view import print_rows
 from moeedge.ui.simulate_view import print_table
-from tests.profiling.traces import two_texts
+from tests.support.traces import two_texts
 
 COLUMNS = ["policy", "ratio", "t/s", "ms/token", "uploads"]
 CELLS = [["spac", "0.17", "11.31", "88.4", "3.29"], ["lru", "0.5", "12.86", "77.7", "7.65"]]

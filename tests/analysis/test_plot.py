@@ -12,7 +12,7 @@ from moeedge.analysis.profile import profile_layers
 from moeedge.errors import InputError
 from moeedge.ui.console import check_picture
 from moeedge.ui.plots import draw_profiles, smoothed
-from tests.profiling.traces import make_trace, plain_text, two_texts
+from tests.support.traces import make_trace, plain_text, two_texts
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 

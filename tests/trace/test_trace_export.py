@@ -14,7 +14,7 @@ from moeedge.trace.exporters import LAYOUTS, layout_of, write_trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.summary import speculation, summarize
 from moeedge.trace.trace import DECODE, PREFILL, Trace
-from tests.profiling.traces import make_trace, plain_text, two_texts
+from tests.support.traces import make_trace, plain_text, two_texts
 
 ENDINGS = {"npz": "npz", "arrays": "npz", "positions": "csv", "route": "csv"}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moeedge.errors import InputError
 from moeedge.trace.importers import read_trace
 from moeedge.trace.trace import DECODE, PREFILL, Trace
-from tests.profiling.traces import two_texts
+from tests.support.traces import two_texts
 
 ROUTE = """# route_trace v1
 # model=/phone/models/tiny.gguf arch=gemma4 n_layer=3 n_expert=16 n_expert_used=2

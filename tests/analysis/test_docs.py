@@ -12,7 +12,7 @@ from moeedge.analysis.profile import layer_report, profile_layers
 from moeedge.engine.recording import Recording
 from moeedge.sim.replay import ReplayRow
 from moeedge.trace.trace import Trace, TraceMeta
-from tests.profiling.traces import two_texts
+from tests.support.traces import two_texts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moeedge.trace.steps import activation_counts, recorded_steps, simulated_steps, text_steps
 from moeedge.trace.trace import PREFILL
-from tests.profiling.traces import make_trace, plain_text, two_texts
+from tests.support.traces import make_trace, plain_text, two_texts
 
 
 def test_recorded_steps_by_hand() -> None:
@@ -25,7 +25,7 @@ def test_recorded_steps_by_hand() -> None:
     assert steps.n_text.tolist() == [1, 3, 2, 1, 2, 1]
     assert steps.n_tokens.tolist() == [3, 3, 3, 3, 3, 1]
     assert steps.sequence.tolist() == [0, 0, 0, 1, 1, 1]
-    assert steps.fresh().tolist() == [True, False, False, True, False, False]
+    assert steps.is_first().tolist() == [True, False, False, True, False, False]
 
 
 def test_text_steps_are_the_accepted_rows() -> None:
@@ -37,7 +37,7 @@ def test_text_steps_are_the_accepted_rows() -> None:
 def test_prefill_alone_has_no_steps() -> None:
     trace = make_trace([(PREFILL, 0, 0, True)] * 4)
     for steps in (recorded_steps(trace), text_steps(trace)):
-        assert len(steps) == 0 and steps.fresh().size == 0
+        assert len(steps) == 0 and steps.is_first().size == 0
         assert activation_counts(trace, steps, [0, 1]).shape == (0, 2, 8)
 
 

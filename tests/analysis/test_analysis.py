@@ -14,7 +14,7 @@ from moeedge.engine.recording import Recording
 from moeedge.trace.importers import read_trace
 from moeedge.trace.steps import Tail, simulated_steps
 from moeedge.trace.trace import PREFILL, VERIFY, Trace
-from tests.profiling.traces import make_trace, plain_text, two_texts
+from tests.support.traces import make_trace, plain_text, two_texts
 
 
 def test_profile_of_a_speculative_trace() -> None:
@@ -36,7 +36,7 @@ def test_profile_of_a_speculative_trace() -> None:
 
 def test_curve_averages_to_the_accuracy() -> None:
     profile = profile_layers(two_texts(), [0])[0]
-    assert np.isnan(profile.accuracy_curve[profile.fresh]).all()
+    assert np.isnan(profile.accuracy_curve[profile.is_first]).all()
     assert np.nanmean(profile.accuracy_curve) == pytest.approx(profile.sd_accuracy)
 
 

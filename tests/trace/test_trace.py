@@ -17,7 +17,7 @@ from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.exporters import write_trace
 from moeedge.trace.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
-from tests.profiling.traces import make_trace, plain_text, two_texts
+from tests.support.traces import make_trace, plain_text, two_texts
 
 ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
 
