@@ -6,7 +6,7 @@ What an instance of our backend may ask for.
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum, IntFlag
 
 import numpy as np
@@ -62,17 +62,6 @@ class FrameStruct(ctypes.Structure):
     ]
 
 
-class StatsStruct(ctypes.Structure):
-    """struct moeedge_stats."""
-
-    _fields_ = [
-        ("graphs", c_int64),
-        ("blocks", c_int64),
-        ("sense_ns", c_int64),
-        ("compute_ns", c_int64),
-    ]
-
-
 class CapturedStruct(ctypes.Structure):
     """struct moeedge_captured."""
 
@@ -103,22 +92,6 @@ class BlockStruct(ctypes.Structure):
 BLOCK_HOOK = CFUNCTYPE(None, c_void_p, POINTER(BlockStruct))  # moeedge_block_hook
 
 
-class ExpertTensorStruct(ctypes.Structure):
-    """struct moeedge_expert_tensor."""
-
-    _fields_ = [
-        ("layer", c_int32),
-        ("type", c_int32),
-        ("ne0", c_int64),
-        ("ne1", c_int64),
-        ("n_experts", c_int32),
-        ("file", c_int32),
-        ("offset", c_int64),
-        ("stride", c_int64),
-        ("name", c_char * 64),
-    ]
-
-
 class CacheConfigStruct(ctypes.Structure):
     """struct moeedge_cache_config."""
 
@@ -130,77 +103,11 @@ class CacheConfigStruct(ctypes.Structure):
         ("n_experts", c_int32),
         ("files", POINTER(c_char_p)),
         ("n_files", c_int32),
-        ("tensors", POINTER(ExpertTensorStruct)),
+        ("tensors", c_void_p),  # array of struct moeedge_expert_tensor
         ("n_tensors", c_int32),
         ("ratio", c_double),
         ("n_stage", c_int32),
         ("link_latency_s", c_double),
-    ]
-
-
-class CacheInfoStruct(ctypes.Structure):
-    """struct moeedge_cache_info."""
-
-    _fields_ = [
-        ("n_groups", c_int32),
-        ("n_layers", c_int32),
-        ("n_experts", c_int32),
-        ("n_stage", c_int32),
-        ("n_slots", c_int64),
-        ("slots_wanted", c_int64),
-        ("pool_bytes", c_int64),
-        ("staging_bytes", c_int64),
-        ("unpinned", c_int32),
-        ("is_host", c_int32),
-        ("lost", c_int32),
-        ("device", c_char * 64),
-        ("description", c_char * 128),
-    ]
-
-
-class CacheStatsStruct(ctypes.Structure):
-    """struct moeedge_cache_stats."""
-
-    _fields_ = [
-        (name, c_int64)
-        for name in (
-            "uploads",
-            "evictions",
-            "cancelled",
-            "failed",
-            "bytes_moved",
-            "transfers",
-            "transfer_ns",
-            "plans",
-            "slots_used",
-            "in_flight",
-            "queued",
-            "blocks",
-            "blocks_unknown",
-            "pairs",
-            "pairs_device",
-            "unique",
-            "unique_device",
-            "partition_ns",
-            "cpu_ns",
-            "device_ns",
-            "wait_ns",
-            "pinned",
-            "lost",
-        )
-    ]
-
-
-class MemoryUseStruct(ctypes.Structure):
-    """struct moeedge_memory_use."""
-
-    _fields_ = [
-        ("buffer_type", c_char * 64),
-        ("device", c_char * 64),
-        ("on_gpu", c_int32),
-        ("weights", c_int64),
-        ("memory", c_int64),
-        ("compute", c_int64),
     ]
 
 
@@ -244,10 +151,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_instance_configure": (c_int, [c_int64, c_int, c_int, c_int, c_int]),
     "moeedge_instance_read_counts": (c_int, [c_int64, POINTER(c_uint32)]),
     "moeedge_instance_frames": (c_int, [c_int64, c_int64, POINTER(FrameStruct), c_int]),
-    "moeedge_instance_stats": (c_int, [c_int64, POINTER(StatsStruct)]),
+    "moeedge_instance_stats": (c_int, [c_int64, c_void_p]),
     "moeedge_instance_threads": (c_int, [c_int64]),
     "moeedge_imagined_gpu": (c_void_p, []),
-    "moeedge_memory_uses": (c_int, [c_void_p, c_void_p, c_int, POINTER(MemoryUseStruct), c_int]),
+    "moeedge_memory_uses": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "moeedge_instance_set_capture": (c_int, [c_int64, c_int, c_int, c_int, c_int]),
     "moeedge_instance_captured": (c_int, [c_int64, c_int, POINTER(CapturedStruct)]),
     "moeedge_instance_set_hook": (c_int, [c_int64, BLOCK_HOOK, c_void_p]),
@@ -258,7 +165,7 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "moeedge_last_error": (c_char_p, []),
     "moeedge_cache_create": (c_int64, [POINTER(CacheConfigStruct)]),
     "moeedge_cache_destroy": (c_int, [c_int64]),
-    "moeedge_cache_get_info": (c_int, [c_int64, POINTER(CacheInfoStruct)]),
+    "moeedge_cache_get_info": (c_int, [c_int64, c_void_p]),
     "moeedge_cache_groups": (c_int, [c_int64, c_void_p, c_void_p, c_void_p]),
     "moeedge_cache_plan": (c_int, [c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
     "moeedge_cache_demand": (
@@ -267,7 +174,7 @@ _CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "moeedge_cache_set_batch": (c_int, [c_int64, c_int]),
     "moeedge_cache_residency": (c_int, [c_int64, c_void_p]),
-    "moeedge_cache_get_stats": (c_int, [c_int64, POINTER(CacheStatsStruct)]),
+    "moeedge_cache_get_stats": (c_int, [c_int64, c_void_p]),
     "moeedge_cache_blocks": (c_int, [c_int64, c_int64, c_void_p, c_int]),
     "moeedge_cache_drain": (c_int, [c_int64, c_double]),
     "moeedge_cache_clear": (c_int, [c_int64]),

@@ -10,43 +10,37 @@ backend that it is attached to computes with those that have arrived. Nothing he
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import weakref
 from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import (
-    BLOCK_RECORD,
-    CacheConfigStruct,
-    CacheInfoStruct,
-    CacheStatsStruct,
-    ExpertTensorStruct,
-    PrefillPath,
-)
+from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, PrefillPath
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
+from moeedge.native.structs import TEXT_64, TEXT_128, c_field, c_struct, counter, fill, from_c, gauge
 
 
 @dataclass(frozen=True)
 class ExpertTensor:
     """struct moeedge_expert_tensor: a tensor that holds one slice for each expert of a layer."""
 
-    layer: int
-    type: int  # enum ggml_type
-    ne0: int  # of one expert's slice; 1 for a scale
-    ne1: int  # 1 for biases and scales
-    n_experts: int
-    file: int  # index into the parts of a split model
-    offset: int  # bytes from the start of the file to expert 0
-    stride: int  # bytes from one expert to the next
-    name: str  # in the GGUF file: blk.3.ffn_up_exps.weight
+    layer: int = c_field(c_int32)
+    type: int = c_field(c_int32)  # enum ggml_type
+    ne0: int = c_field()  # of one expert's slice; 1 for a scale
+    ne1: int = c_field()  # 1 for biases and scales
+    n_experts: int = c_field(c_int32)
+    file: int = c_field(c_int32)  # index into the parts of a split model
+    offset: int = c_field()  # bytes from the start of the file to expert 0
+    stride: int = c_field()  # bytes from one expert to the next
+    name: str = c_field(TEXT_64)  # in the GGUF file: blk.3.ffn_up_exps.weight
 
     @property
     def role(self) -> str:
@@ -77,61 +71,59 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What the cache got."""
+    """struct moeedge_cache_info: what the cache has allocated."""
 
-    n_groups: int  # a group: layers whose experts have the same tensors
-    n_layers: int
-    n_experts: int
-    n_stage: int
-    n_slots: int  # of all groups
-    slots_wanted: int  # by the ratio; more than n_slots where the device had no memory for them
-    pool_bytes: int  # on the device
-    staging_bytes: int  # on the host
-    unpinned: bool  # staging memory should be pinned, and the host had none: transfers are slower
-    is_host: bool  # the device's memory is the host's
-    lost: bool
-    device: str
-    description: str
+    n_groups: int = c_field(c_int32)  # a group: layers whose experts have the same tensors
+    n_layers: int = c_field(c_int32)
+    n_experts: int = c_field(c_int32)
+    n_stage: int = c_field(c_int32)
+    n_slots: int = c_field()  # of all groups
+    slots_wanted: int = c_field()  # by the ratio; more than n_slots where the device lacks memory for them
+    pool_bytes: int = c_field()  # on the device
+    staging_bytes: int = c_field()  # on the host
+    unpinned: bool = c_field(c_int32)  # pinned staging memory was not available: transfers are slower
+    is_host: bool = c_field(c_int32)  # the device's memory is the host's
+    lost: bool = c_field(c_int32)
+    device: str = c_field(TEXT_64)
+    description: str = c_field(TEXT_128)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """Counters since the cache was made; differences of two make an interval."""
+    """struct moeedge_cache_stats: figures since the cache was opened.
 
-    uploads: int  # arrived; uploads - evictions = slots_used
-    evictions: int
-    cancelled: int  # asked for by a plan and no longer by the next
-    failed: int
-    bytes_moved: int
-    transfers: int  # begun, of one expert or of several
-    transfer_s: float  # time in which something was on its way
-    plans: int
-    slots_used: int
-    in_flight: int
-    queued: int
-    blocks: int  # MoE blocks computed
-    blocks_unknown: int  # not understood: on the CPU
-    pairs: int  # (token, expert) pairs of batches of at most 64 tokens
-    pairs_device: int
-    unique: int  # experts per block of such batches
-    unique_device: int
-    partition_s: float  # our own work: split, graphs, gather, scatter, submit
-    cpu_s: float
-    device_s: float
-    wait_s: float  # the CPU's part was done, the device's not
-    pinned: int  # slots in use by a computation
-    lost: bool
+    This is the one table of these statistics: the ctypes structure and the records of the layers above are made from
+    it. Times are in seconds.
+    """
+
+    uploads: int = counter("experts that have arrived; uploads - evictions = slots_used", "experts")
+    evictions: int = counter("experts that gave their slot to another one", "experts")
+    cancelled: int = counter("uploads that a newer plan dropped before they began", "experts")
+    failed: int = counter("uploads whose file could not be read", "experts")
+    bytes_moved: int = counter("bytes of the uploads that have arrived", "bytes")
+    transfers: int = counter("transfers that have begun, each of one expert or of several")
+    transfer_s: float = counter("time in which a transfer was under way", "s")
+    plans: int = counter("plans that were taken over")
+    slots_used: int = gauge("slots that hold an expert", "slots")
+    in_flight: int = gauge("experts under way", "experts")
+    queued: int = gauge("uploads of the plan that have not begun", "experts")
+    blocks: int = counter("MoE blocks computed")
+    blocks_unknown: int = counter("MoE blocks that were not recognised and stayed on the CPU")
+    pairs: int = counter("(token, expert) pairs of batches of at most 64 tokens", "pairs")
+    pairs_hit: int = counter("pairs that the device computed", "pairs")
+    unique: int = counter("distinct experts per block, of batches of at most 64 tokens", "experts")
+    unique_hit: int = counter("distinct experts per block that were resident", "experts")
+    partition_s: float = counter("splitting, building graphs, gathering, scattering, submitting", "s")
+    cpu_s: float = counter("computing blocks on the CPU", "s")
+    device_s: float = counter("computing blocks on the device", "s")
+    wait_s: float = counter("waiting for the device after the CPU's part was done", "s")
+    pinned: int = gauge("slots in use by a computation", "slots")
+    lost: bool = gauge("the device failed and is no longer used")
 
 
-# the fields of CacheStats that are counters, and those in seconds with their names in struct moeedge_cache_stats
-_COUNTERS = [
-    field.name for field in dataclasses.fields(CacheStats) if field.name != "lost" and not field.name.endswith("_s")
-]
-_TIMES = {
-    field.name: field.name.removesuffix("_s") + "_ns"
-    for field in dataclasses.fields(CacheStats)
-    if field.name.endswith("_s")
-}
+_ExpertTensorStruct = c_struct(ExpertTensor)
+_CacheInfoStruct = c_struct(CacheInfo)
+_CacheStatsStruct = c_struct(CacheStats)
 
 
 class ExpertCache:
@@ -146,7 +138,7 @@ class ExpertCache:
         self._last_block = 0
         self.info = self._read_info()
         self._residency = np.zeros((self.info.n_layers, self.info.n_experts), dtype=np.uint8)
-        self._stats = CacheStatsStruct()
+        self._stats = _CacheStatsStruct()
 
     @classmethod
     def open(cls, config: CacheConfig) -> ExpertCache:
@@ -180,12 +172,9 @@ class ExpertCache:
         return status
 
     def _read_info(self) -> CacheInfo:
-        raw = CacheInfoStruct()
+        raw = _CacheInfoStruct()
         self._check(self._library.moeedge_cache_get_info(self._cache, ctypes.byref(raw)))
-        values = {field.name: getattr(raw, field.name) for field in dataclasses.fields(CacheInfo)}
-        for name in ("unpinned", "is_host", "lost"):
-            values[name] = bool(values[name])
-        return CacheInfo(**values | {name: values[name].decode() for name in ("device", "description")})
+        return from_c(CacheInfo, raw)
 
     def groups(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Group of each layer int32 [n_layers] (-1: no experts); slots int32 and bytes per expert int64 [n_groups]."""
@@ -268,18 +257,17 @@ class ExpertCache:
         self._check(self._library.moeedge_cache_residency(self._cache, self._residency.ctypes.data))
         return self._residency
 
+    def _read_stats(self) -> Any:
+        self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(self._stats)))
+        return self._stats
+
     def stats(self) -> CacheStats:
-        """The counters."""
-        raw = self._stats
-        self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(raw)))
-        values = {name: getattr(raw, name) for name in _COUNTERS}
-        seconds = {name: getattr(raw, raw_name) * 1e-9 for name, raw_name in _TIMES.items()}
-        return CacheStats(**values, **seconds, lost=bool(raw.lost))
+        """The figures since the cache was opened."""
+        return from_c(CacheStats, self._read_stats())
 
     def trouble(self) -> tuple[bool, int]:
-        """Whether the device is lost, and how many blocks were not understood: cheap enough for every step."""
-        raw = self._stats
-        self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(raw)))
+        """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
+        raw = self._read_stats()
         return bool(raw.lost), raw.blocks_unknown
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
@@ -342,11 +330,9 @@ class ExpertCache:
 def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, list[object]]:
     """The C structure, and what it points to."""
     files = (ctypes.c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
-    tensors = (ExpertTensorStruct * len(config.tensors))()
+    tensors = (_ExpertTensorStruct * len(config.tensors))()
     for raw, tensor in zip(tensors, config.tensors, strict=True):
-        for field in dataclasses.fields(tensor):
-            value = getattr(tensor, field.name)
-            setattr(raw, field.name, value.encode() if field.name == "name" else value)
+        fill(raw, tensor)
     struct = CacheConfigStruct(
         device=config.device.encode(),
         emulated_threads=config.emulated_threads,
@@ -356,7 +342,7 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, list[object]]:
         n_experts=config.n_experts,
         files=files,
         n_files=len(files),
-        tensors=tensors,
+        tensors=ctypes.cast(tensors, ctypes.c_void_p),
         n_tensors=len(tensors),
         ratio=config.ratio,
         n_stage=config.n_stage,

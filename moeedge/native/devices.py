@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from ctypes import c_bool, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import MemoryUseStruct
 from moeedge.native.library import ggml, load
+from moeedge.native.structs import TEXT_64, c_field, c_struct, from_c
 
 _KINDS = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL"}  # enum ggml_backend_dev_type
 _OUR_DEVICE = "MOEEDGE"
@@ -100,14 +100,17 @@ DRY_RUN_GPU = "imagined"  # the name by which the engine asks for it
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that a context and its model have in buffers of one type."""
+    """struct moeedge_memory_use: bytes that a context and its model have in buffers of one type."""
 
-    buffer_type: str  # llama.cpp's name: CPU, CPU_REPACK, CUDA0, ...
-    device: str  # the GPU's name; empty: the CPU's
-    on_gpu: bool  # False: in the machine's memory
-    weights_bytes: int
-    memory_bytes: int  # KV cache and recurrent states
-    compute_bytes: int
+    buffer_type: str = c_field(TEXT_64)  # llama.cpp's name: CPU, CPU_REPACK, CUDA0, ...
+    device: str = c_field(TEXT_64)  # the GPU's name; empty: the CPU's
+    on_gpu: bool = c_field(c_int32)  # False: in host memory
+    weights_bytes: int = c_field()
+    memory_bytes: int = c_field()  # KV cache and recurrent states
+    compute_bytes: int = c_field()
+
+
+_MemoryUseStruct = c_struct(MemoryUse)
 
 
 def dry_run_gpu() -> int:
@@ -124,11 +127,8 @@ def memory_uses(llama: Any, context: Any, *, simulated: bool) -> list[MemoryUse]
     breakdown = getattr(llama, _BREAKDOWN, None)
     if breakdown is None:
         raise BackendError("The installed llama.cpp does not tell what it allocates.", "Install moeedge again.")
-    found = (MemoryUseStruct * _MAX_USES)()
+    found = (_MemoryUseStruct * _MAX_USES)()
     count = load().moeedge_memory_uses(ctypes.cast(breakdown, ctypes.c_void_p), context, simulated, found, _MAX_USES)
     if count < 0:
         raise BackendError(f"llama.cpp's account of its memory cannot be read (code {count}).")
-    return [
-        MemoryUse(one.buffer_type.decode(), one.device.decode(), bool(one.on_gpu), one.weights, one.memory, one.compute)
-        for one in found[:count]
-    ]
+    return [from_c(MemoryUse, use) for use in found[:count]]

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import FrameStruct, OffloadScope, StatsStruct
+from moeedge.native.abi import FrameStruct, OffloadScope
 from moeedge.native.library import load
+from moeedge.native.structs import c_struct, counter, from_c
 
 Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 
@@ -41,12 +42,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class SensorStats:
-    """The backend's own counters since the context was made; seconds."""
+    """struct moeedge_stats: the backend's figures since the context was made. Times are in seconds."""
 
-    graphs: int
-    blocks: int
-    sense_s: float  # finding the MoE blocks, copying ids and weights, counting
-    compute_s: float  # all of graph computation, sensing included
+    graphs: int = counter("graphs (or parts of graphs) computed")
+    blocks: int = counter("MoE blocks seen")
+    sense_s: float = counter("finding the MoE blocks, copying ids and weights, counting", "s")
+    compute_s: float = counter("computing graphs, sensing included", "s")
+
+
+_StatsStruct = c_struct(SensorStats)
 
 
 class Sensor:
@@ -131,9 +135,9 @@ class Sensor:
 
     def stats(self) -> SensorStats:
         """The backend's counters."""
-        raw = StatsStruct()
+        raw = _StatsStruct()
         self._check(self._library.moeedge_instance_stats(self._instance, ctypes.byref(raw)))
-        return SensorStats(raw.graphs, raw.blocks, raw.sense_ns * 1e-9, raw.compute_ns * 1e-9)
+        return from_c(SensorStats, raw)
 
     def threads(self) -> int:
         """Threads that the context asked for in its last decode; 0 before the first."""

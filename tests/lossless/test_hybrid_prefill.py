@@ -62,7 +62,7 @@ def test_logits_of_every_path(ratio: float, model: Path, stock: StockContext) ->
             assert (errors >= TOLERANCE).mean() <= EXCHANGED_ROWS, f"{path}: {errors.max():.2g}"
             assert errors.max() < EXCHANGED_TOLERANCE, f"{path}: {errors.max():.2g}"
             context.trim(0)
-            on_device = after.pairs_device - before.pairs_device
+            on_device = after.pairs_hit - before.pairs_hit
             assert (on_device > 0) == (path != "cpu"), f"{path}: {on_device} pairs on the device"
 
 

@@ -363,7 +363,7 @@ def test_blocks_with_nothing_resident_are_misses(tiny: TinyFactory, n_tokens: in
         cache.attach(sensor)
         context.decode(list(range(n_tokens)), every=True)
         stats = cache.stats()
-        assert (stats.blocks, stats.pairs, stats.pairs_device) == (3, 3 * 4 * n_tokens, 0)
+        assert (stats.blocks, stats.pairs, stats.pairs_hit) == (3, 3 * 4 * n_tokens, 0)
 
 
 # bad input

@@ -73,7 +73,7 @@ def exercise(path: Path, n_threads: int) -> None:
                 capture.raise_error()
                 context.trim(0)
                 cache.blocks()
-        assert cache.stats().pairs_device > 0
+        assert cache.stats().pairs_hit > 0
         RandomPlans(cache, 1).push(1000)
         cache.clear()
         RandomPlans(cache, 2).push(1000)  # the mover is at work while the cache is closed

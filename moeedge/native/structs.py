@@ -1,0 +1,71 @@
+"""Dataclasses that mirror structures of include/moeedge.h: each field is declared once, with its C type.
+
+A field's metadata holds its ctype, and for statistics its unit, its meaning and whether it is a counter. The ctypes
+structure, its conversion and the JSON record are made from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from ctypes import c_char, c_int64
+from typing import Any, TypeVar
+
+Record = TypeVar("Record")
+
+TEXT_64 = c_char * 64
+TEXT_128 = c_char * 128
+
+
+def c_field(ctype: Any = c_int64) -> Any:
+    """A field of a structure, int64 unless said otherwise."""
+    return dataclasses.field(metadata={"ctype": ctype})
+
+
+def counter(meaning: str, unit: str = "") -> Any:
+    """A statistic that only grows: the difference of two readings is the figure of the interval."""
+    return _statistic(meaning, unit, is_counter=True)
+
+
+def gauge(meaning: str, unit: str = "") -> Any:
+    """A statistic that holds at the moment of reading."""
+    return _statistic(meaning, unit, is_counter=False)
+
+
+def _statistic(meaning: str, unit: str, *, is_counter: bool) -> Any:
+    # the structure counts nanoseconds where the dataclass has seconds
+    metadata = {"ctype": c_int64, "unit": unit, "meaning": meaning, "is_counter": is_counter}
+    return dataclasses.field(default=0, metadata=metadata)
+
+
+def counters(record: Any) -> tuple[str, ...]:
+    """The names of the counters among the fields of a dataclass of statistics."""
+    return tuple(field.name for field in dataclasses.fields(record) if field.metadata.get("is_counter"))
+
+
+def c_struct(record: Any) -> type[ctypes.Structure]:
+    """The ctypes structure with the fields of a dataclass, in their order."""
+    members = [(field.name, field.metadata["ctype"]) for field in dataclasses.fields(record)]
+    return type(record.__name__ + "Struct", (ctypes.Structure,), {"_fields_": members})
+
+
+def from_c(record: type[Record], raw: ctypes.Structure) -> Record:
+    """The dataclass `record` with the values of its structure: flags as bool, text as str."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(raw, field.name)
+        if isinstance(value, bytes):
+            value = value.decode()
+        elif field.type in (bool, "bool"):
+            value = bool(value)
+        elif field.metadata.get("unit") == "s":
+            value *= 1e-9
+        values[field.name] = value
+    return record(**values)
+
+
+def fill(raw: ctypes.Structure, record: Any) -> None:
+    """Copy the values of a dataclass into its structure."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        setattr(raw, field.name, value.encode() if isinstance(value, str) else value)
