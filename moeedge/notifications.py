@@ -23,3 +23,7 @@ class Notification:
 
 
 Notify = Callable[[Notification], None]
+
+
+def ignore(notification: Notification) -> None:
+    """A `Notify` for callers that show nothing."""

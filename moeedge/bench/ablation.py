@@ -20,6 +20,7 @@ from moeedge.engine.loading import load_draft, load_target, resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
+from moeedge.notifications import Notify, ignore
 from moeedge.policies.sp_moe import cutoff_layer
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.stats import PlacementStats
@@ -184,12 +185,12 @@ class _AblationArm:
         )
 
 
-def solved_cutoff(config: EngineConfig, tell: Callable[[str], None] | None = None) -> tuple[int, str]:
+def solved_cutoff(config: EngineConfig, notify: Notify = ignore) -> tuple[int, str]:
     """SP-MoE's cutoff layer from the calibrated unit times, and a sentence that says where it comes from.
 
     Section 3.2: the experts of all layers before it fit the slots and arrive while the draft works.
     """
-    with Session.open(replace(config, placement=replace(config.placement, policy=POLICY)), tell=tell) as session:
+    with Session.open(replace(config, placement=replace(config.placement, policy=POLICY)), notify=notify) as session:
         info, calibration, placement = session.info, session.calibration, session.placement
         if placement is None:
             raise InputError("No experts lie on a device: there is nothing to take apart.", "Try -dev emulated.")

@@ -8,7 +8,7 @@ one more cache and the reference beside it, once more: ratios stay those of neig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
+from moeedge.notifications import Notify, ignore
 
 # contexts are asked for in steps of what llama.cpp pads to
 _CONTEXT_STEP = 256
@@ -53,13 +54,14 @@ def open_arms(
     models: tuple[Model, Model | None],
     stack: ExitStack,
     *,
-    tell: Callable[[str], None] | None = None,
+    notify: Notify = ignore,
 ) -> list[BenchArm]:
-    """A session per mode; the contexts are separate, the weights are not. `tell`: as for Session.open."""
+    """A session per mode; the contexts are separate, the weights are not. `notify`: as for Session.open."""
     target, draft = models
     return [
         BenchArm(
-            mode, stack.enter_context(Session.open(mode_config(base, mode), model=target, draft_model=draft, tell=tell))
+            mode,
+            stack.enter_context(Session.open(mode_config(base, mode), model=target, draft_model=draft, notify=notify)),
         )
         for mode in modes
     ]

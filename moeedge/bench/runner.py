@@ -111,11 +111,12 @@ class Bench:
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[BenchArm]:
         assert self._models is not None
-        arms = open_arms(self._base, modes, self._models, stack, tell=self._note)
+        arms = open_arms(
+            self._base, modes, self._models, stack, notify=lambda notification: self._note(notification.text)
+        )
         for arm in arms:
             for note in arm.session.info.notes:
                 self._note(note)
-            arm.session.on_note = self._note  # what goes off later: a lost device
         return arms
 
     def _note(self, text: str) -> None:

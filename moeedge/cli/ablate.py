@@ -148,11 +148,11 @@ def _measure(
     repetitions: int,
 ) -> list[AblationRow]:
     from moeedge.bench.ablation import figure_12, figure_14, run_ablation, solved_cutoff
-    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.console import notifier, say, stderr_console
 
     err = stderr_console()
     if cutoffs is None:
-        solved, sentence = solved_cutoff(config, tell=lambda line: say(err, line))
+        solved, sentence = solved_cutoff(config, notifier(err))
         say(err, sentence)
         cutoffs = [solved]
     variants = figure_12(cutoffs[0]) if len(cutoffs) == 1 else figure_14(cutoffs)

@@ -37,7 +37,7 @@ def calibrate(
     """
     limit_openmp_spin(device, may_emulate=model is None or paths.is_bundled(model))
     from moeedge.engine.session import Session
-    from moeedge.ui.console import say, stderr_console, stdout_console
+    from moeedge.ui.console import notifier, say, stderr_console, stdout_console
     from moeedge.ui.engine_views import print_calibration
 
     with cli_errors():
@@ -57,7 +57,7 @@ def calibrate(
         if verbose:
             show_log()
         err = stderr_console()
-        with Session.open(config, tell=lambda line: say(err, line)) as session:
+        with Session.open(config, notify=notifier(err)) as session:
             info, calibration = session.info, session.calibration
         for note in info.notes:
             say(err, note)

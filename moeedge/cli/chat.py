@@ -161,12 +161,10 @@ class _Talk:
     def run(self, *, single_turn: bool, as_json: bool, stats: bool) -> int:
         """Answer the conversation's open question, or chat where there is none. Returns the exit code."""
         from moeedge.engine.session import Session
-        from moeedge.ui.console import say, stderr_console
+        from moeedge.ui.console import notifier, stderr_console
 
-        err = stderr_console()
-        with Session.open(self.config, tell=lambda line: say(err, line)) as session:
+        with Session.open(self.config, notify=notifier(stderr_console())) as session:
             notes = layer_notes(self.config.n_gpu_layers or 0)
-            session.on_note = lambda line: say(err, line, style="yellow")
             if self.conversation.messages:
                 code = self._one_shot(session, notes, as_json=as_json)
             else:

@@ -157,11 +157,11 @@ class _Task:
         from moeedge.engine.session import Session
         from moeedge.ui.chat.interrupt import Interrupt
         from moeedge.ui.chat.repl import header_line, hints
-        from moeedge.ui.console import say, stderr_console
+        from moeedge.ui.console import notifier, say, stderr_console
         from moeedge.ui.progress import ProfileProgress
 
         err = stderr_console()
-        with Session.open(self.config, tell=lambda line: say(err, line)) as session:
+        with Session.open(self.config, notify=notifier(err)) as session:
             n_layers = session.model.info.n_layers
             if self.layers is not None:
                 wanted = parse_layers(self.layers, n_layers)

@@ -20,6 +20,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.memory import choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
+from moeedge.notifications import Notification, Notify, ignore
 from moeedge.scheduler.manager import ExpertPlacement
 from moeedge.scheduler.opening import Opened, check_policy, open_placement
 from moeedge.scheduler.stats import PlacementStats, StepRecord
@@ -28,19 +29,6 @@ Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 _RESERVED_TOKENS = 4
-
-
-class _LateNotes:
-    """Sentences that come up while the session runs: kept in `sentences`, and told to the listener."""
-
-    def __init__(self, sentences: list[str]) -> None:
-        self.listener: Callable[[str], None] | None = None
-        self._sentences = sentences
-
-    def add(self, text: str) -> None:
-        self._sentences.append(text)
-        if self.listener is not None:
-            self.listener(text)
 
 
 class Session:
@@ -63,8 +51,9 @@ class Session:
         draft_context: Context | None,
         info: EngineInfo,
         opened: Opened,
-        late_notes: _LateNotes,
         resources: ExitStack,
+        *,
+        notify: Notify,
     ) -> None:
         self.config = config
         self.target = target
@@ -74,8 +63,10 @@ class Session:
         self.gamma = info.gamma
         self.n_keep = 1 if target.model.adds_bos else 0
         self.observers: list[Observer] = []
-        self._late_notes = late_notes
+        self.notify = notify
         self.placement: ExpertPlacement | None = opened.placement
+        if self.placement is not None:
+            self.placement.notify = self._report
         self.calibration = opened.calibration
         self._loop: SpeculativeLoop | None = None
         self._resources = resources
@@ -87,12 +78,13 @@ class Session:
         *,
         model: Model | None = None,
         draft_model: Model | None = None,
-        tell: Callable[[str], None] | None = None,
+        notify: Notify = ignore,
     ) -> Session:
         """Loads the model, checks and loads the draft, makes the contexts; raises MoeedgeError with a mend.
 
         A model that is given is shared with other sessions: it is not loaded again and stays open afterwards.
-        tell: gets a sentence before anything that takes a while.
+        notify: called before anything that takes a while, and when something goes off in the middle of an answer (a
+        lost device); the attribute of the same name may be replaced later.
         """
         check_policy(config.placement)
         device = resolve_device(config)
@@ -114,10 +106,7 @@ class Session:
                 draft_context = stack.enter_context(_make_context(config, draft_model, target.n_ctx))
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             info = _describe(config, target, draft, draft_model, notes)
-            late = _LateNotes(notes)
-            opened = open_placement(
-                config, device, target, draft_context, gamma=info.gamma, give_note=late.add, tell=tell
-            )
+            opened = open_placement(config, device, target, draft_context, gamma=info.gamma, notify=notify)
             if opened.placement is not None:
                 stack.callback(opened.placement.close)
                 if isinstance(draft, ModelDraft):
@@ -126,7 +115,7 @@ class Session:
                         draft.on_token = opened.placement.drafted
             notes.extend(opened.notes)
             info = _placed(info, opened)
-            return cls(config, target, draft, draft_context, info, opened, late, stack.pop_all())
+            return cls(config, target, draft, draft_context, info, opened, stack.pop_all(), notify=notify)
 
     @property
     def model(self) -> Model:
@@ -180,7 +169,7 @@ class Session:
             Sampler(sampling, self.model.info.n_vocab),
             prompt,
             placement=self.placement,
-            observe=self._notify,
+            observe=self._call_observers,
             cancel=cancel,
         )
         self._loop = loop
@@ -195,18 +184,13 @@ class Session:
             cancel=cancel,
         )
 
-    def _notify(self, record: StepRecord) -> None:
+    def _call_observers(self, record: StepRecord) -> None:
         for observer in self.observers:
             observer(record, self)
 
-    @property
-    def on_note(self) -> Callable[[str], None] | None:
-        """Called with a sentence when something goes off in mid-answer (a lost device); info.notes gets it, too."""
-        return self._late_notes.listener
-
-    @on_note.setter
-    def on_note(self, listener: Callable[[str], None] | None) -> None:
-        self._late_notes.listener = listener
+    def _report(self, notification: Notification) -> None:
+        self.info.notes.append(notification.text)
+        self.notify(notification)
 
     def placement_stats(self) -> PlacementStats | None:
         """Counters of expert placement since the session began; None without a device."""
@@ -223,7 +207,10 @@ class Session:
     def close(self) -> None:
         """Frees contexts and models; closing twice is harmless."""
         self._resources.close()
-        self._loop = None  # it holds us: what the policy learned would stay until Python looks for circles
+        # both hold this session: what the policy learned would stay in memory until the garbage collector runs
+        self._loop = None
+        if self.placement is not None:
+            self.placement.notify = ignore
 
     def __enter__(self) -> Session:
         return self

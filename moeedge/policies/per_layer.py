@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.counting import count_ids
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Resident
 
 FloatArray = NDArray[np.float32]
@@ -39,11 +40,7 @@ def layers_after(shape: CacheShape, layer: int, n: int = 1) -> NDArray[np.intp]:
 
 def predicted_counts(hints: ExpertPrediction, shape: CacheShape) -> FloatArray:
     """How many of the tokens to come will use each expert, float32 [n_layers, n_experts], as `hints` has it."""
-    ids = hints.layer_ids
-    # one bin in front of each layer's experts takes the -1
-    cells = ids.reshape(shape.n_layers, -1) + 1 + np.arange(shape.n_layers)[:, None] * (shape.n_experts + 1)
-    counted = np.bincount(cells.ravel(), minlength=shape.n_layers * (shape.n_experts + 1))
-    return counted.reshape(shape.n_layers, -1)[:, 1:].astype(np.float32)
+    return count_ids(hints.layer_ids, shape.n_experts).astype(np.float32)
 
 
 class PerLayerPlanner:

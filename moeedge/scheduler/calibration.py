@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from typing import Any, Literal, cast
 from moeedge import paths
 from moeedge.llama.context import Context
 from moeedge.native.cache import ExpertCache
+from moeedge.notifications import Notification, Notify
 from moeedge.paths import whole
 from moeedge.policies.base import CacheShape
 from moeedge.policies.config import PolicyConfig
@@ -128,7 +128,7 @@ def calibrate(
     *,
     device_label: str,
     emulated_threads: int,
-    tell: Callable[[str], None] | None = None,
+    notify: Notify,
 ) -> Calibration | None:
     """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
 
@@ -140,8 +140,7 @@ def calibrate(
             return Calibration.from_json(_file(conditions).read_text(encoding="utf-8"))
     if not requested.calibrate or target.n_ctx < CONTEXT_MIN:
         return None
-    if tell is not None:
-        tell(f"Measuring experts on the CPU and on {device_label}, which takes a while; the result is kept.")
+    notify(Notification(f"Measuring experts on the CPU and on {device_label}; this takes a while, once."))
     policy = make_policy(requested.policy, shape, settings)
     measured = measure(target, draft, cache, policy, cap=requested.utility_cap, n_verified=settings.gamma + 1)
     if measured is None:

@@ -7,6 +7,7 @@ One step of speculative decoding, seen from the policy:
     push        the store moves experts while the draft model works
     plan_draft  the entire next batch: that token and the drafts
     push        the store moves what the drafts changed, then the batch is verified
+    push_layer  before each layer of the verification, for policies that plan layer by layer
 
 The engine, the calibration, the synthetic benchmark, the replay and the simulator drive policies through this class
 alone, so that a policy sees the same calls in the same order wherever it runs. It has no clock: the caller counts time.
@@ -20,10 +21,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import ExpertPrediction, LayerPolicy, Observation, Plan, Policy, Resident
+from moeedge.policies.base import (
+    ExecutionModel,
+    ExpertPrediction,
+    LayerPolicy,
+    Observation,
+    Plan,
+    Policy,
+    Resident,
+)
 
-# limits a new plan before it is pushed: (plan, prediction that it was made from) -> plan
-PlanFilter = Callable[[Plan, "ExpertPrediction | None"], Plan]
+# changes a new plan before it is pushed: (plan, the prediction that it was made from) -> plan
+PlanFilter = Callable[[Plan, ExpertPrediction | None], Plan]
 
 
 class ExpertStore(Protocol):
@@ -32,28 +41,40 @@ class ExpertStore(Protocol):
     def residency(self) -> Resident:
         """uint8 or bool [n_layers, n_experts]: 0 absent, 1 resident, 2 in flight."""
 
-    def push(self, plan: Plan) -> None:
+    def push(self, plan: Plan) -> object:
         """Replaces what is queued by `plan`."""
 
 
 class StepDriver:
     """Drives one policy over one store.
 
-    filter_plan: applied to every plan of `plan_next` and `plan_draft`, e.g. to keep what was predicted only.
+    execution_model: obeyed instead of the policy's own. filter_plan: applied to every plan of `plan_next` and
+    `plan_draft`, e.g. to keep only what was predicted.
     """
 
     def __init__(
-        self, policy: Policy, store: ExpertStore, n_layers: int, *, filter_plan: PlanFilter | None = None
+        self,
+        policy: Policy,
+        store: ExpertStore,
+        *,
+        execution_model: ExecutionModel | None = None,
+        filter_plan: PlanFilter | None = None,
     ) -> None:
         self.policy = policy
         self.store = store
         self.pending: Plan | None = None  # made, and not pushed yet
-        self._n_layers = n_layers
         self._filter_plan = filter_plan
-        self._wants_hidden_states = "draft-states" in policy.required_inputs
+        within_step = (execution_model or policy.execution_model).prefetch_within_step
+        self._layer_policy = policy if within_step and isinstance(policy, LayerPolicy) else None
+        self._reads_hidden_states = "draft-states" in policy.required_inputs
+
+    @property
+    def plans_layers(self) -> bool:
+        """Whether `push_layer` does anything."""
+        return self._layer_policy is not None
 
     def begin_text(self) -> None:
-        """A new conversation begins; what the policy learned about the model may stay."""
+        """A new conversation begins; the policy may keep what it learned about the model."""
         self.policy.reset()
 
     def observe(self, observation: Observation) -> None:
@@ -61,7 +82,7 @@ class StepDriver:
         self.policy.observe(observation)
 
     def plan_next(self, tokens: Sequence[int]) -> Plan:
-        """Plans for the next batch, of which the first token is known; none at worst."""
+        """Plans for the next batch before it is drafted; `tokens` is its first token, or empty where it is unknown."""
         return self._plan(tokens, None)
 
     def plan_draft(
@@ -70,30 +91,29 @@ class StepDriver:
         prediction: ExpertPrediction | None = None,
         hidden_states: NDArray[np.float32] | None = None,
     ) -> Plan:
-        """Plans for a batch whose tokens are known: the one emitted last, and the drafts.
+        """Plans for a batch whose tokens are known: the token emitted last, and the drafts.
 
-        prediction: of the experts, by someone who reads hidden states. hidden_states: float32 [n_states, n_embd], the
-        draft's, of the first tokens of the batch; used where the policy reads them and there is no prediction.
+        prediction: of the batch's experts. hidden_states: float32 [n_states, n_embd], the draft's, of the first tokens
+        of the batch; used where the policy reads them and there is no prediction.
         """
-        if prediction is None and hidden_states is not None and self._wants_hidden_states:
-            prediction = ExpertPrediction.of_hidden_states(hidden_states, self._n_layers)
+        if prediction is None and hidden_states is not None and self._reads_hidden_states:
+            prediction = ExpertPrediction.of_hidden_states(hidden_states, len(self.store.residency()))
         return self._plan(tokens, prediction)
 
-    def plan_layer(self, layer: int, prediction: ExpertPrediction | None = None) -> None:
-        """Plans and pushes before `layer` of a verification, where the policy plans layer by layer."""
-        policy = self.policy
-        if policy.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
-            self.store.push(policy.plan_layer(layer, self.store.residency(), prediction))
-
     def push(self) -> Plan | None:
-        """Hands the pending plan to the store; returns it, None where there is none."""
+        """Hands the pending plan to the store and returns it; None where there is none."""
         plan, self.pending = self.pending, None
         if plan is not None:
             self.store.push(plan)
         return plan
 
+    def push_layer(self, layer: int, prediction: ExpertPrediction | None = None) -> None:
+        """Plans and pushes at once before `layer` of a verification, where the policy plans layer by layer."""
+        if self._layer_policy is not None:
+            self.store.push(self._layer_policy.plan_layer(layer, self.store.residency(), prediction))
+
     def discard(self) -> None:
-        """Drops the pending plan: the device is lost."""
+        """Drops the pending plan, e.g. when the device is lost."""
         self.pending = None
 
     def _plan(self, tokens: Sequence[int], prediction: ExpertPrediction | None) -> Plan:

@@ -14,6 +14,7 @@ from moeedge.errors import BackendError, MoeedgeError
 from moeedge.native import ActivationCapture, Sensor
 from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
+from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import ExpertPrediction, Plan, Policy
 from moeedge.scheduler.on_demand import LayerHook
 from moeedge.scheduler.prediction import Drafting, DraftRouterPredictor, foretold_cells
@@ -28,7 +29,7 @@ class ExpertPlacement:
     """Implements speculative.Placement over one ExpertCache, which it attaches and, in `close`, frees.
 
     read_vram: used and total bytes of the device, None where nobody knows.
-    give_note: called with a sentence when something that was on goes off: a lost device, blocks not understood.
+    notify: called when something that was on goes off: a lost device, blocks not understood.
     on_lost: called once when the device is lost.
     scores: where the routers' probabilities are kept, for a policy that needs them.
     within: called before each block of the target. foresight: of the draft's hidden states.
@@ -46,7 +47,6 @@ class ExpertPlacement:
         cache_ratio: float,
         expert_layers: Sequence[int],
         read_vram: Callable[[], tuple[int, int] | None],
-        give_note: Callable[[str], None],
         on_lost: Callable[[], None] = lambda: None,
         scores: ActivationCapture | None = None,
         within: LayerHook | None = None,
@@ -62,7 +62,7 @@ class ExpertPlacement:
         self._sensor = sensor
         self._expert_layers = list(expert_layers)
         self._read_vram = read_vram
-        self._give_note = give_note
+        self.notify: Notify = ignore
         self._on_lost = on_lost
         self._watcher = RoutingReader(sensor, scores)
         self.within = within
@@ -223,13 +223,16 @@ class ExpertPlacement:
             self._plan = None
             self._switch()
             self._on_lost()
-            self._give_note(f"The device {self.device} is lost: all experts are computed on the CPU from here on.")
+            self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
         if n_unknown and not self._told_unknown and not self._lost:
             self._told_unknown = True
-            self._give_note(
+            self._warn(
                 "There are blocks of experts that moeedge does not understand, or that the device cannot compute or "
                 "has no memory for: they run on the CPU, whatever lies on the device."
             )
+
+    def _warn(self, text: str) -> None:
+        self.notify(Notification(text, Level.WARNING))
 
     def rest(self, timeout_s: float) -> None:
         """Lets what was planned arrive, for at most `timeout_s`, and drops the rest: nothing moves when it returns.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
+from moeedge.notifications import Notify
 from moeedge.policies.base import CacheShape, Policy
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
@@ -57,13 +57,12 @@ def open_placement(
     draft: Context | None,
     *,
     gamma: int,
-    give_note: Callable[[str], None],
-    tell: Callable[[str], None] | None = None,
+    notify: Notify,
 ) -> Opened:
     """The placement of `target`'s experts on `device`. The caller closes it before it frees the contexts.
 
     draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation.
-    tell: gets a sentence before the device is measured.
+    notify: called before the device is measured.
     """
     if config.mode == "stock" or target.sensor is None:
         return Opened(None)
@@ -75,7 +74,7 @@ def open_placement(
         if idle:
             notes.append(f"There is no device for experts: --ablate {', '.join(idle)} has no effect.")
         return Opened(None, notes)
-    opening = _Opening(config, device, target, draft, gamma, give_note, tell, notes)
+    opening = _Opening(config, device, target, draft, gamma, notify, notes)
     with ExitStack() as stack:
         cache = opening.open_cache(stack)
         if cache is None:
@@ -93,8 +92,7 @@ class _Opening:
     target: Context
     draft: Context | None
     gamma: int
-    give_note: Callable[[str], None]
-    tell: Callable[[str], None] | None
+    notify: Notify
     notes: list[str]
 
     def open_cache(self, stack: ExitStack) -> ExpertCache | None:
@@ -204,7 +202,7 @@ class _Opening:
             settings,
             device_label=self.device.label,
             emulated_threads=self._emulated_threads() if self.device.kind == "emulated" else 0,
-            tell=self.tell,
+            notify=self.notify,
         )
         calibration = self._at_least_the_link(calibration, cache)
         self._describe(cache)
@@ -236,7 +234,6 @@ class _Opening:
             cache_ratio=cache.info.n_slots / (info.n_expert_layers * info.n_experts),
             expert_layers=info.expert_layers,
             read_vram=lambda: self._memory(cache),
-            give_note=self.give_note,
             on_lost=self._forget_worker,
             scores=self._scores(policy),
             within=within,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.counting import count_ids
 from moeedge.native import ActivationCapture, CaptureFlags, Frame, Sensor
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
@@ -105,12 +106,3 @@ def routing(frame: Frame) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         ids[layer, :first] = -1
         weights[layer, :first] = 0.0
     return ids, weights
-
-
-def count_ids(ids: NDArray[np.int32], n_experts: int) -> NDArray[np.int64]:
-    """Activations int64 [n_layers, n_experts] in `ids` [n_layers, n_tokens, n_used], -1 left out."""
-    n_layers = ids.shape[0]
-    # one bin in front of each layer's experts takes the -1
-    cells = ids.reshape(n_layers, -1) + 1 + np.arange(n_layers)[:, None] * (n_experts + 1)
-    counted = np.bincount(cells.ravel(), minlength=n_layers * (n_experts + 1)).reshape(n_layers, n_experts + 1)
-    return counted[:, 1:]

@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.counting import count_ids
 from moeedge.errors import InputError
 from moeedge.trace.steps import Steps, recorded_steps, simulated_steps, text_steps
 from moeedge.trace.summary import speculation
@@ -123,7 +124,10 @@ class Schedule:
         ids = trace.ids[rows].astype(np.int32)  # [tokens, n_layers, k]
         ids[ids == trace.sentinel] = -1
         lengths = np.diff(self.starts[first : last + 1])
-        counts = _count(ids, np.repeat(np.arange(last - first), lengths), last - first, n_experts)
+        batch_of = np.repeat(np.arange(last - first), lengths)  # [tokens]
+        row_of = batch_of[:, None, None] * n_layers + np.arange(n_layers)[:, None]
+        by_row = count_ids(ids, n_experts, rows=row_of, n_rows=(last - first) * n_layers)
+        counts = by_row.reshape(last - first, n_layers, n_experts).astype(np.int32)
         tokens = trace.token[rows]
         known = bool((tokens >= 0).all()) if tokens.size else False
         blocks = _blocks(ids, lengths)
@@ -151,15 +155,6 @@ class Schedule:
         known = np.isfinite(hidden_states[rows[:-1]]).all(axis=1)
         n_known = int(np.argmin(known)) if not known.all() else known.size
         return hidden_states[rows[:n_known]].astype(np.float32) if n_known else None
-
-
-def _count(ids: NDArray[np.int32], batch_of: NDArray[np.int64], n_batches: int, n_experts: int) -> NDArray[np.int32]:
-    """Activations [n_batches, n_layers, n_experts] of ids [tokens, n_layers, k]; `batch_of` [tokens]."""
-    n_layers = ids.shape[1]
-    cells = (batch_of[:, None, None] * n_layers + np.arange(n_layers)[:, None]) * n_experts + ids
-    flat = cells.reshape(-1) if ids.min(initial=0) >= 0 else cells[ids >= 0]
-    counted = np.bincount(flat, minlength=n_batches * n_layers * n_experts)
-    return counted.reshape(n_batches, n_layers, n_experts).astype(np.int32)
 
 
 def _blocks(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[NDArray[np.int32]]:

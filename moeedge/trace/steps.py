@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.counting import count_ids
 from moeedge.trace.trace import DECODE, VERIFY, Trace
 
 Tail = Literal["continuation", "unrelated"]
@@ -106,10 +107,7 @@ def activation_counts(trace: Trace, steps: Steps, layers: list[int]) -> NDArray[
     rows = steps.rows[index, place]
     for column, layer in enumerate(layers):
         ids = trace.layer_ids(layer)[rows]  # [tokens of all steps, k]
-        used = ids >= 0
-        cells = (index[:, None] * n_experts + ids)[used]
-        flat = np.bincount(cells, minlength=len(steps) * n_experts)
-        counts[:, column] = flat.reshape(len(steps), n_experts)
+        counts[:, column] = count_ids(ids, n_experts, rows=index[:, None], n_rows=len(steps))
     return counts
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeedge.errors import InputError
+from moeedge.notifications import Level, Notification, Notify
 from moeedge.ui.figures import Figure
 
 if sys.platform != "win32":
@@ -74,6 +75,15 @@ def say(console: Console, text: str, *, style: str = "dim") -> None:
     """
     with suppress(OSError):
         console.print(text, style=style, soft_wrap=not console.is_terminal)
+
+
+def notifier(console: Console) -> Notify:
+    """Shows notifications on `console`: warnings in yellow."""
+
+    def show(notification: Notification) -> None:
+        say(console, notification.text, style="yellow" if notification.level is Level.WARNING else "dim")
+
+    return show
 
 
 def show_figures(console: Console, figures: list[Figure], *, style: str = "", indent: int = 0) -> None:

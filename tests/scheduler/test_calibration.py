@@ -14,6 +14,7 @@ from moeedge import paths
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
+from moeedge.notifications import Level, Notification
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler import calibration
 from moeedge.scheduler.calibration import Calibration
@@ -182,11 +183,11 @@ def test_streaming_is_compared_over_a_whole_graph(tiny: TinyFactory, monkeypatch
 def test_a_cache_folder_that_cannot_be_made(tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file" / "cache"))
-    told: list[str] = []
-    with Session.open(config(tiny), tell=told.append) as session:
+    told: list[Notification] = []
+    with Session.open(config(tiny), notify=told.append) as session:
         assert session.calibration is not None and not session.calibration.kept
         assert any("the cache folder cannot be written" in note for note in session.info.notes)
-    assert len(told) == 1 and told[0].startswith("Measuring")
+    assert [notification.level for notification in told] == [Level.INFO]
 
 
 def test_a_full_disk_leaves_nothing_behind(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import moeedge.engine.session as session_module
 from moeedge.bench.output_check import ReferenceGap, compare
+from moeedge.counting import count_ids
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
@@ -20,11 +21,11 @@ from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.vram import VramReading
 from moeedge.llama.context import Context
 from moeedge.native.cache import CacheStats, ExpertCache
+from moeedge.notifications import Level, Notification
 from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy, Resident
 from moeedge.scheduler import opening
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.routing_reader import count_ids
 from moeedge.scheduler.stats import PlacementStats
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -366,8 +367,8 @@ def test_trouble_is_told_once(
     """In mid-answer: the listener hears it, the notes keep it, a lost device gets no further plans."""
     assert session.placement is not None
     recorder = record(session)
-    told: list[str] = []
-    session.on_note = told.append
+    told: list[Notification] = []
+    session.notify = told.append
     answer(session, n_predict=8)
     assert told == []
     real = session.placement.cache.stats
@@ -382,8 +383,8 @@ def test_trouble_is_told_once(
     n_plans = len(recorder.upcoming)
     for _ in generation:
         pass
-    assert len(told) == 1 and sentence in told[0]
-    assert session.info.notes[-1] == told[0]
+    assert len(told) == 1 and sentence in told[0].text and told[0].level is Level.WARNING
+    assert session.info.notes[-1] == told[0].text
     lost = "lost" in change
     assert stats_of(session).lost == lost == (not session.placement.active)
     assert (len(recorder.upcoming) == n_plans) == lost
@@ -400,7 +401,7 @@ def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeyp
 
     monkeypatch.setattr(Context, "decode", remember)
     device = ResolvedDevice("gpu", ggml_name="GPU0")
-    maker = opening._Opening(session.config, device, session.target, session.draft_context, 4, print, None, [])
+    maker = opening._Opening(session.config, device, session.target, session.draft_context, 4, print, [])
     maker.settle()
     assert sizes == [(True, 65), (True, 5), (True, 1), (False, 65), (False, 5), (False, 1)]
     assert session.target.tokens == [] and session.draft_context is not None and session.draft_context.tokens == []

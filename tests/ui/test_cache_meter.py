@@ -8,6 +8,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.notifications import Notification, ignore
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.ui.chat.panel import CacheMeter
 from tests.conftest import TinyFactory
@@ -70,7 +71,6 @@ def test_without_a_cache_there_is_nothing_to_count(tiny: TinyFactory) -> None:
 
 def test_what_goes_off_is_kept_for_after_the_answer(session: Session) -> None:
     with CacheMeter(session) as meter:
-        assert session.on_note is not None
-        session.on_note("gone")
+        session.notify(Notification("gone"))
     assert meter.notes == ["gone"]
-    assert session.on_note is None  # as before
+    assert session.notify is ignore  # as before

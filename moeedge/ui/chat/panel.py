@@ -6,7 +6,7 @@ The panel under a streaming answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.box import ROUNDED
@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from moeedge.engine.session import Session
+from moeedge.notifications import Notify, ignore
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.ui.figures import Figure
 
@@ -30,7 +31,7 @@ class CacheMeter:
         self._interval_s = interval_s
         self._read_s = 0.0
         self.notes: list[str] = []
-        self._listener: Callable[[str], None] | None = None
+        self._notify: Notify = ignore  # the session's, while this one takes its place
         self._start: PlacementStats | None = None
         self._newest: PlacementStats | None = None
 
@@ -39,8 +40,8 @@ class CacheMeter:
         return None if start is None or newest is None else newest - start
 
     def __enter__(self) -> CacheMeter:
-        self._listener = self._session.on_note
-        self._session.on_note = self.notes.append
+        self._notify = self._session.notify
+        self._session.notify = lambda notification: self.notes.append(notification.text)
         self._start = self._newest = self._session.placement_stats()
         if self._start is not None:
             self._session.observers.append(self._observe)
@@ -49,7 +50,7 @@ class CacheMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.on_note = self._listener
+        self._session.notify = self._notify
         if self._start is not None:
             self._session.observers.remove(self._observe)
             self._newest = self._session.placement_stats()

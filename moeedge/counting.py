@@ -1,0 +1,29 @@
+"""Counts expert ids: the one way from a router's choices to activations per layer and expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def count_ids(
+    ids: NDArray[np.integer[Any]],
+    n_experts: int,
+    *,
+    rows: NDArray[np.integer[Any]] | None = None,
+    n_rows: int | None = None,
+) -> NDArray[np.int64]:
+    """Activations int64 [n_rows, n_experts] in `ids`, negative ids left out.
+
+    ids: expert numbers of any shape; without `rows` [n_rows, ...], e.g. [n_layers, n_tokens, k]. rows: the row that
+    each id is counted in, in a shape that broadcasts to that of `ids`; then `n_rows` says how many there are.
+    """
+    if rows is None or n_rows is None:
+        n_rows = len(ids)
+        ids = ids.reshape(n_rows, -1)
+        rows = np.arange(n_rows)[:, None]
+    flat_ids = rows * n_experts + ids
+    known = flat_ids.reshape(-1) if ids.min(initial=0) >= 0 else flat_ids[ids >= 0]
+    return np.bincount(known, minlength=n_rows * n_experts).reshape(n_rows, n_experts)
