@@ -34,8 +34,9 @@ from moeedge.analysis.predictors import (
     single_token_predictors,
     speculative_predictors,
 )
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 from moeedge.trace.steps import Steps, activation_counts, recorded_steps
-from moeedge.trace.trace import VERIFY, Trace
 
 if TYPE_CHECKING:
     from moeedge.engine.recording import Recording
@@ -110,7 +111,7 @@ def profile_layers(trace: Trace, layers: Sequence[int]) -> list[LayerProfile]:
 
 def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int) -> list[LayerProfile]:
     """The same for steps cut in another way, such as simulated verification windows of gamma + 1 tokens."""
-    speculative = gamma > 0 and bool((steps.n_tokens > 1).any() or (trace.phase == VERIFY).any())
+    speculative = gamma > 0 and bool((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any())
     text = _text_of(trace, steps)
     profiles = []
     for start in range(0, len(layers), _LAYERS_AT_ONCE):

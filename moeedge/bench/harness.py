@@ -19,7 +19,7 @@ from moeedge.engine.recording import Question, record_routing
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama.model import Model
-from moeedge.trace.trace import Trace
+from moeedge.trace.format import Trace
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 # long enough to take every path once (prefill, draft, verification, plain decoding), short enough not to wait for

@@ -30,8 +30,8 @@ from moeedge.scheduler.stats import StepRecord
 from moeedge.sim.execution import Execution
 from moeedge.sim.machine import Machine, from_units
 from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
+from moeedge.trace.format import Trace
 from moeedge.trace.schedule import as_computed
-from moeedge.trace.trace import Trace
 
 Tell = Callable[[str], None]
 PROMPTS = (

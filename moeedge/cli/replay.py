@@ -13,8 +13,8 @@ from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.sim.replay import ReplayConfig, ReplayRow
+    from moeedge.trace.format import Trace
     from moeedge.trace.schedule import Schedule, TailModel
-    from moeedge.trace.trace import Trace
 
 
 _PROFILE_TEXTS_AT_MOST = 30  # of a tenth

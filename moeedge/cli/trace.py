@@ -129,7 +129,7 @@ def convert(
 
 def _write(found: object, source: Path, out: Path, layout: str) -> None:
     from moeedge.trace.exporters import write_trace
-    from moeedge.trace.trace import Trace
+    from moeedge.trace.format import Trace
     from moeedge.ui.console import say, stderr_console
 
     assert isinstance(found, Trace)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import EngineError, InputError, LayerRangeError
-from moeedge.trace.trace import PREFILL, Trace, TraceMeta, ids_dtype
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 
 if TYPE_CHECKING:
     from moeedge.engine.session import Session
@@ -141,7 +142,7 @@ class TraceCollector:
 
     def _take_prefill(self, frames: list[Frame]) -> None:
         """The rows end with the prompt's last token; the ring keeps only the last frames of a very long one."""
-        frames = [frame for frame in frames if frame.phase == PREFILL]
+        frames = [frame for frame in frames if frame.phase == Phase.PREFILL]
         n_prompt = len(self._text)
         start = n_prompt - sum(frame.n_tokens for frame in frames)
         for frame in frames:
@@ -151,7 +152,7 @@ class TraceCollector:
         self._position = n_prompt
 
     def _take_step(self, frames: list[Frame], record: StepRecord) -> None:
-        frames = [frame for frame in frames if frame.phase != PREFILL]
+        frames = [frame for frame in frames if frame.phase != Phase.PREFILL]
         batch = [self._text[self._position], *record.drafts]
         accepted = np.arange(len(batch)) <= record.n_accepted
         start = 0

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.policies.base import ExpertPrediction
+from moeedge.trace.format import Trace
 from moeedge.trace.schedule import Chunk
-from moeedge.trace.trace import Trace
 
 ACCURACY: dict[str, float] = {"draft-router": 0.88, "next-gate": 0.80}
 _SOURCE_OF = {"draft-inputs": "draft-router", "block-inputs": "next-gate"}  # by what policies need

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.native.abi import Phase
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.registry import BOUNDS, make_policy
@@ -16,8 +17,8 @@ from moeedge.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.sim.machine import Machine
 from moeedge.sim.model_shape import ModelShape
 from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
+from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from moeedge.trace.schedule import Batch, TailModel, cut_schedule, recorded_schedule
-from moeedge.trace.trace import DECODE, Trace, TraceMeta, ids_dtype
 
 _WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
 
@@ -135,7 +136,7 @@ def synthetic(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Sour
             model=shape.name, n_layers=shape.n_expert_layers, n_experts=shape.n_experts, n_expert_used=shape.k
         ),
         ids=np.concatenate(texts).astype(ids_dtype(shape.n_experts)),
-        phase=np.full(place.size, DECODE, dtype=np.uint8),
+        phase=np.full(place.size, Phase.DECODE, dtype=np.uint8),
         sequence=np.repeat(np.arange(n_texts, dtype=np.int32), n_tokens),
         step=place,
         accepted=np.ones(place.size, dtype=np.bool_),

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
+from moeedge.native.abi import Phase
 from moeedge.paths import whole
-from moeedge.trace.trace import PREFILL, Trace
+from moeedge.trace.format import Trace
 
 
 def write_trace(trace: Trace, path: Path, layout: str) -> int:
@@ -82,10 +83,10 @@ def _write_positions(trace: Trace, path: Path) -> int:
 def _write_route(trace: Trace, path: Path) -> int:
     """Weights that were not recorded are written as 0; `step` counts tokens, as in the files of BigMoeOnEdge."""
     meta = trace.meta
-    rows = np.union1d(np.flatnonzero((trace.phase == PREFILL) & trace.accepted), _text(trace))
+    rows = np.union1d(np.flatnonzero((trace.phase == Phase.PREFILL) & trace.accepted), _text(trace))
     sequence = trace.sequence[rows]
     step = np.arange(rows.size) - np.searchsorted(sequence, sequence)
-    prefill = trace.phase[rows] == PREFILL
+    prefill = trace.phase[rows] == Phase.PREFILL
     token, layer = _recorded(trace, rows)
     ids = trace.ids[rows[token], layer].astype(np.int64)  # [lines / k, k]
     if trace.weights is None:

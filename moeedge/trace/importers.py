@@ -23,18 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
-from moeedge.trace.trace import (
-    DECODE,
-    MAX_EXPERTS,
-    PREFILL,
-    Ids,
-    Trace,
-    TraceMeta,
-    ids_dtype,
-    not_a_trace,
-    read_npy,
-    read_npz,
-)
+from moeedge.native.abi import Phase
+from moeedge.trace.format import MAX_EXPERTS, Ids, Trace, TraceMeta, ids_dtype, not_a_trace, read_npy, read_npz
 
 _MAX_CELLS = 1 << 31  # a few damaged digits in a csv must not ask for terabytes
 
@@ -142,7 +132,7 @@ def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | N
     if ids is None or ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
         raise not_a_trace(path, "it has no integer array ids [tokens, layers, k]")
     n_rows = ids.shape[0]
-    phase = np.full(n_rows, DECODE, dtype=np.uint8)
+    phase = np.full(n_rows, Phase.DECODE, dtype=np.uint8)
     sequence = np.zeros(n_rows, dtype=np.int32)
     if "lengths" in arrays:
         lengths = arrays["lengths"]
@@ -155,7 +145,7 @@ def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | N
         recorded = arrays["phase"]
         if recorded.shape != (n_rows,) or not np.isin(recorded, (0, 1)).all():
             raise not_a_trace(path, "phase is not 0 or 1 for each token")
-        phase = np.where(recorded == 0, PREFILL, DECODE).astype(np.uint8)
+        phase = np.where(recorded == 0, Phase.PREFILL, Phase.DECODE).astype(np.uint8)
     if ids.dtype.kind == "u" and int(ids.max()) > np.iinfo(np.int64).max:
         raise not_a_trace(path, f"it names expert {int(ids.max())}")
     return _assemble(path, ids.astype(np.int64), phase, sequence, n_experts)
@@ -177,7 +167,7 @@ def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | Non
     sequence = np.cumsum(np.r_[0, np.diff(first) <= 0]).astype(np.int32)
     ids = _grid(path, (int(token[-1]) + 1, int(layer.max()) + 1, numbers.shape[1] - 2))
     ids[token, layer] = numbers[:, 2:]
-    phase = np.full(ids.shape[0], DECODE, dtype=np.uint8)
+    phase = np.full(ids.shape[0], Phase.DECODE, dtype=np.uint8)
     return _assemble(path, ids, phase, sequence, n_experts)
 
 
@@ -210,7 +200,7 @@ def _from_slots(path: Path, table: NDArray[np.float64], header: _Header, n_exper
     n_experts = n_experts or _count(header.values.get("n_expert", ""))
     if not np.isin(phase, (0, 1)).all():
         raise not_a_trace(path, "a phase is neither 0 nor 1")
-    phases = np.where(phase[new_token] == 0, PREFILL, DECODE).astype(np.uint8)
+    phases = np.where(phase[new_token] == 0, Phase.PREFILL, Phase.DECODE).astype(np.uint8)
     sequence = np.unique(turn[new_token], return_inverse=True)[1].astype(np.int32)
     return _assemble(path, ids, phases, sequence, n_experts, weights, header)
 
@@ -250,15 +240,15 @@ def _assemble(
     n_experts = n_experts or max(n_named, n_used)
     if n_named > min(n_experts, MAX_EXPERTS):
         raise not_a_trace(path, f"it names expert {n_named - 1}, which is not below {min(n_experts, MAX_EXPERTS)}")
-    if np.any((phase[1:] == PREFILL) & (phase[:-1] != PREFILL) & (sequence[1:] == sequence[:-1])):
+    if np.any((phase[1:] == Phase.PREFILL) & (phase[:-1] != Phase.PREFILL) & (sequence[1:] == sequence[:-1])):
         raise not_a_trace(path, "a token of a prompt follows decoded text")
     dtype = ids_dtype(n_experts)
     narrow: Ids = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
     starts = np.searchsorted(sequence, sequence)  # first row of each row's sequence
     position = np.arange(n_rows) - starts
     n_prefill = np.zeros(int(sequence[-1]) + 1, dtype=np.int64)
-    np.add.at(n_prefill, sequence, phase == PREFILL)
-    step = np.where(phase == PREFILL, 0, position - n_prefill[sequence] + 1)
+    np.add.at(n_prefill, sequence, phase == Phase.PREFILL)
+    step = np.where(phase == Phase.PREFILL, 0, position - n_prefill[sequence] + 1)
     expert_bytes = header.bytes_of(n_layers)
     try:
         meta = TraceMeta(

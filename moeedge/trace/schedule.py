@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from moeedge.counting import count_ids
 from moeedge.errors import InputError
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 from moeedge.trace.steps import Steps, recorded_steps, simulated_steps, text_steps
 from moeedge.trace.summary import speculation
-from moeedge.trace.trace import PREFILL, Trace
 
 TailModel = Literal["optimistic", "pessimistic"]
 Tail = Literal["optimistic", "pessimistic", "recorded"]
@@ -209,7 +210,7 @@ def _schedule(trace: Trace, steps: Steps, tail: Tail, gamma: int, acceptance: fl
         raise InputError(
             f"No text of the trace is as long as a step of {gamma + 1} tokens.", "Use a smaller --gamma, or 0."
         )
-    prompts = np.flatnonzero(trace.phase == PREFILL)
+    prompts = np.flatnonzero(trace.phase == Phase.PREFILL)
     of_prompts, counts = np.unique(trace.sequence[prompts], return_counts=True)
     used = np.isin(of_prompts, steps.sequence)
     prompts = prompts[np.isin(trace.sequence[prompts], of_prompts[used])]

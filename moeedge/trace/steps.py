@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.counting import count_ids
-from moeedge.trace.trace import DECODE, VERIFY, Trace
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 
 Tail = Literal["continuation", "unrelated"]
 
@@ -44,7 +45,7 @@ class Steps:
 
 def recorded_steps(trace: Trace) -> Steps:
     """The decode and verification steps of a trace, in the order in which they were computed."""
-    rows = np.flatnonzero((trace.phase == DECODE) | (trace.phase == VERIFY))
+    rows = np.flatnonzero((trace.phase == Phase.DECODE) | (trace.phase == Phase.VERIFY))
     if not rows.size:
         return _no_steps()
     sequence, step = trace.sequence[rows], trace.step[rows]

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.trace.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class TraceSummary:
     prefill_tokens: int
     text_tokens: int  # accepted ones of decode and verification steps
     draft_tokens: int  # rows of the draft phase
-    refused_tokens: int
+    rejected_tokens: int
     sequences: int  # that have rows
     steps: int  # decode and verification calls
     gamma: int | None  # the longest draft; None without verifications
@@ -46,7 +47,7 @@ class TraceSummary:
 def summarize(trace: Trace) -> TraceSummary:
     """Reads the figures off the arrays."""
     meta, layers = trace.meta, trace.expert_layers()
-    decoded = (trace.phase == DECODE) | (trace.phase == VERIFY)
+    decoded = (trace.phase == Phase.DECODE) | (trace.phase == Phase.VERIFY)
     key = trace.sequence[decoded].astype(np.int64) << 32 | trace.step[decoded]
     n_steps = int(np.count_nonzero(np.diff(key))) + 1 if key.size else 0
     gamma, acceptance = speculation(trace)
@@ -62,10 +63,10 @@ def summarize(trace: Trace) -> TraceSummary:
         n_experts=meta.n_experts,
         n_expert_used=meta.n_expert_used,
         tokens=trace.n_tokens,
-        prefill_tokens=int(np.count_nonzero(trace.phase == PREFILL)),
+        prefill_tokens=int(np.count_nonzero(trace.phase == Phase.PREFILL)),
         text_tokens=n_text,
-        draft_tokens=int(np.count_nonzero(trace.phase == DRAFT)),
-        refused_tokens=int(np.count_nonzero(decoded & ~trace.accepted)),
+        draft_tokens=int(np.count_nonzero(trace.phase == Phase.DRAFT)),
+        rejected_tokens=int(np.count_nonzero(decoded & ~trace.accepted)),
         sequences=int(np.unique(trace.sequence).size),
         steps=n_steps,
         gamma=gamma,
@@ -86,7 +87,7 @@ def speculation(trace: Trace) -> tuple[int | None, float | None]:
     The chance is that of a single draft when all before it were accepted: accepted drafts by those that were judged,
     and of a step's refused drafts only the first was judged by the target alone.
     """
-    rows = np.flatnonzero(trace.phase == VERIFY)
+    rows = np.flatnonzero(trace.phase == Phase.VERIFY)
     if rows.size == 0:
         return None, None
     key = trace.sequence[rows].astype(np.int64) << 32 | trace.step[rows]

@@ -11,9 +11,10 @@ import pytest
 
 from moeedge.analysis.profile import LayerProfile, layer_report, profile_layers, profile_steps
 from moeedge.engine.recording import Recording
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.steps import Tail, simulated_steps
-from moeedge.trace.trace import PREFILL, VERIFY, Trace
 from tests.support.traces import make_trace, plain_text, two_texts
 
 
@@ -44,7 +45,7 @@ def test_always_cold_is_judged_by_the_same_steps() -> None:
     trace = two_texts()
     profile = profile_layers(trace, [0])[0]
     assert profile.step_cold_share == pytest.approx((profile.counts[[1, 2, 4, 5]] == 0).mean())
-    one_step = make_trace([(VERIFY, 0, 1, True)] * 3)
+    one_step = make_trace([(Phase.VERIFY, 0, 1, True)] * 3)
     assert profile_layers(one_step, [0])[0].step_cold_share is None
 
 
@@ -79,7 +80,7 @@ def test_profiles_do_not_depend_on_their_neighbours() -> None:
         np.testing.assert_array_equal(alone.counts, together[layer].counts)
 
 
-@pytest.mark.parametrize("rows", [[], [(PREFILL, 0, 0, True)] * 3])
+@pytest.mark.parametrize("rows", [[], [(Phase.PREFILL, 0, 0, True)] * 3])
 def test_nothing_decoded(rows: list[tuple[int, int, int, bool]]) -> None:
     profile = profile_layers(make_trace(rows), [0])[0]
     assert profile.steps == 0 and profile.overlap is None and profile.sd_accuracy is None and profile.hottest == []

@@ -11,7 +11,7 @@ import pytest
 from moeedge.analysis.profile import layer_report, profile_layers
 from moeedge.engine.recording import Recording
 from moeedge.sim.replay import ReplayRow
-from moeedge.trace.trace import Trace, TraceMeta
+from moeedge.trace.format import Trace, TraceMeta
 from tests.support.traces import two_texts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")

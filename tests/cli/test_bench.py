@@ -25,7 +25,8 @@ from moeedge.cli.bench import _judge, make_plan
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.trace.trace import VERIFY, Trace
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 from moeedge.ui.bench_view import difference_lines, render
 from moeedge.ui.plots import draw_sweep, lines_of
 
@@ -67,7 +68,7 @@ def test_the_routing_of_the_answers_can_be_kept(tiny_moe: Path, tiny_draft: Path
     assert (trace.meta.gamma, trace.meta.source.split()[-1]) == (3, "bench")
     assert trace.meta.parameters["mode"] == "moeedge" and trace.expert_bytes() is not None
     assert np.unique(trace.sequence).size == 3  # two prompts, one of two turns
-    assert np.count_nonzero(trace.phase == VERIFY) > 0
+    assert np.count_nonzero(trace.phase == Phase.VERIFY) > 0
     assert [row["mode"] for row in json.loads(result.stdout)] == ["stock-ar", "stock-sd", "moeedge"]
 
 

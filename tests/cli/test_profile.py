@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.trace.trace import VERIFY, Trace
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 
 
 def _run(*arguments: str | Path) -> Result:
@@ -121,7 +122,7 @@ def test_files(pair: list[str], tmp_path: Path) -> None:
     trace = Trace.load(trace_file)
     report = json.loads(result.stdout)
     assert trace.meta.n_layers == 3
-    verified = trace.phase == VERIFY
+    verified = trace.phase == Phase.VERIFY
     assert report["activation_counts"]["step_tokens"] and verified.any()
     assert sum(report["activation_counts"]["step_tokens"]) == int((trace.phase != 1).sum())
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.trace.trace import Trace
+from moeedge.trace.format import Trace
 from tests.support.traces import two_texts
 
 

@@ -13,9 +13,10 @@ from moeedge.engine.recording import Question, Recording, check_layers, record_r
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, LayerRangeError
+from moeedge.native.abi import Phase
 from moeedge.scheduler.stats import StepRecord
+from moeedge.trace.format import Trace
 from moeedge.trace.steps import activation_counts, recorded_steps, text_steps
-from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace
 from tests.conftest import TinyFactory
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -75,7 +76,7 @@ def test_the_states_of_drafts_are_kept(session: Session) -> None:
     trace = _record(session).trace
     steps = [record for record in witness.records if record.n_verified]
     assert trace.hidden_states is not None and any(record.n_drafted > 1 for record in steps)
-    rows = np.flatnonzero(trace.phase != PREFILL)
+    rows = np.flatnonzero(trace.phase != Phase.PREFILL)
     first = 0
     for record in steps:
         batch = trace.hidden_states[rows[first : first + record.n_verified]]
@@ -84,13 +85,13 @@ def test_the_states_of_drafts_are_kept(session: Session) -> None:
         if record.hidden_states is not None:
             np.testing.assert_array_equal(batch[:known], record.hidden_states.astype(np.float16))
         first += record.n_verified
-    assert first == rows.size and np.isnan(trace.hidden_states[trace.phase == PREFILL]).all()
+    assert first == rows.size and np.isnan(trace.hidden_states[trace.phase == Phase.PREFILL]).all()
 
 
 def test_tokens_and_positions_are_the_text(session: Session) -> None:
     trace = _record(session, QUESTIONS[:1]).trace
     prompt = session.model.tokenize("one two three")
-    prefill = trace.phase == PREFILL
+    prefill = trace.phase == Phase.PREFILL
     assert trace.token[prefill].tolist() == prompt
     assert trace.position[prefill].tolist() == list(range(len(prompt)))
     text = trace.accepted
@@ -101,7 +102,7 @@ def test_tokens_and_positions_are_the_text(session: Session) -> None:
     assert n_answer > 10
     assert trace.token[text][len(prompt) :][:n_answer].tolist() == answer.tokens[:n_answer]
     refused = ~trace.accepted
-    assert refused.any() and (trace.token[refused] >= 0).all() and (trace.phase[refused] == VERIFY).all()
+    assert refused.any() and (trace.token[refused] >= 0).all() and (trace.phase[refused] == Phase.VERIFY).all()
 
 
 def test_weights_are_recorded(session: Session) -> None:
@@ -119,7 +120,7 @@ def test_accepted_tokens_are_what_plain_decoding_sees(session: Session, tiny_moe
     speculative = _record(session).trace
     with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1)) as alone:
         plain = _record(alone).trace
-    assert set(plain.phase.tolist()) == {PREFILL, DECODE}
+    assert set(plain.phase.tolist()) == {Phase.PREFILL, Phase.DECODE}
     for text in (0, 1):
         ours, theirs = (_text_ids(trace, text) for trace in (speculative, plain))
         n_common = min(len(ours), len(theirs))
@@ -137,7 +138,7 @@ def _text_ids(trace: Trace, text: int) -> np.ndarray[tuple[int, ...], np.dtype[n
 def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) -> None:
     """llama.cpp computes the last layer only for tokens whose logits are wanted."""
     trace = _record(session, QUESTIONS[:1]).trace
-    prefill = np.flatnonzero(trace.phase == PREFILL)
+    prefill = np.flatnonzero(trace.phase == Phase.PREFILL)
     assert (trace.layer_ids(0)[prefill] >= 0).all()
     last = trace.layer_ids(trace.meta.n_layers - 1)[prefill]
     assert (last[:-1] == -1).all() and (last[-1] >= 0).all()
@@ -146,7 +147,7 @@ def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) ->
 def test_what_ran_before_is_not_recorded(session: Session) -> None:
     list(session.generate(session.model.tokenize("something else entirely"), n_predict=5, sampling=GREEDY))
     trace = _record(session, QUESTIONS[:1], n_predict=4).trace
-    assert trace.token[trace.phase == PREFILL].tolist() == session.model.tokenize("one two three")
+    assert trace.token[trace.phase == Phase.PREFILL].tolist() == session.model.tokenize("one two three")
 
 
 def test_conversations_record_every_turn(session: Session) -> None:
@@ -154,7 +155,7 @@ def test_conversations_record_every_turn(session: Session) -> None:
     recording = _record(session, [Question("two", turns)], n_predict=6)
     trace = recording.trace
     assert recording.answers == 2 and set(trace.sequence.tolist()) == {0, 1}
-    second = (trace.sequence == 1) & (trace.phase == PREFILL)
+    second = (trace.sequence == 1) & (trace.phase == Phase.PREFILL)
     # what the KV cache still held of the first turn is not computed again
     assert trace.position[second][0] > 0
 

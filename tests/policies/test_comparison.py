@@ -15,6 +15,7 @@ from moeedge.data import load_dataset
 from moeedge.engine.recording import Question, record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.native.abi import Phase
 from moeedge.policies.base import Policy
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.cost_model import CostModel
@@ -23,7 +24,6 @@ from moeedge.sim.replay import PolicyReplay, ReplayConfig, cache_shape
 from moeedge.sim.replay import replay as replay_all
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, TailModel, cut_schedule, recorded_schedule, texts_of
-from moeedge.trace.trace import PREFILL
 
 RATIO = 0.17
 OTHERS = ("spac-paper", "lru", "static")
@@ -43,7 +43,7 @@ def windows_of(
 ) -> Schedule:
     trace = texts_of(read_trace(folder / "traces" / f"{name}.npz"), 0, n_texts)
     if not prompts:
-        rows = trace.phase != PREFILL
+        rows = trace.phase != Phase.PREFILL
         columns = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
         trace = replace(trace, **{column: getattr(trace, column)[rows] for column in columns}, weights=None)
     return cut_schedule(trace, gamma=8, acceptance=0.8, tail=tail, seed=seed)

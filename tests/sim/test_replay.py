@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
+from moeedge.native.abi import Phase
 from moeedge.policies.base import Observation
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
@@ -19,9 +20,9 @@ from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.noisy_predictor import NoisyPredictor
 from moeedge.sim.replay import PolicyReplay, ReplayConfig, ReplayRow, cache_shape, profile_of, replay
+from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
-from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace
 from tests.support.traces import make_trace, two_texts
 
 CACHES = ("lru", "lfu")  # filled by what was used
@@ -30,7 +31,7 @@ CACHES = ("lru", "lfu")  # filled by what was used
 def walk(n_tokens: int, seed: int, *, n_layers: int = 2, n_experts: int = 8, n_texts: int = 1) -> Trace:
     """Texts whose tokens keep some of the last token's experts, each with a prompt of two tokens."""
     rows = [
-        (PREFILL if step < 2 else DECODE, text, max(step - 1, 0), True)
+        (Phase.PREFILL if step < 2 else Phase.DECODE, text, max(step - 1, 0), True)
         for text in range(n_texts)
         for step in range(n_tokens + 2)
     ]
@@ -123,7 +124,7 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
 def test_batches_hold_the_states_that_are_known() -> None:
     trace = two_texts()
     hidden_states = np.arange(trace.n_tokens * 2, dtype=np.float16).reshape(-1, 2)
-    hidden_states[(trace.phase == PREFILL)] = np.nan
+    hidden_states[(trace.phase == Phase.PREFILL)] = np.nan
     starts = np.flatnonzero(np.diff(trace.step, prepend=-1) != 0)
     hidden_states[starts[2] + 1] = np.nan  # the second token of the second verification
     schedule = recorded_schedule(replace(trace, hidden_states=hidden_states))
@@ -138,7 +139,7 @@ def test_batches_hold_the_states_that_are_known() -> None:
 def test_the_default_finds_more_where_states_tell_the_context() -> None:
     """Experts follow a context that the words do not show."""
     rng = np.random.default_rng(0)
-    rows = [(VERIFY, 0, step, True) for step in range(1, 151) for _ in range(4)]
+    rows = [(Phase.VERIFY, 0, step, True) for step in range(1, 151) for _ in range(4)]
     context = np.repeat(rng.integers(0, 6, 150), 4)
     word = rng.integers(0, 3, 600)
     trace = make_trace(rows, n_layers=2, n_experts=32, gamma=3)

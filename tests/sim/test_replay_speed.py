@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
+from moeedge.native.abi import Phase
 from moeedge.sim.replay import ReplayConfig, replay
+from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.schedule import cut_schedule
-from moeedge.trace.trace import DECODE, Trace, TraceMeta
 
 _POLICIES = (
     "spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe",
@@ -33,7 +34,7 @@ def test_a_hundred_thousand_tokens_in_a_minute() -> None:
     trace = Trace(
         meta=TraceMeta(model="made up", n_layers=_LAYERS, n_experts=_EXPERTS, n_expert_used=_USED),
         ids=ids,
-        phase=np.full(_TOKENS, DECODE, dtype=np.uint8),
+        phase=np.full(_TOKENS, Phase.DECODE, dtype=np.uint8),
         sequence=sequence,
         step=step,
         accepted=np.ones(_TOKENS, dtype=np.bool_),

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.trace.trace import DECODE, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 
 
 def make_trace(
@@ -42,16 +43,16 @@ def make_trace(
 
 def two_texts(**arguments: Any) -> Trace:
     """Two texts; steps of 3 tokens with 1, 3, 2 and 1, 2 accepted rows, and one step without drafts."""
-    rows = [(PREFILL, 0, 0, True)] * 3
+    rows = [(Phase.PREFILL, 0, 0, True)] * 3
     for step, n_text in enumerate((1, 3, 2), start=1):
-        rows += [(VERIFY, 0, step, place < n_text) for place in range(3)]
-    rows += [(PREFILL, 1, 0, True)] * 2
+        rows += [(Phase.VERIFY, 0, step, place < n_text) for place in range(3)]
+    rows += [(Phase.PREFILL, 1, 0, True)] * 2
     for step, n_text in enumerate((1, 2), start=1):
-        rows += [(VERIFY, 1, step, place < n_text) for place in range(3)]
-    rows.append((DECODE, 1, 3, True))
+        rows += [(Phase.VERIFY, 1, step, place < n_text) for place in range(3)]
+    rows.append((Phase.DECODE, 1, 3, True))
     return make_trace(rows, **arguments)
 
 
 def plain_text(n_tokens: int, **arguments: Any) -> Trace:
     """One text of plain decoding, one token per step."""
-    return make_trace([(DECODE, 0, step, True) for step in range(1, n_tokens + 1)], gamma=0, **arguments)
+    return make_trace([(Phase.DECODE, 0, step, True) for step in range(1, n_tokens + 1)], gamma=0, **arguments)

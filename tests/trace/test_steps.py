@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeedge.native.abi import Phase
 from moeedge.trace.steps import activation_counts, recorded_steps, simulated_steps, text_steps
-from moeedge.trace.trace import PREFILL
 from tests.support.traces import make_trace, plain_text, two_texts
 
 
@@ -35,7 +35,7 @@ def test_text_steps_are_the_accepted_rows() -> None:
 
 
 def test_prefill_alone_has_no_steps() -> None:
-    trace = make_trace([(PREFILL, 0, 0, True)] * 4)
+    trace = make_trace([(Phase.PREFILL, 0, 0, True)] * 4)
     for steps in (recorded_steps(trace), text_steps(trace)):
         assert len(steps) == 0 and steps.is_first().size == 0
         assert activation_counts(trace, steps, [0, 1]).shape == (0, 2, 8)

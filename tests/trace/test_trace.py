@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.exporters import write_trace
-from moeedge.trace.trace import DECODE, DRAFT, PREFILL, VERIFY, Trace, TraceMeta, ids_dtype
+from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from tests.support.traces import make_trace, plain_text, two_texts
 
 ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
 
 
-def test_phases_are_the_engines() -> None:
-    assert (PREFILL, DECODE, DRAFT, VERIFY) == (Phase.PREFILL, Phase.DECODE, Phase.DRAFT, Phase.VERIFY)
+def test_phases_of_the_file_format() -> None:
+    """The values that docs/traces.md states, whatever the native library counts."""
+    assert [Phase.PREFILL, Phase.DECODE, Phase.DRAFT, Phase.VERIFY] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("n_experts", [8, 255, 256, 512])
@@ -46,7 +47,7 @@ def test_other_tools_read_it_with_numpy_alone(tmp_path: Path) -> None:
     with np.load(tmp_path / "trace.npz", allow_pickle=False) as arrays:
         assert set(arrays.files) == {*ARRAYS, "meta"}
         meta = json.loads(str(arrays["meta"]))
-    assert (meta["format"], meta["schema"], meta["n_experts"]) == ("moeedge.trace.trace", 1, 8)
+    assert (meta["format"], meta["schema"], meta["n_experts"]) == ("moeedge.trace", 1, 8)
 
 
 def test_size_of_a_large_trace_is_about_its_ids(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_text_rows_are_the_accepted_ones() -> None:
     trace = two_texts()
     rows = trace.text_rows()
     assert rows.size == (1 + 3 + 2) + (1 + 2) + 1
-    assert (trace.accepted[rows]).all() and (trace.phase[rows] != PREFILL).all()
+    assert (trace.accepted[rows]).all() and (trace.phase[rows] != Phase.PREFILL).all()
 
 
 def test_empty_trace(tmp_path: Path) -> None:
@@ -105,6 +106,8 @@ def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:
     trace.save(tmp_path / "t.npz")
     loaded = Trace.load(tmp_path / "t.npz")
     np.testing.assert_array_equal(loaded.hidden_states, trace.hidden_states)
+    with np.load(tmp_path / "t.npz") as arrays:
+        assert "states" in arrays.files and '"n_experts_used"' in str(arrays["meta"])  # the names of docs/traces.md
     second = loaded.rows_of(loaded.sequence == 1)
     np.testing.assert_array_equal(second.hidden_states, hidden_states[: trace.n_tokens][trace.sequence == 1])
     np.testing.assert_array_equal(second.ids, trace.ids[trace.sequence == 1])
@@ -124,14 +127,14 @@ def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:
         ({"ids": np.zeros((18, 2, 2), dtype=np.uint16)}, "ids must be uint8"),
         ({"ids": np.zeros((18, 3, 2), dtype=np.uint8)}, "ids must be uint8"),
         ({"weights": np.zeros((18, 2, 2), dtype=np.float32)}, "weights"),
-        ({"states": np.zeros((17, 3), dtype=np.float16)}, "states"),
-        ({"states": np.zeros((18, 3), dtype=np.float32)}, "states"),
-        ({"states": np.zeros(18, dtype=np.float16)}, "states"),
-        ({"states": np.zeros((18, 0), dtype=np.float16)}, "states"),
+        ({"hidden_states": np.zeros((17, 3), dtype=np.float16)}, "states"),
+        ({"hidden_states": np.zeros((18, 3), dtype=np.float32)}, "states"),
+        ({"hidden_states": np.zeros(18, dtype=np.float16)}, "states"),
+        ({"hidden_states": np.zeros((18, 0), dtype=np.float16)}, "states"),
     ],
 )
 def test_inconsistent_arrays_are_refused(change: dict[str, Any], message: str) -> None:
-    trace = make_trace([(DECODE, 0, step, True) for step in range(18)])
+    trace = make_trace([(Phase.DECODE, 0, step, True) for step in range(18)])
     with pytest.raises(ValueError, match=message):
         replace(trace, **change)
 
@@ -142,8 +145,8 @@ def test_inconsistent_arrays_are_refused(change: dict[str, Any], message: str) -
         {"n_layers": 0},
         {"n_experts": 0},
         {"n_experts": 70000},
-        {"n_experts_used": 9},
-        {"n_experts_used": True},
+        {"n_expert_used": 9},
+        {"n_expert_used": True},
         {"gamma": -1},
         {"gamma": 1.5},
         {"model": None},
@@ -151,14 +154,14 @@ def test_inconsistent_arrays_are_refused(change: dict[str, Any], message: str) -
     ],
 )
 def test_impossible_metadata_is_refused(change: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"model": "m", "n_layers": 1, "n_experts": 8, "n_experts_used": 2}
+    good: dict[str, Any] = {"model": "m", "n_layers": 1, "n_experts": 8, "n_expert_used": 2}
     with pytest.raises(ValueError):
         TraceMeta(**(good | change))
 
 
 def _meta(**change: Any) -> str:
     good = {
-        "format": "moeedge.trace.trace",
+        "format": "moeedge.trace",
         "schema": 1,
         "model": "m",
         "n_layers": 2,
@@ -193,7 +196,7 @@ def test_the_helper_writes_a_good_file(tmp_path: Path) -> None:
         ({"meta": np.array(_meta(schema=2))}, "schema is 2"),
         ({"meta": np.array(_meta(n_experts="many"))}, "n_experts"),
         ({"meta": np.array(_meta(n_layers=3))}, "ids must be"),
-        ({"meta": np.array('{"format": "moeedge.trace.trace", "schema": 1}')}, "incomplete"),
+        ({"meta": np.array('{"format": "moeedge.trace", "schema": 1}')}, "incomplete"),
         ({"meta": np.arange(3)}, "not JSON|another format"),
         ({"ids": None}, "'ids' is missing"),
         ({"token": None}, "'token' is missing"),

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
+from moeedge.native.abi import Phase
 from moeedge.trace.exporters import LAYOUTS, layout_of, write_trace
+from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.summary import speculation, summarize
-from moeedge.trace.trace import DECODE, PREFILL, Trace
 from tests.support.traces import make_trace, plain_text, two_texts
 
 ENDINGS = {"npz": "npz", "arrays": "npz", "positions": "csv", "route": "csv"}
@@ -41,24 +42,26 @@ def test_what_is_written_is_read_again(tmp_path: Path, seed: int, layout: str, w
     if layout == "npz":
         np.testing.assert_array_equal(again.accepted, trace.accepted)
     if layout == "route":
-        assert int((again.phase == PREFILL).sum()) == int((trace.phase == PREFILL).sum())
+        assert int((again.phase == Phase.PREFILL).sum()) == int((trace.phase == Phase.PREFILL).sum())
         assert again.weights is not None
         if trace.weights is not None and not hole:
             rows = np.r_[0:3, 12:14]  # prefills: their rows come first in either text
-            kept = np.flatnonzero(again.phase == PREFILL)
+            kept = np.flatnonzero(again.phase == Phase.PREFILL)
             np.testing.assert_allclose(again.weights[kept], trace.weights[rows], rtol=1e-3)
     else:
-        assert (again.phase[again.text_rows()] == (trace.phase[trace.text_rows()] if layout == "npz" else DECODE)).all()
+        assert (
+            again.phase[again.text_rows()] == (trace.phase[trace.text_rows()] if layout == "npz" else Phase.DECODE)
+        ).all()
 
 
 def test_texts_of_one_token_stay_apart(tmp_path: Path) -> None:
-    trace = make_trace([(DECODE, text, 1, True) for text in range(3)], gamma=0)
+    trace = make_trace([(Phase.DECODE, text, 1, True) for text in range(3)], gamma=0)
     write_trace(trace, tmp_path / "out.csv", "positions")
     assert read_trace(tmp_path / "out.csv").sequence.tolist() == [0, 1, 2]
 
 
 def test_expert_sizes_go_through_route_files(tmp_path: Path) -> None:
-    trace = make_trace([(DECODE, 0, 1, True)], gamma=0, parameters={"expert_bytes": [1000, 2000]})
+    trace = make_trace([(Phase.DECODE, 0, 1, True)], gamma=0, parameters={"expert_bytes": [1000, 2000]})
     write_trace(trace, tmp_path / "out.csv", "route")
     sizes = read_trace(tmp_path / "out.csv").expert_bytes()
     assert sizes is not None and sizes.tolist() == [1000, 2000]
@@ -69,12 +72,12 @@ def test_expert_sizes_go_through_route_files(tmp_path: Path) -> None:
     [(7, [7, 7]), ([1, 2], [1, 2]), ([1], None), ("7", None), (True, None), ([1, -2], None), (None, None)],
 )
 def test_expert_sizes_of_the_metadata(known: object, expected: list[int] | None) -> None:
-    sizes = make_trace([(DECODE, 0, 1, True)], parameters={"expert_bytes": known}).expert_bytes()
+    sizes = make_trace([(Phase.DECODE, 0, 1, True)], parameters={"expert_bytes": known}).expert_bytes()
     assert (None if sizes is None else sizes.tolist()) == expected
 
 
 def test_prompts_alone_are_no_text(tmp_path: Path) -> None:
-    trace = make_trace([(PREFILL, 0, 0, True)] * 3)
+    trace = make_trace([(Phase.PREFILL, 0, 0, True)] * 3)
     for layout in ("arrays", "positions", "route"):
         with pytest.raises(InputError, match="no decoded text"):
             write_trace(trace, tmp_path / "out", layout)
@@ -90,7 +93,7 @@ def test_names_say_the_layout(tmp_path: Path) -> None:
 
 def test_summary_by_hand() -> None:
     one = summarize(two_texts(weights=True))
-    assert (one.tokens, one.prefill_tokens, one.text_tokens, one.refused_tokens) == (21, 5, 10, 6)
+    assert (one.tokens, one.prefill_tokens, one.text_tokens, one.rejected_tokens) == (21, 5, 10, 6)
     assert (one.sequences, one.steps, one.gamma) == (2, 6, 2)
     # accepted 0, 2, 1 and 0, 1 of two drafts each: judged were 1, 2, 2, 1 and 2
     assert one.acceptance == pytest.approx(4 / 8)
@@ -102,7 +105,7 @@ def test_summary_by_hand() -> None:
 def test_plain_decoding_has_no_drafts() -> None:
     assert speculation(plain_text(5)) == (None, None)
     assert summarize(plain_text(5)).tokens_per_step == 1.0
-    empty = summarize(make_trace([(PREFILL, 0, 0, True)]))
+    empty = summarize(make_trace([(Phase.PREFILL, 0, 0, True)]))
     assert (empty.steps, empty.tokens_per_step, empty.overlap) == (0, None, None)
 
 

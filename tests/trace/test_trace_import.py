@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
-from moeedge.trace.trace import DECODE, PREFILL, Trace
 from tests.support.traces import two_texts
 
 ROUTE = """# route_trace v1
@@ -40,7 +41,7 @@ def test_route_csv_by_hand(tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "route.csv")
     assert (trace.meta.model, trace.meta.architecture) == ("tiny.gguf", "gemma4")
     assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_expert_used) == (3, 16, 2)
-    assert trace.phase.tolist() == [PREFILL, PREFILL, DECODE]
+    assert trace.phase.tolist() == [Phase.PREFILL, Phase.PREFILL, Phase.DECODE]
     assert trace.step.tolist() == [0, 0, 1]
     assert trace.layer_ids(0).tolist() == [[5, 3], [15, 0], [5, 6]]
     assert trace.layer_ids(1).tolist() == [[-1, -1]] * 3
@@ -276,7 +277,7 @@ def test_real_traces(
     meta = trace.meta
     assert (trace.n_tokens, meta.n_layers, meta.n_expert_used, meta.n_experts) == shape
     assert int(trace.sequence[-1]) + 1 == n_sequences
-    assert int((trace.phase == PREFILL).sum()) == n_prefill
+    assert int((trace.phase == Phase.PREFILL).sum()) == n_prefill
 
 
 def test_the_real_csv_and_npz_agree(data_folder: Path) -> None:

@@ -8,7 +8,7 @@ docs/traces.md is the description for other tools.
   weights   float16 [T, n_layers, k]          the weights given to them; NaN where not recorded (optional)
   states    float16 [T, d]                    the draft's hidden state of the token, of d values; NaN where not recorded
                                               (optional)
-  phase     uint8 [T]                         moeedge.engine.types.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
+  phase     uint8 [T]                         native.abi.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
   sequence  int32 [T]                         which text (prompt and answer) the token belongs to, from 0
   step      int32 [T]                         step of the sequence: 0 is the prefill, then 1, 2, ... per decode call
   accepted  bool [T]                          the token is part of the text (prefill, accepted drafts, the token before)
@@ -31,11 +31,11 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
+from moeedge.native.abi import Phase
 from moeedge.paths import whole
 
-FORMAT = "moeedge.trace.trace"
+FORMAT = "moeedge.trace"
 SCHEMA = 1
-PREFILL, DECODE, DRAFT, VERIFY = 1, 2, 3, 4  # values of moeedge.engine.types.Phase, which lies a layer above
 MAX_EXPERTS = 65535  # ids are uint16 at most and one value is the sentinel
 
 Ids = NDArray[np.uint8] | NDArray[np.uint16]
@@ -56,7 +56,7 @@ class TraceMeta:
     parameters: dict[str, Any] = field(default_factory=dict)  # anything else worth keeping: prompts, sampling, versions
 
     def __post_init__(self) -> None:
-        for name in ("n_layers", "n_experts", "n_experts_used", "gamma"):
+        for name in ("n_layers", "n_experts", "n_expert_used", "gamma"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an integer, not {value!r}")
@@ -70,7 +70,7 @@ class TraceMeta:
         if not 1 <= self.n_experts <= MAX_EXPERTS:
             raise ValueError(f"n_experts must be in 1..{MAX_EXPERTS}, not {self.n_experts}")
         if not 1 <= self.n_expert_used <= self.n_experts:
-            raise ValueError(f"n_experts_used must be in 1..{self.n_experts}, not {self.n_expert_used}")
+            raise ValueError(f"n_expert_used must be in 1..{self.n_experts}, not {self.n_expert_used}")
         if self.gamma < 0:
             raise ValueError(f"gamma must be >= 0, not {self.gamma}")
 
@@ -115,8 +115,8 @@ class Trace:
             raise ValueError(f"states must be float16 [{shape[0]}, d], d at least 1")
         if np.any((self.ids >= self.meta.n_experts) & (self.ids != self.sentinel)):
             raise ValueError(f"an expert id is not below n_experts = {self.meta.n_experts}")
-        if np.any((self.phase < PREFILL) | (self.phase > VERIFY)):
-            raise ValueError(f"a phase is not in {PREFILL}..{VERIFY}")
+        if np.any((self.phase < Phase.PREFILL) | (self.phase > Phase.VERIFY)):
+            raise ValueError(f"a phase is not in {Phase.PREFILL}..{Phase.VERIFY}")
         if np.any(np.diff(self.sequence) < 0) or np.any(self.sequence < 0) or np.any(self.step < 0):
             raise ValueError("sequences must be numbered upwards from 0, steps be >= 0")
         same_sequence = np.diff(self.sequence) == 0
@@ -157,14 +157,15 @@ class Trace:
 
     def text_rows(self) -> NDArray[np.int64]:
         """Rows of the decoded text, in reading order: accepted tokens of decode and verification steps."""
-        decoded = (self.phase == DECODE) | (self.phase == VERIFY)
+        decoded = (self.phase == Phase.DECODE) | (self.phase == Phase.VERIFY)
         return np.flatnonzero(decoded & self.accepted)
 
     def save(self, path: Path) -> None:
         """Write the .npz file. Raises InputError where the path cannot be written."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("ids", *_ROW_TYPES)}
-        arrays |= {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
-        header = {"format": FORMAT, "schema": SCHEMA} | asdict(self.meta)
+        arrays |= {_IN_FILE.get(name, name): getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
+        header = {"format": FORMAT, "schema": SCHEMA}
+        header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
         try:
             with whole(path) as beside, beside.open("wb") as file:  # a file object: numpy appends .npz to names
@@ -183,6 +184,7 @@ class Trace:
         missing = [name for name in ("ids", *_ROW_TYPES) if name not in arrays]
         if missing:
             raise not_a_trace(path, f"the array {missing[0]!r} is missing")
+        arrays = {_IN_MEMORY.get(name, name): array for name, array in arrays.items()}
         kept = {name: arrays[name] for name in ("ids", *_ROW_TYPES, *_OPTIONAL) if name in arrays}
         try:
             return cls(meta=meta, **kept)
@@ -190,7 +192,10 @@ class Trace:
             raise not_a_trace(path, str(error)) from None
 
 
-_OPTIONAL = ("weights", "states")
+_OPTIONAL = ("weights", "hidden_states")
+# the names in the file where they differ from those of the fields: other tools read it
+_IN_FILE = {"hidden_states": "states", "n_expert_used": "n_experts_used"}
+_IN_MEMORY = {value: key for key, value in _IN_FILE.items()}
 _ROW_TYPES: dict[str, np.dtype[Any]] = {
     "phase": np.dtype(np.uint8),
     "sequence": np.dtype(np.int32),
@@ -267,6 +272,7 @@ def _parse_meta(path: Path, array: NDArray[Any]) -> TraceMeta:
     if header.get("schema") != SCHEMA:
         raise not_a_trace(path, f"its schema is {header.get('schema')!r}, this version reads {SCHEMA}")
     known = {item.name for item in fields(TraceMeta)}
+    header = {_IN_MEMORY.get(key, key): value for key, value in header.items()}
     try:  # keys that this version does not know are left alone: a later writer may add some
         return TraceMeta(**{key: value for key, value in header.items() if key in known})
     except (TypeError, ValueError) as error:
