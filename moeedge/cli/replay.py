@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -14,7 +14,8 @@ from moeedge.errors import InputError
 if TYPE_CHECKING:
     from moeedge.sim.replay import ReplayConfig, ReplayRow
     from moeedge.trace.format import Trace
-    from moeedge.trace.schedule import Schedule, TailModel
+    from moeedge.trace.schedule import Schedule
+    from moeedge.trace.steps import RejectedTokenModel
 
 
 _PROFILE_TEXTS_AT_MOST = 30  # of a tenth
@@ -26,9 +27,11 @@ def replay(
     policy: replay_options.Policy = "all",
     max_uploads: replay_options.MaxUploads = None,
     predictor_accuracy: replay_options.PredictorAccuracy = None,
+    hint_accuracy: replay_options.HintAccuracy = None,
     profile_texts: replay_options.ProfileTexts = None,
     gamma: replay_options.Gamma = None,
     acceptance: replay_options.Acceptance = None,
+    rejected_token_model: replay_options.RejectedTokenModel = None,
     tail: replay_options.Tail = None,
     limit: replay_options.Limit = 0,
     n_experts: NExperts = None,
@@ -38,9 +41,9 @@ def replay(
 ) -> None:
     """Replay a routing trace under many policies: what they would have had in their slots, and what they moved for it.
 
-    A trace with verification steps is replayed as it was recorded, unless --gamma, --acceptance or --tail asks for
-    windows over its text. Transfers take no time here; moeedge simulate has a clock. The same seed gives the same
-    output, byte for byte.
+    A trace with verification steps is replayed as it was recorded, unless --gamma, --acceptance or
+    --rejected-token-model asks for windows over its text. Transfers take no time here; moeedge simulate has a clock.
+    The same seed gives the same output, byte for byte.
     """
     with cli_errors():
         from moeedge.bench.config import parse_ratios
@@ -52,15 +55,15 @@ def replay(
             raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be >= 0")
         whole = read_trace(trace, n_experts)
         profiled, replayed = _split(whole, limit, profile_texts)
-        tails: dict[replay_options.Tails, tuple[TailModel, ...]] = {
-            replay_options.Tails.OPTIMISTIC: ("optimistic",),
-            replay_options.Tails.PESSIMISTIC: ("pessimistic",),
-            replay_options.Tails.BOTH: ("optimistic", "pessimistic"),
-        }
-        config = _config(whole, profiled, policies, ratios, seed, max_uploads, expert_bytes, predictor_accuracy)
-        plan = schedules(
-            replayed, gamma=gamma, acceptance=acceptance, tails=None if tail is None else tails[tail], seed=seed
+        chosen = rejected_token_model or tail
+        models: tuple[RejectedTokenModel, ...] | None = None
+        if chosen is not None:
+            both = chosen is replay_options.RejectedTokenModelChoice.BOTH
+            models = ("optimistic", "pessimistic") if both else (cast("RejectedTokenModel", chosen.value),)
+        config = _config(
+            whole, profiled, policies, ratios, seed, max_uploads, expert_bytes, predictor_accuracy or hint_accuracy
         )
+        plan = schedules(replayed, gamma=gamma, acceptance=acceptance, rejected_token_models=models, seed=seed)
         _print(_run(plan, config), as_json=output is Output.JSON)
 
 
@@ -117,7 +120,7 @@ def _config(
     sizes = whole.expert_bytes() if expert_bytes is None else np.full(whole.meta.n_layers, expert_bytes, dtype=np.int64)
     profile = None
     if profiled is not None and profiled.text_rows().size:
-        profile = profile_of(cut_schedule(profiled, gamma=0, acceptance=0.0, tail="optimistic", seed=0))
+        profile = profile_of(cut_schedule(profiled, gamma=0, acceptance=0.0, rejected_token_model="optimistic", seed=0))
     return ReplayConfig(
         policies=policies,
         ratios=ratios,
@@ -146,7 +149,7 @@ def _accuracies(text: str | None) -> dict[str, float]:
             found[name] = -1.0
         if name not in ACCURACY or not 0 <= found[name] <= 1:
             raise InputError(
-                f'--hint-accuracy cannot use "{part.strip()}".',
+                f'--predictor-accuracy cannot use "{part.strip()}".',
                 f"Give NAME=SHARE, separated by commas; the names are {', '.join(ACCURACY)}.",
             )
     return found

@@ -12,8 +12,8 @@ from moeedge.cli.common import Output
 _STEPS, _CACHE, _OUTPUT = "How the trace is read", "What is compared", "Output"
 
 
-class Tails(str, Enum):
-    """Where refused drafts routed to, if the trace does not know; see moeedge.sim.windows."""
+class RejectedTokenModelChoice(str, Enum):
+    """Where rejected drafts route to, if the trace does not say; see moeedge.trace.steps.simulated_steps."""
 
     OPTIMISTIC = "optimistic"
     PESSIMISTIC = "pessimistic"
@@ -53,15 +53,16 @@ MaxUploads = Annotated[
 PredictorAccuracy = Annotated[
     str | None,
     typer.Option(
-        "--hint-accuracy",
+        "--predictor-accuracy",
         metavar="LIST",
-        help="Lets predictors of such accuracies stand in for the hidden states of layers, which a trace lacks: "
-        "draft-router=0.88,next-gate=0.8, or default for these. Otherwise systems that need them go by their "
-        "caches alone.",
+        help="Replace predictions from the hidden states of layers, which a trace lacks, by noisy ones of these "
+        "accuracies: draft-router=0.88,next-gate=0.8, or default for these. Otherwise systems that need them go by "
+        "their caches alone.",
         rich_help_panel=_CACHE,
         show_default=False,
     ),
 ]
+HintAccuracy = Annotated[str | None, typer.Option("--hint-accuracy", hidden=True)]  # its name until 0.4.0
 ProfileTexts = Annotated[
     int | None,
     typer.Option(
@@ -93,16 +94,17 @@ Acceptance = Annotated[
         show_default=False,
     ),
 ]
-Tail = Annotated[
-    Tails | None,
+RejectedTokenModel = Annotated[
+    RejectedTokenModelChoice | None,
     typer.Option(
-        "--tail",
-        help="Refused drafts of which the trace knows nothing route like the tokens that follow (optimistic) or "
-        "like unrelated tokens of the text (pessimistic); otherwise both.",
+        "--rejected-token-model",
+        help="Rejected drafts whose routing the trace does not hold route like the tokens that follow (optimistic) or "
+        "like unrelated tokens of the text (pessimistic). Default: both.",
         rich_help_panel=_STEPS,
         show_default=False,
     ),
 ]
+Tail = Annotated[RejectedTokenModelChoice | None, typer.Option("--tail", hidden=True)]  # its name until 0.4.0
 Limit = Annotated[
     int,
     typer.Option("--limit", metavar="N", help="Only the first N texts; 0: all.", rich_help_panel=_STEPS),
@@ -119,7 +121,9 @@ ExpertBytes = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option("-s", "--seed", help="Seed of acceptances, tails and stand-ins.", rich_help_panel=_STEPS),
+    typer.Option(
+        "-s", "--seed", help="Seed of acceptances, rejected tokens and noisy predictions.", rich_help_panel=_STEPS
+    ),
 ]
 OutputFormat = Annotated[
     Output, typer.Option("-o", "--output", help="Tables, or a JSON array of flat rows.", rich_help_panel=_OUTPUT)

@@ -27,7 +27,8 @@ def simulate(
     n_tokens: options.NTokens = 512,
     max_steps: options.MaxSteps = None,
     acceptance: options.Acceptance = 0.8,
-    tail: options.TailModel = options.Tail.OPTIMISTIC,
+    rejected_token_model: options.RejectedTokenModel = options.RejectedTokenModelChoice.OPTIMISTIC,
+    tail: options.Tail = None,
     seed: options.Seed = 0,
     policy: options.Policy = "spac",
     cache_ratio: options.CacheRatio = "0.17",
@@ -73,7 +74,7 @@ def simulate(
                 common={
                     "acceptance": acceptance,
                     "ablations": frozenset(words(ablate, "--ablate")) if ablate else frozenset(),
-                    "tail": tail.value,
+                    "rejected_token_model": (tail or rejected_token_model).value,
                     "seed": seed,
                     "max_steps": max_steps,
                 },

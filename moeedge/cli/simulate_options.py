@@ -14,8 +14,8 @@ _PANEL_SWEEP = "What is varied: lists, separated by commas"
 _PANEL_DRIVE = "What drives it"
 
 
-class Tail(str, Enum):
-    """What refused drafts route to, where the trace does not say."""
+class RejectedTokenModelChoice(str, Enum):
+    """Where rejected drafts route to, if the trace does not say; see moeedge.trace.steps.simulated_steps."""
 
     OPTIMISTIC = "optimistic"
     PESSIMISTIC = "pessimistic"
@@ -60,7 +60,11 @@ Acceptance = Annotated[
     float,
     typer.Option("--acceptance", help="Of a draft, where the trace does not say.", rich_help_panel=_PANEL_DRIVE),
 ]
-TailModel = Annotated[Tail, typer.Option("--tail", help="What refused drafts route to.", rich_help_panel=_PANEL_DRIVE)]
+RejectedTokenModel = Annotated[
+    RejectedTokenModelChoice,
+    typer.Option("--rejected-token-model", help="What rejected drafts route to.", rich_help_panel=_PANEL_DRIVE),
+]
+Tail = Annotated[RejectedTokenModelChoice | None, typer.Option("--tail", hidden=True)]  # its name until 0.4.0
 Seed = Annotated[int, typer.Option("-s", "--seed", help="Of everything drawn.", rich_help_panel=_PANEL_DRIVE)]
 Policy = Annotated[
     str,

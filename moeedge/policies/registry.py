@@ -126,7 +126,7 @@ def named(names: Sequence[str]) -> list[str]:
 
 def foresees(name: str) -> bool:
     """Whether the policy of that name wants predictions made from hidden states."""
-    return bool(getattr(_CLASSES.get(name), "needs", frozenset()) & _FROM_HIDDEN_STATES)
+    return bool(getattr(_CLASSES.get(name), "required_inputs", frozenset()) & _FROM_HIDDEN_STATES)
 
 
 def reads_tokens(name: str) -> bool:
@@ -136,7 +136,7 @@ def reads_tokens(name: str) -> bool:
 
 def reads_hidden_states(name: str) -> bool:
     """Whether the policy of that name looks ahead by the draft's hidden states, too, where they are known."""
-    return "draft-states" in getattr(_CLASSES.get(name), "needs", frozenset())
+    return "draft-states" in getattr(_CLASSES.get(name), "required_inputs", frozenset())
 
 
 def takes_profile(name: str) -> bool:

@@ -56,12 +56,15 @@ class HitStats:
 
 @dataclass(frozen=True)
 class ReplayRow:
-    """One policy, cache ratio and tail. Shares are of what all batches used; uploads are per layer with experts and
-    batch. None: not known, or not of this policy."""
+    """One policy, cache ratio and model of rejected tokens.
+
+    Shares are of what all batches used; uploads are per layer with experts and batch. None: not known, or not of this
+    policy.
+    """
 
     policy: str
     cache_ratio: float
-    tail: str
+    rejected_token_model: str  # optimistic, pessimistic or recorded
     hit_rate_pairs: float
     hit_rate_unique: float
     uploads_per_layer_step: float
@@ -72,10 +75,10 @@ class ReplayRow:
     oracle_hit_rate_pairs: float
     belady_hit_rate_unique: float
     slots: int
-    hints: str | None  # the stand-in for hidden states
-    hints_accuracy: float | None
+    prediction_source: str | None  # of the noisy predictor that stands in for hidden states
+    predictor_accuracy: float | None
     token_ids: bool  # the trace knows them
-    draft_states: bool  # the same
+    draft_hidden_states: bool  # the same
     profile: bool  # made from texts held out
     steps: int
     texts: int
@@ -351,7 +354,7 @@ class _Reference:
         return ReplayRow(
             policy=name,
             cache_ratio=self.ratio,
-            tail=schedule.tail,
+            rejected_token_model=schedule.rejected_token_model,
             hit_rate_pairs=hits,
             hit_rate_unique=_share(found.experts_found, found.experts),
             uploads_per_layer_step=round(found.uploads / layer_steps, 6),
@@ -362,10 +365,10 @@ class _Reference:
             oracle_hit_rate_pairs=oracle,
             belady_hit_rate_unique=_share(self.belady.experts_found, self.belady.experts),
             slots=int(self.shape.capacity[0]),
-            hints=source,
-            hints_accuracy=None if source is None else foresight.accuracy[source],
+            prediction_source=source,
+            predictor_accuracy=None if source is None else foresight.accuracy[source],
             token_ids=schedule.has_tokens,
-            draft_states=schedule.trace.hidden_states is not None,
+            draft_hidden_states=schedule.trace.hidden_states is not None,
             profile=self.config.profile is not None,
             steps=schedule.n_steps,
             texts=schedule.n_texts,

@@ -18,7 +18,8 @@ from moeedge.sim.machine import Machine
 from moeedge.sim.model_shape import ModelShape
 from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
-from moeedge.trace.schedule import Batch, TailModel, cut_schedule, recorded_schedule
+from moeedge.trace.schedule import Batch, cut_schedule, recorded_schedule
+from moeedge.trace.steps import RejectedTokenModel
 
 _WARM_SHARE, _WARM_STEPS = 0.2, 24  # of the steps, but no more than so many
 
@@ -34,7 +35,7 @@ class Setup:
     cap: int = 4  # K
     link_factor: float = 1.0  # speed of the link over that of the machine
     ablations: frozenset[str] = frozenset()
-    tail: TailModel = "optimistic"
+    rejected_token_model: RejectedTokenModel = "optimistic"
     accuracy: Accuracy = field(default_factory=Accuracy)
     seed: int = 0
     balanced: bool = True  # the policy knows the machine's unit times
@@ -116,11 +117,13 @@ class Source:
         self.n_layers, self.n_experts = trace.meta.n_layers, trace.meta.n_experts
         self.expert_layers = trace.expert_layers()
 
-    def steps(self, gamma: int, acceptance: float, seed: int, tail: TailModel) -> list[Batch]:
+    def steps(self, gamma: int, acceptance: float, seed: int, rejected_token_model: RejectedTokenModel) -> list[Batch]:
         """The same for the same arguments. Raises InputError where no text is as long as a step."""
         schedule = recorded_schedule(self.trace) if 0 < gamma == self.trace.meta.gamma else None
         if schedule is None:
-            schedule = cut_schedule(self.trace, gamma=gamma, acceptance=acceptance, tail=tail, seed=seed)
+            schedule = cut_schedule(
+                self.trace, gamma=gamma, acceptance=acceptance, rejected_token_model=rejected_token_model, seed=seed
+            )
         return schedule.batches()
 
 
@@ -151,7 +154,7 @@ def simulate(machine: Machine, source: Source, setup: Setup, *, keep_log: bool =
     gamma = 0 if "no-sd" in setup.ablations or not execution_model_of(setup.policy).speculation else setup.gamma
     shape = _cache(source, setup.cache_ratio)
     machine = machine.with_link(setup.link_factor)
-    steps = _first(source.steps(gamma, setup.acceptance, setup.seed, setup.tail), setup.max_steps)
+    steps = _first(source.steps(gamma, setup.acceptance, setup.seed, setup.rejected_token_model), setup.max_steps)
     n_verified = sum(not step.prefill for step in steps)
     policy = _policy(machine, shape, setup, gamma, steps)
     warm_steps = min(int(_WARM_SHARE * n_verified), _WARM_STEPS)

@@ -163,8 +163,10 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write the .npz file. Raises InputError where the path cannot be written."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("ids", *_ROW_TYPES)}
-        arrays |= {_IN_FILE.get(name, name): getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
-        header = {"format": FORMAT, "schema": SCHEMA}
+        arrays |= {
+            _IN_FILE.get(name, name): getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None
+        }
+        header: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
         header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
         try:

@@ -2,7 +2,7 @@
 
 A trace with verification steps is replayed as it was computed: its batches, its refused drafts, its acceptance. A trace
 of plain text is cut into verification windows of gamma + 1 tokens, each draft accepted with a fixed chance. What
-refused drafts would have routed to is then unknown, so there are two models of this tail, as bounds:
+rejected drafts would have routed to is then unknown, so there are two models of rejected tokens, as bounds:
 
   optimistic   they route like the tokens that really follow
   pessimistic  they route like unrelated tokens of the same text
@@ -26,11 +26,8 @@ from moeedge.counting import count_ids
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import Steps, recorded_steps, simulated_steps, text_steps
+from moeedge.trace.steps import RejectedTokenModel, Steps, recorded_steps, simulated_steps, text_steps
 from moeedge.trace.summary import speculation
-
-TailModel = Literal["optimistic", "pessimistic"]
-Tail = Literal["optimistic", "pessimistic", "recorded"]
 
 GAMMA, ACCEPTANCE = 8, 0.8  # of a text of which nothing else is known: MoE-SpAc's draft length
 _CELLS_AT_ONCE = 1 << 20  # of the counts of a chunk: 4 MB
@@ -70,7 +67,7 @@ class Schedule:
     """The batches of a trace, as rows of it."""
 
     trace: Trace
-    tail: Tail
+    rejected_token_model: RejectedTokenModel | Literal["recorded"]
     gamma: int
     acceptance: float | None  # None without drafts
     rows: NDArray[np.int64]  # [n], batch by batch
@@ -179,10 +176,19 @@ def recorded_schedule(trace: Trace) -> Schedule | None:
 
 def as_computed(trace: Trace) -> Schedule:
     """The batches as they were computed, whether there were drafts or not."""
-    return recorded_schedule(trace) or cut_schedule(trace, gamma=0, acceptance=1.0, tail="optimistic", seed=0)
+    return recorded_schedule(trace) or cut_schedule(
+        trace, gamma=0, acceptance=1.0, rejected_token_model="optimistic", seed=0
+    )
 
 
-def cut_schedule(trace: Trace, *, gamma: int, acceptance: float, tail: TailModel, seed: int) -> Schedule:
+def cut_schedule(
+    trace: Trace,
+    *,
+    gamma: int,
+    acceptance: float = 1.0,
+    rejected_token_model: RejectedTokenModel = "optimistic",
+    seed: int = 0,
+) -> Schedule:
     """The text cut into windows of gamma + 1 tokens; with gamma 0 one token after the other.
 
     Windows that would leave their text are dropped. Raises ValueError for an impossible gamma or acceptance,
@@ -193,18 +199,24 @@ def cut_schedule(trace: Trace, *, gamma: int, acceptance: float, tail: TailModel
     if not 0 <= acceptance <= 1:  # NaN too
         raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
     if gamma == 0:
-        return _schedule(trace, text_steps(trace), tail, 0, None)
+        return _schedule(trace, text_steps(trace), rejected_token_model, 0, None)
     steps = simulated_steps(
         trace,
         gamma=gamma,
         acceptance=acceptance,
-        tail="continuation" if tail == "optimistic" else "unrelated",
+        rejected_token_model=rejected_token_model,
         rng=np.random.default_rng(seed),
     )
-    return _schedule(trace, steps, tail, gamma, acceptance)
+    return _schedule(trace, steps, rejected_token_model, gamma, acceptance)
 
 
-def _schedule(trace: Trace, steps: Steps, tail: Tail, gamma: int, acceptance: float | None) -> Schedule:
+def _schedule(
+    trace: Trace,
+    steps: Steps,
+    rejected_token_model: RejectedTokenModel | Literal["recorded"],
+    gamma: int,
+    acceptance: float | None,
+) -> Schedule:
     """Steps as batches, with each text's prompt in front."""
     if not len(steps):
         raise InputError(
@@ -227,7 +239,7 @@ def _schedule(trace: Trace, steps: Steps, tail: Tail, gamma: int, acceptance: fl
     inside = np.arange(int(starts[-1])) - np.repeat(starts[:-1], sorted_lengths)
     return Schedule(
         trace=trace,
-        tail=tail,
+        rejected_token_model=rejected_token_model,
         gamma=gamma,
         acceptance=acceptance,
         rows=flat[np.repeat(begins[order], sorted_lengths) + inside],
@@ -239,29 +251,39 @@ def _schedule(trace: Trace, steps: Steps, tail: Tail, gamma: int, acceptance: fl
 
 
 def schedules(
-    trace: Trace, *, gamma: int | None, acceptance: float | None, tails: Sequence[TailModel] | None, seed: int
+    trace: Trace,
+    *,
+    gamma: int | None = None,
+    acceptance: float | None = None,
+    rejected_token_models: Sequence[RejectedTokenModel] | None = None,
+    seed: int = 0,
 ) -> list[Schedule]:
-    """What a trace is replayed as: once as it was recorded, or once per tail model.
+    """What a trace is replayed as: once as it was recorded, or once per model of rejected tokens.
 
     As recorded where the trace has verification steps and nothing else is asked for. Otherwise its text is cut into
-    windows: by both models unless `tails` says which; gamma and acceptance are the trace's where it has them and none
-    are given, else 8 and 0.8. Without drafts (gamma 0) the models are the same: once.
+    windows: by both models unless `rejected_token_models` says which; gamma and acceptance are the trace's where it has
+    them and none are given, else 8 and 0.8. Without drafts (gamma 0) the models are the same: once.
     """
     if not trace.expert_layers():
         raise InputError(
             "The trace records no experts: there is nothing to replay.", "Look at it with moeedge trace info."
         )
     own_gamma, own_acceptance = speculation(trace)
-    if own_gamma is not None and gamma is None and acceptance is None and tails is None:
+    if own_gamma is not None and gamma is None and acceptance is None and rejected_token_models is None:
         recorded = recorded_schedule(trace)
         assert recorded is not None
         return [recorded]
     gamma = gamma if gamma is not None else own_gamma if own_gamma is not None else GAMMA
     acceptance = acceptance if acceptance is not None else own_acceptance if own_acceptance is not None else ACCEPTANCE
-    kept: Sequence[TailModel] = tails if tails is not None else ("optimistic", "pessimistic")
+    kept: Sequence[RejectedTokenModel] = (
+        rejected_token_models if rejected_token_models is not None else ("optimistic", "pessimistic")
+    )
     if gamma == 0:
         kept = kept[:1]
-    return [cut_schedule(trace, gamma=gamma, acceptance=acceptance, tail=tail, seed=seed) for tail in kept]
+    return [
+        cut_schedule(trace, gamma=gamma, acceptance=acceptance, rejected_token_model=rejected_token_model, seed=seed)
+        for rejected_token_model in kept
+    ]
 
 
 def texts_of(trace: Trace, first: int, last: int | None = None) -> Trace:

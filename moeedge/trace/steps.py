@@ -19,7 +19,7 @@ from moeedge.counting import count_ids
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 
-Tail = Literal["continuation", "unrelated"]
+RejectedTokenModel = Literal["optimistic", "pessimistic"]  # what rejected drafts route to, see simulated_steps
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -65,19 +65,21 @@ def text_steps(trace: Trace) -> Steps:
     return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
 
 
-def simulated_steps(trace: Trace, *, gamma: int, acceptance: float, tail: Tail, rng: np.random.Generator) -> Steps:
+def simulated_steps(
+    trace: Trace, *, gamma: int, acceptance: float, rejected_token_model: RejectedTokenModel, rng: np.random.Generator
+) -> Steps:
     """Cut the text of a trace into verification windows of gamma + 1 tokens; each draft has a fixed chance.
 
     A window that starts at token p and has n accepted drafts is followed by one at p + n + 1; windows that would leave
-    the text are dropped. What rejected drafts would have routed to is unknown; two bounds: `continuation` takes the
-    tokens that really follow (optimistic), `unrelated` random tokens of the same text (pessimistic). Both draw the same
+    the text are dropped. What rejected drafts would have routed to is unknown; two bounds: `optimistic` takes the
+    tokens that really follow, `pessimistic` random tokens of the same text. Both draw the same
     acceptances from generators of the same seed.
     """
     if gamma < 1:
         raise ValueError(f"gamma must be >= 1, not {gamma}")
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
-    tails = rng.spawn(1)[0]
+    rejected_rng = rng.spawn(1)[0]
     text = trace.text_rows()
     sequences = trace.sequence[text]
     windows: list[NDArray[np.int64]] = []
@@ -89,8 +91,8 @@ def simulated_steps(trace: Trace, *, gamma: int, acceptance: float, tail: Tail, 
             rejected = np.flatnonzero(rng.random(gamma) >= acceptance)
             n_accepted = int(rejected[0]) if rejected.size else gamma
             window = rows[start : start + gamma + 1].copy()
-            if tail == "unrelated":
-                window[n_accepted + 1 :] = tails.choice(rows, gamma - n_accepted)
+            if rejected_token_model == "pessimistic":
+                window[n_accepted + 1 :] = rejected_rng.choice(rows, gamma - n_accepted)
             windows.append(window)
             accepted.append(n_accepted + 1)
             owners.append(int(trace.sequence[rows[0]]))

@@ -1,4 +1,4 @@
-"""What `moeedge replay` prints: a table per tail and cache ratio, or a JSON array of flat rows; and its progress."""
+"""The output of `moeedge replay`: a table per rejected-token model and cache ratio, or JSON rows; and its progress."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def rows_json(rows: Sequence[ReplayRow]) -> str:
 
 def print_rows(rows: Sequence[ReplayRow], console: Console) -> None:
     """Tables with the best policy on top of each, the bounds below."""
-    for (tail, ratio), group in groupby(rows, key=lambda row: (row.tail, row.cache_ratio)):
+    for (model, ratio), group in groupby(rows, key=lambda row: (row.rejected_token_model, row.cache_ratio)):
         same = list(group)
-        console.print(_title(same[0], tail, ratio), style="bold", soft_wrap=not console.is_terminal)
+        console.print(_title(same[0], model, ratio), style="bold", soft_wrap=not console.is_terminal)
         for table in _tables(same, console):
             console.print(table)
     if rows:
         console.print(_legend(rows), style="dim")
 
 
-def _title(row: ReplayRow, tail: str, ratio: float) -> str:
+def _title(row: ReplayRow, model: str, ratio: float) -> str:
     acceptance = "" if row.acceptance is None else f", acceptance {row.acceptance:.2f}"
-    how = "as recorded" if tail == "recorded" else f"{tail} tail" if row.gamma else "one token at a time"
+    how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"
     return (
         f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "
         f"slots for {100 * ratio:g} % of the experts ({row.slots})"
@@ -66,7 +66,7 @@ def _table(rows: Sequence[ReplayRow], columns: Sequence[str]) -> Table:
     ranked = sorted((row for row in rows if row.policy not in BOUNDS), key=lambda row: -row.hit_rate_pairs)
     for row in ranked + [row for row in rows if row.policy in BOUNDS]:
         cells = _cells(row)
-        name = row.policy + ("" if row.hints is None else " *")
+        name = row.policy + ("" if row.prediction_source is None else " *")
         table.add_row(name, *(cells[column] for column in columns), style="dim" if row.policy in BOUNDS else None)
     return table
 
@@ -89,7 +89,7 @@ def _legend(rows: Sequence[ReplayRow]) -> str:
         "uploads: per layer and step, loads on demand included. hot/cold: share of experts rightly called used or "
         "unused before the step. oracle knows each next step; belady: what a cache of used experts could keep."
     ]
-    told = {(row.hints, row.hints_accuracy) for row in rows if row.hints is not None}
+    told = {(row.prediction_source, row.predictor_accuracy) for row in rows if row.prediction_source is not None}
     if told:
         names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(told, key=str))
         lines.append(
@@ -101,18 +101,18 @@ def _legend(rows: Sequence[ReplayRow]) -> str:
 def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     """A sentence for each thing that policies go without in this replay."""
     lines = []
-    blind = dict.fromkeys(row.policy for row in rows if row.hints is None and foresees(row.policy))
+    blind = dict.fromkeys(row.policy for row in rows if row.prediction_source is None and foresees(row.policy))
     if blind:
         lines.append(
             f"{', '.join(blind)}: without {'its predictor' if len(blind) == 1 else 'their predictors'}, by the cache "
-            "alone, since a trace holds no inputs of layers; --hint-accuracy lets a stated accuracy stand in."
+            "alone, since a trace holds no inputs of layers; --predictor-accuracy lets a stated accuracy stand in."
         )
     unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and reads_tokens(row.policy))
     if unread:
         lines.append(f"{', '.join(unread)}: without lookahead, since this trace holds no vocabulary ids.")
     contextless = [
         name
-        for name in dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_states)
+        for name in dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_hidden_states)
         if reads_hidden_states(name)
     ]
     if contextless:

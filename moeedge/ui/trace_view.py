@@ -39,7 +39,11 @@ def _figures(one: TraceSummary) -> list[Figure]:
 
 
 def _tokens(one: TraceSummary) -> str:
-    parts = [(one.prefill_tokens, "prefill"), (one.text_tokens, "decoded text"), (one.rejected_tokens, "rejected drafts")]
+    parts = [
+        (one.prefill_tokens, "prefill"),
+        (one.text_tokens, "decoded text"),
+        (one.rejected_tokens, "rejected drafts"),
+    ]
     parts.append((one.draft_tokens, "drafting"))
     return f"{one.tokens:,}: " + ", ".join(f"{n:,} {what}" for n, what in parts if n)
 

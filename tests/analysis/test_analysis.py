@@ -14,7 +14,7 @@ from moeedge.engine.recording import Recording
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
-from moeedge.trace.steps import Tail, simulated_steps
+from moeedge.trace.steps import RejectedTokenModel, simulated_steps
 from tests.support.traces import make_trace, plain_text, two_texts
 
 
@@ -121,25 +121,25 @@ def _mean(profiles: list[LayerProfile], name: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tail", "published"),
+    ("model", "published"),
     [
         (
-            "continuation",
+            "optimistic",
             {"alg1-printed": 0.76, "alg1-float": 0.69, "alg1-fixed": 0.61, "last-step": 0.88, "count-ema": 0.84},
         ),
         (
-            "unrelated",
+            "pessimistic",
             {"alg1-printed": 0.72, "alg1-float": 0.69, "alg1-fixed": 0.61, "last-step": 0.77, "count-ema": 0.80},
         ),
     ],
 )
-def test_replay_of_gpt_oss_20b(data_folder: Path, tail: Tail, published: dict[str, float]) -> None:
+def test_replay_of_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel, published: dict[str, float]) -> None:
     """gamma 8, acceptance 0.8, tau 1: the figures that the data set's description gives for 60 sequences; here 25."""
     file = data_folder / "traces" / "gptoss20b_decode.npz"
     if not file.is_file():
         pytest.skip(f"{file} is absent")
     trace = _first_texts(read_trace(file), 25)
-    steps = simulated_steps(trace, gamma=8, acceptance=0.8, tail=tail, rng=np.random.default_rng(0))
+    steps = simulated_steps(trace, gamma=8, acceptance=0.8, rejected_token_model=model, rng=np.random.default_rng(0))
     profiles = profile_steps(trace, steps, list(range(24)), gamma=8)
     for name, accuracy in published.items():
         assert _mean(profiles, name) == pytest.approx(accuracy, abs=0.04), name

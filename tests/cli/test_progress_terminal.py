@@ -37,4 +37,4 @@ def test_replay_shows_its_progress(tmp_path: Path) -> None:
     with Terminal(["replay", str(tmp_path / "plain.npz"), "--policy", "lru"], env=env) as terminal:
         assert terminal.wait() == 0, terminal.text
         assert "replaying" in terminal.text
-        assert "optimistic tail" in terminal.text
+        assert "optimistic rejected tokens" in terminal.text

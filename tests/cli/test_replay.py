@@ -17,7 +17,8 @@ from moeedge.cli.app import app
 from tests.support.traces import plain_text, two_texts
 
 _FIELDS = (
-    "policy", "cache_ratio", "tail", "hit_rate_pairs", "hit_rate_unique", "uploads_per_layer_step", "hot_cold_accuracy",
+    "policy", "cache_ratio", "rejected_token_model", "hit_rate_pairs",
+    "hit_rate_unique", "uploads_per_layer_step", "hot_cold_accuracy",
 )  # fmt: skip
 
 
@@ -36,8 +37,8 @@ def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     names = ["lru", "spac", "oracle", "belady"]
-    assert [(row["tail"], row["cache_ratio"], row["policy"]) for row in rows] == [
-        (tail, ratio, name) for tail in ("optimistic", "pessimistic") for ratio in (0.25, 0.5) for name in names
+    assert [(row["rejected_token_model"], row["cache_ratio"], row["policy"]) for row in rows] == [
+        (model, ratio, name) for model in ("optimistic", "pessimistic") for ratio in (0.25, 0.5) for name in names
     ]
     for row in rows:
         assert tuple(row)[: len(_FIELDS)] == _FIELDS
@@ -56,7 +57,7 @@ def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
 def test_two_processes_print_the_same_bytes(plain: Path) -> None:
     """Under every policy, whatever order Python's sets and dictionaries have."""
     command = [sys.executable, "-m", "moeedge", "replay", str(plain), "--gamma", "3", "-o", "json"]
-    command += ["--hint-accuracy", "default"]
+    command += ["--predictor-accuracy", "default"]
     printed = [
         subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
         for seed in ("1", "2")
@@ -67,19 +68,33 @@ def test_two_processes_print_the_same_bytes(plain: Path) -> None:
 def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
     two_texts(parameters={"expert_bytes": 1000}).save(tmp_path / "own.npz")
     rows = json.loads(_replay(tmp_path / "own.npz", "--policy", "lru", "-o", "json").stdout)
-    assert [(row["tail"], row["gamma"], row["acceptance"]) for row in rows] == [("recorded", 2, 0.5)] * 3
+    assert [(row["rejected_token_model"], row["gamma"], row["acceptance"]) for row in rows] == [
+        ("recorded", 2, 0.5)
+    ] * 3
     assert rows[0]["bytes_per_step"] == pytest.approx(2000 * rows[0]["uploads_per_layer_step"], abs=1)
-    cut = json.loads(_replay(tmp_path / "own.npz", "--policy", "lru", "--tail", "pessimistic", "-o", "json").stdout)
-    assert {row["tail"] for row in cut} == {"pessimistic"} and cut[0]["gamma"] == 2
+    cut = json.loads(
+        _replay(tmp_path / "own.npz", "--policy", "lru", "--rejected-token-model", "pessimistic", "-o", "json").stdout
+    )
+    assert {row["rejected_token_model"] for row in cut} == {"pessimistic"} and cut[0]["gamma"] == 2
 
 
 def test_tables(plain: Path) -> None:
-    arguments = (plain, "--policy", "lru,fate", "--gamma", 3, "--tail", "optimistic", "--expert-bytes", 1 << 20)
+    arguments = (
+        plain,
+        "--policy",
+        "lru,fate",
+        "--gamma",
+        3,
+        "--rejected-token-model",
+        "optimistic",
+        "--expert-bytes",
+        1 << 20,
+    )
     result = _replay(*arguments)
     assert result.exit_code == 0, result.output
-    for part in ("random: 1 texts", "optimistic tail", "oracle", "MiB/step", "fate: without its predictor"):
+    for part in ("random: 1 texts", "optimistic rejected tokens", "oracle", "MiB/step", "fate: without its predictor"):
         assert part in " ".join(result.stdout.split())
-    seeing = " ".join(_replay(*arguments, "--hint-accuracy", "default").stdout.split())
+    seeing = " ".join(_replay(*arguments, "--predictor-accuracy", "default").stdout.split())
     assert "fate *" in seeing and "stands in (next-gate 0.8)" in seeing
     without = _replay(plain, "--policy", "lru", "--gamma", 0)
     assert "one token at a time" in without.stdout and without.stdout.count("belady ") == 1
@@ -90,7 +105,7 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
     text = plain_text(60)
     replace(text, token=np.full_like(text.token, -1)).save(tmp_path / "bare.npz")
     blind = ("sp-moe", "fate", "adapmoe", "mixtral-offloading", "hybrimoe")
-    arguments = ("--policy", ",".join((*blind, "spac", "static")), "--gamma", 3, "--tail", "optimistic")
+    arguments = ("--policy", ",".join((*blind, "spac", "static")), "--gamma", 3, "--rejected-token-model", "optimistic")
     want = [
         f"{', '.join(blind)}: without their predictors, by the cache alone",
         "spac: without lookahead, since this trace holds no vocabulary ids",
@@ -102,7 +117,7 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
         assert sentence in table
         assert sentence in " ".join(said.stderr.split())
     rows = json.loads(said.stdout)
-    assert not any(row["token_ids"] or row["profile"] or row["hints"] for row in rows)
+    assert not any(row["token_ids"] or row["profile"] or row["prediction_source"] for row in rows)
 
     full = two_texts()  # with vocabulary ids, and a text to spare
     assert (full.token >= 0).all()
@@ -111,17 +126,17 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
     assert "spac: lookahead by words alone" in said
     full = replace(full, hidden_states=np.zeros((full.n_tokens, 4), dtype=np.float16))
     full.save(tmp_path / "full.npz")
-    more = ("--hint-accuracy", "default", "--profile-texts", 1, "-o", "json")
+    more = ("--predictor-accuracy", "default", "--profile-texts", 1, "-o", "json")
     result = _replay(tmp_path / "full.npz", "--policy", "fate,spac,static", *more)
     assert result.exit_code == 0 and result.stderr == ""
-    assert all(row["token_ids"] and row["draft_states"] and row["profile"] for row in json.loads(result.stdout))
+    assert all(row["token_ids"] and row["draft_hidden_states"] and row["profile"] for row in json.loads(result.stdout))
 
 
 def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
-    arguments = (plain, "--policy", "fate", "--gamma", 3, "-o", "json", "--hint-accuracy")
+    arguments = (plain, "--policy", "fate", "--gamma", 3, "-o", "json", "--predictor-accuracy")
     blind, seeing = (json.loads(_replay(*arguments, f"next-gate={share}").stdout)[0] for share in (0.0, 1.0))
     assert blind["hit_rate_pairs"] < seeing["hit_rate_pairs"]
-    assert (seeing["hints"], seeing["hints_accuracy"]) == ("next-gate", 1.0)
+    assert (seeing["prediction_source"], seeing["predictor_accuracy"]) == ("next-gate", 1.0)
 
 
 def test_the_bounds_alone(plain: Path) -> None:
@@ -140,8 +155,8 @@ def test_the_bounds_alone(plain: Path) -> None:
         (["--acceptance", "1.5"], "acceptance must be"),
         (["--seed", "-1"], "--seed"),
         (["--profile-texts", "1"], "leaves nothing to replay"),
-        (["--hint-accuracy", "gate=1"], "next-gate"),
-        (["--hint-accuracy", "next-gate=x"], "NAME=SHARE"),
+        (["--predictor-accuracy", "gate=1"], "next-gate"),
+        (["--predictor-accuracy", "next-gate=x"], "NAME=SHARE"),
         (["--expert-bytes", "0"], "--expert-bytes"),
         (["--max-uploads", "-1"], "must be >= 0"),
     ],

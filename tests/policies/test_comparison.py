@@ -23,11 +23,12 @@ from moeedge.policies.registry import make_policy
 from moeedge.sim.replay import PolicyReplay, ReplayConfig, cache_shape
 from moeedge.sim.replay import replay as replay_all
 from moeedge.trace.importers import read_trace
-from moeedge.trace.schedule import Schedule, TailModel, cut_schedule, recorded_schedule, texts_of
+from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, texts_of
+from moeedge.trace.steps import RejectedTokenModel
 
 RATIO = 0.17
 OTHERS = ("spac-paper", "lru", "static")
-TAILS: tuple[TailModel, ...] = ("optimistic", "pessimistic")
+MODELS: tuple[RejectedTokenModel, ...] = ("optimistic", "pessimistic")
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,20 @@ class Replayed:
 
 
 def windows_of(
-    folder: Path, name: str, tail: TailModel, n_texts: int | None = None, *, prompts: bool = True, seed: int = 0
+    folder: Path,
+    name: str,
+    model: RejectedTokenModel,
+    n_texts: int | None = None,
+    *,
+    prompts: bool = True,
+    seed: int = 0,
 ) -> Schedule:
     trace = texts_of(read_trace(folder / "traces" / f"{name}.npz"), 0, n_texts)
     if not prompts:
         rows = trace.phase != Phase.PREFILL
         columns = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
         trace = replace(trace, **{column: getattr(trace, column)[rows] for column in columns}, weights=None)
-    return cut_schedule(trace, gamma=8, acceptance=0.8, tail=tail, seed=seed)
+    return cut_schedule(trace, gamma=8, acceptance=0.8, rejected_token_model=model, seed=seed)
 
 
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
@@ -73,9 +80,9 @@ def oracle(schedule: Schedule) -> float:
     return rows[0].oracle_hit_rate_pairs
 
 
-@pytest.mark.parametrize("tail", TAILS)
-def test_gpt_oss_20b(data_folder: Path, tail: TailModel) -> None:
-    found = compare(windows_of(data_folder, "gptoss20b_decode", tail, 8), ("spac", *OTHERS))
+@pytest.mark.parametrize("model", MODELS)
+def test_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel) -> None:
+    found = compare(windows_of(data_folder, "gptoss20b_decode", model, 8), ("spac", *OTHERS))
     assert found["spac"].pair_hit > 0.03 + max(found[name].pair_hit for name in OTHERS)
     assert found["spac"].uploads < min(found["lru"].uploads, found["spac-paper"].uploads)
 
@@ -87,13 +94,13 @@ def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
     assert found.uploads <= 0.4
 
 
-@pytest.mark.parametrize("tail", TAILS)
-def test_gemma_of_one_prompt(data_folder: Path, tail: TailModel) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_gemma_of_one_prompt(data_folder: Path, model: RejectedTokenModel) -> None:
     """128 decoded tokens: 32 steps, mostly cold. Nobody is ahead by more than acceptances drawn otherwise change.
 
-    (Where the prompt is seen, too, and on the 14 steps of gpt-oss-120b, lru is ahead by 0.01, optimistic tail.)
+    (Where the prompt is seen, too, and on the 14 steps of gpt-oss-120b, lru is ahead by 0.01, optimistic model.)
     """
-    steps = [windows_of(data_folder, "bigmoeonedge_gemma", tail, prompts=False, seed=seed) for seed in range(3)]
+    steps = [windows_of(data_folder, "bigmoeonedge_gemma", model, prompts=False, seed=seed) for seed in range(3)]
     mean = {name: np.mean([run(name, each).pair_hit for each in steps]) for name in ("spac", *OTHERS)}
     assert mean["spac"] > max(mean[name] for name in OTHERS) - 0.005
 

@@ -96,7 +96,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
 @pytest.mark.parametrize("name", POLICIES | SIMULATED)
 def test_equals_a_literal_replay(name: str) -> None:
     schedules = [
-        cut_schedule(walk(30, 3, n_texts=2), gamma=2, acceptance=0.7, tail="pessimistic", seed=1),
+        cut_schedule(walk(30, 3, n_texts=2), gamma=2, acceptance=0.7, rejected_token_model="pessimistic", seed=1),
         recorded_schedule(two_texts(seed=5)),
     ]
     for schedule in schedules:
@@ -111,7 +111,7 @@ def test_equals_a_literal_replay(name: str) -> None:
 def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     schedule = recorded_schedule(two_texts())
     assert schedule is not None
-    assert (schedule.gamma, schedule.acceptance, schedule.tail) == (2, pytest.approx(0.5), "recorded")
+    assert (schedule.gamma, schedule.acceptance, schedule.rejected_token_model) == (2, pytest.approx(0.5), "recorded")
     assert (schedule.n_steps, schedule.n_texts) == (6, 2)
     assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
     batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
@@ -156,9 +156,12 @@ def test_the_default_finds_more_where_states_tell_the_context() -> None:
     assert hits[1] > 0.9 > hits[0] + 0.1
 
 
-def test_both_tails_accept_the_same_drafts() -> None:
+def test_both_models_accept_the_same_drafts() -> None:
     trace = walk(200, 0)
-    cut = [cut_schedule(trace, gamma=4, acceptance=0.6, tail=tail, seed=7) for tail in ("optimistic", "pessimistic")]  # type: ignore[arg-type]
+    cut = [
+        cut_schedule(trace, gamma=4, acceptance=0.6, rejected_token_model=model, seed=7)
+        for model in ("optimistic", "pessimistic")
+    ]  # type: ignore[arg-type]
     assert cut[0].n_text.tolist() == cut[1].n_text.tolist()
     assert cut[0].rows.tolist() != cut[1].rows.tolist()
 
@@ -166,7 +169,7 @@ def test_both_tails_accept_the_same_drafts() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
 def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
-    schedule = cut_schedule(walk(24, seed), gamma=gamma, acceptance=0.7, tail="pessimistic", seed=seed)
+    schedule = cut_schedule(walk(24, seed), gamma=gamma, acceptance=0.7, rejected_token_model="pessimistic", seed=seed)
     shape = cache_shape(schedule, ratio)
     future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
     config = PolicyConfig(gamma=gamma, future=future)
@@ -189,7 +192,9 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
 @given(seed=st.integers(0, 10_000), capacity=st.integers(0, 4))
 def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
     """Every way to keep what is there or was just used, tried on six steps of one layer of four experts."""
-    schedule = cut_schedule(walk(6, seed, n_layers=1, n_experts=4), gamma=0, acceptance=0.0, tail="optimistic", seed=0)
+    schedule = cut_schedule(
+        walk(6, seed, n_layers=1, n_experts=4), gamma=0, acceptance=0.0, rejected_token_model="optimistic", seed=0
+    )
     chunks = list(schedule.chunks())
     batches = [batch for chunk in chunks for batch in chunk.batches]
     reached = {frozenset[int](): 0}
@@ -211,7 +216,7 @@ def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
 
 
 def test_oracle_is_the_sum_of_the_largest_counts() -> None:
-    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance=0.7)
     chunks = list(schedule.chunks())
     best = sum(
         int(np.sort(batch.counts.reshape(-1))[-5:].sum()) for c in chunks for batch in c.batches if not batch.prefill
@@ -222,7 +227,9 @@ def test_oracle_is_the_sum_of_the_largest_counts() -> None:
 
 @pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
 def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
-    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, tail="pessimistic", seed=0)
+    schedule = cut_schedule(
+        walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, rejected_token_model="pessimistic", seed=0
+    )
     shape = cache_shape(schedule, 0.3)
     foresight = NoisyPredictor(schedule.trace, 0)
     found = []
@@ -237,7 +244,7 @@ def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -
 
 def test_loads_on_demand_count_once() -> None:
     """A system on the device alone loads exactly what is missing; what it keeps of that costs nothing more."""
-    schedule = cut_schedule(walk(60, 4), gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    schedule = cut_schedule(walk(60, 4), gamma=3, acceptance=0.7)
     config = ReplayConfig(
         policies=("mixtral-offloading",),
         ratios=(0.5,),
@@ -253,7 +260,7 @@ def test_loads_on_demand_count_once() -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 0.25, 1.5])
 def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
-    schedule = cut_schedule(walk(100, 4), gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    schedule = cut_schedule(walk(100, 4), gamma=3, acceptance=0.7)
     free = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,))))
     tied = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,), max_uploads=limit)))
     for name in ("lru", "spac"):
@@ -263,7 +270,7 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
 
 def test_stand_ins_are_as_right_as_they_say() -> None:
     trace = walk(400, 0, n_experts=64)
-    schedule = cut_schedule(trace, gamma=3, acceptance=0.7, tail="optimistic", seed=0)
+    schedule = cut_schedule(trace, gamma=3, acceptance=0.7)
     foresight = NoisyPredictor(trace, 0, {"draft-router": 0.7})
     right = said = 0
     for chunk in schedule.chunks():
@@ -287,7 +294,7 @@ def test_texts_can_be_chosen() -> None:
 def test_layers_without_experts_have_no_part() -> None:
     trace = walk(40, 0)
     trace.ids[:, 0] = trace.sentinel
-    schedule = cut_schedule(trace, gamma=2, acceptance=0.7, tail="optimistic", seed=0)
+    schedule = cut_schedule(trace, gamma=2, acceptance=0.7)
     assert cache_shape(schedule, 0.5).capacity.tolist() == [4]
     rows = by_name(replay(schedule, ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
     assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
@@ -297,7 +304,7 @@ def test_a_trace_without_experts_is_refused() -> None:
     trace = two_texts()
     empty = replace(trace, ids=np.full_like(trace.ids, trace.sentinel))
     with pytest.raises(InputError, match="no experts"):
-        schedules(empty, gamma=None, acceptance=None, tails=None, seed=0)
+        schedules(empty)
 
 
 def test_mistakes() -> None:
@@ -311,15 +318,15 @@ def test_mistakes() -> None:
 PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", "none"))
 
 
-@pytest.mark.parametrize("tail", ["optimistic", "pessimistic"])
+@pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
 @pytest.mark.parametrize("texts", [(30, 60), pytest.param((30, None), marks=pytest.mark.bench)], ids=["30", "all"])
-def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], tail: str) -> None:
+def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:
     """With at most 0.4 uploads above every published policy, as `moeedge replay --policy all` runs them: by their
     caches, without hidden states. And near the one-step oracle without lookahead, where history alone ends at 0.81.
     """
     trace = read_trace(data_folder / "traces" / "gptoss20b_decode.npz")
-    profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0, acceptance=0.0, tail="optimistic", seed=0))
-    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance=0.8, tail=tail, seed=0)  # type: ignore[arg-type]
+    profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
+    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
     rows = by_name(replay(schedule, ReplayConfig(policies=("spac", *PUBLISHED), ratios=(0.16,), profile=profile)))
     spac = rows["spac"]
     best = max(PUBLISHED, key=lambda name: rows[name].hit_rate_pairs)
