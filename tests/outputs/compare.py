@@ -29,7 +29,9 @@ COMMANDS: dict[str, list[str]] = {
         "replay", f"{{data}}/{TRACE}", "--limit", "8", "--policy", "fate,adapmoe,sp-moe,hybrimoe",
         "--hint-accuracy", "default", "--max-uploads", "2", "--gamma", "4",
     ],
-    "replay-gemma": ["replay", f"{{data}}/{GEMMA}", "--policy", "spac,lfu,moe-infinity", "--cache-ratio", "0.2", "-s", "3"],
+    "replay-gemma": [
+        "replay", f"{{data}}/{GEMMA}", "--policy", "spac,lfu,moe-infinity", "--cache-ratio", "0.2", "-s", "3",
+    ],
     "replay-recorded": ["replay", "{scratch}/routing.npz", "--policy", "all"],
     "trace-info": ["trace", "info", f"{{data}}/{TRACE}"],
     "trace-info-recorded": ["trace", "info", "{scratch}/routing.npz"],
@@ -40,10 +42,14 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "validate-papers": ["validate", "papers", "--part", "table2"],
     "profile-layer": ["profile", "--layer", "47", "--dataset", "toy", "--limit", "3", "-n", "24", "-t", "1"],
-    "profile-layers": ["profile", "--layers", "0,5,40-47", "--dataset", "sample", "--limit", "2", "-n", "16", "-t", "1"],
+    "profile-layers": [
+        "profile", "--layers", "0,5,40-47", "--dataset", "sample", "--limit", "2", "-n", "16", "-t", "1",
+    ],
     "plan": ["plan", "--vram", "8G", "--ram", "32G", "-c", "2048"],
     "chat": ["chat", "-p", "What is 3 + 4?", "--temp", "0", "-n", "24", "-dev", "none", "-t", "1"],
-    "chat-emulated": ["chat", "-p", "Who are you?", "--temp", "0", "-n", "24", "-dev", "emulated", "--cache-ratio", "0.17", "-t", "1"],
+    "chat-emulated": [
+        "chat", "-p", "Who are you?", "--temp", "0", "-n", "24", "-dev", "emulated", "--cache-ratio", "0.17", "-t", "1",
+    ],
     "bench": ["bench", "--dataset", "toy", "--limit", "2", "-n", "16", "-r", "1", "-t", "1", "-dev", "none"],
     "bench-synthetic": ["bench", "-p", "32", "-n", "8", "-r", "1", "-t", "1", "-dev", "none"],
     "bench-sweep": [
