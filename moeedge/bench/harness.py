@@ -1,138 +1,248 @@
-"""The dataset part of a run: every prompt a conversation, every turn answered by all modes before the next turn.
+"""The harness of every measurement: sessions side by side that answer the same prompts in turns, one sample an answer.
 
-The routing behind a benchmark: its prompts answered once more, unmeasured, while every token's experts are noted.
-
-Not during the measurement: writing the rows takes time. Answers are greedy, so that the routing is that of the measured
-ones; they end where the model ends them, --ignore-eos or not.
+`moeedge bench`, `ablate` and `validate measured` run their prompts through BenchArm.answer, which is the only place
+where answers are timed and samples are made.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-from moeedge.bench.arms import BenchArm
-from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, rotated
-from moeedge.bench.samples import Sample, counted, drain_transfers, from_stats
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
+from moeedge.bench.samples import Sample, counted, from_stats
 from moeedge.data import Prompt
+from moeedge.engine.loading import load_draft, load_target
 from moeedge.engine.recording import Question, record_routing
-from moeedge.engine.types import SamplingConfig
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama.model import Model
+from moeedge.notifications import Notify, ignore
 from moeedge.trace.format import Trace
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
-# long enough to take every path once (prefill, draft, verification, plain decoding), short enough not to wait for
+# long enough to take every path once (prefill, draft, verification, plain decoding), and short
 _WARM_UP_TOKENS = 16
+# the shortest pause of a user between two turns, in which experts may still move
+_PAUSE_S = 0.5
+
+T = TypeVar("T")
 
 
-def warm_up(arms: Sequence[BenchArm], prompt: Prompt, cancel: Callable[[], bool]) -> None:
-    """Runs every mode once, so that the first sample finds memory touched and threads started."""
-    for arm in arms:
-        tokens = _prompt_tokens(arm, [message.as_dict() for message in prompt.turns[0]])
-        for _ in arm.session.generate(tokens, n_predict=_WARM_UP_TOKENS, sampling=GREEDY, cancel=cancel):
+def never() -> bool:
+    """A `cancel` that lets everything run."""
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class BenchArm:
+    """A mode and its session. Several arms share the models; each has contexts and an expert cache of its own."""
+
+    mode: BenchMode
+    session: Session
+
+    def prompt_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """Returns the token ids of a conversation that asks for the next answer."""
+        model = self.session.model
+        return model.tokenize(model.render_chat(messages))
+
+    def answer(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        n_predict: int,
+        ignore_eos: bool = False,
+        cancel: Callable[[], bool] = never,
+        drain: bool = True,
+        prompt: str = "",
+        turn: int = 0,
+        repetition: int = 0,
+        order: int = 0,
+        warm: bool = True,
+    ) -> Sample:
+        """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
+
+        drain: end the transfers of this answer before returning, untimed. The last five describe the sample.
+        Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
+        """
+        session = self.session
+        before = session.placement_stats()
+        cpu_before_s = time.process_time()
+        generation = session.generate(
+            prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
+        )
+        next(generation, None)  # the first token ends the prefill
+        prefilled = session.placement_stats()
+        for _ in generation:
             pass
-        drain_transfers(arm.session)
+        cpu_s = time.process_time() - cpu_before_s
+        if generation.stop_reason == "interrupted" and not cancel():
+            raise KeyboardInterrupt
+        if drain:
+            self.drain_transfers()
+        return from_stats(
+            generation.stats,
+            mode=self.mode.label,
+            prompt=prompt,
+            turn=turn,
+            repetition=repetition,
+            order=order,
+            warm=warm,
+            cpu_s=cpu_s,
+            prefill_placement=counted(before, prefilled),
+            placement=counted(prefilled, session.placement_stats()),
+            stop_reason=generation.stop_reason,
+            tokens=list(generation.tokens),
+            prompt_ids=list(prompt_ids),
+        )
+
+    def drain_transfers(self) -> None:
+        """Ends the transfers of a sample, untimed, so that they do not slow down the arm that is measured next."""
+        if self.session.placement is not None:
+            self.session.placement.rest(_PAUSE_S)
 
 
-def run_conversation(
+def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:
+    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them."""
+    target = stack.enter_context(load_target(base))
+    if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
+        return target, None
+    return target, stack.enter_context(load_draft(base))
+
+
+def open_arms(
+    base: EngineConfig,
+    modes: Sequence[BenchMode],
+    models: tuple[Model, Model | None],
+    stack: ExitStack,
+    *,
+    notify: Notify = ignore,
+) -> list[BenchArm]:
+    """Opens a session per mode on the shared models; `stack` closes them. notify: as for Session.open."""
+    target, draft = models
+    arms = []
+    for mode in modes:
+        session = Session.open(mode_config(base, mode), model=target, draft_model=draft, notify=notify)
+        arms.append(BenchArm(mode, stack.enter_context(session)))
+    return arms
+
+
+def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
+    """Returns the order in which the items run for the `turn`-th time.
+
+    A cycle of rotations puts every item in every place; every second cycle is reversed, so that every item also comes
+    after each other one. Slow drift of the machine (clock, heat, other programs) then affects all items alike.
+    """
+    cycle, shift = divmod(turn, len(items))
+    order = (*items[shift:], *items[:shift])
+    return order[::-1] if cycle % 2 else order
+
+
+def warm_up(
     arms: Sequence[BenchArm],
     prompt: Prompt,
     *,
-    repetition: int,
-    rotation: int,
-    n_predict: int,
-    ignore_eos: bool,
-    warm: bool,
-    cancel: Callable[[], bool],
-) -> Iterator[Sample]:
-    """The samples of one prompt, one per turn and mode; ends early when `cancel` says so.
-
-    The modes take turns within a turn of the conversation, each on its own KV cache, which is empty at first and then
-    holds what was said. All go on from the reference's answer: where a mode's own differs (which the output check
-    reports), the next turn still asks all of them the same.
-    """
+    n_predict: int = _WARM_UP_TOKENS,
+    ignore_eos: bool = False,
+    cancel: Callable[[], bool] = never,
+) -> None:
+    """Answers the first turn of `prompt` once in every arm: memory is touched, threads are started, caches filled."""
     for arm in arms:
         arm.session.reset()
-    by_label = {arm.mode.label: arm for arm in arms}
-    order = rotated([arm.mode for arm in arms], rotation)
-    reference = REFERENCE if REFERENCE in by_label else arms[0].mode.label
-    messages: list[dict[str, str]] = []
-    for turn, new_messages in enumerate(prompt.turns):
-        messages += [message.as_dict() for message in new_messages]
-        tokens = _prompt_tokens(arms[0], messages)
-        answer: list[int] = []
-        for place, mode in enumerate(order):
-            session = by_label[mode.label].session
-            before = session.placement_stats()
-            cpu_before_s = time.process_time()
-            generation = session.generate(
-                tokens, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
-            )
-            next(generation, None)  # the first token ends the prefill
-            prefilled = session.placement_stats()
-            for _ in generation:
-                pass
-            cpu_s = time.process_time() - cpu_before_s
-            drain_transfers(session)
-            if cancel():  # the answer may be cut: no sample
-                return
-            if mode.label == reference:
-                answer = generation.tokens
-            yield from_stats(
-                generation.stats,
-                mode=mode.label,
-                prompt=prompt.id,
-                turn=turn,
-                repetition=repetition,
-                order=place,
-                cpu_s=cpu_s,
-                warm=warm,
-                prefill_placement=counted(before, prefilled),
-                placement=counted(prefilled, session.placement_stats()),
-                stop_reason=generation.stop_reason,
-                tokens=list(generation.tokens),
-                prompt_ids=tokens,
-            )
-        messages.append({"role": "assistant", "content": answer_text(arms[0].session.model, answer)})
+        tokens = arm.prompt_tokens([message.as_dict() for message in prompt.turns[0]])
+        arm.answer(tokens, n_predict=n_predict, ignore_eos=ignore_eos, cancel=cancel)
+
+
+def run_conversations(
+    arms: Sequence[BenchArm],
+    prompts: Sequence[Prompt],
+    *,
+    repetitions: int,
+    n_predict: int,
+    ignore_eos: bool = False,
+    warmed_up: bool = True,
+    cancel: Callable[[], bool] = never,
+) -> Iterator[Sample]:
+    """Yields a sample per repetition, prompt, turn and arm; ends early when `cancel` returns True.
+
+    The arms take turns within a turn of the conversation. Each has its own KV cache, which is empty at the first turn
+    and then holds the conversation so far. All continue from the reference's answer: where an arm's own answer differs,
+    which the output check reports, the next turn still asks all of them the same.
+    """
+    reference = next((arm for arm in arms if arm.mode.label == REFERENCE), arms[0])
+    model = reference.session.model
+    for repetition in range(repetitions):
+        for index, prompt in enumerate(prompts):
+            for arm in arms:
+                arm.session.reset()
+            order = rotated(arms, repetition + index)
+            messages: list[dict[str, str]] = []
+            for turn, new_messages in enumerate(prompt.turns):
+                messages += [message.as_dict() for message in new_messages]
+                prompt_ids = reference.prompt_tokens(messages)
+                for place, arm in enumerate(order):
+                    if cancel():
+                        return
+                    sample = arm.answer(
+                        prompt_ids,
+                        n_predict=n_predict,
+                        ignore_eos=ignore_eos,
+                        cancel=cancel,
+                        prompt=prompt.id,
+                        turn=turn,
+                        repetition=repetition,
+                        order=place,
+                        warm=warmed_up or repetition > 0,
+                    )
+                    if cancel():  # the answer may be cut short: no sample
+                        return
+                    yield sample
+                    if arm is reference:
+                        answer = answer_text(model, sample.tokens)
+                messages.append({"role": "assistant", "content": answer})
 
 
 def answer_text(model: Model, tokens: Sequence[int]) -> str:
-    """The text of an answer. One that is cut within a character ends before it.
+    """Returns the text of an answer, without a character that the answer's end cut.
 
-    A replacement for the rest could take more tokens than were counted on.
+    A replacement character could take more tokens in the next turn's prompt than were planned for.
     """
     return b"".join(model.piece(token) for token in tokens).decode("utf-8", "ignore")
 
 
-def _prompt_tokens(arm: BenchArm, messages: list[dict[str, str]]) -> list[int]:
-    model = arm.session.model
-    return model.tokenize(model.render_chat(messages))
-
-
 def recorded_mode(modes: Sequence[BenchMode]) -> BenchMode:
-    """The mode whose routing is written: the first with our backend, one with drafts before others.
+    """Returns the mode whose routing is recorded: the first with our backend, preferably one with drafts.
 
-    Raises InputError where there is none.
+    Raises InputError where all modes are stock.
     """
     ours = [mode for mode in modes if mode.engine == "moeedge"]
     if not ours:
-        raise InputError("Stock modes record no routing.", "Name moeedge or moeedge-ar in --modes, or no --trace-out.")
+        raise InputError(
+            "Stock modes record no routing.", "Name moeedge or moeedge-ar in --modes, or leave out --trace-out."
+        )
     return next((mode for mode in ours if mode.drafts), ours[0])
 
 
 def record_answers(arm: BenchArm, prompts: Sequence[Prompt], plan: BenchPlan) -> Trace:
-    """The trace of all answers."""
+    """Answers the prompts once more, untimed, and returns the trace of their routing.
+
+    Recording takes time, so it is not done during the measurement. Greedy answers have the same routing again; they end
+    where the model ends them, also with --ignore-eos.
+    """
     questions = [
         Question(prompt.id, tuple([message.as_dict() for message in turn] for turn in prompt.turns))
         for prompt in prompts
     ]
-    name = plan.dataset.name if plan.dataset is not None else ""
+    source = {
+        "dataset": plan.dataset.name if plan.dataset is not None else "",
+        "prompts": len(questions),
+        "mode": arm.mode.label,
+    }
     return record_routing(
-        arm.session,
-        questions,
-        n_predict=plan.n_predict,
-        sampling=GREEDY,
-        source={"dataset": name, "prompts": len(questions), "mode": arm.mode.label},
-        command="bench",
+        arm.session, questions, n_predict=plan.n_predict, sampling=GREEDY, source=source, command="bench"
     ).trace

@@ -1,12 +1,8 @@
-"""Do two greedy answers agree, and if not, was it a near-tie?
+"""Compares greedy answers with the reference's, token by token.
 
 Verification computes several tokens in one batch, and kernels may round a batch differently from a single token. Where
-the two best logits all but tie, that can turn the order around; anywhere else a difference is an error.
-
-Does every mode say what stock-ar says? Greedy tokens compared, differences weighed by the reference's own logits.
-
-Where the two tokens' logits are as close as rounding makes them (moeedge.engine.agreement has the bound and its
-reason), either is a right answer: a near-tie. It is listed, and it is no failure. Anything else is one.
+the logits of two tokens are as close as rounding makes them, either token is a correct answer: a near-tie, which is
+listed and is no failure. Any other difference is an error.
 """
 
 from __future__ import annotations
@@ -25,21 +21,24 @@ from moeedge.native.abi import Phase
 # logits; rounding moved logits of scale 16 by at most 0.3 % (repacked against plain kernels), so a wider gap is no tie
 NEAR_TIE_GAP = 0.05
 
+# (reference's sample, position) -> float32 [n_vocab], its logits after `position` tokens of its answer
+LogitsAt = Callable[[Sample, int], NDArray[np.float32]]
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """How an answer compares with its reference, token by token."""
+    """Comparison of an answer with its reference; first_difference and gap are None for equal answers."""
 
     equal: bool
-    first_difference: int | None  # index of the first token that differs; None when equal
-    gap: float | None  # by how much the reference's logits prefer its own token there; None when equal
-    near_tie: bool  # they differ, but only where the reference itself was undecided
+    first_difference: int | None  # index of the first token that differs
+    gap: float | None  # logits by which the reference prefers its own token there
+    near_tie: bool  # they differ where the reference itself was undecided
 
 
 def compare(reference: Sequence[int], tokens: Sequence[int], gap_of: Callable[[int], float]) -> Agreement:
-    """Compares `tokens` with `reference`; `gap_of(i)` is by how much its logits prefer its token i.
+    """Compares `tokens` with `reference`; gap_of(i) returns by how much the reference prefers its token i.
 
-    An answer that is shorter or longer differs behind the end of the shorter one.
+    Answers of different lengths differ at the end of the shorter one, if not before.
     """
     if list(reference) == list(tokens):
         return Agreement(True, None, None, False)
@@ -49,40 +48,46 @@ def compare(reference: Sequence[int], tokens: Sequence[int], gap_of: Callable[[i
     return Agreement(False, first, gap, gap <= NEAR_TIE_GAP)
 
 
+def reference_logits(
+    context: Context, prompt: Sequence[int], answer: Sequence[int], position: int
+) -> NDArray[np.float32]:
+    """Returns the logits [n_vocab] after `position` tokens of `answer`, decoded one by one as plain decoding does.
+
+    Overwrites the context's KV cache: call it between answers.
+    """
+    context.clear()
+    logits = context.decode(list(prompt), phase=Phase.PREFILL, logits="last")
+    for token in answer[:position]:
+        logits = context.decode([token], phase=Phase.DECODE, logits="last")
+    return np.array(logits[0])  # a copy: the view is valid until the next decode
+
+
 def top2_gap(logits: NDArray[np.float32]) -> float:
-    """Best minus second-best of `logits` [n_vocab]."""
+    """Returns the best minus the second-best of `logits` [n_vocab]."""
     second, best = np.partition(logits, -2)[-2:]
     return float(best - second)
 
 
+@dataclass(frozen=True)
 class ReferenceGap:
-    """`gap_of` for `compare`, computed on demand: one token at a time, as plain decoding does.
+    """`gap_of` for `compare`, computed on demand in the reference's context."""
 
-    Uses (and leaves behind) the context's KV cache; call it between answers.
-    """
-
-    def __init__(
-        self, context: Context, prompt: Sequence[int], reference: Sequence[int], answer: Sequence[int]
-    ) -> None:
-        self._context = context
-        self._prompt = list(prompt)
-        self._reference = list(reference)
-        self._answer = list(answer)
+    context: Context
+    prompt: Sequence[int]
+    reference: Sequence[int]
+    answer: Sequence[int]
 
     def __call__(self, position: int) -> float:
-        """The reference's best logit minus that of the answer's token; where the answer has ended, of the next best."""
-        self._context.clear()
-        logits = self._context.decode(self._prompt, phase=Phase.PREFILL, logits="last")
-        for token in self._reference[:position]:
-            logits = self._context.decode([token], phase=Phase.DECODE, logits="last")
-        if position >= len(self._answer):
-            return top2_gap(logits[0])
-        return float(logits[0].max() - logits[0, self._answer[position]])
+        """Returns the best logit minus that of the answer's token; after the answer's end, minus the second-best."""
+        logits = reference_logits(self.context, self.prompt, self.reference, position)
+        if position >= len(self.answer):
+            return top2_gap(logits)
+        return float(logits.max() - logits[self.answer[position]])
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a mode's answer leaves the reference's."""
+    """The first place where a mode's answer differs from the reference's."""
 
     prompt: str
     turn: int
@@ -90,96 +95,85 @@ class Difference:
     position: int  # in the answer, from 0
     reference_token: int | None  # None: the reference stopped here
     token: int | None  # None: this mode stopped here
-    gap: float  # logits, by which stock-ar's context prefers the better of the two
+    gap: float  # logits by which stock-ar's context prefers the better of the two
     near_tie: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For the record."""
+        """Returns the fields for the record."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """A mode's answers beside the reference's. A prompt is equal when all its turns and repetitions are."""
+    """Comparison of a mode's answers. A prompt is equal if all its turns and repetitions are."""
 
-    equal: int
+    equal: int  # prompts
     compared: int
     near_ties: tuple[Difference, ...] = ()
     different: tuple[Difference, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """No difference but near-ties."""
+        """Whether all differences are near-ties."""
         return not self.different
 
     def __str__(self) -> str:
         return f"{self.equal}/{self.compared}"
 
 
-# (answer, position) -> float32 [n_vocab], the reference context's logits behind so many tokens of that answer
-LogitsAt = Callable[[Sample, int], NDArray[np.float32]]
-
-
 def check_output(
-    samples: Sequence[Sample],
-    reference: Sequence[Sample],
-    logits_at: LogitsAt,
-    end_tokens: Sequence[int],
+    samples: Sequence[Sample], reference: Sequence[Sample], logits_at: LogitsAt, end_tokens: Sequence[int]
 ) -> OutputCheck:
-    """Compares every answer of `samples` with the first one that `reference` gave to the same turn.
+    """Compares every answer of `samples` with the first answer that `reference` gave to the same turn.
 
-    `logits_at(reference_sample, position)` computes the logits after `position` tokens of that answer; `end_tokens` are
-    those that stop an answer, for the case that one of the two stopped.
+    end_tokens: ids that stop an answer, for the case that one of the two stopped.
     """
     expected: dict[tuple[str, int], Sample] = {}
     for sample in reference:
         expected.setdefault((sample.prompt, sample.turn), sample)
-    prompts: dict[str, bool] = {}
-    found: dict[tuple[str, int, tuple[int, ...]], Difference] = {}
+    equal: dict[str, bool] = {}
+    differences: dict[tuple[str, int, tuple[int, ...]], Difference] = {}
     for sample in samples:
-        wanted = expected.get((sample.prompt, sample.turn))
-        if wanted is None:
+        base = expected.get((sample.prompt, sample.turn))
+        if base is None:
             continue
-        prompts[sample.prompt] = prompts.get(sample.prompt, True) and sample.tokens == wanted.tokens
+        same = sample.tokens == base.tokens
+        equal[sample.prompt] = equal.get(sample.prompt, True) and same
         key = (sample.prompt, sample.turn, tuple(sample.tokens))
-        if sample.tokens != wanted.tokens and key not in found:  # each once, however often it was repeated
-            found[key] = _weigh(sample, wanted, logits_at, end_tokens)
+        if not same and key not in differences:  # a repeated difference is listed once
+            differences[key] = _difference(sample, base, logits_at, end_tokens)
     return OutputCheck(
-        equal=sum(prompts.values()),
-        compared=len(prompts),
-        near_ties=tuple(d for d in found.values() if d.near_tie),
-        different=tuple(d for d in found.values() if not d.near_tie),
+        equal=sum(equal.values()),
+        compared=len(equal),
+        near_ties=tuple(d for d in differences.values() if d.near_tie),
+        different=tuple(d for d in differences.values() if not d.near_tie),
     )
 
 
-def _weigh(sample: Sample, wanted: Sample, logits_at: LogitsAt, end_tokens: Sequence[int]) -> Difference:
-    """The first difference of two answers, and how much the reference preferred its own token to the other's."""
+def _difference(sample: Sample, base: Sample, logits_at: LogitsAt, end_tokens: Sequence[int]) -> Difference:
+    """Returns the first difference of two answers that differ."""
+
+    def token_at(answer: Sample, position: int) -> int | None:
+        return answer.tokens[position] if position < len(answer.tokens) else None
+
+    def logit(logits: NDArray[np.float32], token: int | None) -> float:
+        if token is not None:
+            return float(logits[token])
+        return float(logits[list(end_tokens)].max()) if end_tokens else float("-inf")
 
     def gap_of(position: int) -> float:
-        logits = logits_at(wanted, position)
-        ours, theirs = _token(sample.tokens, position), _token(wanted.tokens, position)
-        return abs(_logit(logits, theirs, end_tokens) - _logit(logits, ours, end_tokens))
+        logits = logits_at(base, position)
+        return abs(logit(logits, token_at(base, position)) - logit(logits, token_at(sample, position)))
 
-    agreement = compare(wanted.tokens, sample.tokens, gap_of)
-    position, gap = agreement.first_difference, agreement.gap
-    assert position is not None and gap is not None  # they were found to differ
+    agreement = compare(base.tokens, sample.tokens, gap_of)
+    assert agreement.first_difference is not None and agreement.gap is not None
     return Difference(
         prompt=sample.prompt,
         turn=sample.turn,
         repetition=sample.repetition,
-        position=position,
-        reference_token=_token(wanted.tokens, position),
-        token=_token(sample.tokens, position),
-        gap=gap,
+        position=agreement.first_difference,
+        reference_token=token_at(base, agreement.first_difference),
+        token=token_at(sample, agreement.first_difference),
+        gap=agreement.gap,
         near_tie=agreement.near_tie,
     )
-
-
-def _token(tokens: Sequence[int], position: int) -> int | None:
-    return tokens[position] if position < len(tokens) else None
-
-
-def _logit(logits: NDArray[np.float32], token: int | None, end_tokens: Sequence[int]) -> float:
-    if token is not None:
-        return float(logits[token])
-    return float(logits[list(end_tokens)].max()) if end_tokens else float("-inf")

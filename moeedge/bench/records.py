@@ -1,7 +1,4 @@
-"""What a number depends on besides the options: versions, commit, processor.
-
-One row of the result: what was measured, what it depends on, and the raw samples behind it.
-"""
+"""Rows of a benchmark's result: the figures, what they depend on (options, versions, commit, CPU), and raw samples."""
 
 from __future__ import annotations
 
@@ -15,31 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import moeedge
-from moeedge.bench.config import BenchMode, BenchPlan, is_swept
+from moeedge.bench.config import BenchMode, BenchPlan
+from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
-from moeedge.bench.samples import (
-    CacheFigures,
-    Sample,
-    Spread,
-    cache_figures,
-    decode_speed,
-    paired_ratio,
-    prefill_speed,
-    quotient,
-)
+from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
 from moeedge.bench.scores import Scores
 from moeedge.engine.types import EngineInfo
-from moeedge.llama.model import ModelInfo
 
+SCHEMA = "moeedge-bench-2"  # changes when a key changes its meaning
+_RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
 _GIT_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Recorded in every row."""
+    """What a figure depends on besides the options; recorded in every row."""
 
     version: str  # of moeedge
-    commit: str | None  # of the checkout that the package runs from; None for an installed wheel
+    commit: str | None  # of the checkout that contains the package; None for an installed wheel
     dirty: bool | None  # whether tracked files differ from that commit
     llama_cpp_version: str  # of the llama-cpp-python package
     cpu: str
@@ -49,13 +39,17 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """Looks at this process's machine and installation."""
+    """Reads the versions and the machine of this process."""
     commit, dirty = _git_state(Path(moeedge.__file__).resolve().parent)
+    try:
+        llama_cpp_version = version("llama-cpp-python")
+    except PackageNotFoundError:
+        llama_cpp_version = "unknown"
     return Environment(
         version=moeedge.__version__,
         commit=commit,
         dirty=dirty,
-        llama_cpp_version=_llama_cpp_version(),
+        llama_cpp_version=llama_cpp_version,
         cpu=cpu_name(),
         os=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -64,7 +58,7 @@ def read_environment() -> Environment:
 
 
 def cpu_name() -> str:
-    """The processor's name as it reports itself, else the architecture."""
+    """Returns the processor's own name, else the architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -75,17 +69,10 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _llama_cpp_version() -> str:
-    try:
-        return version("llama-cpp-python")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _git_state(package: Path) -> tuple[str | None, bool | None]:
-    """Commit and dirty flag of the checkout whose root holds `package`; (None, None) elsewhere.
+    """Returns commit and dirty flag of the checkout with `package` in its root; (None, None) elsewhere.
 
-    A package that lies inside some other project's checkout (a virtual environment, say) has no commit of ours.
+    A package inside another project's checkout (a virtual environment, for instance) has no commit of ours.
     """
     root = package.parent
     if not (root / ".git").exists():
@@ -105,14 +92,9 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-SCHEMA = "moeedge-bench-2"  # changes when a key changes its meaning
-
-_RATIO_ROUNDING = 0.01  # a ratio is a whole number of slots
-
-
 @dataclass(frozen=True)
 class BenchRow:
-    """A mode in a test. `measured`, `setup` and `samples` are what `as_dict` joins to one flat record."""
+    """The result of a mode in a test: figures, the set-up that they depend on, and the raw samples."""
 
     mode: str
     test: str
@@ -129,19 +111,17 @@ class BenchRow:
     scores: Scores
     ratio: float | None  # decoding speed over stock-ar's, median of pairs
     ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
-    ratio_cpu: (
-        float | None
-    )  # stock-ar's processor time over this mode's, median of pairs; busy neighbours hardly touch it
+    ratio_cpu: float | None  # stock-ar's CPU time over this mode's, median of pairs; robust against other programs
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
 
     @property
     def label(self) -> str:
-        """The mode, and what tells it from the other rows of a sweep."""
+        """The mode, and the choices that distinguish it from the other rows of a sweep."""
         return self.mode if self.cache_ratio is None else f"{self.mode} {self.policy} {self.cache_ratio:g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The record, flat but for the lists; the order of the keys is that of the documentation."""
+        """Returns the record: flat except for the lists, keys in the order of the documentation."""
         output = self.output
         return {
             "mode": self.mode,
@@ -163,7 +143,7 @@ class BenchRow:
             "n_answers": self.scores.n_answers,
             "n_cut": self.scores.n_cut,
             "scorer": self.scores.scorer,
-            "score_by_category": [asdict(one) for one in self.scores.by_category],
+            "score_by_category": [asdict(category) for category in self.scores.by_category],
             "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
             "ratio": self.ratio,
             "ratio_pp": self.ratio_pp,
@@ -184,9 +164,9 @@ def summarize(
     scores: Scores,
     setup: dict[str, Any],
 ) -> BenchRow:
-    """The row of `samples`, all of one mode and test; `reference` are stock-ar's, empty where it did not run.
+    """Returns the row of `samples`, all of one mode and test.
 
-    setup: what `describe_setup` says, with its policy and cache ratio.
+    reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`.
     """
     steps = sum(sample.steps for sample in samples)
     experts_sum = sum(sample.experts_sum for sample in samples)
@@ -196,8 +176,8 @@ def summarize(
         test=test,
         policy=setup["policy"],
         cache_ratio=setup["cache_ratio"],
-        pp=prefill_speed(samples),
-        tg=decode_speed(samples),
+        pp=speed(samples, "prefill"),
+        tg=speed(samples, "decode"),
         ttft_s=quotient(sum(answered), len(answered)),
         acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
         tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
@@ -214,9 +194,21 @@ def summarize(
 
 
 def describe_setup(
-    plan: BenchPlan, environment: Environment, mode: BenchMode, model: ModelInfo, info: EngineInfo, *, drafts: bool
+    plan: BenchPlan,
+    environment: Environment,
+    arm: BenchArm,
+    *,
+    drafts: bool,
+    vram_bytes: int | None,
+    prompts: int | None,
+    prompts_left_out: int | None,
 ) -> dict[str, Any]:
-    """Everything that a number depends on: versions, machine, models, parameters. The same keys in every row."""
+    """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
+
+    drafts: whether this test uses the mode's drafts. vram_bytes: used on the device at the end of the pass, None where
+    the driver reports nothing. prompts and prompts_left_out: None in a synthetic test.
+    """
+    mode, model, info = arm.mode, arm.session.model.info, arm.session.info
     dataset = plan.dataset
     has_cache = info.cache_slots > 0
     requested = plan.base.placement
@@ -236,9 +228,9 @@ def describe_setup(
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,
         "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
-        "cache_slots": info.cache_slots if has_cache or is_swept(mode) else None,
+        "cache_slots": info.cache_slots if has_cache or mode.is_swept else None,
         "pool_bytes": info.pool_bytes if has_cache else None,
-        "vram_bytes": None,  # filled in where a driver was asked
+        "vram_bytes": vram_bytes,
         "threads": info.n_threads,
         "n_ctx": info.n_ctx,
         "n_batch": plan.base.n_batch,
@@ -262,13 +254,15 @@ def describe_setup(
         "dataset_file": None if dataset is None else dataset.path.name,
         "dataset_sha256": None if dataset is None else dataset.sha256,
         "limit": plan.limit,
+        "prompts": prompts,
+        "prompts_left_out": prompts_left_out,
     }
 
 
 def _ratio(mode: BenchMode, info: EngineInfo) -> float:
-    """The cache ratio as it was asked for, unless the cache became smaller than that for want of memory."""
-    asked = mode.cache_ratio
-    return asked if asked is not None and abs(asked - info.cache_ratio) <= _RATIO_ROUNDING else info.cache_ratio
+    """Returns the requested cache ratio, or the actual one if the cache became smaller for lack of memory."""
+    ratio = mode.cache_ratio
+    return ratio if ratio is not None and abs(ratio - info.cache_ratio) <= _RATIO_ROUNDING else info.cache_ratio
 
 
 def _spread_keys(name: str, spread: Spread | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.ablation import AblationRow
+    from moeedge.data import Prompt
 
 
 class System(str, Enum):
@@ -90,7 +92,9 @@ def ablate(
             show_log()
         target = resolve_pair(model, model_draft)
         name = dataset or ("toy" if target.bundled else "sample")
-        prompts = _prompts(name, limit)
+        from moeedge.data import load_dataset
+
+        prompts = load_dataset(name).limited(limit).prompts
         _check(target.target, cutoffs, cache_ratio)
         pair = _pair(model, model_draft, draft_type)  # may take long and fills the disk: last before the work
         config = pair.engine_config(
@@ -106,13 +110,6 @@ def ablate(
         _show(
             rows, {"model": pair.target.name, "device": device, "gamma": draft_max, "cache_ratio": cache_ratio}, output
         )
-
-
-def _prompts(dataset: str, limit: int) -> list[list[dict[str, str]]]:
-    """The first turns."""
-    from moeedge.data import load_dataset
-
-    return [[message.as_dict() for message in one.turns[0]] for one in load_dataset(dataset).limited(limit).prompts]
 
 
 def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float) -> None:
@@ -143,7 +140,7 @@ def _pair(model: Path | None, draft: str | None, draft_type: str) -> Pair:
 def _measure(
     config: EngineConfig,
     cutoffs: list[int] | None,
-    prompts: list[list[dict[str, str]]],
+    prompts: Sequence[Prompt],
     n_predict: int,
     repetitions: int,
 ) -> list[AblationRow]:
@@ -162,7 +159,7 @@ def _measure(
         prompts,
         n_predict=n_predict,
         repetitions=repetitions,
-        progress=lambda line: say(err, line),
+        notify=notifier(err),
     )
 
 

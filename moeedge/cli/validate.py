@@ -99,14 +99,14 @@ def measured(
     with cli_errors():
         from contextlib import ExitStack
 
-        from moeedge.bench.arms import load_models
         from moeedge.bench.config import MODES
+        from moeedge.bench.harness import load_models
         from moeedge.bench.validation import combinations, compare
         from moeedge.cli.pair import resolve_pair
         from moeedge.llama.gguf_file import summarize
         from moeedge.scheduler.config import PlacementConfig
         from moeedge.scheduler.opening import check_policy
-        from moeedge.ui.console import say, stderr_console, stdout_console
+        from moeedge.ui.console import notifier, stderr_console, stdout_console
         from moeedge.ui.validate_view import print_measured
 
         wanted = combinations(
@@ -134,7 +134,7 @@ def measured(
                 wanted,
                 n_predict=n_predict,
                 repeat=repeat,
-                tell=lambda text: say(progress, text),
+                notify=notifier(progress),
                 models=models,
             )
         if output is Output.JSON:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moeedge.bench.validation import Measured, summary
+from moeedge.bench.validation import Comparison, summary
 from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.ui.simulate_view import print_table
 
@@ -79,7 +79,7 @@ def print_cutoff(rows: Sequence[Compared], console: Console) -> None:
         console.print(f"best at layer {best}", soft_wrap=True)
 
 
-def print_measured(rows: Sequence[Measured], console: Console) -> None:
+def print_measured(rows: Sequence[Comparison], console: Console) -> None:
     """ms per token, measured and simulated, and the errors."""
     columns = ["policy", "ratio", "gamma", "measured", "simulated", "error", "hit measured", "simulated", "steps"]
     cells = [

@@ -148,7 +148,7 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
     with Bench(plan, recorder) as bench:
         bench.run()
         row = bench.rows()[0]
-    assert "1 of 3 prompts do not fit the context and are left out." in recorder.notes
+    assert any(note.startswith("1 of 3 prompts") for note in recorder.notes)
     assert (row.setup["prompts"], row.setup["prompts_left_out"], row.setup["n_ctx"]) == (2, 1, 256)
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
     with pytest.raises(ContextTooSmallError, match="No prompt fits"), Bench(short, Recorder()):

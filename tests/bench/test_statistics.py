@@ -7,11 +7,10 @@ import pytest
 from moeedge.bench.samples import (
     Sample,
     common_samples,
-    decode_speed,
     from_stats,
     paired_ratio,
-    prefill_speed,
     quotient,
+    speed,
     spread,
 )
 from moeedge.engine.types import GenerationStats
@@ -42,7 +41,7 @@ def test_speed_is_all_tokens_over_all_seconds_of_a_repetition() -> None:
         _sample("m", "a", 1, tokens=10, seconds=4.0),
         _sample("m", "b", 1, tokens=0, seconds=0.0),  # stopped at once
     ]
-    decoding, prefill = decode_speed(samples), prefill_speed(samples)
+    decoding, prefill = speed(samples, "decode"), speed(samples, "prefill")
     assert decoding is not None
     assert prefill is not None
     assert decoding.values == (20.0, 2.5)

@@ -144,7 +144,7 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
     ("arguments", "said"),
     [
         (["--dataset", "mtbanch"], 'Unknown dataset "mtbanch". Choose one of mtbench, humaneval'),
-        (["--modes", "stock"], 'There is no mode "stock"'),
+        (["--modes", "stock"], '"stock"'),
         (["--dataset", "sample", "--limit", "0"], "--limit must be at least 1"),
         (["-p", "0", "-n", "0"], "nothing to measure"),
         (["--dataset", "sample", "-n", "0"], "(-n) must be at least 1"),
