@@ -165,8 +165,8 @@ def _measure(
 
 def _show(rows: list[AblationRow], about: dict[str, Any], output: Output) -> None:
     """Prints the rows; exit code 1 where an answer is not stock's."""
+    from moeedge.ui.bench_views import print_ablation
     from moeedge.ui.console import stdout_console
-    from moeedge.ui.engine_views import print_ablation
 
     if output is Output.JSON:
         typer.echo(json.dumps([about | row.to_dict() for row in rows], indent=1))

@@ -222,7 +222,7 @@ def _measure(
     """Runs the plan, prints the rows, draws and records what is asked for, returns the exit code."""
     from moeedge.bench.harness import record_answers
     from moeedge.bench.runner import Bench
-    from moeedge.ui.bench_view import difference_lines, render
+    from moeedge.ui.bench_views import difference_lines, render
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.plots import draw_sweep
     from moeedge.ui.progress import BenchProgress

@@ -37,8 +37,8 @@ def calibrate(
     """
     limit_openmp_spin(device, may_emulate=model is None or paths.is_bundled(model))
     from moeedge.engine.session import Session
+    from moeedge.ui.bench_views import print_calibration
     from moeedge.ui.console import notifier, say, stderr_console, stdout_console
-    from moeedge.ui.engine_views import print_calibration
 
     with cli_errors():
         placement = placement_config(

@@ -31,8 +31,11 @@ def devices(
             return
         from moeedge.hardware.devices import catalog
         from moeedge.llama import library as llama_library
-        from moeedge.ui.model_views import print_devices, print_devices_json
+        from moeedge.ui.console import stdout_console
+        from moeedge.ui.model_views import devices_json, print_devices
 
         llama_library.start()
-        show = print_devices_json if output is options.Output.JSON else print_devices
-        show(catalog())
+        if output is options.Output.JSON:
+            typer.echo(devices_json(catalog()), nl=False)
+        else:
+            print_devices(catalog(), stdout_console())

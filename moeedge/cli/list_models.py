@@ -25,11 +25,12 @@ def list_models(
     from moeedge.hub.cache import hub_cache
     from moeedge.hub.catalog import load_catalog
     from moeedge.hub.listing import list_models as listed
-    from moeedge.ui.model_views import print_models, print_models_json
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.model_views import models_json, print_models
 
     with cli_errors():
         models = listed(load_catalog(), everything=everything)
         if output is options.Output.JSON:
-            print_models_json(models)
+            typer.echo(models_json(models), nl=False)
         else:
-            print_models(models, hub_cache(), everything=everything)
+            print_models(models, hub_cache(), stdout_console(), everything=everything)

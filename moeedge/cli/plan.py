@@ -80,7 +80,7 @@ def plan(
     from moeedge.planning.plan import make_plan
     from moeedge.planning.planner import Planner
     from moeedge.ui.console import stdout_console
-    from moeedge.ui.plan_view import print_plan, print_plan_json
+    from moeedge.ui.plan_view import plan_json, print_plan
     from moeedge.units import parse_size
 
     with cli_errors(), ExitStack() as resources:
@@ -106,7 +106,7 @@ def plan(
             typed = None if model is None else os.fspath(model)
             found = make_plan(planner, model_name=typed, draft_name=model_draft)
         if output is options.Output.JSON:
-            print_plan_json(found)
+            typer.echo(plan_json(found), nl=False)
         else:
             print_plan(found, stdout_console())
 

@@ -202,7 +202,7 @@ def _report(recording: Recording, layers: list[int], *, as_json: bool, single: b
     from moeedge.analysis.profile import layer_report, profile_layers
     from moeedge.ui.console import stdout_console
     from moeedge.ui.plots import draw_profiles
-    from moeedge.ui.profile_view import print_profiles
+    from moeedge.ui.trace_views import print_profiles
 
     profiles = profile_layers(recording.trace, layers)
     if as_json:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import cli_errors
 from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.hub.pull import Missing, Wanted
 
 
 def pull(
@@ -48,7 +52,7 @@ def pull(
     """
     from moeedge.hub.catalog import load_catalog
     from moeedge.hub.pull import check_room, fetch_all, missing_files, settle, want_pair
-    from moeedge.ui.model_views import print_files, print_files_json, tell_plan
+    from moeedge.ui.model_views import notify_downloads
     from moeedge.ui.progress import PullProgress
 
     with cli_errors():
@@ -57,10 +61,9 @@ def pull(
         wanted = want_pair(load_catalog(), name, quant=quant, draft=draft, no_draft=no_draft)
         missing = missing_files(wanted)
         progress = PullProgress()
-        tell_plan(wanted, missing, progress.note)
-        show = print_files_json if output is options.Output.JSON else print_files
+        notify_downloads(wanted, missing, progress.note)
         if dry_run:
-            show(wanted, missing)
+            _show(wanted, missing, output)
             return
         check_room(missing)
         try:
@@ -69,4 +72,14 @@ def pull(
         except KeyboardInterrupt:
             progress.note("Stopped; the same command goes on from there.")
             raise
-        show(settle(wanted), [])
+        _show(settle(wanted), [], output)
+
+
+def _show(wanted: Sequence[Wanted], missing: Sequence[Missing], output: options.Output) -> None:
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.model_views import files_json, print_files
+
+    if output is options.Output.JSON:
+        typer.echo(files_json(wanted, missing), nl=False)
+    else:
+        print_files(wanted, missing, stdout_console())

@@ -158,23 +158,23 @@ def _accuracies(text: str | None) -> dict[str, float]:
 def _run(plan: list[Schedule], config: ReplayConfig) -> list[ReplayRow]:
     from moeedge.sim.replay import replay as replay_schedule
     from moeedge.ui.console import stderr_console
-    from moeedge.ui.replay_view import ReplayProgress
+    from moeedge.ui.progress import count_bar
 
     rows = []
-    with ReplayProgress(sum(schedule.prefill.size for schedule in plan), stderr_console()) as bar:
+    n_steps = sum(schedule.prefill.size for schedule in plan)
+    with count_bar(stderr_console(), "replaying", "steps", n_steps) as bar:
         for schedule in plan:
-            rows += replay_schedule(schedule, config, on_batches=bar.advance)
-            bar.next_schedule()
+            rows += replay_schedule(schedule, config, on_batches=bar.part())
     return rows
 
 
 def _print(rows: list[ReplayRow], *, as_json: bool) -> None:
     from moeedge.ui.console import say, stderr_console, stdout_console
-    from moeedge.ui.replay_view import print_rows, rows_json, shortcomings
+    from moeedge.ui.sim_views import print_replay, replay_json, shortcomings
 
     if as_json:
-        typer.echo(rows_json(rows), nl=False)
+        typer.echo(replay_json(rows), nl=False)
         for line in shortcomings(rows):  # the tables say it themselves
             say(stderr_console(), line)
     else:
-        print_rows(rows, stdout_console())
+        print_replay(rows, stdout_console())

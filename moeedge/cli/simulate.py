@@ -49,7 +49,8 @@ def simulate(
         from moeedge.policies.registry import named
         from moeedge.sim.simulate import simulate as run
         from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
-        from moeedge.ui.simulate_view import SimulateProgress, print_rows
+        from moeedge.ui.progress import count_bar
+        from moeedge.ui.sim_views import print_simulation
 
         if seed < 0:
             raise ValueError(f"--seed must be >= 0, not {seed}")
@@ -83,16 +84,16 @@ def simulate(
         wants_log = gantt is not None or event_log is not None
         results: list[Result] = []
         try:
-            with SimulateProgress(len(setups), stderr_console()) as bar:
+            with count_bar(stderr_console(), "simulating", "rows", len(setups)) as bar:
                 for setup in setups:
                     results.append(run(machine, source, setup, keep_log=wants_log))
-                    bar.advance()
+                    bar.add()
         finally:  # Ctrl-C keeps the rows that there are
             rows = [result.row(**about) for result in results]
             if rows and output is Output.JSON:
                 typer.echo(json.dumps(rows, indent=1))
             elif rows:
-                print_rows(rows, stdout_console())
+                print_simulation(rows, stdout_console())
         _write(results, gantt, event_log)
 
 
@@ -156,9 +157,9 @@ def _setups(
 def _write(results: list[Result], gantt: Path | None, event_log: Path | None) -> None:
     if gantt is not None:
         from moeedge.ui.plots import draw_gantt
-        from moeedge.ui.simulate_view import chart_of
+        from moeedge.ui.sim_views import typical_step
 
-        draw_gantt([chart_of(result) for result in results], gantt)
+        draw_gantt([typical_step(result) for result in results], gantt)
     if event_log is not None:
         try:
             event_log.write_text(results[-1].log.text(), encoding="utf-8")

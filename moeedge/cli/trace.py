@@ -56,14 +56,14 @@ def info(trace: TraceFile, n_experts: NExperts = None, output: OutputFormat = Ou
     from moeedge.trace.importers import read_trace
     from moeedge.trace.summary import summarize
     from moeedge.ui.console import stdout_console
-    from moeedge.ui.trace_view import print_summary
+    from moeedge.ui.trace_views import print_trace_summary
 
     with cli_errors():
         summary = summarize(read_trace(trace, n_experts))
         if output is Output.JSON:
             typer.echo(json.dumps(summary.as_dict(), ensure_ascii=False))
         else:
-            print_summary(summary, stdout_console())
+            print_trace_summary(summary, stdout_console())
 
 
 @trace_app.command("import")

@@ -45,7 +45,7 @@ def papers(
     """
     with cli_errors():
         from moeedge.sim.papers import Papers
-        from moeedge.ui import validate_view as view
+        from moeedge.ui import sim_views as view
         from moeedge.ui.console import say, stderr_console, stdout_console
 
         progress, console = stderr_console(), stdout_console()
@@ -101,13 +101,13 @@ def measured(
 
         from moeedge.bench.config import MODES
         from moeedge.bench.harness import load_models
-        from moeedge.bench.validation import combinations, compare
+        from moeedge.bench.validation import combinations, compare, summary
         from moeedge.cli.pair import resolve_pair
         from moeedge.llama.gguf_file import summarize
         from moeedge.scheduler.config import PlacementConfig
         from moeedge.scheduler.opening import check_policy
         from moeedge.ui.console import notifier, stderr_console, stdout_console
-        from moeedge.ui.validate_view import print_measured
+        from moeedge.ui.sim_views import print_measured
 
         wanted = combinations(
             words(policy, "--policy"), numbers(cache_ratio, "--cache-ratio"), whole_numbers(gamma, "--gamma")
@@ -140,4 +140,4 @@ def measured(
         if output is Output.JSON:
             typer.echo(json.dumps([row.row() for row in rows], indent=1))
         else:
-            print_measured(rows, stdout_console())
+            print_measured(rows, summary(rows), stdout_console())

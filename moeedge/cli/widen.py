@@ -75,8 +75,9 @@ def widen(
     """
     with cli_errors():
         from moeedge.errors import InputError
-        from moeedge.ui.console import stderr_console
-        from moeedge.ui.model_views import WidenProgress, print_plan, print_plan_json
+        from moeedge.ui.console import stderr_console, stdout_console
+        from moeedge.ui.model_views import print_widened, widened_json
+        from moeedge.ui.progress import byte_bar
         from moeedge.widen.layout import WeightType, make_plan
         from moeedge.widen.shape import Asked
         from moeedge.widen.writer import check_space, check_target, write
@@ -90,7 +91,10 @@ def widen(
         if not dry_run:
             check_target(out, source, force=force)
             check_space(plan, out, sparse=sparse)
-            with WidenProgress(plan, stderr_console()) as progress:
-                write(plan, out, sparse=sparse, on_bytes=progress.step)
-        show = print_plan_json if output is options.Output.JSON else print_plan
-        show(plan, None if dry_run else out)
+            with byte_bar(stderr_console(), "widening", plan.data_bytes) as bar:
+                write(plan, out, sparse=sparse, on_bytes=bar.add)
+        written = None if dry_run else out
+        if output is options.Output.JSON:
+            typer.echo(widened_json(plan, written), nl=False)
+        else:
+            print_widened(plan, written, stdout_console())

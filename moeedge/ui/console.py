@@ -1,7 +1,4 @@
-"""What the terminal can do, and how text reaches it without harm.
-
-Files that a command writes beside its output: whether they can be, before the work, and pictures after it.
-"""
+"""The consoles of the program: what a terminal can do, safe text for it, and checks of output files."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -26,6 +23,7 @@ if sys.platform != "win32":
 
 MIN_PANEL_COLUMNS = 40
 MIN_PANEL_ROWS = 10
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 # control characters (C0 without tab and newline, DEL, C1) as visible pictures: a model must not drive the terminal
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
@@ -38,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether a person sees or types here; a closed or missing stream is none."""
+    """Whether a person sees or types here; False for a closed or missing stream."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
@@ -59,19 +57,19 @@ def supports_panel(stream: IO[str], *, columns: int, rows: int) -> bool:
 
 
 def stderr_console() -> Console:
-    """A console on standard error that prints what it is given: no markup, no highlighting."""
+    """A console on standard error without markup and highlighting."""
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
 def stdout_console() -> Console:
-    """The same on standard output."""
+    """A console on standard output without markup and highlighting."""
     return Console(markup=False, highlight=False, emoji=False)
 
 
 def say(console: Console, text: str, *, style: str = "dim") -> None:
-    """A line of the program's own, wrapped between words on a terminal and left whole in a file.
+    """Print a line of the program's own, wrapped between words on a terminal and unbroken in a file.
 
-    A terminal that is gone, as after SIGHUP, is no reason to fail.
+    A lost terminal, as after SIGHUP, is not an error.
     """
     with suppress(OSError):
         console.print(text, style=style, soft_wrap=not console.is_terminal)
@@ -87,7 +85,7 @@ def notifier(console: Console) -> Notify:
 
 
 def show_figures(console: Console, figures: list[Figure], *, style: str = "", indent: int = 0) -> None:
-    """Labels and values in two columns."""
+    """Print labels and values in two columns."""
     if not figures:
         return
     room = console.width - indent - max(len(item.label) for item in figures) - 2
@@ -120,8 +118,10 @@ def typing_hidden() -> Iterator[None]:
 
 
 def _foreground_terminal() -> int | None:
-    """The descriptor of standard input if it is a terminal that this process may set: setting it from the
-    background would stop the process."""
+    """The descriptor of standard input if it is a terminal that this process may change.
+
+    Changing it from the background would stop the process.
+    """
     if sys.platform == "win32" or not is_terminal(sys.stdin):
         return None
     try:
@@ -132,12 +132,8 @@ def _foreground_terminal() -> int | None:
         return None
 
 
-SUFFIXES = (".png", ".svg", ".pdf")
-_DPI = 130
-
-
 def check_output(path: Path) -> None:
-    """Raises InputError where no file could be written, before the work whose result it is to hold."""
+    """Raises InputError if no file can be written at `path`; to be called before the work."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
         raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
@@ -146,16 +142,7 @@ def check_output(path: Path) -> None:
 
 
 def check_picture(path: Path, option: str = "--plot") -> None:
-    """The same for a picture, whose name says its format."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"{option} cannot write {path.name}.", f"Let the name end in {', '.join(SUFFIXES)}.")
+    """Raises InputError if no picture can be written at `path`, whose suffix selects the format."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise InputError(f"{option} cannot write {path.name}.", f"End the name in {', '.join(PICTURE_SUFFIXES)}.")
     check_output(path)
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    """A Matplotlib figure into a file."""
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None

@@ -1,9 +1,6 @@
-"""The picture of `moeedge bench --plot`: hit rate and speed against the cache ratio, one line per policy.
+"""The pictures of `--plot` and `--gantt`, drawn by Matplotlib without a display.
 
-The picture of `moeedge profile --plot`: activations and prediction accuracy, step by step or layer by layer.
-
-The picture of one simulated step: what every stream works on, one row each (like MoE-SpAc, Figures 3 and 12, and
-SP-MoE, Figure 5), and below it the first layers of the verification in detail.
+Matplotlib takes half a second to import, so it is imported where a picture is asked for.
 """
 
 from __future__ import annotations
@@ -18,13 +15,44 @@ from numpy.typing import NDArray
 
 from moeedge.analysis.profile import LayerProfile
 from moeedge.bench.records import BenchRow
+from moeedge.errors import InputError
 from moeedge.sim.clock import STREAMS, Span
-from moeedge.ui.console import save_picture
 
+_DPI = 130
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 _MARKERS = "osD^vPX*"
+_SD, _AR, _COLD, _OVERLAP = "#1f77b4", "#d62728", "#7f7f7f", "#2ca02c"
+_SMOOTHING_STEPS = 16
+_DETAIL_LAYERS = 4
+_STREAM_NAMES = {"draft": "draft", "gpu": "GPU", "cpu": "CPU", "link": "link", "host": "host"}
+_KINDS = {  # of spans: colour and label
+    "draft": ("#9467bd", "draft token"),
+    "dense": ("#7f7f7f", "attention and the rest"),
+    "experts": ("#1f77b4", "experts"),
+    "upload": ("#2ca02c", "prefetched expert"),
+    "demand": ("#d62728", "expert on demand"),
+    "plan": ("#ff7f0e", "synchronise, plan"),
+}
 
 Point = tuple[float, float]
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """A figure of so many inches on a canvas without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=_DPI)
+    except OSError as error:
+        reason = error.strerror or "write error"
+        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None
 
 
 def lines_of(rows: Sequence[BenchRow], value: Callable[[BenchRow], float | None]) -> dict[str, list[Point]]:
@@ -41,7 +69,9 @@ def lines_of(rows: Sequence[BenchRow], value: Callable[[BenchRow], float | None]
 
 
 def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
-    """Write the picture of the first test that has an expert cache; False where there is nothing to draw.
+    """`bench --plot`: hit rate and speed against the cache ratio, a line per policy, of the first test with a cache.
+
+    Returns False, and writes no file, if no row had an expert cache.
 
     Raises InputError where the file cannot be written.
     """
@@ -49,12 +79,7 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     shown = [row for row in rows if row.test == test]
     if test is None:
         return False
-    # half a second to import; only who asks for a picture pays it
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(8, 8)
     setup = next(row.setup for row in shown if row.cache_ratio is not None)
     figure.suptitle(f"{setup['model']}, {test}, device {setup['device']}")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -69,9 +94,9 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     lower.set_ylim(bottom=0)
     lower.set_xlim(0, 1.1 * max(row.cache_ratio for row in shown if row.cache_ratio is not None) or 1)
     lower.set_ylabel("decoding speed / stock-ar's")
-    lower.set_xlabel("cache ratio: share of all experts that have a slot on the device")
+    lower.set_xlabel("cache ratio: share of all experts cached on the device")
     lower.legend(loc="best", fontsize="small")
-    save_picture(figure, path)
+    _save(figure, path)
     return True
 
 
@@ -83,28 +108,19 @@ def _draw_lines(axes: Any, lines: dict[str, list[Point]]) -> None:
     axes.grid(alpha=0.3)
 
 
-_SMOOTHING_STEPS = 16
-_SD, _AR, _COLD = "#1f77b4", "#d62728", "#7f7f7f"
-
-
 def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
-    """Write the picture: steps x experts and the accuracy curve of one layer, or layers x experts and accuracies.
+    """`profile --plot`: steps x experts and the accuracy curve of one layer, or layers x experts and accuracies.
 
     Raises InputError where the file cannot be written.
     """
-    # half a second to import; only who asks for a picture pays it
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(10, 7.5)
     figure.suptitle(title)
     upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
     if len(profiles) == 1:
         _draw_steps(figure, upper, lower, profiles[0])
     else:
         _draw_layers(figure, upper, lower, profiles)
-    save_picture(figure, path)
+    _save(figure, path)
 
 
 def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> None:
@@ -120,7 +136,7 @@ def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> N
     upper.set_ylabel("expert")
     upper.set_title(f"layer {profile.layer}: activations per verification step", fontsize="medium")
     steps = np.arange(1, profile.steps + 1)
-    for start in steps[profile.is_first][1:]:  # where the next text begins
+    for start in steps[profile.is_first][1:]:  # start of the next text
         for axes in (upper, lower):
             axes.axvline(start - 0.5, color="white" if axes is upper else "0.85", linewidth=0.5)
     curve = smoothed(profile.accuracy_curve, _SMOOTHING_STEPS)
@@ -154,7 +170,7 @@ def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerPr
         ("Alg. 1, fed with verification steps", _SD, "o-", [profile.sd_accuracy for profile in profiles]),
         ("Alg. 1, fed with one token at a time", _AR, "s--", [profile.ar_accuracy for profile in profiles]),
         ("always cold", _COLD, ":", [profile.step_cold_share for profile in profiles]),
-        ("overlap of adjacent tokens", "#2ca02c", "-", [profile.overlap for profile in profiles]),
+        ("overlap of adjacent tokens", _OVERLAP, "-", [profile.overlap for profile in profiles]),
     )
     for label, colour, style, values in lines:
         if any(value is not None for value in values):
@@ -179,26 +195,6 @@ def smoothed(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:
     return np.where(n_known > 0, (sums[ends] - sums[starts]) / np.maximum(n_known, 1), np.nan)
 
 
-COLOURS = {
-    "draft": "#9467bd",
-    "dense": "#7f7f7f",
-    "experts": "#1f77b4",
-    "upload": "#2ca02c",
-    "demand": "#d62728",
-    "plan": "#ff7f0e",
-}
-LABELS = {
-    "draft": "draft token",
-    "dense": "attention and the rest",
-    "experts": "experts",
-    "upload": "expert ahead of time",
-    "demand": "expert on demand",
-    "plan": "synchronise, plan",
-}
-_NAMES = {"draft": "draft", "gpu": "GPU", "cpu": "CPU", "link": "link", "host": "host"}
-_DETAIL_LAYERS = 4
-
-
 @dataclass(frozen=True)
 class Chart:
     """One step of one policy."""
@@ -208,41 +204,40 @@ class Chart:
 
 
 def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
-    """Writes the picture, two panels per chart. Raises InputError where the file cannot be written."""
-    # half a second to import; only who asks for a picture pays it
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """`simulate --gantt`: the work of every stream over time, and the first layers in detail; two panels per chart.
+
+    Like MoE-SpAc, Figures 3 and 12, and SP-MoE, Figure 5. Raises InputError where the file cannot be written.
+    """
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(12, 3.2 * len(charts) + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(12, 3.2 * len(charts) + 0.8)
     panels = figure.subplots(len(charts), 2, squeeze=False, width_ratios=(3, 2))
     longest_ms = max((_length_ms(chart.spans) for chart in charts), default=0.0)
-    for (whole, detail), chart in zip(panels, charts, strict=True):
+    for (entire, detail), chart in zip(panels, charts, strict=True):
         begin_ns = min((span.start_ns for span in chart.spans), default=0)
-        _draw(whole, chart.spans, begin_ns)
-        whole.set_xlim(0, longest_ms)
-        whole.set_title(chart.title, fontsize=10)
-        _draw(detail, chart.spans, begin_ns)
+        _draw_spans(entire, chart.spans, begin_ns)
+        entire.set_xlim(0, longest_ms)
+        entire.set_title(chart.title, fontsize=10)
+        _draw_spans(detail, chart.spans, begin_ns)
         detail.set_xlim(*_detail_ms(chart.spans, begin_ns))
         detail.set_title(f"its first {_DETAIL_LAYERS} layers", fontsize=10)
     used = {span.kind for chart in charts for span in chart.spans}
-    patches = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in COLOURS if kind in used]
+    patches = [Patch(color=colour, label=label) for kind, (colour, label) in _KINDS.items() if kind in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
-    save_picture(figure, path)
+    _save(figure, path)
 
 
-def _draw(panel: Any, spans: Sequence[Span], begin_ns: int) -> None:
+def _draw_spans(panel: Any, spans: Sequence[Span], begin_ns: int) -> None:
     rows = [name for name in STREAMS if any(span.stream == name for span in spans)]
     for row, name in enumerate(rows):
-        for kind, colour in COLOURS.items():
+        for kind, (colour, _) in _KINDS.items():
             bars = [
                 ((span.start_ns - begin_ns) * 1e-6, span.ns * 1e-6)
                 for span in spans
                 if span.stream == name and span.kind == kind
             ]
             panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
-    panel.set_yticks(range(len(rows)), [_NAMES[name] for name in rows])
+    panel.set_yticks(range(len(rows)), [_STREAM_NAMES[name] for name in rows])
     panel.invert_yaxis()
     panel.set_xlabel("ms")
 
@@ -254,7 +249,7 @@ def _length_ms(spans: Sequence[Span]) -> float:
 
 
 def _detail_ms(spans: Sequence[Span], begin_ns: int) -> tuple[float, float]:
-    """From where the verification begins to the end of its first layers."""
+    """Start of the verification and end of its first layers, in ms."""
     of_layers = [span for span in spans if span.stream != "link" and 0 <= span.layer < _DETAIL_LAYERS]
     if not of_layers:
         return 0.0, max(_length_ms(spans), 1e-6)

@@ -27,7 +27,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.ui.bench_view import difference_lines, render
+from moeedge.ui.bench_views import difference_lines, render
 from moeedge.ui.plots import draw_sweep, lines_of
 
 _QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from moeedge import native
 from moeedge.cli.app import app
 from moeedge.hardware import nvidia, rpc
+from moeedge.ui.console import stdout_console
 from moeedge.ui.model_views import print_devices
 
 
@@ -42,7 +43,7 @@ def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA [Made] Up",))
     monkeypatch.setattr(native, "devices", lambda: [native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")])
-    print_devices(catalog())
+    print_devices(catalog(), stdout_console())
     lines = capsys.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("NVIDIA [Made] Up: "))
     assert "was built without CUDA" in line

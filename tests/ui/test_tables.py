@@ -1,8 +1,11 @@
-"""Tables of figures in terminals of several widths."""
+"""One table in terminals of several widths, in a file, as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
-from io import StringIO
+import csv
+import io
+import json
+from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
@@ -11,54 +14,92 @@ from moeedge.hardware.devices import Entry
 from moeedge.sim.replay import ReplayConfig, replay
 from moeedge.trace.schedule import recorded_schedule
 from moeedge.ui.model_views import print_devices
-from moeedge.ui.replay_view import print_rows
-from moeedge.ui.simulate_view import print_table
+from moeedge.ui.sim_views import print_replay
+from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, text_column
 from tests.support.traces import two_texts
 
-COLUMNS = ["policy", "ratio", "t/s", "ms/token", "uploads"]
-CELLS = [["spac", "0.17", "11.31", "88.4", "3.29"], ["lru", "0.5", "12.86", "77.7", "7.65"]]
+
+@dataclass
+class Row:
+    policy: str
+    ratio: float
+    tg_ts: float
+    tpot_s: float
+    uploads: float | None
 
 
-def printed(width: int, *, terminal: bool) -> list[str]:
-    out = StringIO()
-    print_table(COLUMNS, CELLS, Console(file=out, width=width, force_terminal=terminal, highlight=False), left=2)
-    return out.getvalue().splitlines()
+ROWS = [Row("spac", 0.17, 11.31, 0.0884, 3.29), Row("lru", 0.5, 12.86, 0.0777, None)]
+COLUMNS = (
+    text_column("policy", "policy"),
+    Column("ratio", "ratio", "g", left=True),
+    Column("t/s", "tg_ts", ".2f"),
+    Column("ms/token", "tpot_s", ".1f", 1e3),
+    Column("uploads", "uploads", ".2f"),
+)
+LINES = [
+    "policy  ratio    t/s  ms/token  uploads",
+    "spac    0.17   11.31      88.4     3.29",
+    "lru     0.5    12.86      77.7        -",
+]
 
 
-def test_a_file_keeps_its_lines() -> None:
-    assert (
-        printed(20, terminal=False)
-        == printed(200, terminal=True)
-        == [
-            "policy  ratio    t/s  ms/token  uploads",
-            "spac    0.17   11.31      88.4     3.29",
-            "lru     0.5    12.86      77.7     7.65",
-        ]
-    )
+def console_of(width: int, *, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, color_system=None)
+
+
+def printed(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(("width", "terminal"), [(20, False), (200, True)])
+@pytest.mark.parametrize("rows", [ROWS, [vars(row) for row in ROWS]], ids=["dataclasses", "dicts"])
+def test_a_file_keeps_its_lines(width: int, terminal: bool, rows: list[object]) -> None:
+    console = console_of(width, terminal=terminal)
+    print_table(console, COLUMNS, rows, n_keys=2)
+    assert printed(console) == LINES
 
 
 @pytest.mark.parametrize("width", [24, 31, 38])
-def test_what_does_not_fit_comes_below(width: int) -> None:
-    lines = printed(width, terminal=True)
+def test_columns_that_do_not_fit_come_below(width: int) -> None:
+    console = console_of(width, terminal=True)
+    print_table(console, COLUMNS, ROWS, n_keys=2)
+    lines = printed(console)
     assert max(map(len, lines)) <= width
-    for row in (COLUMNS, *CELLS):
+    for row in (line.split() for line in LINES):
         own = [line.split() for line in lines if line.split()[:2] == row[:2]]
         assert [cell for line in own for cell in line[2:]] == row[2:]
 
 
+def test_markdown_pads_its_cells() -> None:
+    assert markdown(COLUMNS[1:], ROWS).splitlines() == [
+        "| ratio |   t/s | ms/token | uploads |",
+        "|-------|------:|---------:|--------:|",
+        "| 0.17  | 11.31 |     88.4 |    3.29 |",
+        "| 0.5   | 12.86 |     77.7 |       - |",
+    ]
+
+
+def test_csv_and_json_hold_every_key() -> None:
+    records: list[dict[str, object]] = [{"a": 1, "b": None}, {"a": [1, {"x": "ä"}], "c": "s"}]
+    assert json.loads(json_text(records)) == records
+    assert [json.loads(line) for line in json_lines(records).splitlines()] == records
+    first, second = csv.DictReader(io.StringIO(csv_text(records)))
+    assert first == {"a": "1", "b": "", "c": ""}
+    assert (json.loads(second["a"]), second["b"], second["c"]) == ([1, {"x": "ä"}], "", "s")
+
+
 @pytest.mark.parametrize("width", [40, 80])
-def test_devices_keep_their_names_whole(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_devices_keep_their_names_unbroken(width: int) -> None:
     gpu = Entry("CUDA0", "GPU", "NVIDIA GeForce RTX 4060", 7 << 30, 8 << 30, True, "for experts")
     worker = Entry("rpc://HOST:PORT", "RPC", "another machine's device", None, None, False, "without RPC")
-    print_devices([gpu, worker])
-    out = capsys.readouterr().out
-    table = out.partition("\n\n")[0].splitlines()
+    console = console_of(width, terminal=True)
+    print_devices([gpu, worker], console)
+    lines = printed(console)
+    table = lines[: lines.index("")]
     assert max(map(len, table)) <= width
     assert all(any(line.startswith(name) for line in table) for name in ("CUDA0 ", "rpc://HOST:PORT "))
-    assert "7168" in out and "RTX" in out
+    assert any("7168" in line for line in table) and any("RTX" in line for line in lines)
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -66,13 +107,13 @@ def test_replays_keep_their_figures(width: int) -> None:
     schedule = recorded_schedule(two_texts())
     assert schedule is not None
     rows = replay(schedule, ReplayConfig(policies=("mixtral-offloading", "spac"), ratios=(0.5,)))
-    out = StringIO()
-    print_rows(rows, Console(file=out, width=width, force_terminal=True, highlight=False, color_system=None))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    console = console_of(width, terminal=True)
+    print_replay(rows, console)
+    lines = printed(console)
     assert max(map(len, lines)) <= width
     for row in rows:
         own = [line.split()[1:] for line in lines if line.split()[:1] == [row.policy]]
         figures = [float(cell) for line in own for cell in line if cell != "-"]
-        assert len(own) == {40: 5, 80: 1}[width]
+        assert len(own) == {40: 3, 80: 1}[width]
         assert figures[:2] == pytest.approx([row.hit_rate_pairs, row.hit_rate_unique], abs=6e-4)
         assert figures[-1] == pytest.approx(row.share_of_oracle, abs=6e-4)

@@ -1,0 +1,231 @@
+"""The results of `moeedge bench`, `moeedge ablate` and `moeedge calibrate`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from moeedge.bench.ablation import AblationRow
+from moeedge.bench.records import BenchRow
+from moeedge.bench.samples import Spread
+from moeedge.bench.scores import different_scores
+from moeedge.engine.types import EngineInfo
+from moeedge.policies.cost_model import CostModel
+from moeedge.scheduler.calibration import Calibration
+from moeedge.ui.tables import (
+    NONE,
+    Column,
+    csv_text,
+    json_lines,
+    json_text,
+    markdown,
+    print_table,
+    text_column,
+    value_columns,
+)
+
+FORMATS = ("md", "csv", "json", "jsonl")
+_MIB = 2.0**-20  # from bytes
+_MB = 1e-6
+_MS = 1e3  # from seconds
+_US = 1e6
+
+
+def render(rows: Sequence[BenchRow], form: str) -> str:
+    """The rows of a benchmark in one of FORMATS, ending in a newline. CSV leaves out the raw samples."""
+    records = [row.as_dict() for row in rows]
+    if form == "json":
+        return json_text(records)
+    if form == "jsonl":
+        return json_lines(records)
+    if form == "csv":
+        return csv_text([{key: value for key, value in record.items() if key != "samples"} for record in records])
+    return _markdown(rows)
+
+
+def _bench_columns(*, has_cache: bool, has_scores: bool) -> list[Column]:
+    """As llama-bench's; `has_cache`: some mode had an expert cache; `has_scores`: answers were scored."""
+    columns = [
+        text_column("test", "test"),
+        text_column("mode", "mode"),
+        Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
+        Column("cache", "cache_ratio", "g"),
+        Column("pp t/s", "pp", _spread),
+        Column("tg t/s", "tg", _spread),
+        Column("TTFT ms", "ttft_s", ".1f", _MS),
+        Column("accepted", "acceptance_rate", ".2f"),
+        Column("tokens/step", "tokens_per_step", ".2f"),
+        Column("experts/step", "experts_per_verification", ".1f"),
+        Column("hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
+        Column("expert hits", lambda row: row.cache.hit_rate_unique, ".3f"),
+        Column("uploads/step", lambda row: row.cache.uploads_per_step, ".1f"),
+        Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
+        Column("output", _output),
+        Column("score", "scores", str),
+        Column("pp ratio", "ratio_pp", ".3f"),
+        Column("tg ratio", "ratio", ".3f"),
+    ]
+    left_out = set() if has_cache else {"policy", "cache", "hits", "expert hits", "uploads/step", "MiB moved"}
+    left_out |= set() if has_scores else {"score"}
+    return [column for column in columns if column.title not in left_out]
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.mean:.2f} ± {spread.stddev:.2f}"
+
+
+def _output(row: BenchRow) -> str:
+    if row.output is None:
+        return NONE
+    near_ties = len(row.output.near_ties)
+    return f"{row.output} ({near_ties} near-ties)" if near_ties else str(row.output)
+
+
+def _markdown(rows: Sequence[BenchRow]) -> str:
+    """A table as llama-bench prints it; below it, once, what all rows have in common."""
+    if not rows:
+        return ""
+    columns = _bench_columns(
+        has_cache=any(row.cache_ratio is not None for row in rows),
+        has_scores=any(row.scores.n_answers for row in rows),
+    )
+    setup = rows[0].setup
+    commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
+    drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
+    draft = f"draft {drafted['draft']} (gamma {drafted['gamma']})" if drafted else "no draft"
+    cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
+    if cached is not None:
+        draft += f"; device {cached['device']}"
+    lines = [
+        "",
+        f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
+        f"repetitions: {setup['repetitions']}",
+        f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
+        *score_lines(rows),
+    ]
+    return markdown(columns, rows) + "\n".join(lines) + "\n"
+
+
+def difference_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """One line for each token at which a mode's answer differs from stock-ar's."""
+    lines = []
+    for row in rows:
+        if row.output is None:
+            continue
+        for kind, differences in (("near-tie", row.output.near_ties), ("DIFFERENT", row.output.different)):
+            lines += [
+                f"{kind}: {row.label}, {row.test} prompt {d.prompt}, turn {d.turn + 1}, token {d.position + 1}: "
+                f"{_shown_token(d.token)} instead of {_shown_token(d.reference_token)}, {d.gap:.4f} logits apart"
+                for d in differences
+            ]
+    return lines
+
+
+def score_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """The parts of the first scored row's score, and the modes whose score differs from it."""
+    scored = [(row.label, row.scores) for row in rows if row.scores.n_answers]
+    if not scored:
+        return []
+    scores, n_predict = scored[0][1], rows[0].setup["n_predict"]
+    lines = [
+        f"score: {scores.scorer or 'none'}; {scores.n_cut} of {scores.n_answers} answers cut at {n_predict} tokens"
+    ]
+    lines += [f"not scored: {n} of {scores.n_answers}, {reason}" for reason, n in scores.unscored]
+    if len(scores.by_category) > 1:
+        each = (f"{part.category} {part.score:.3f} ({part.n_scored})" for part in scores.by_category)
+        lines.append(f"score by category: {', '.join(each)}")
+    return [*lines, *different_scores(scored)]
+
+
+def _shown_token(token: int | None) -> str:
+    return "the end" if token is None else f"token {token}"
+
+
+_ABLATION_COLUMNS = (
+    text_column("variant", "variant"),
+    Column("cutoff", "cutoff_layer"),
+    Column("ms/token", "tpot_s", ".2f", _MS),
+    Column("speed", lambda row: f"{row.speedup:.2f}x"),
+    Column("hits", "hit_rate", ".0%"),
+    Column("waits", lambda row: row.loaded_per_step + row.late_per_step, ".1f"),
+    Column("ahead", "ahead_per_step", ".1f"),
+    Column("MB", "bytes_per_step", ".1f", _MB),
+    Column("sends", "transfers_per_step", ".1f"),
+    Column("stops", "draft_stops_per_step", ".1f"),
+    Column("right", "foretold_right", ".0%"),
+    Column("equal", lambda row: f"{row.equal}/{row.answers}"),
+)
+
+
+def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
+    """One line per variant, the meaning of the columns, and what changes from each variant to the next."""
+    print_table(console, _ABLATION_COLUMNS, rows)
+    console.print(
+        "hits: experts that were resident when their layer started; right: predicted experts that were used; equal: "
+        "answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts moved "
+        "before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
+    )
+    for before, after in itertools.pairwise(rows):
+        console.print(ablation_change(before, after), highlight=False)
+
+
+def ablation_change(before: AblationRow, after: AblationRow) -> str:
+    """The time per step that a variant gains or loses against the one before it, with the counts that explain it."""
+    name = "cutoff {0.cutoff_layer}" if before.variant == after.variant else "{0.variant}"
+    return (
+        f"{name.format(after)} after {name.format(before)}, ms per step: "
+        f"draft {(after.draft_s - before.draft_s) * _MS:+.1f} ("
+        f"{_change(before, after, 'planned_s', _MS)} in {after.plans_per_step:.1f} plans, "
+        f"{_change(before, after, 'draft_waited_s', _MS)} in {after.draft_stops_per_step:.1f} stops); "
+        f"verify {(after.verify_s - before.verify_s) * _MS:+.1f} ("
+        f"{_change(before, after, 'waited_s', _MS)} for {_change(before, after, 'loaded_per_step')} experts loaded and "
+        f"{_change(before, after, 'late_per_step')} under way, {_change(before, after, 'transfers_per_step')} sends)."
+    )
+
+
+def _change(before: AblationRow, after: AblationRow, name: str, scale: float = 1.0) -> str:
+    return f"{(getattr(after, name) - getattr(before, name)) * scale:+.1f}"
+
+
+_TOKENS = (1, 2, 4, 8, 16)  # per expert, of the curves
+
+
+def print_calibration(calibration: Calibration, info: EngineInfo, console: Console) -> None:
+    """The measured times in microseconds and milliseconds, and the prompt's speed in tokens per second."""
+    console.print(f"{info.model} on {info.device}, {info.n_threads} threads, {info.cache_slots:,} slots")
+    if calibration.units is None:
+        console.print("The backend split no block: there are no unit times.")
+    else:
+        _print_cost_model(calibration.units, console)
+    _print_steps(calibration, console)
+    if calibration.prefill_ts:
+        columns = [text_column("prompts", 0), *value_columns(list(calibration.prefill_ts), ".0f")]
+        print_table(console, columns, [("t/s", *calibration.prefill_ts.values())])
+        console.print(f"Chosen for prompts: {calibration.prefill_path}.")
+
+
+def _print_cost_model(costs: CostModel, console: Console) -> None:
+    curves = [("CPU", *map(costs.cpu_s, _TOKENS)), ("device", *map(costs.device_s, _TOKENS))]
+    print_table(console, [text_column("us per expert, tokens", 0), *value_columns(_TOKENS, ".1f", scale=_US)], curves)
+    titles = ("move an expert", "draft a token", "split a block", "rest of a layer")
+    units = ("", costs.transfer_expert_s, costs.draft_token_s, costs.block_overhead_s, costs.layer_rest_s)
+    print_table(console, [text_column("us", 0), *value_columns(titles, ".1f", scale=_US)], [units])
+    print_table(
+        console,
+        [text_column("tau", 0), *value_columns(range(costs.cap + 1), ".2f")],
+        [("r_c: pairs on the CPU", *costs.r_c), ("r_g: experts on the device", *costs.r_g)],
+    )
+
+
+def _print_steps(calibration: Calibration, console: Console) -> None:
+    sizes = sorted(calibration.step_s)
+    plain_ms = [calibration.plain_step_s[n] * _MS for n in sizes]
+    cached_ms = [calibration.step_s[n] * _MS for n in sizes]
+    speeds = (plain / cached for plain, cached in zip(plain_ms, cached_ms, strict=True))
+    print_table(
+        console,
+        [text_column("ms per step, tokens", 0), *value_columns(sizes, ".2f")],
+        [("without the cache", *plain_ms), ("with the cache", *cached_ms), ("speed", *speeds)],
+    )

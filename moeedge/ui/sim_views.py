@@ -1,0 +1,260 @@
+"""The results of `moeedge replay`, `moeedge simulate` and `moeedge validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from moeedge.policies.registry import foresees, reads_hidden_states, reads_tokens, takes_profile
+from moeedge.sim.bounds import BOUNDS
+from moeedge.sim.papers import Compared, Fit, same_order
+from moeedge.sim.replay import ReplayRow
+from moeedge.sim.simulate import Result
+from moeedge.ui.console import visible
+from moeedge.ui.plots import Chart
+from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
+
+if TYPE_CHECKING:
+    from moeedge.bench.validation import Comparison
+
+_MIB = 2.0**-20  # from bytes
+_MS = 1e3  # from seconds
+
+
+# replay
+
+_REPLAY_COLUMNS = (
+    text_column("policy", lambda row: row.policy + ("" if row.prediction_source is None else " *")),
+    Column("pairs", "hit_rate_pairs", ".3f"),
+    Column("experts", "hit_rate_unique", ".3f"),
+    Column("uploads", "uploads_per_layer_step", ".2f"),
+    Column("MiB/step", "bytes_per_step", ".1f", _MIB),
+    Column("hot/cold", "hot_cold_accuracy", ".3f"),
+    Column("of oracle", "share_of_oracle", ".3f"),
+)
+
+
+def replay_json(rows: Sequence[ReplayRow]) -> str:
+    """One array, a line per row; the same rows give the same bytes."""
+    return "[\n" + ",\n".join(json_text(row.as_dict(), indent=None).rstrip() for row in rows) + "\n]\n"
+
+
+def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
+    """A table per model of rejected tokens and cache ratio, the best policy first and the bounds last."""
+    has_bytes = any(row.bytes_per_step is not None for row in rows)
+    columns = [column for column in _REPLAY_COLUMNS if has_bytes or column.title != "MiB/step"]
+    for (model, ratio), group in groupby(rows, key=lambda row: (row.rejected_token_model, row.cache_ratio)):
+        entries = list(group)
+        ranked = sorted(
+            (row for row in entries if row.policy not in BOUNDS), key=lambda row: row.hit_rate_pairs, reverse=True
+        )
+        ranked += [row for row in entries if row.policy in BOUNDS]
+        title = _replay_title(ranked[0], model, ratio)
+        print_table(console, columns, ranked, title=title, style=lambda row: "dim" if row.policy in BOUNDS else "")
+        console.print()
+    if rows:
+        console.print(_replay_legend(rows), style="dim")
+
+
+def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
+    acceptance = "" if row.acceptance is None else f", acceptance {row.acceptance:.2f}"
+    how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"
+    return (
+        f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "
+        f"slots for {100 * ratio:g} % of the experts ({row.slots})"
+    )
+
+
+def _replay_legend(rows: Sequence[ReplayRow]) -> str:
+    lines = [
+        "pairs, experts: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
+        "uploads: per layer and step, loads on demand included. hot/cold: share of experts rightly called used or "
+        "unused before the step. oracle knows each next step; belady: what a cache of used experts could keep."
+    ]
+    stated = {(row.prediction_source, row.predictor_accuracy) for row in rows if row.prediction_source is not None}
+    if stated:
+        names = ", ".join(f"{source} {accuracy:g}" for source, accuracy in sorted(stated, key=str))
+        lines.append(
+            f"* needs what layers read, which a trace lacks: a predictor of stated accuracy replaces it ({names})."
+        )
+    return "\n".join(lines + shortcomings(rows))
+
+
+def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
+    """A sentence for each input that policies lack in this replay."""
+    lines = []
+    unpredicted = dict.fromkeys(row.policy for row in rows if row.prediction_source is None and foresees(row.policy))
+    if unpredicted:
+        lines.append(
+            f"{', '.join(unpredicted)}: by the cache alone, without a predictor, since a trace holds no inputs of "
+            "layers; --predictor-accuracy replaces it by one of stated accuracy."
+        )
+    unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and reads_tokens(row.policy))
+    if unread:
+        lines.append(f"{', '.join(unread)}: without token tables, since this trace holds no vocabulary ids.")
+    stateless = dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_hidden_states)
+    contextless = [name for name in stateless if reads_hidden_states(name)]
+    if contextless:
+        lines.append(
+            f"{', '.join(contextless)}: prediction by token ids alone, since this trace lacks the draft's hidden "
+            "states, with which the engine predicts more; bench --policy spac --trace-out records them."
+        )
+    unprofiled = dict.fromkeys(row.policy for row in rows if not row.profile and takes_profile(row.policy))
+    if unprofiled:
+        lines.append(f"{', '.join(unprofiled)}: profiled on the first steps, since no text was held out for a profile.")
+    return lines
+
+
+# simulate
+
+Row = dict[str, Any]
+
+_VARIED = {
+    "policy": "policy",
+    "ablations": "without",
+    "cache_ratio": "ratio",
+    "gamma": "gamma",
+    "utility_cap": "K",
+    "link_factor": "link",
+}
+_PARTS = {
+    "draft_s": "draft",
+    "dense_s": "dense",
+    "device_s": "experts",
+    "stall_cpu_s": "CPU",
+    "stall_load_s": "load",
+    "stall_link_s": "link",
+    "host_s": "host",
+}
+_SIMULATE_COLUMNS = (
+    Column("t/s", "tg_ts", ".2f"),
+    Column("ms/token", "tpot_s", ".1f", _MS),
+    *(Column(title, key, lambda value: f"{value * _MS:.1f}" if value else "") for key, title in _PARTS.items()),
+    Column("pair hit", "hit_rate_pairs", ".3f"),
+    Column("unique hit", "hit_rate_unique", ".3f"),
+    Column("uploads", "uploads_per_layer_step", ".2f"),
+)
+
+
+def print_simulation(rows: Sequence[Row], console: Console) -> None:
+    """Speed, parts of the time per token in ms, hits and transfers; the title names what all rows have in common."""
+    varied = [key for key in _VARIED if key == "policy" or len({row[key] for row in rows}) > 1]
+    same = [f"{name} {_short(rows[0][key])}" for key, name in _VARIED.items() if key not in varied]
+    about = [str(rows[0][key]) for key in ("model", "hardware", "trace")]
+    title = ", ".join([*about, *(text for text in same if text not in ("without ", "link 1"))])
+    columns = [Column(_VARIED[key], key, _short, left=True) for key in varied]
+    print_table(console, [*columns, *_SIMULATE_COLUMNS], rows, title=title, n_keys=len(varied))
+    note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
+    console.print(note, soft_wrap=not console.is_terminal)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def typical_step(result: Result) -> Chart:
+    """The step whose time is the median of all steps."""
+    order = np.argsort(result.step_s, kind="stable")
+    middle = int(order[len(order) // 2])
+    setup = result.setup
+    title = (
+        f"{setup.policy}, ratio {setup.cache_ratio:g}, gamma {result.gamma}: "
+        f"{result.step_s[middle] * _MS:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
+    )
+    return Chart(title, result.log.of_step(result.first_step + middle))
+
+
+# validate
+
+_PAPER_TITLES = {
+    "table2": "MoE-SpAc, Table 2: Qwen3-30B-A3B, tokens/s",
+    "table3": "MoE-SpAc, Table 3: DeepSeek-V2-Lite, tokens/s",
+    "table4": "MoE-SpAc, Table 4: without one of its parts, tokens/s",
+}
+_COMPARED_COLUMNS = (
+    text_column("", "name"),
+    Column("published", "published_ts", ".2f"),
+    Column("predicted", "predicted_ts", ".2f"),
+    Column("ratio", "ratio", ".2f"),
+    text_column("", lambda row: "fitted" if row.fitted else ""),
+)
+_ELSEWHERE_COLUMNS = (
+    text_column("", "name"),
+    Column("published", lambda row: _MS / row.published_ts, ".0f"),
+    Column("predicted", lambda row: _MS / row.predicted_ts, ".0f"),
+    Column("ratio", lambda row: 1 / row.ratio, ".2f"),
+)
+_MEASURED_COLUMNS = (
+    text_column("policy", lambda row: row.combination.policy),
+    Column("ratio", lambda row: row.combination.cache_ratio, "g"),
+    Column("gamma", lambda row: row.combination.gamma),
+    Column("measured", "measured_s", ".2f", _MS),
+    Column("simulated", "simulated_s", ".2f", _MS),
+    Column("error", "error", "+.1%"),
+    Column("hit measured", "hit_measured", ".3f", none=""),
+    Column("simulated", "hit_simulated", ".3f"),
+    Column("steps", "steps"),
+)
+
+
+def print_fit(fit: Fit, console: Console) -> None:
+    """The constants fitted on the first two rows of Table 2."""
+    console.print(
+        f"Fitted on two rows of Table 2: experts on the CPU at {fit.cpu_bytes_per_s / 1e9:.1f} GB/s, acceptance "
+        f"{fit.acceptance:.3f}",
+        soft_wrap=True,
+    )
+
+
+def print_compared(rows: Sequence[Compared], console: Console) -> None:
+    """One table of the paper: every row, its ratio, and how many pairs come in the published order."""
+    console.print()
+    print_table(console, _COMPARED_COLUMNS, rows, title=_PAPER_TITLES[rows[0].table])
+    right, total = same_order(list(rows))
+    free = [row for row in rows if not row.fitted]
+    console.print(
+        f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
+        "predictions within 25 %",
+        soft_wrap=True,
+    )
+
+
+def print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
+    """The same programs in other publications: ms per token, and predicted over published."""
+    console.print()
+    print_table(console, _ELSEWHERE_COLUMNS, rows, title="The same programs in other publications, ms per token")
+
+
+def print_ratios(rows: Sequence[Compared], console: Console) -> None:
+    """Figure 5: a line per system, a column per cache ratio."""
+    ratios = list(dict.fromkeys(row.result.setup.cache_ratio for row in rows))
+    names = list(dict.fromkeys(row.name for row in rows))
+    speed = {(row.name, row.result.setup.cache_ratio): row.predicted_ts for row in rows}
+    columns = [text_column("", 0), *value_columns([f"{ratio:.0%}" for ratio in ratios], ".1f")]
+    lines = [(name, *(speed[name, ratio] for ratio in ratios)) for name in names]
+    console.print()
+    print_table(console, columns, lines, title="MoE-SpAc, Figure 5 (left): tokens/s by cache ratio")
+
+
+def print_cutoff(rows: Sequence[Compared], console: Console) -> None:
+    """SP-MoE's Figure 14: ms per token by cutoff layer."""
+    console.print("\nSP-MoE, Figure 14: ms per token by cutoff layer", style="bold")
+    models: dict[str, dict[str, float]] = {}
+    for row in rows:
+        model, layer = row.name.split(", layer ")
+        models.setdefault(model, {})[layer] = row.result.tpot_s
+    for model, times_s in models.items():
+        columns = [text_column(model, 0), *value_columns(list(times_s), ".1f", scale=_MS)]
+        print_table(console, columns, [("", *times_s.values())])
+        console.print(f"best at layer {min(times_s, key=lambda layer: times_s[layer])}", soft_wrap=True)
+
+
+def print_measured(rows: Sequence[Comparison], median_and_worst: tuple[float, float], console: Console) -> None:
+    """ms per token, measured and simulated; `median_and_worst` are the absolute errors of all rows."""
+    print_table(console, _MEASURED_COLUMNS, rows)
+    median, worst = median_and_worst
+    console.print(f"ms per token; absolute error: median {median:.1%}, worst {worst:.1%}", soft_wrap=True)

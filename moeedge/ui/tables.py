@@ -1,0 +1,150 @@
+"""One table for every view: columns are declared once, rows are dataclasses, dicts or tuples.
+
+The same columns and rows become a table in a terminal or a file, Markdown or CSV; records become JSON.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+NONE = "-"
+_GAP = 2  # blanks between columns
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its title, where its value comes from, and how the value is written."""
+
+    title: str
+    value: str | int | Callable[[Any], Any]  # attribute or key, index of a tuple, or a function of the row
+    form: str | Callable[[Any], str] = ""  # format specification, or a function of the value
+    scale: float = 1.0  # from the row's unit to the column's, as 1e3 from seconds to milliseconds
+    left: bool = False
+    fold: bool = False  # long text may take several lines
+    none: str = NONE  # stands for None
+
+    def text(self, row: Any) -> str:
+        """The cell of this column in `row`."""
+        value = self._value(row)
+        if value is None:
+            return self.none
+        if callable(self.form):
+            return self.form(value)
+        return format(value * self.scale if self.scale != 1.0 else value, self.form)
+
+    def _value(self, row: Any) -> Any:
+        if callable(self.value):
+            return self.value(row)
+        if isinstance(self.value, int) or isinstance(row, Mapping):
+            return row[self.value]
+        return getattr(row, self.value)
+
+
+def text_column(title: str, value: str | int | Callable[[Any], Any], *, fold: bool = False) -> Column:
+    """A column of text, flush left."""
+    return Column(title, value, str, left=True, fold=fold, none="")
+
+
+def value_columns(titles: Sequence[object], form: str, *, scale: float = 1.0) -> list[Column]:
+    """Columns of one quantity whose rows are tuples: a name, then a value for each title."""
+    return [Column(str(title), index, form, scale) for index, title in enumerate(titles, start=1)]
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    *,
+    title: str = "",
+    n_keys: int = 1,
+    style: Callable[[Any], str] = lambda _row: "",
+) -> None:
+    """Print the table; `style` names the Rich style of a row.
+
+    A file gets every line unbroken. In a terminal that is too narrow, columns that fold are folded; without such
+    columns, those that do not fit come in further tables below, each with the first `n_keys` columns again.
+    """
+    cells = [[column.text(row) for column in columns] for row in rows]
+    widths = [max(map(cell_len, texts)) for texts in zip([column.title for column in columns], *cells, strict=True)]
+    splits = console.is_terminal and not any(column.fold for column in columns)
+    if title:
+        console.print(title, style="bold", soft_wrap=not console.is_terminal)
+    for group in _groups(widths, n_keys, console.width if splits else None):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        if not console.is_terminal:
+            table.width = sum(widths[i] + _GAP for i in group) - _GAP
+        for i in group:
+            column = columns[i]
+            justify, overflow = "left" if column.left else "right", "fold" if column.fold else "ellipsis"
+            table.add_column(Text(column.title), justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
+        for row, texts in zip(rows, cells, strict=True):
+            table.add_row(*(Text(texts[i]) for i in group), style=style(row))
+        console.print(table, crop=False)
+
+
+def _groups(widths: Sequence[int], n_keys: int, room: int | None) -> Iterator[list[int]]:
+    """Indices of the columns of each table: the keys, and as many others as fit into `room` (None: all)."""
+    group = list(range(n_keys))
+    for index in range(n_keys, len(widths)):
+        if room is not None and len(group) > n_keys and sum(widths[i] + _GAP for i in group) + widths[index] > room:
+            yield group
+            group = list(range(n_keys))
+        group.append(index)
+    yield group
+
+
+def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
+    """A Markdown table whose cells are padded, so that it reads well as plain text, too."""
+    lines = [[column.title for column in columns], *([column.text(row) for column in columns] for row in rows)]
+    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+    rules = [
+        "-" * (width + 2) if column.left else "-" * (width + 1) + ":"
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    head, *body = (_markdown_line(columns, widths, texts) for texts in lines)
+    return "\n".join([head, f"|{'|'.join(rules)}|", *body]) + "\n"
+
+
+def _markdown_line(columns: Sequence[Column], widths: Sequence[int], texts: Sequence[str]) -> str:
+    padded = (
+        text.ljust(width) if column.left else text.rjust(width)
+        for column, width, text in zip(columns, widths, texts, strict=True)
+    )
+    return f"| {' | '.join(padded)} |"
+
+
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """The records as CSV with a header of all their keys; lists and dicts as JSON, None as an empty field."""
+    out = io.StringIO()
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(out, keys, restval="", lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow({key: _csv_value(value) for key, value in record.items()})
+    return out.getvalue()
+
+
+def _csv_value(value: Any) -> Any:
+    if isinstance(value, (list, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else value
+
+
+def json_text(value: Any, *, indent: int | None = 2) -> str:
+    """One JSON document, ending in a newline."""
+    return json.dumps(value, ensure_ascii=False, indent=indent) + "\n"
+
+
+def json_lines(records: Sequence[Any]) -> str:
+    """One JSON object per line."""
+    return "".join(json_text(record, indent=None) for record in records)
