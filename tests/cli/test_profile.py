@@ -87,7 +87,7 @@ def test_tables(pair: list[str]) -> None:
         "Alg. 1, printed",
         "independence",
         "hottest experts",
-        "always saying cold",
+        "always predicting cold",
     ):
         assert part in one.stdout
     assert max(map(len, one.stdout.splitlines())) <= 80

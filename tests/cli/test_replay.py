@@ -92,10 +92,10 @@ def test_tables(plain: Path) -> None:
     )
     result = _replay(*arguments)
     assert result.exit_code == 0, result.output
-    for part in ("random: 1 texts", "optimistic rejected tokens", "oracle", "MiB/step", "fate: without its predictor"):
+    for part in ("random: 1 texts", "optimistic rejected tokens", "oracle", "MiB/step", "fate: by the cache alone"):
         assert part in " ".join(result.stdout.split())
     seeing = " ".join(_replay(*arguments, "--predictor-accuracy", "default").stdout.split())
-    assert "fate *" in seeing and "stands in (next-gate 0.8)" in seeing
+    assert "fate *" in seeing and "(next-gate 0.8)" in seeing
     without = _replay(plain, "--policy", "lru", "--gamma", 0)
     assert "one token at a time" in without.stdout and without.stdout.count("belady ") == 1
 
@@ -107,9 +107,9 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
     blind = ("sp-moe", "fate", "adapmoe", "mixtral-offloading", "hybrimoe")
     arguments = ("--policy", ",".join((*blind, "spac", "static")), "--gamma", 3, "--rejected-token-model", "optimistic")
     want = [
-        f"{', '.join(blind)}: without their predictors, by the cache alone",
-        "spac: without lookahead, since this trace holds no vocabulary ids",
-        "static: by the first steps",
+        f"{', '.join(blind)}: by the cache alone, without a predictor",
+        "spac: without token tables, since this trace holds no vocabulary ids",
+        "static: profiled on the first steps",
     ]
     table = " ".join(_replay(tmp_path / "bare.npz", *arguments).stdout.split())
     said = _replay(tmp_path / "bare.npz", *arguments, "-o", "json")
@@ -123,7 +123,7 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
     assert (full.token >= 0).all()
     full.save(tmp_path / "words.npz")
     said = _replay(tmp_path / "words.npz", "--policy", "spac", "-o", "json").stderr
-    assert "spac: lookahead by words alone" in said
+    assert "spac: prediction by token ids alone" in said
     full = replace(full, hidden_states=np.zeros((full.n_tokens, 4), dtype=np.float16))
     full.save(tmp_path / "full.npz")
     more = ("--predictor-accuracy", "default", "--profile-texts", 1, "-o", "json")
