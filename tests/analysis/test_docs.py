@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moeedge.analysis.profile import layer_report, profile_layers
 from moeedge.engine.recording import Recording
 from moeedge.sim.replay import ReplayRow
-from moeedge.trace.format import Trace, TraceMeta
 from tests.support.traces import two_texts
 
 TEXT = (Path(__file__).parents[2] / "docs" / "traces.md").read_text(encoding="utf-8")
@@ -27,11 +28,13 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "hottest expert:" in capsys.readouterr().out
 
 
-def test_tables_name_every_array_and_key() -> None:
-    for array in fields(Trace):
-        assert f"| `{array.name}` |" in TEXT, array.name
-    for key in fields(TraceMeta):
-        assert f"`{key.name}`" in TEXT, key.name
+def test_tables_name_every_array_and_key(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "story.npz")
+    saved = np.load(tmp_path / "story.npz")
+    for array in saved.files:
+        assert f"| `{array}` |" in TEXT, array
+    for key in json.loads(str(saved["meta"])):
+        assert f"`{key}`" in TEXT, key
     for column in fields(ReplayRow):
         assert f"`{column.name}`" in TEXT, column.name
     trace = two_texts()
