@@ -31,7 +31,7 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_tables_name_every_array_and_key(tmp_path: Path) -> None:
     two_texts().save(tmp_path / "story.npz")
     saved = np.load(tmp_path / "story.npz")
-    for array in saved.files:
+    for array in (*saved.files, "weights", "states"):
         assert f"| `{array}` |" in TEXT, array
     for key in json.loads(str(saved["meta"])):
         assert f"`{key}`" in TEXT, key
