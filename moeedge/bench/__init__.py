@@ -1,1 +1,1 @@
-"""`moeedge bench` without its command line: modes side by side in one process, raw samples first, tables after."""
+"""Benchmarks of the engine: modes side by side in one process, raw samples first, figures computed from them."""

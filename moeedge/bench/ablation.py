@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm, load_models, open_arms, run_conversations, warm_up
@@ -80,15 +79,11 @@ class AblationRow:
     planned_s: float  # predicting and planning, per step
     draft_stops_per_step: float  # layers of the draft that waited
     draft_waited_s: float  # by these layers, per step
-    foretold_right: float | None  # share of the predicted experts that were used
+    predicted_right: float | None  # share of the predicted experts that were used
     draft_s: float  # per step, all of drafting
     verify_s: float  # per step
     equal: int  # answers equal to stock's, near-ties included
     answers: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
-        return asdict(self)
 
 
 def solved_cutoff(config: EngineConfig, notify: Notify = ignore) -> tuple[int, str]:
@@ -208,7 +203,7 @@ class _Result:
             planned_s=per_step["draft_planned_s"],
             draft_stops_per_step=per_step["draft_stops"],
             draft_waited_s=per_step["draft_waited_s"],
-            foretold_right=placement.foretold_share,
+            predicted_right=placement.foretold_share,
             draft_s=sum(sample.draft_s for sample in samples) / steps,
             verify_s=sum(sample.verify_s for sample in samples) / steps,
             equal=self._equal,

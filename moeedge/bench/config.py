@@ -121,10 +121,8 @@ class Sweep:
 
 def parse_modes(text: str) -> tuple[BenchMode, ...]:
     """Reads a comma-separated list of modes, each kept once. Raises InputError for an unknown name or an empty list."""
-    names = _split(text)
     hint = f"Choose from: {', '.join(MODES)}, separated by commas."
-    if not names:
-        raise InputError("--modes is an empty list.", hint)
+    names = _split(text, "--modes", hint)
     for name in names:
         if name not in MODES:
             raise InputError(f'Unknown mode "{name}".', hint)
@@ -137,9 +135,7 @@ def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
         return ()
     usable = [name for name in known if name != NO_POLICY]
     hint = f"Choose from: {', '.join(usable)}, separated by commas."
-    names = _split(text)
-    if not names:
-        raise InputError("--policy is an empty list.", hint)
+    names = _split(text, "--policy", hint)
     for name in names:
         if name == NO_POLICY:
             raise InputError('The policy "none" has no cache to measure.', f"Use -dev none instead. {hint}")
@@ -153,11 +149,8 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
     if text is None:
         return ()
     hint = "Give numbers between 0 and 1, separated by commas."
-    names = _split(text)
-    if not names:
-        raise InputError("--cache-ratio is an empty list.", hint)
     ratios = []
-    for name in names:
+    for name in _split(text, "--cache-ratio", hint):
         try:
             ratio = float(name)
         except ValueError:
@@ -168,8 +161,11 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
     return tuple(dict.fromkeys(ratios))
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def _split(text: str, option: str, hint: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise InputError(f"{option} is an empty list.", hint)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)

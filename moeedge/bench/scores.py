@@ -1,7 +1,7 @@
-"""What the answers of a run are worth: every answer scored once, then the figures of a row.
+"""Scores of the answers of a run: every answer is scored once, then summed up for a row.
 
-Scoring comes after measuring, so that programs under test take no time from an answer. Modes that say the same get the
-same score: where scores differ, answers do, and the output check says where.
+Scoring comes after measuring, so that programs under test take no time from an answer. Equal answers get equal scores:
+where scores differ, answers differ, and the output check names the place.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ NO_REFERENCE = "no reference"
 
 @dataclass(frozen=True)
 class CategoryScore:
-    """The answers of one category of a dataset."""
+    """The mean score of one category of a dataset."""
 
     category: str
-    score: float  # mean
-    n_scored: int
+    score: float
+    n_scored: int  # answers
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A row's scores. An answer is one turn of one prompt; of several repetitions the mean counts."""
+    """The scores of a row. An answer is one turn of one prompt, its score the mean over repetitions."""
 
     score: float | None = None  # mean over answers; None where none was scored
-    n_scored: int | None = None  # answers; None where scores were not asked for
+    n_scored: int | None = None  # answers; None without --score
     n_answers: int | None = None
-    n_cut: int | None = None  # answers that the limit of tokens or of the context ended
-    scorer: str | None = None  # those used, separated by commas
+    n_cut: int | None = None  # answers that the token limit or the context ended
+    scorer: str | None = None  # the scorers used, separated by commas
     by_category: tuple[CategoryScore, ...] = ()
-    unscored: tuple[tuple[str, int], ...] = ()  # why answers were not scored, and how many
+    unscored: tuple[tuple[str, int], ...] = ()  # reasons, with the number of answers each
 
     def __str__(self) -> str:
         if not self.n_answers:
@@ -47,7 +47,7 @@ class Scores:
 
 
 class AnswerScorer:
-    """Scores the answers to a dataset's prompts, the same text only once."""
+    """Scores the answers to a dataset's prompts; a text that is repeated is scored once."""
 
     def __init__(self, dataset: Dataset, text_of: Callable[[Sample], str], *, run_code: bool) -> None:
         self._prompts = {prompt.id: prompt for prompt in dataset.prompts}
@@ -57,7 +57,7 @@ class AnswerScorer:
         self._known: dict[tuple[str, int, str], Score] = {}
 
     def scored(self, sample: Sample) -> Sample:
-        """`sample` with its answer's text and score."""
+        """Returns `sample` with its answer's text and score."""
         text = self._text_of(sample)
         key = (sample.prompt, sample.turn, text)
         if key not in self._known:
@@ -66,27 +66,29 @@ class AnswerScorer:
         return replace(sample, answer=text, score=score.value, score_reason=score.reason)
 
     def summary(self, samples: Sequence[Sample]) -> Scores:
-        """The figures of scored samples, all of one mode."""
+        """Sums up scored samples of one mode."""
         answers: dict[tuple[str, int], list[Sample]] = {}
         for sample in samples:
             answers.setdefault((sample.prompt, sample.turn), []).append(sample)
         values = {
-            key: fmean(sample.score for sample in found if sample.score is not None)
-            for key, found in answers.items()
-            if all(sample.score is not None for sample in found)
+            key: fmean(sample.score for sample in group if sample.score is not None)
+            for key, group in answers.items()
+            if all(sample.score is not None for sample in group)
         }
-        references = (self._reference(found[0]) for key, found in answers.items() if key in values)
+        references = (self._reference(group[0]) for key, group in answers.items() if key in values)
         categories: dict[str, list[float]] = {}
         for (prompt, _), value in values.items():
             categories.setdefault(self._prompts[prompt].category, []).append(value)
-        reasons = Counter(found[0].score_reason for key, found in answers.items() if key not in values)
+        reasons = Counter(group[0].score_reason for key, group in answers.items() if key not in values)
         return Scores(
             score=fmean(values.values()) if values else None,
             n_scored=len(values),
             n_answers=len(answers),
-            n_cut=sum(any(sample.stop_reason in ("length", "context") for sample in one) for one in answers.values()),
-            scorer=",".join(sorted({one.scorer for one in references if one is not None})) or None,
-            by_category=tuple(CategoryScore(name, fmean(found), len(found)) for name, found in categories.items()),
+            n_cut=sum(
+                any(sample.stop_reason in ("length", "context") for sample in group) for group in answers.values()
+            ),
+            scorer=",".join(sorted({reference.scorer for reference in references if reference is not None})) or None,
+            by_category=tuple(CategoryScore(name, fmean(scores), len(scores)) for name, scores in categories.items()),
             unscored=tuple(reasons.most_common()),
         )
 
@@ -100,7 +102,7 @@ class AnswerScorer:
 
 
 def final_part(answer: str) -> str:
-    """What is left of an answer without the thoughts that reasoning models put before it; empty for unfinished ones."""
+    """Returns an answer without the thoughts of reasoning models before it; "" if the thoughts did not end."""
     if "</think>" in answer:
         return answer.rpartition("</think>")[2]
     if answer.startswith("analysis") and "assistantfinal" in answer:  # gpt-oss, without its special tokens
@@ -109,9 +111,9 @@ def final_part(answer: str) -> str:
 
 
 def check_scoring(dataset: Dataset, *, run_code: bool) -> list[str]:
-    """Makes sure, before anything is measured, that the answers can be scored; returns sentences for the user.
+    """Checks before the measurement that the answers can be scored; returns sentences for the user.
 
-    Raises InputError where a library is missing, SandboxError where programs cannot be run apart.
+    Raises InputError if a library is missing, SandboxError if programs cannot be isolated.
     """
     turns = [prompt.reference(turn) for prompt in dataset.prompts for turn in range(len(prompt.turns))]
     kinds = Counter("" if reference is None else reference.scorer for reference in turns)
@@ -124,17 +126,17 @@ def check_scoring(dataset: Dataset, *, run_code: bool) -> list[str]:
         reason = dataset.unscored or "there is no reference for them"
         notes.append(f"{kinds['']} of {len(turns)} answers will not be scored: {reason}.")
     if kinds["code"] and run_code:
-        notes.append(f"Programs that the model writes are run, each shut in by the {protection()}.")
+        notes.append(f"Programs that the model writes are run, each isolated by the {protection()}.")
     elif kinds["code"]:
         notes.append(f"Programs, {kinds['code']} of {len(turns)} answers, are scored with --run-code only.")
     return notes
 
 
 def different_scores(scores: Iterable[tuple[str, Scores]]) -> list[str]:
-    """A sentence for each mode whose mean differs from the first one's: the answers must have differed."""
+    """Returns a sentence for each mode whose mean differs from the first mode's: their answers must differ."""
     (first, base), *others = scores
     return [
-        f"SCORES DIFFER: {label} has {found}, {first} {base}. Only other answers score otherwise: see the output check."
+        f"SCORES DIFFER: {label} has {found}, {first} {base}. Their answers differ: see the output check."
         for label, found in others
         if found.score != base.score and found.n_scored == base.n_scored
     ]

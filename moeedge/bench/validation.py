@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -32,7 +32,7 @@ from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.stats import StepRecord
 from moeedge.sim.execution import Execution
-from moeedge.sim.machine import Machine, from_units
+from moeedge.sim.machine import from_units
 from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
 from moeedge.trace.format import Trace
 from moeedge.trace.schedule import as_computed
@@ -53,44 +53,26 @@ class Combination:
     gamma: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Comparison:
-    """Seconds per token of text, measured and simulated, and the counts that explain a difference."""
+    """A combination measured and simulated, and the counts that explain a difference; the fields are those of -o json.
 
-    combination: Combination
-    measured_s: float
-    simulated_s: float
+    Times are seconds per token of text, hit rates are those of (token, expert) pairs.
+    """
+
+    policy: str
+    cache_ratio: float
+    gamma: int
+    measured_tpot_s: float
+    tpot_s: float  # simulated, as what follows without "measured" in its name
+    tg_ts: float
+    error: float  # simulated over measured, minus 1
     tokens: int
     steps: int
-    hit_measured: float | None  # pairs
-    hit_simulated: float
-    draft_measured_s: float  # per token of text
-    draft_simulated_s: float
-    trace: Trace
-    machine: Machine
-
-    @property
-    def error(self) -> float:
-        """Simulated over measured, minus 1."""
-        return self.simulated_s / self.measured_s - 1
-
-    def row(self) -> dict[str, Any]:
-        """Returns the flat record of -o json."""
-        return {
-            "policy": self.combination.policy,
-            "cache_ratio": self.combination.cache_ratio,
-            "gamma": self.combination.gamma,
-            "measured_tpot_s": self.measured_s,
-            "tpot_s": self.simulated_s,
-            "tg_ts": 1 / self.simulated_s,
-            "error": self.error,
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "hit_rate_pairs_measured": self.hit_measured,
-            "hit_rate_pairs": self.hit_simulated,
-            "draft_measured_s": self.draft_measured_s,
-            "draft_s": self.draft_simulated_s,
-        }
+    hit_rate_pairs_measured: float | None
+    hit_rate_pairs: float
+    draft_measured_s: float
+    draft_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,16 +229,18 @@ def _simulate(
     )
     account = execution.run()
     tokens = max(account.tokens, 1)
+    measured_s = median(outcome.decode_s for outcome in outcomes)
+    simulated_s = account.total_ns * 1e-9 / tokens
     return Comparison(
-        combination=combination,
-        measured_s=median(outcome.decode_s for outcome in outcomes),
-        simulated_s=account.total_ns * 1e-9 / tokens,
+        **asdict(combination),
+        measured_tpot_s=measured_s,
+        tpot_s=simulated_s,
+        tg_ts=1 / simulated_s,
+        error=simulated_s / measured_s - 1,
         tokens=last.tokens,
         steps=last.sample.steps,
-        hit_measured=last.hit_rate,
-        hit_simulated=account.pairs_hit / max(account.pairs, 1),
+        hit_rate_pairs_measured=last.hit_rate,
+        hit_rate_pairs=account.pairs_hit / max(account.pairs, 1),
         draft_measured_s=median(outcome.draft_s for outcome in outcomes),
-        draft_simulated_s=account.ns["draft"] * 1e-9 / tokens,
-        trace=last.trace,
-        machine=machine,
+        draft_s=account.ns["draft"] * 1e-9 / tokens,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -169,7 +170,7 @@ def _show(rows: list[AblationRow], about: dict[str, Any], output: Output) -> Non
     from moeedge.ui.console import stdout_console
 
     if output is Output.JSON:
-        typer.echo(json.dumps([about | row.to_dict() for row in rows], indent=1))
+        typer.echo(json.dumps([about | asdict(row) for row in rows], indent=1))
     else:
         print_ablation(rows, stdout_console())
     different = sum(row.answers - row.equal for row in rows)

@@ -98,6 +98,7 @@ def measured(
     limit_openmp_spin(device, may_emulate=True)
     with cli_errors():
         from contextlib import ExitStack
+        from dataclasses import asdict
 
         from moeedge.bench.config import MODES
         from moeedge.bench.harness import load_models
@@ -138,6 +139,6 @@ def measured(
                 models=models,
             )
         if output is Output.JSON:
-            typer.echo(json.dumps([row.row() for row in rows], indent=1))
+            typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
         else:
             print_measured(rows, summary(rows), stdout_console())

@@ -154,7 +154,7 @@ _ABLATION_COLUMNS = (
     Column("MB", "bytes_per_step", ".1f", _MB),
     Column("sends", "transfers_per_step", ".1f"),
     Column("stops", "draft_stops_per_step", ".1f"),
-    Column("right", "foretold_right", ".0%"),
+    Column("right", "predicted_right", ".0%"),
     Column("equal", lambda row: f"{row.equal}/{row.answers}"),
 )
 

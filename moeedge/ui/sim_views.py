@@ -189,14 +189,14 @@ _ELSEWHERE_COLUMNS = (
     Column("ratio", lambda row: 1 / row.ratio, ".2f"),
 )
 _MEASURED_COLUMNS = (
-    text_column("policy", lambda row: row.combination.policy),
-    Column("ratio", lambda row: row.combination.cache_ratio, "g"),
-    Column("gamma", lambda row: row.combination.gamma),
-    Column("measured", "measured_s", ".2f", _MS),
-    Column("simulated", "simulated_s", ".2f", _MS),
+    text_column("policy", "policy"),
+    Column("ratio", "cache_ratio", "g"),
+    Column("gamma", "gamma"),
+    Column("measured", "measured_tpot_s", ".2f", _MS),
+    Column("simulated", "tpot_s", ".2f", _MS),
     Column("error", "error", "+.1%"),
-    Column("hit measured", "hit_measured", ".3f", none=""),
-    Column("simulated", "hit_simulated", ".3f"),
+    Column("hit measured", "hit_rate_pairs_measured", ".3f", none=""),
+    Column("simulated", "hit_rate_pairs", ".3f"),
     Column("steps", "steps"),
 )
 

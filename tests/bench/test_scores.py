@@ -93,7 +93,7 @@ def test_what_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatc
         "1 of 4 answers will not be scored: there is no reference for them.",
         "Programs, 1 of 4 answers, are scored with --run-code only.",
     ]
-    assert "are run, each shut in by the " in check_scoring(_DATASET, run_code=True)[-1]
+    assert "are run, each isolated by the " in check_scoring(_DATASET, run_code=True)[-1]
     bare = replace(_DATASET, prompts=(Prompt("a", "b", user_turns("Hi")),))
     assert check_scoring(bare, run_code=False) == ["No answer to own will be scored: no reference."]
     judged = replace(bare, unscored="people judge them")

@@ -52,9 +52,9 @@ def test_figure_12(target: Path, own_cache: Path) -> None:
     assert list(own_cache.glob("drafts/*-q4_0.gguf"))
     baseline, *prefetching = rows
     assert baseline["cutoff_layer"] != 0, "drafting is long enough for the experts of at least one layer"
-    assert baseline["foretold_right"] is None and baseline["speedup"] == 1.0
+    assert baseline["predicted_right"] is None and baseline["speedup"] == 1.0
     for row in prefetching:
-        assert row["foretold_right"] > 0.6  # type: ignore[operator]
+        assert row["predicted_right"] > 0.6  # type: ignore[operator]
         assert row["loaded_per_step"] < baseline["loaded_per_step"]  # type: ignore[operator]
         assert row["acceptance_rate"] > 0.5  # type: ignore[operator]
     stops = {row["variant"]: row["draft_stops_per_step"] for row in rows}
@@ -81,7 +81,7 @@ def test_figure_14(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["cutoff_layer"] for row in rows] == [0, 2, 4]
     assert all(row["equal"] == row["answers"] for row in rows)
     assert list(asked.values()) == [set(), {0, 1}, {0, 1, 2, 3}]
-    assert rows[0]["ahead_per_step"] == 0.0 and rows[0]["foretold_right"] is None
+    assert rows[0]["ahead_per_step"] == 0.0 and rows[0]["predicted_right"] is None
 
 
 def test_a_draft_of_another_width(target: Path, tiny: TinyFactory) -> None:
