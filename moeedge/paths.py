@@ -88,7 +88,7 @@ def history_file() -> Path:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to, which takes its place when the block ends well. Raises OSError.
 
     What is no file, such as /dev/stdout, is written to directly.

@@ -128,7 +128,7 @@ def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float) -> None:
 
 
 def _pair(model: Path | None, draft: str | None, draft_type: str) -> Pair:
-    from moeedge.llama.routers import quantized
+    from moeedge.llama.draft_model import quantized
     from moeedge.ui.console import say, stderr_console
 
     pair = resolve_pair(model, draft)

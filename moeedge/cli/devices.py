@@ -29,13 +29,13 @@ def devices(
         if library:
             typer.echo(native.library_path())
             return
-        from moeedge.hardware.devices import catalog
+        from moeedge.hardware.devices import list_devices
         from moeedge.llama import library as llama_library
         from moeedge.ui.console import stdout_console
         from moeedge.ui.model_views import devices_json, print_devices
 
         llama_library.start()
         if output is options.Output.JSON:
-            typer.echo(devices_json(catalog()), nl=False)
+            typer.echo(devices_json(list_devices()), nl=False)
         else:
-            print_devices(catalog(), stdout_console())
+            print_devices(list_devices(), stdout_console())

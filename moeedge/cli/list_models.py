@@ -24,7 +24,7 @@ def list_models(
     """
     from moeedge.hub.cache import hub_cache
     from moeedge.hub.catalog import load_catalog
-    from moeedge.hub.listing import list_models as listed
+    from moeedge.hub.local import list_models as listed
     from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import models_json, print_models
 

@@ -16,7 +16,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.scheduler.config import PlacementConfig
 
 if TYPE_CHECKING:
-    from moeedge.hub.cache import LocalModel
+    from moeedge.hub.local import LocalModel
 import os
 from collections.abc import Sequence
 from typing import cast
@@ -97,7 +97,7 @@ def resolve_pair(model: Path | None, draft: str | None) -> Pair:
 
 
 def _locate(text: str) -> LocalModel:
-    from moeedge.hub.cache import locate
+    from moeedge.hub.local import locate
 
     found = locate(text)
     _tell(found.name, found.path)
@@ -106,8 +106,8 @@ def _locate(text: str) -> LocalModel:
 
 def _from_catalog(target: LocalModel, draft: Draft, *, choose: bool) -> Pair:
     """The pair of an entry of the catalog, with what it suggests where the user said nothing, and says so."""
-    from moeedge.hub.cache import local_draft
     from moeedge.hub.catalog import load_catalog
+    from moeedge.hub.local import local_draft
 
     assert target.choice is not None
     entry = target.choice.entry

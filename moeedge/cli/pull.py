@@ -12,7 +12,7 @@ from moeedge.cli.common import cli_errors
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.hub.pull import Missing, Wanted
+    from moeedge.hub.pull import MissingFile, WantedModel
 
 
 def pull(
@@ -51,7 +51,7 @@ def pull(
     checked by their SHA-256. HF_TOKEN opens gated repositories, HF_ENDPOINT names another server.
     """
     from moeedge.hub.catalog import load_catalog
-    from moeedge.hub.pull import check_room, fetch_all, missing_files, settle, want_pair
+    from moeedge.hub.pull import check_room, fetch_all, missing_files, refresh, want_pair
     from moeedge.ui.model_views import notify_downloads
     from moeedge.ui.progress import PullProgress
 
@@ -72,10 +72,10 @@ def pull(
         except KeyboardInterrupt:
             progress.note("Stopped; the same command goes on from there.")
             raise
-        _show(settle(wanted), [], output)
+        _show(refresh(wanted), [], output)
 
 
-def _show(wanted: Sequence[Wanted], missing: Sequence[Missing], output: options.Output) -> None:
+def _show(wanted: Sequence[WantedModel], missing: Sequence[MissingFile], output: options.Output) -> None:
     from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import files_json, print_files
 

@@ -22,8 +22,8 @@ def rm(
 
     Only the model itself: drafts are models of their own. Other programs that use the same cache lose the file, too.
     """
-    from moeedge.hub.cache import plan_removal, remove
     from moeedge.hub.catalog import load_catalog
+    from moeedge.hub.local import plan_removal, remove
     from moeedge.units import format_bytes
 
     with cli_errors():

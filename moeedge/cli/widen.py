@@ -79,14 +79,14 @@ def widen(
         from moeedge.ui.model_views import print_widened, widened_json
         from moeedge.ui.progress import byte_bar
         from moeedge.widen.layout import WeightType, make_plan
-        from moeedge.widen.shape import Asked
+        from moeedge.widen.shape import RequestedSizes
         from moeedge.widen.writer import check_space, check_target, write
 
         types = [one.value for one in WeightType]
         if type_ is not None and type_.lower() not in types:
             raise InputError(f'"{type_}" is no type to write.', f"Known: {', '.join(types)}.")
         source = resolve_pair(model, "none").target
-        asked = Asked(embd=embd, ff=ff, heads=heads, heads_kv=heads_kv, head_dim=head_dim, layers=layers)
+        asked = RequestedSizes(embd=embd, ff=ff, heads=heads, heads_kv=heads_kv, head_dim=head_dim, layers=layers)
         plan = make_plan(source, asked, like=like, type_=None if type_ is None else WeightType(type_.lower()))
         if not dry_run:
             check_target(out, source, force=force)

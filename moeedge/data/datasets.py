@@ -1,7 +1,4 @@
-"""The prompt sets that `--dataset` knows by name: file names, a source on the hub, and how their rows are read.
-
-`--dataset NAME`: look in $MOEEDGE_DATA, then in the user's cache, then on the hub; or read a file of the user's.
-"""
+"""The prompt sets that `--dataset` knows by name, and where each is looked up: $MOEEDGE_DATA, the cache, the hub."""
 
 from __future__ import annotations
 
@@ -29,131 +26,136 @@ from moeedge.data.parsers import (
 )
 from moeedge.data.prompts import Dataset, Place
 from moeedge.errors import DatasetError, DownloadError
-from moeedge.hub.endpoint import HubFile, fetch, hub_endpoint
+from moeedge.hub.remote import fetch_dataset_file, hub_endpoint
+
+SAMPLE = "sample"
+TOY = "toy"
+_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+_TOY_ANSWER_TOKENS = 160  # the longest of the generator's answers
+_OFFLINE_HINT = "Or use --offline-sample for moeedge's own small set."
+_SPECULATION = "RedHatAI/speculator_benchmarks"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One prompt set."""
+class DatasetFile:
+    """One file of a dataset repository on the hub."""
+
+    repo: str
+    file: str
+    variant: str  # one line: the content of this file
+    revision: str = "main"
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One prompt set of the catalog."""
 
     name: str
     about: str
-    files: tuple[str, ...]  # names it may have in $MOEEDGE_DATA and in the cache, the first is the original's
+    files: tuple[str, ...]  # its names in $MOEEDGE_DATA and in the cache; the first is the original's
     parse: Parser
-    hub: tuple[HubFile, ...]  # tried one after the other; Parquet only where it can be read
+    hub: tuple[DatasetFile, ...]  # tried in this order
     original: str  # where to get it by hand
-    unscored: str = ""  # why its answers have no reference, where they have none
-    answer_tokens: int = 512  # that a whole answer takes at most, as a rule
+    unscored: str = ""  # why its answers have no reference, if they have none
+    answer_tokens: int = 512  # typical maximum of a complete answer
 
 
 _ENTRIES = (
-    Entry(
+    DatasetEntry(
         name="mtbench",
         about="MT-bench, 80 two-turn questions in 8 categories",
         files=("mt_bench_question.jsonl", "mt_bench.jsonl"),
         parse=parse_turns,
         hub=(
-            HubFile(
+            DatasetFile(
                 "HuggingFaceH4/mt_bench_prompts",
                 "raw/question.jsonl",
-                "e3a795c5e9a82ee40611c416b8a7786c73198991",
                 "MT-bench, 80 questions",
+                revision="e3a795c5e9a82ee40611c416b8a7786c73198991",
             ),
         ),
         original="https://github.com/lm-sys/FastChat (fastchat/llm_judge/data/mt_bench/question.jsonl)",
         unscored="MT-bench's answers are judged by another model, not by a rule",
     ),
-    Entry(
+    DatasetEntry(
         name="humaneval",
         about="HumanEval, 164 Python functions to complete",
         files=("HumanEval.jsonl.gz", "HumanEval.jsonl"),
         parse=parse_humaneval,
         hub=(
-            HubFile("RedHatAI/speculator_benchmarks", "HumanEval.jsonl", "main", "HumanEval, 164 functions"),
-            HubFile(
+            DatasetFile(_SPECULATION, "HumanEval.jsonl", "HumanEval, 164 functions"),
+            DatasetFile(
                 "bigcode/humanevalpack",
                 "data/python/data/humanevalpack.jsonl",
-                "main",
                 "HumanEvalPack's Python part, the prompts of HumanEval",
             ),
         ),
         original="https://github.com/openai/human-eval (data/HumanEval.jsonl.gz)",
     ),
-    Entry(
+    DatasetEntry(
         name="gsm8k",
         about="GSM8K, 1,319 grade school sums in words",
         files=("gsm8k_test.jsonl",),
         parse=parse_gsm8k,
         hub=(
-            HubFile("DaertML/gsm8k-jsonl", "test.jsonl", "main", "GSM8K's test part, 1,319 questions"),
-            HubFile(
-                "RedHatAI/speculator_benchmarks",
+            DatasetFile("DaertML/gsm8k-jsonl", "test.jsonl", "GSM8K's test part, 1,319 questions"),
+            DatasetFile(
+                _SPECULATION,
                 "math_reasoning.jsonl",
-                "main",
                 "the mathematical reasoning part of a speculation benchmark, 80 questions taken from GSM8K",
             ),
         ),
         original="https://github.com/openai/grade-school-math (grade_school_math/data/test.jsonl)",
     ),
-    Entry(
+    DatasetEntry(
         name="mmlu-pro",
         about="MMLU-Pro, multiple choice in 14 subjects",
         files=("mmlu_pro_test.parquet", "mmlu_pro_test.jsonl", "mmlu_pro.jsonl", "mmlu_pro_140.jsonl"),
         parse=parse_mmlu_pro,
         hub=(
-            HubFile(
-                "TIGER-Lab/MMLU-Pro",
-                "data/test-00000-of-00001.parquet",
-                "main",
-                "MMLU-Pro's test part, 12,032 questions",
+            DatasetFile(
+                "TIGER-Lab/MMLU-Pro", "data/test-00000-of-00001.parquet", "MMLU-Pro's test part, 12,032 questions"
             ),
         ),
         original="https://huggingface.co/datasets/TIGER-Lab/MMLU-Pro (data/test-00000-of-00001.parquet)",
         answer_tokens=1024,
     ),
-    Entry(
+    DatasetEntry(
         name="alpaca",
         about="252 user-written instructions of self-instruct, which stand in for Alpaca's",
         files=("self_instruct_user_oriented_252.jsonl", "user_oriented_instructions.jsonl"),
         parse=parse_instructions,
         hub=(
-            HubFile(
-                "HuggingFaceH4/self-instruct-eval",
-                "human-eval.jsonl",
-                "main",
-                "self-instruct's 252 user-oriented instructions",
+            DatasetFile(
+                "HuggingFaceH4/self-instruct-eval", "human-eval.jsonl", "self-instruct's 252 user-oriented instructions"
             ),
         ),
         original="https://github.com/yizhongw/self-instruct (human_eval/user_oriented_instructions.jsonl)",
         unscored="these instructions are open, and their answers are judged by people",
     ),
-    Entry(
+    DatasetEntry(
         name="cnndm",
         about="CNN/DailyMail, 80 articles to summarise",
         files=("eagle_sum_question.jsonl", "cnndm.jsonl"),
         parse=parse_articles,
         hub=(
-            HubFile(
-                "RedHatAI/speculator_benchmarks",
+            DatasetFile(
+                _SPECULATION,
                 "summarization.jsonl",
-                "main",
                 "80 articles of CNN/DailyMail as in the usual speculation benchmarks",
             ),
         ),
         original="https://github.com/SafeAILab/EAGLE (eagle/data/sum/question.jsonl)",
         answer_tokens=256,
     ),
-    Entry(
+    DatasetEntry(
         name="qa",
         about="Natural Questions, 80 short questions",
         files=("eagle_qa_question.jsonl", "qa.jsonl"),
         parse=parse_questions,
         hub=(
-            HubFile(
-                "RedHatAI/speculator_benchmarks",
-                "qa.jsonl",
-                "main",
-                "80 questions of Natural Questions as in the usual speculation benchmarks",
+            DatasetFile(
+                _SPECULATION, "qa.jsonl", "80 questions of Natural Questions as in the usual speculation benchmarks"
             ),
         ),
         original="https://github.com/SafeAILab/EAGLE (eagle/data/qa/question.jsonl)",
@@ -162,26 +164,20 @@ _ENTRIES = (
     ),
 )
 
-CATALOG: dict[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+CATALOG: dict[str, DatasetEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def dataset_names() -> tuple[str, ...]:
-    """The names that `--dataset` takes, in the order of the catalog."""
+    """Returns the names that `--dataset` takes, in the order of the catalog."""
     return tuple(CATALOG)
 
 
-SAMPLE = "sample"
-TOY = "toy"
-_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-_TOY_ANSWER_TOKENS = 160  # the longest of the generator's answers
-_OFFLINE_HINT = "Or use --offline-sample for moeedge's own small set."
-
-
 def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
-    """The prompt set `name`: one of `dataset_names()`, "sample", "toy", or the path of a .jsonl file.
+    """Loads the prompt set `name`: one of `dataset_names()`, "sample", "toy", or the path of a file.
 
-    With `offline_sample` the hub is not asked: what neither $MOEEDGE_DATA nor the cache has becomes our own sample, and
-    is named so. Raises DatasetError (unknown, absent or malformed) or DownloadError (the hub was asked in vain).
+    offline_sample: do not ask the hub; a set that neither $MOEEDGE_DATA nor the cache has is replaced by moeedge's own
+    sample, under the sample's name. Raises DatasetError for an unknown, absent or malformed set, DownloadError if the
+    hub cannot provide it.
     """
     if name == SAMPLE:
         return load_sample()
@@ -192,23 +188,23 @@ def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
     if name.endswith(_FILE_SUFFIXES):
         path = Path(name).expanduser()
         stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv").removesuffix(".parquet")
-        return _read(stem, path, parse_custom, "file", "a file of the user's")
+        return _read(stem, path, parse_custom, "file", "the user's own file")
     known = ", ".join((*dataset_names(), SAMPLE, TOY))
-    raise DatasetError(f'Unknown dataset "{name}".', f"Choose one of {known}, or give the path of a .jsonl file.")
+    raise DatasetError(f"Unknown dataset '{name}'.", f"Choose from: {known}, or give the path of a .jsonl file.")
 
 
 def load_sample(kind: str | None = None) -> Dataset:
-    """Our own prompts, which come with the package; only those that are like the set `kind`, if one is named."""
+    """Loads moeedge's own prompts, or only those in the style of the set `kind`."""
     with as_file(files("moeedge.data") / "sample.jsonl") as path:
-        whole = _read(SAMPLE, path, parse_custom, "package", "moeedge's own small set of prompts")
+        sample = _read(SAMPLE, path, parse_custom, "package", "moeedge's own small set of prompts")
     if kind is None:
-        return whole
-    chosen = tuple(prompt for prompt in whole.prompts if prompt.id.startswith(f"{kind}-"))
-    return replace(whole, prompts=chosen, variant=f"{whole.variant}, those like {kind}")
+        return sample
+    chosen = tuple(prompt for prompt in sample.prompts if prompt.id.startswith(f"{kind}-"))
+    return replace(sample, prompts=chosen, variant=f"{sample.variant}, those like {kind}")
 
 
 def load_toy() -> Dataset:
-    """Prompts of the kinds that the bundled pair was trained on; these very ones it never saw.
+    """Loads prompts of the domains that the bundled pair was trained on, held out of its training data.
 
     They are `held_back(42, "toy")` of models/generator, by domain and without the system messages
     (`python -m models.toy`).
@@ -218,45 +214,43 @@ def load_toy() -> Dataset:
     return replace(toy, answer_tokens=_TOY_ANSWER_TOKENS)
 
 
-def _load_entry(entry: Entry, offline_sample: bool) -> Dataset:
-    looked_at = []
+def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:
+    searched = []
     for place, folder, names, variant in _folders(entry):
         for name in names:
             if (folder / name).is_file():
                 return _read_entry(entry, folder / name, place, variant)
-        looked_at.append(str(folder))
+        searched.append(str(folder))
     if offline_sample:
         return load_sample(entry.name)
 
-    places = ", ".join(looked_at)
+    places = ", ".join(searched)
     if paths.data_dir() is None:
         places += " ($MOEEDGE_DATA is not set)"
-    by_hand = f"Get it from {entry.original} and put it as {entry.files[0]} into the folder that $MOEEDGE_DATA names."
+    by_hand = f"Get it from {entry.original} and save it as {entry.files[0]} in the folder that $MOEEDGE_DATA names."
     path, source = _from_hub(entry, f"The dataset {entry.name} is not in {places}", f"{by_hand} {_OFFLINE_HINT}")
     return _read_entry(entry, path, "hub", source.variant)
 
 
-def _from_hub(entry: Entry, absent: str, hint: str) -> tuple[Path, HubFile]:
-    """The first of the hub's files that can be read and had. `absent` and `mend` are for the error where none is."""
+def _from_hub(entry: DatasetEntry, absent: str, hint: str) -> tuple[Path, DatasetFile]:
+    """Downloads the first of the hub's files that works; `absent` and `hint` complete the error if none does."""
     readable = [source for source in entry.hub if reads_parquet() or not source.file.endswith(".parquet")]
     if not readable:
-        raise DatasetError(
-            f"{absent}, and the hub has it as Parquet, which needs the package pyarrow.", f"{PARQUET_HINT} {hint}"
-        )
+        raise DatasetError(f"{absent}, and the hub's Parquet file needs the package pyarrow.", f"{PARQUET_HINT} {hint}")
     failures = []
     for source in readable:
         try:
-            return fetch(source, _hub_folder(source)), source
+            return fetch_dataset_file(source.repo, source.file, source.revision, _hub_folder(source)), source
         except DownloadError as error:
             failures.append(error.message)
     raise DownloadError(
-        f"{absent}, and the hub did not help: {' '.join(failures)}",
+        f"{absent}, and the download failed: {' '.join(failures)}",
         f"Check the network or $HF_ENDPOINT ({hub_endpoint()}). {hint}",
     )
 
 
-def _folders(entry: Entry) -> Iterator[tuple[Place, Path, tuple[str, ...], str]]:
-    """The local folders to look in, best first, the file names that the set may have there, and what that is of it."""
+def _folders(entry: DatasetEntry) -> Iterator[tuple[Place, Path, tuple[str, ...], str]]:
+    """Yields the local folders in search order: place, folder, file names of the set there, and their content."""
     data = paths.data_dir()
     if data is not None:
         yield "environment", data, entry.files, entry.about
@@ -270,11 +264,11 @@ def _cache() -> Path:
     return paths.cache_dir() / "datasets"
 
 
-def _hub_folder(source: HubFile) -> Path:
+def _hub_folder(source: DatasetFile) -> Path:
     return _cache() / source.repo.replace("/", "--")
 
 
-def _read_entry(entry: Entry, path: Path, place: Place, variant: str) -> Dataset:
+def _read_entry(entry: DatasetEntry, path: Path, place: Place, variant: str) -> Dataset:
     read = _read(entry.name, path, entry.parse, place, variant)
     return replace(read, unscored=entry.unscored, answer_tokens=entry.answer_tokens)
 
@@ -282,7 +276,7 @@ def _read_entry(entry: Entry, path: Path, place: Place, variant: str) -> Dataset
 def _read(name: str, path: Path, parse: Parser, place: Place, variant: str) -> Dataset:
     prompts = [parse(row) for row in read_rows(path)]
     seen: Counter[str] = Counter()
-    for index, prompt in enumerate(prompts):  # an answer finds its prompt by its id
+    for index, prompt in enumerate(prompts):  # ids must be unique: answers refer to prompts by id
         seen[prompt.id] += 1
         if seen[prompt.id] > 1:
             prompts[index] = replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}")

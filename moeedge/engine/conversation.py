@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
-from moeedge.llama.vocabulary import StreamDecoder
-from moeedge.paths import whole
+from moeedge.llama.text import StreamDecoder
+from moeedge.paths import replace_file
 
 if TYPE_CHECKING:
     from moeedge.engine.session import Session
@@ -113,7 +113,7 @@ class Conversation:
     def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`, whole or not at all. Raises InputError where that is impossible."""
         try:
-            with whole(path) as beside:
+            with replace_file(path) as beside:
                 beside.write_text(self.to_json(model=model), encoding="utf-8")
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}.") from None

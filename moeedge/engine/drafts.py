@@ -99,7 +99,7 @@ class ModelDraft:
                 logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
             else:
                 logits = self.context.decode(pending, phase=Phase.DRAFT, logits="all", hidden_states=True)
-                hidden_states[len(proposal.tokens)] = self.context.last_state()
+                hidden_states[len(proposal.tokens)] = self.context.last_hidden_state()
             candidates = sampler.candidates(logits[-1, : self._n_vocab], seen)
             token = sampler.pick(candidates)
             proposal.tokens.append(token)

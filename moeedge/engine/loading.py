@@ -12,9 +12,9 @@ from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
-from moeedge.llama.memory import kv_bytes_per_token
+from moeedge.llama.context_size import kv_bytes_per_token
+from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
-from moeedge.llama.vocabulary import check_compatible
 from moeedge.scheduler.sizing import default_reserve, model_fits
 
 _ALL_LAYERS = -1  # llama.cpp's word for them
@@ -117,7 +117,7 @@ def choose_draft(
 def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> bool:
     """Whether the KV caches lie on a GPU, with the layers that they belong to."""
     all_layers = device.kind == "gpu" and config.n_gpu_layers is None
-    return model.beside_gpu and (all_layers or config.n_gpu_layers not in (0, None))
+    return model.uses_gpu and (all_layers or config.n_gpu_layers not in (0, None))
 
 
 def _draft_path(config: EngineConfig) -> Path:

@@ -14,10 +14,10 @@ from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.engine.types import EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError
-from moeedge.hardware import vram
+from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.llama.memory import choose_n_ctx
+from moeedge.llama.context_size import choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Notification, Notify, ignore
@@ -225,7 +225,7 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
     """Tokens; raises InputError where that many do not fit the memory that the KV caches will lie in."""
     free_bytes = None  # of this machine
     if kv_on_gpu(config, device, models[0]):
-        reading = vram.read(device)
+        reading = devices.read_memory(device)
         if reading is None:  # llama.cpp's GPU is not the one for experts: let llama.cpp say what does not fit
             return config.n_ctx or models[0].info.n_ctx_train
         free_bytes = reading.free_bytes

@@ -1,1 +1,1 @@
-"""Which device holds experts: what the user names, what llama.cpp and the driver offer, and how much fits."""
+"""Which device holds experts: the value of -dev, what llama.cpp and the driver offer, and how much memory is free."""

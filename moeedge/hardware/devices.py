@@ -1,7 +1,4 @@
-"""From what -dev asks for to the device that will hold experts.
-
-Everything that could hold experts here, with what it is for or why it is of no use.
-"""
+"""Devices that can hold experts: from a DeviceSpec to a ResolvedDevice, the rows of `moeedge devices`, free memory."""
 
 from __future__ import annotations
 
@@ -17,34 +14,58 @@ from moeedge.hardware.spec import EMULATED, DeviceSpec
 from moeedge.units import format_rate
 
 DeviceKind = Literal["none", "emulated", "gpu", "rpc"]
-EMULATED_RATIO = 0.17  # of all expert bytes: the paper's 24 GB card under the unquantised Qwen3-30B-A3B
-_HOW_TO_SEE = "moeedge devices says what there is"
+EMULATED_RATIO = 0.17  # of all expert bytes: MoE-SpAc's 24 GB card under the unquantised Qwen3-30B-A3B
+_RPC_FORM = "rpc://HOST:PORT"
+_MAX_TOTAL_DIFFERENCE = 0.1  # if NVML's and llama.cpp's totals differ by more, llama.cpp has a slice of a card (MIG)
 
 
 @dataclass(frozen=True)
 class ResolvedDevice:
-    """Where experts may be placed, and what llama.cpp may do with its own devices beside it."""
+    """Where experts may be placed, and which devices llama.cpp may use for its layers."""
 
     kind: DeviceKind
-    ggml_name: str = ""  # what native.cache.CacheConfig.device takes
-    label: str = "none"  # for the screen and for records; contains "emulated" where it is
+    ggml_name: str = ""  # for native.cache.CacheConfig.device
+    label: str = "none"  # for the screen and for records; contains "emulated" for the emulated device
     llama_device: str = "none"  # for llama.cpp's layers: "none", "auto" (its GPUs, never a worker's) or a GPU's name
     link_bytes_per_s: int = 0  # emulated only; 0: not paced
     latency_us: float = 0.0  # emulated only
     threads: int = 0  # emulated only; 0: half the physical cores
     endpoint: str = ""  # rpc only: HOST:PORT
-    pci_id: str = ""  # of a GPU, where its backend tells
-    free_bytes: int = 0  # when it was resolved; 0: not known
+    pci_id: str = ""  # of a GPU whose backend reports it
+    free_bytes: int = 0  # at resolution; 0: unknown
     total_bytes: int = 0
-    default_ratio: float | None = None  # cache ratio unless asked otherwise; None: what fits
+    default_ratio: float | None = None  # cache ratio unless the user sets one; None: as much as fits
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 
-def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
-    """Finds the device; `bundled` says that the model is the bundled one, which auto runs on the emulated device.
+@dataclass(frozen=True)
+class DeviceRow:
+    """One row of `moeedge devices`."""
 
-    Raises DeviceError for a name that llama.cpp does not list (naming those that it does), for a worker that does not
-    answer, and BackendError where llama.cpp was built without RPC.
+    name: str  # as -dev takes it; for an unusable device as llama.cpp or the driver calls it
+    kind: str  # CPU, GPU, IGPU (shares the host's memory), ACCEL, emulated or RPC
+    description: str
+    free_bytes: int | None  # None: unknown, or no memory of its own
+    total_bytes: int | None
+    usable: bool  # whether it can hold experts
+    remark: str  # its purpose, or why it is unusable
+
+
+@dataclass(frozen=True)
+class VramReading:
+    """Bytes of the device's memory, all processes together, and who reported them."""
+
+    used_bytes: int
+    free_bytes: int
+    total_bytes: int
+    source: Literal["nvml", "ggml", "worker", "pool"]
+
+
+def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
+    """Finds the device; `bundled`: the model is the bundled one, which auto runs on the emulated device.
+
+    Raises DeviceError for a name that llama.cpp does not list and for a worker that does not answer, BackendError for
+    rpc:// if llama.cpp was built without RPC.
     """
     native.attach()
     if spec.kind == "none":
@@ -55,53 +76,39 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
         return _worker(spec.endpoint)
     if spec.kind == "auto":
         return _automatic(bundled)
-    return _named(spec.name)
+    device = _find(spec.name)
+    if device.kind == "CPU":
+        return ResolvedDevice("none", notes=[f"{device.name} is the host: experts stay there, as with -dev none."])
+    return _gpu(device, llama_device=device.name)
 
 
 def check_known(spec: DeviceSpec) -> None:
-    """Raises DeviceError for a device that nothing offers, without touching it."""
+    """Raises DeviceError for the name of a device that llama.cpp does not list; does not use the device."""
     if spec.kind == "name":
         native.attach()
         _find(spec.name)
-
-
-def usable_names() -> list[str]:
-    """What -dev takes here."""
-    listed = [device.name for device in native.devices() if device.kind not in ("ACCEL", "RPC")]
-    return ["auto", "none", EMULATED, *listed, *(["rpc://HOST:PORT"] if rpc.is_built_in() else [])]
-
-
-def driver_without_backend(devices: list[native.Device]) -> str:
-    """A sentence where the NVIDIA driver knows cards that llama.cpp was not built for; empty otherwise."""
-    cards = nvidia.cards()
-    if not cards or any(device.kind in ("GPU", "IGPU") for device in devices):
-        return ""
-    return (
-        f"The NVIDIA driver offers {cards[0]}, but the installed llama.cpp was built without CUDA. "
-        f"Install it with CUDA: {rpc.build_command('-DGGML_CUDA=on')}"
-    )
 
 
 def _automatic(bundled: bool) -> ResolvedDevice:
     devices = native.devices()
     gpus = [device for device in devices if device.kind == "GPU"]
     if gpus:
-        return _gpu(gpus[0], llama_device="auto", notes=[])
-    notes = []
-    missed = driver_without_backend(devices)
-    if missed:
-        notes.append(missed)
+        return _gpu(gpus[0], llama_device="auto")
+    missed = _driver_without_backend(devices)
+    notes = [missed] if missed else []
     shared = [device.name for device in devices if device.kind == "IGPU"]
     if shared:
-        notes.append(f"{shared[0]} shares the host's memory, so that auto leaves experts on the CPU; -dev {shared[0]}.")
+        notes.append(
+            f"{shared[0]} shares the host's memory: auto leaves experts on the CPU. Use it with -dev {shared[0]}."
+        )
     if bundled:
         notes.append(
-            "No GPU: the bundled model runs on the emulated device (a second CPU instance); "
-            "-dev none switches that off."
+            "No GPU: the bundled model runs on the emulated device (a second CPU instance). "
+            "Switch it off with -dev none."
         )
         return _emulated(DeviceSpec("emulated"), notes=notes)
     if not shared:
-        notes.append(f"No GPU: every expert stays on the CPU ({_HOW_TO_SEE}).")
+        notes.append("No GPU: all experts stay on the CPU (see moeedge devices).")
     return ResolvedDevice("none", llama_device="auto", notes=notes)
 
 
@@ -127,11 +134,11 @@ def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDe
 def _worker(endpoint: str) -> ResolvedDevice:
     name, worker = rpc.add_worker(endpoint)
     free, total = (worker.free_bytes, worker.total_bytes) if worker else (0, 0)
-    notes = []
-    if free == total:  # a worker on a CPU reports its whole memory as free, other programs included
+    if free == total:  # a worker on a CPU reports all memory as free, including that of other programs
         free = total // 2
+    notes = []
     if worker and worker.n_devices > 1:
-        notes.append(f"rpc://{endpoint} serves {worker.n_devices} devices; the first one is used.")
+        notes.append(f"rpc://{endpoint} serves {worker.n_devices} devices; moeedge uses the first one.")
     return ResolvedDevice(
         "rpc",
         ggml_name=name,
@@ -144,27 +151,7 @@ def _worker(endpoint: str) -> ResolvedDevice:
     )
 
 
-def _named(name: str) -> ResolvedDevice:
-    device = _find(name)
-    if device.kind == "CPU":
-        return ResolvedDevice("none", notes=[f"{name} is where experts are without a device: as -dev none."])
-    return _gpu(device, llama_device=device.name, notes=[])
-
-
-def _find(name: str) -> native.Device:
-    """The device of that name, if experts can be on it."""
-    known = f"Known: {', '.join(usable_names())}."
-    for device in native.devices():
-        if device.name == name:
-            if device.kind == "RPC":
-                raise DeviceError(f"{name} is a worker's device.", f"Name it rpc://{device.description}.")
-            if device.kind not in ("CPU", "GPU", "IGPU"):
-                raise DeviceError(f"{name} computes in the host's memory and has none of its own for experts.", known)
-            return device
-    raise DeviceError(f'There is no device "{name}".', known)
-
-
-def _gpu(device: native.Device, *, llama_device: str, notes: list[str]) -> ResolvedDevice:
+def _gpu(device: native.Device, *, llama_device: str) -> ResolvedDevice:
     return ResolvedDevice(
         "gpu",
         ggml_name=device.name,
@@ -173,67 +160,99 @@ def _gpu(device: native.Device, *, llama_device: str, notes: list[str]) -> Resol
         pci_id=device.pci_id if device.registry == "CUDA" else "",
         free_bytes=device.free_bytes,
         total_bytes=device.total_bytes,
-        notes=notes,
     )
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One row of `moeedge devices`."""
+def _find(name: str) -> native.Device:
+    """Returns the device of that name, which is the CPU or can hold experts."""
+    devices = native.devices()
+    usable = [device.name for device in devices if device.kind not in ("ACCEL", "RPC")]
+    known = ["auto", "none", EMULATED, *usable, *([_RPC_FORM] if rpc.is_built_in() else [])]
+    hint = f"Choose from: {', '.join(known)}."
+    device = next((device for device in devices if device.name == name), None)
+    if device is None:
+        raise DeviceError(f"Unknown device '{name}'.", hint)
+    if device.kind == "RPC":
+        raise DeviceError(f"{name} is a worker's device.", f"Name it rpc://{device.description}.")
+    if device.kind not in ("CPU", "GPU", "IGPU"):
+        raise DeviceError(f"{name} computes in the host's memory and cannot hold experts.", hint)
+    return device
 
-    name: str  # as -dev takes it; of an unusable one as llama.cpp or the driver calls it
-    kind: str  # CPU, GPU, IGPU (shares the host's memory), ACCEL, emulated or RPC
-    description: str
-    free_bytes: int | None  # None: not known, or no memory of its own
-    total_bytes: int | None
-    usable: bool  # whether it can hold experts
-    remark: str  # what for, or why not
+
+def _driver_without_backend(devices: list[native.Device]) -> str:
+    """Returns a note if the NVIDIA driver knows cards that llama.cpp was not built for; empty otherwise."""
+    cards = nvidia.cards()
+    if not cards or any(device.kind in ("GPU", "IGPU") for device in devices):
+        return ""
+    return (
+        f"The NVIDIA driver offers {cards[0]}, but the installed llama.cpp was built without CUDA. "
+        f"Install it with CUDA: {rpc.build_command('-DGGML_CUDA=on')}"
+    )
 
 
-def catalog() -> list[Entry]:
-    """What llama.cpp lists, in its order, and the devices that it does not know by itself."""
-    listed = native.devices()
-    entries = [_listed(device) for device in listed if device.kind != "RPC"]
-    missed = driver_without_backend(listed)
+def list_devices() -> list[DeviceRow]:
+    """Returns the devices that llama.cpp lists, in its order, then the emulated and the remote one."""
+    devices = native.devices()
+    rows = [_row(device) for device in devices if device.kind != "RPC"]
+    missed = _driver_without_backend(devices)
     if missed:
-        entries += [Entry(card, "GPU", "NVIDIA", None, None, False, missed) for card in nvidia.cards()]
+        rows += [DeviceRow(card, "GPU", "NVIDIA", None, None, False, missed) for card in nvidia.cards()]
     host = psutil.virtual_memory()
-    entries.append(
-        Entry(
+    rows.append(
+        DeviceRow(
             EMULATED,
             "emulated",
             "a second CPU instance",
             host.available,
             host.total,
             True,
-            "memory and threads of its own, to try it all without a GPU; emulated:link=25GB/s,threads=2 sets its pace",
+            "own memory and threads, to try everything without a GPU; emulated:link=25GB/s,threads=2 sets its speed",
         )
     )
-    entries.append(_remote())
-    return entries
+    has_rpc = rpc.is_built_in()
+    remark = (
+        "start moeedge worker there first"
+        if has_rpc
+        else f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
+    )
+    rows.append(DeviceRow(_RPC_FORM, "RPC", "another machine's device", None, None, has_rpc, remark))
+    return rows
 
 
-def _listed(device: native.Device) -> Entry:
+def _row(device: native.Device) -> DeviceRow:
+    usable, remark = {
+        "CPU": (False, "the host: experts that are on no device are stored and computed here"),
+        "GPU": (True, "holds experts, and layers with -ngl"),
+        "IGPU": (True, "shares the host's memory; auto does not choose it"),
+    }.get(device.kind, (False, "computes in the host's memory and cannot hold experts"))
     free: int | None = device.free_bytes
     total: int | None = device.total_bytes
     if device.kind == "CPU":
-        free = psutil.virtual_memory().available  # llama.cpp calls all of it free
-        usable, remark = False, "the cold side: experts that are on no device stay and run here"
-    elif device.kind == "GPU":
-        usable, remark = True, "holds experts, and layers with -ngl"
-    elif device.kind == "IGPU":
-        usable, remark = True, "shares the host's memory; auto passes it by"
-    else:
-        usable, remark = False, "computes in the host's memory, has none of its own for experts"
+        free = psutil.virtual_memory().available  # llama.cpp reports all memory as free
     if not total:
         free = total = None
-    return Entry(device.name, device.kind, device.description, free, total, usable, remark)
+    return DeviceRow(device.name, device.kind, device.description, free, total, usable, remark)
 
 
-def _remote() -> Entry:
-    if rpc.is_built_in():
-        return Entry(
-            "rpc://HOST:PORT", "RPC", "another machine's device", None, None, True, "start moeedge worker there first"
-        )
-    remark = f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
-    return Entry("rpc://HOST:PORT", "RPC", "another machine's device", None, None, False, remark)
+def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: int | None = None) -> VramReading | None:
+    """Returns the device's memory now, None without a device; cheap enough for several calls a second.
+
+    pool_bytes: what the expert cache has allocated; filled_bytes: the part of it that holds experts (default: all).
+    The emulated device has no memory but the pool. A worker is asked only when it is resolved, because asking one that
+    has gone would end this process: its reading is that first answer less the pool.
+    """
+    if device.kind == "none":
+        return None
+    if device.kind == "emulated":
+        used = pool_bytes if filled_bytes is None else filled_bytes
+        return VramReading(used, pool_bytes - used, pool_bytes, "pool")
+    if device.kind == "rpc":
+        free = max(0, device.free_bytes - pool_bytes)
+        return VramReading(device.total_bytes - free, free, device.total_bytes, "worker")
+    memory = nvidia.memory(device.pci_id) if device.pci_id else None
+    if memory and abs(memory.total_bytes - device.total_bytes) <= _MAX_TOTAL_DIFFERENCE * memory.total_bytes:
+        return VramReading(memory.used_bytes, memory.free_bytes, memory.total_bytes, "nvml")
+    for gpu in native.devices():
+        if gpu.name == device.ggml_name:
+            return VramReading(gpu.total_bytes - gpu.free_bytes, gpu.free_bytes, gpu.total_bytes, "ggml")
+    return None

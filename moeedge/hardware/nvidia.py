@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says, through NVML; every answer is None or empty where there is no such driver."""
+"""NVIDIA cards as the driver reports them through NVML; every answer is None or empty without such a driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Memory:
+class CardMemory:
     """Bytes of one card, all processes together."""
 
     used_bytes: int
@@ -17,28 +17,28 @@ class Memory:
 
 
 @cache
-def _nvml() -> Any:
-    """The initialised NVML module, or None."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # the library is absent, older than its wrapper, or the driver is not loaded
-        return None
-    return pynvml
-
-
-@cache
 def cards() -> tuple[str, ...]:
-    """The names of the cards that the driver knows, whatever llama.cpp was built for."""
+    """Returns the names of the cards that the driver knows, also those that llama.cpp was not built for."""
     nvml = _nvml()
     if nvml is None:
         return ()
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        return tuple(_text(nvml.nvmlDeviceGetName(handle)) for handle in handles)
+        names = [nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError:
         return ()
+    return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
+
+
+def memory(pci_id: str) -> CardMemory | None:
+    """Returns the memory of the card at a PCI address (domain:bus:device.function); takes microseconds."""
+    handle, nvml = _handle(pci_id), _nvml()
+    if handle is None:
+        return None
+    try:
+        found = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError:  # a slice of a card (MIG) may not read the full card's memory
+        return None
+    return CardMemory(int(found.used), int(found.free), int(found.total))
 
 
 @cache
@@ -52,17 +52,13 @@ def _handle(pci_id: str) -> Any:
         return None
 
 
-def memory(pci_id: str) -> Memory | None:
-    """The memory of the card at this PCI address (domain:bus:device.function); takes microseconds."""
-    handle, nvml = _handle(pci_id), _nvml()
-    if handle is None:
-        return None
+@cache
+def _nvml() -> Any:
+    """Returns the initialised NVML module, or None."""
     try:
-        found = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except nvml.NVMLError:  # a slice of a card may not see the whole
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # the library is absent or older than its wrapper, or the driver is not loaded
         return None
-    return Memory(int(found.used), int(found.free), int(found.total))
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return pynvml

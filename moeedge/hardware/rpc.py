@@ -1,8 +1,8 @@
-"""Devices of other processes and machines over llama.cpp's own RPC: add a worker's, or serve one of this machine.
+"""Devices of other processes and machines over llama.cpp's RPC: add a worker's device, or serve one of this machine.
 
-llama.cpp ends the process when a worker does not answer as it expects, and waits for ever for one that is busy. So
-every worker is greeted here first, within a time limit, in the messages of its own protocol (ggml-rpc.cpp: a command
-byte, the size of the request, the request; answered by the size of the answer and the answer; all little-endian).
+llama.cpp ends the process when a worker gives an unexpected answer, and waits without limit for a busy one. Therefore
+every worker is greeted here first, within a time limit, by the protocol of ggml-rpc.cpp: a request is a command byte,
+its size and its bytes; an answer is its size and its bytes; all little-endian.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _PROTOCOL = (7, 0)  # RPC_PROTO_MAJOR_VERSION and _MINOR_VERSION of the llama.cp
 _GET_DEVICE_MEMORY, _HELLO, _DEVICE_COUNT = 11, 14, 15  # enum rpc_cmd
 _CAPABILITIES = bytes(24)  # of the connection: plain TCP
 _CONNECT_S, _ANSWER_S = 3.0, 5.0
-_HANGING_S = 30  # without a byte; what waits behind uploads over a slow link gets its turn sooner
-_START_S = 30.0  # a GPU may take its time to wake up
+_HANGING_S = 30  # without a byte; requests that queue after uploads over a slow link are answered sooner
+_START_S = 30.0  # a GPU may take long to initialise
 
 _lock = threading.Lock()
-_spellings: dict[str, str] = {}  # endpoint -> how llama.cpp was told it last
-_lost: set[str] = set()  # endpoints of which the last connection is dead
+_spellings: dict[str, str] = {}  # endpoint -> its latest spelling in llama.cpp
+_lost: set[str] = set()  # endpoints whose last connection is dead
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker says of the first device that it serves."""
+    """A worker's answer about the first device that it serves."""
 
     n_devices: int
     free_bytes: int
@@ -52,13 +52,13 @@ def is_built_in() -> bool:
 
 
 def check_built_in() -> None:
-    """Raises BackendError, naming the build option, where llama.cpp has no RPC."""
+    """Raises BackendError, with the build option as hint, if llama.cpp has no RPC."""
     if not is_built_in():
         raise BackendError("The installed llama.cpp was built without RPC.", f"Install it with RPC: {build_command()}")
 
 
 def build_command(option: str = "-DGGML_RPC=on") -> str:
-    """How to get llama.cpp with another build option; pip's cache of built wheels ignores CMAKE_ARGS."""
+    """Returns the command that installs llama.cpp with a build option; pip's wheel cache ignores CMAKE_ARGS."""
     return (
         f'CMAKE_ARGS="{option}" pip install --no-cache-dir --force-reinstall --no-deps '
         f"llama-cpp-python=={version('llama-cpp-python')}"
@@ -66,7 +66,7 @@ def build_command(option: str = "-DGGML_RPC=on") -> str:
 
 
 def greet(endpoint: str) -> Worker:
-    """Asks the worker at HOST:PORT what it has, within seconds. Raises DeviceError where none answers as one should."""
+    """Asks the worker at HOST:PORT for its devices, within seconds. Raises DeviceError without a valid answer."""
     host, port = parse_host_port(endpoint)
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT_S)
@@ -90,17 +90,17 @@ def greet(endpoint: str) -> Worker:
         except TimeoutError as error:
             raise DeviceError(
                 f"The worker at rpc://{endpoint} is busy with another session.",
-                "A worker serves one at a time: end the other one, or start a second worker on another port.",
+                "End the other session, or start a second worker on another port: each serves one session.",
             ) from error
         except (OSError, EOFError) as error:
             raise DeviceError(
-                f"What listens at {endpoint} is no moeedge worker.", "Check the port; moeedge worker prints it."
+                f"The server at {endpoint} is no moeedge worker.", "Check the port; moeedge worker prints it."
             ) from error
     return Worker(n_devices, free, total)
 
 
 def _ask(connection: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
-    """One message and its answer of `n_answer` bytes; EOFError for any other answer."""
+    """Sends one request and returns its answer of `n_answer` bytes; raises EOFError for any other answer."""
     connection.sendall(struct.pack("<BQ", command, len(request)) + request)
     size = int.from_bytes(_receive(connection, 8), "little")
     if size != n_answer:
@@ -119,19 +119,19 @@ def _receive(connection: socket.socket, n_bytes: int) -> bytes:
 
 
 def add_worker(endpoint: str) -> tuple[str, Worker | None]:
-    """Makes the worker's first device known to llama.cpp; its name there, and what the worker said.
+    """Registers the worker's first device with llama.cpp; returns its name there and the worker's answer.
 
-    The worker is None where another session of this process is talking to it: it answers no second greeting then.
-    Raises BackendError without RPC and DeviceError for a worker that cannot be used.
+    The answer is None if another session of this process uses the worker, which then answers no second greeting.
+    Raises BackendError without RPC, DeviceError for a worker that cannot be used.
     """
     check_built_in()
-    is_shared = _is_connected(endpoint) and endpoint not in _lost
+    is_shared = bool(_connections(endpoint)) and endpoint not in _lost
     worker = None if is_shared else greet(endpoint)
     with _lock:
         spelling = _spellings.get(endpoint, endpoint)
         if endpoint in _spellings and not is_shared:
-            # llama.cpp keeps one connection per spelling, and uses it even when it died unnoticed; another zero before
-            # the port makes another
+            # llama.cpp keeps one connection per spelling of the endpoint and uses it even after it died; one more zero
+            # before the port makes a new spelling
             host, port = spelling.rsplit(":", 1)
             spelling = f"{host}:0{port}"
         _spellings[endpoint] = spelling
@@ -147,15 +147,15 @@ def add_worker(endpoint: str) -> tuple[str, Worker | None]:
 
 
 def mark_lost(endpoint: str) -> None:
-    """To be called when a worker was lost: the next session of this process then connects anew in any case."""
+    """Makes the next session of this process open a new connection to a worker that was lost."""
     with _lock:
         _lost.add(endpoint)
 
 
 def limit_waits(endpoint: str) -> None:
-    """Lets llama.cpp wait so long for the worker at most: one that hangs is lost then, as one that died is.
+    """Sets a time limit on llama.cpp's connections to the worker, after which a hanging worker counts as lost.
 
-    llama.cpp itself waits without a limit, in native code that Ctrl-C does not reach.
+    llama.cpp itself waits without limit, in native code that Ctrl-C does not reach.
     """
     limit = struct.pack("@ll", _HANGING_S, 0)  # struct timeval
     for fd in _connections(endpoint):
@@ -164,13 +164,8 @@ def limit_waits(endpoint: str) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _is_connected(endpoint: str) -> bool:
-    """Whether this process holds a connection to the endpoint."""
-    return bool(_connections(endpoint))
-
-
 def _connections(endpoint: str) -> list[int]:
-    """The file descriptors of this process's connections to the endpoint."""
+    """Returns the file descriptors of this process's connections to the endpoint."""
     host, port = parse_host_port(endpoint)
     try:
         address = socket.gethostbyname(host)
@@ -185,7 +180,7 @@ def _registry() -> Any:
 
 
 def _procedure(name: str, result: Any, *arguments: Any) -> Any:
-    """A function that the RPC backend offers by name."""
+    """Returns a function that the RPC backend exports by name."""
     find = ggml_function("ggml_backend_reg_get_proc_address", c_void_p, c_void_p, c_char_p)
     address = find(_registry(), name.encode())
     if not address:
@@ -194,10 +189,10 @@ def _procedure(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class Server:
-    """llama.cpp's RPC server for one device, on a thread of its own; it cannot be stopped but by ending the process."""
+    """llama.cpp's RPC server for one device, on its own thread; it stops only when the process ends."""
 
     def __init__(self, device: str, host: str, port: int, n_threads: int) -> None:
-        """Begins to listen at once; host is an IPv4 address, n_threads counts where the device is the CPU."""
+        """Starts to listen at once; host is an IPv4 address, n_threads applies to the CPU only."""
         check_built_in()
         self.endpoint = f"{host}:{port}"
         self._device = ggml_function("ggml_backend_dev_by_name", c_void_p, c_char_p)(device.encode())
@@ -213,7 +208,7 @@ class Server:
         start(self.endpoint.encode(), None, self._n_threads, 1, devices)
 
     def wait_until_ready(self) -> Worker:
-        """What the server answers to a greeting. Raises BackendError where it gives up."""
+        """Returns the server's answer to a greeting. Raises BackendError if it stops or does not answer."""
         deadline = time.monotonic() + _START_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
@@ -223,14 +218,14 @@ class Server:
         raise BackendError(f"llama.cpp cannot serve at {self.endpoint}.", "--verbose shows its messages.")
 
     def wait(self) -> None:
-        """Until the server gives up, which it does not by itself; signals are handled meanwhile."""
+        """Blocks while the server runs, and lets signals be handled. Raises BackendError when it stops."""
         while self._thread.is_alive():
             self._thread.join(timeout=0.2)
         raise BackendError(f"llama.cpp no longer serves at {self.endpoint}.", "--verbose shows its messages.")
 
 
 def reserve_port(host: str, port: int) -> tuple[str, int]:
-    """The IPv4 address and a free port there, `port` unless it is 0. Raises DeviceError where it is taken."""
+    """Returns the IPv4 address and a free port, `port` unless it is 0. Raises DeviceError if the port is taken."""
     address = ipv4_address(host)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as llama.cpp does
@@ -246,8 +241,8 @@ def reserve_port(host: str, port: int) -> tuple[str, int]:
 
 
 def ipv4_address(host: str) -> str:
-    """The address of a host by name. Raises DeviceError where there is none."""
+    """Returns the address of a host. Raises DeviceError for an unknown one."""
     try:
         return socket.gethostbyname(host)
     except (OSError, UnicodeError) as error:
-        raise DeviceError(f'There is no host "{host}".', "Give an IPv4 address of this machine.") from error
+        raise DeviceError(f"Unknown host '{host}'.", "Give an IPv4 address of this machine.") from error

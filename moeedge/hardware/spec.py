@@ -1,4 +1,4 @@
-"""The value of -dev as the user wrote it, before anything is asked of llama.cpp."""
+"""The value of -dev as the user wrote it; parsing does not touch llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,29 +11,27 @@ from moeedge.units import parse_rate
 SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
 EMULATED = "emulated"
 RPC_SCHEME = "rpc://"
-_EMULATED_FORM = (
-    "Write emulated, or emulated: and link=25GB/s, latency=20us, threads=2 or several, separated by commas."
-)
+MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+_EMULATED_FORM = "Write emulated, or emulated: and any of link=25GB/s, latency=20us, threads=2, separated by commas."
 _RPC_FORM = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
-MAX_THREADS = 512  # of the emulated device: ggml's own limit
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What -dev asks for; `parse` reads it."""
+    """A device as requested with -dev; made by `parse`."""
 
     kind: SpecKind
     name: str = ""  # of a device that llama.cpp lists; kind "name" only
     link_bytes_per_s: int = 0  # of the emulated device; 0: not paced
-    latency_us: float = 0.0  # what each of the emulated device's transfers takes besides
+    latency_us: float = 0.0  # added to each transfer of the emulated device
     threads: int = 0  # of the emulated device; 0: half the physical cores
     endpoint: str = ""  # HOST:PORT of a worker; kind "rpc" only
 
     @classmethod
     def parse(cls, text: str) -> DeviceSpec:
-        """Reads auto, none, emulated[:link=RATE][,latency=TIME][,threads=N], rpc://HOST:PORT or a device's name.
+        """Parses auto, none, emulated[:link=RATE][,latency=TIME][,threads=N], rpc://HOST:PORT or a device's name.
 
-        Raises DeviceError where a known form is filled in wrongly. Whether a name exists is for `resolve` to say.
+        Raises DeviceError for a malformed value; `devices.resolve` checks whether a name exists.
         """
         text = text.strip()
         if text == "auto":
@@ -45,7 +43,7 @@ class DeviceSpec:
         if text.startswith(RPC_SCHEME):
             return cls("rpc", endpoint=_parse_endpoint(text))
         if not text:
-            raise DeviceError("The device has no name.", "Write auto, none, emulated, rpc://HOST:PORT or a name.")
+            raise DeviceError("The device name is empty.", "Write auto, none, emulated, rpc://HOST:PORT or a name.")
         return cls("name", name=text)
 
 
@@ -55,18 +53,20 @@ def _parse_emulated(text: str) -> DeviceSpec:
     for option in options.split(",") if colon else []:
         key, _, value = option.strip().partition("=")
         if key in seen:
-            raise DeviceError(f'The emulated device is given "{key}" twice.', _EMULATED_FORM)
+            raise DeviceError(f'The emulated device has "{key}" twice.', _EMULATED_FORM)
         seen.add(key)
         if key == "link":
             try:
                 link = parse_rate(value)
             except ValueError as error:
-                raise DeviceError(f"The emulated device has no such link speed: {error}.", _EMULATED_FORM) from error
+                raise DeviceError(f"Invalid link speed of the emulated device: {error}.", _EMULATED_FORM) from error
         elif key == "latency":
             latency_us = _parse_latency(value)
         elif key == "threads":
             if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_THREADS):
-                raise DeviceError(f'The emulated device cannot have "{value}" threads.', f"1 to {MAX_THREADS} go.")
+                raise DeviceError(
+                    f'The emulated device cannot have "{value}" threads.', f"Give a number from 1 to {MAX_THREADS}."
+                )
             threads = int(value)
         else:
             raise DeviceError(f'The emulated device has no option "{option.strip()}".', _EMULATED_FORM)
@@ -74,7 +74,7 @@ def _parse_emulated(text: str) -> DeviceSpec:
 
 
 def _parse_latency(text: str) -> float:
-    """Microseconds; "20us" and "1.5ms" go."""
+    """Returns microseconds from text such as "20us" or "1.5ms"."""
     for unit, factor in (("us", 1.0), ("ms", 1e3)):
         number = text.removesuffix(unit)
         if number != text and number.isascii() and number.replace(".", "", 1).isdigit():
@@ -83,18 +83,17 @@ def _parse_latency(text: str) -> float:
 
 
 def _parse_endpoint(text: str) -> str:
-    endpoint = text.removeprefix(RPC_SCHEME).rstrip("/")
     try:
-        host, port = parse_host_port(endpoint)
+        host, port = parse_host_port(text.removeprefix(RPC_SCHEME).rstrip("/"))
+        if port == 0:
+            raise ValueError("it lacks a port")
     except ValueError as error:
         raise DeviceError(f'"{text}" names no worker: {error}.', _RPC_FORM) from error
-    if port == 0:
-        raise DeviceError(f'"{text}" names no worker: it lacks a port.', _RPC_FORM)
     return f"{host}:{port}"
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
-    """HOST:PORT, IPv4 or a host name: llama.cpp's RPC knows no IPv6. Raises ValueError."""
+    """Splits HOST:PORT; the host is an IPv4 address or a name, as llama.cpp's RPC has no IPv6. Raises ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise ValueError("it is not HOST:PORT")

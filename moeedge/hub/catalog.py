@@ -1,26 +1,27 @@
-"""The catalog of models that people use: names, where their files lie on the hub, and which drafts go with them.
+"""The catalog of models: names, where their files are on the hub, and which drafts go with them.
 
-models/catalog.toml comes with the package; a file of the user's own adds entries and replaces those of the same name
-(docs/models.md has the format).
+models/catalog.toml comes with the package; the user's own file adds entries and replaces those of the same name
+(docs/models.md describes the format).
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moeedge import paths
 from moeedge.errors import CatalogError
 
 BUNDLED = "bundled"  # the name of the pair that comes with the package
-_NEAR = 0.6  # difflib's similarity from which a name is worth asking back
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_SIMILAR = 0.6  # difflib's ratio from which a name is suggested
+_MAX_SUGGESTIONS = 5
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class HubFile:
     """One file of a repository on the hub."""
 
     path: str
-    size_bytes: int | None = None  # None: the catalog does not know
+    size_bytes: int | None = None  # None: unknown
     sha256: str | None = None
 
 
@@ -37,110 +38,110 @@ class Variant:
     """One quantization of a model: a file, or the parts of a split one in their order."""
 
     quant: str
-    repo: str = ""  # empty: a file of the user's own
+    repo: str = ""  # empty: a local file
     revision: str = "main"
     files: tuple[HubFile, ...] = ()
     local: Path | None = None  # instead of repo and files
-    about_bytes: int | None = None  # where the exact sizes are not known
-    verified: bool = True  # False: names could not be confirmed
+    about_bytes: int | None = None  # approximate, if the exact sizes are unknown
+    verified: bool = True  # False: the names could not be confirmed
     source: str = ""
 
     @property
     def size_bytes(self) -> int | None:
-        """All parts together, or None where one is not known."""
-        sizes = [file.size_bytes for file in self.files]
-        return None if not sizes or None in sizes else sum(size for size in sizes if size is not None)
+        """All parts together; None if a size is unknown."""
+        sizes = [file.size_bytes for file in self.files if file.size_bytes is not None]
+        return sum(sizes) if sizes and len(sizes) == len(self.files) else None
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model: how it is called, its files, and what it is run with."""
+    """One model: its name, its variants, and the drafts that go with it."""
 
     name: str
     about: str
     licence: str
     variants: tuple[Variant, ...]  # the first is the default
     aliases: tuple[str, ...] = ()
-    drafts: tuple[str, ...] = ()  # names in this catalog, optionally NAME:QUANT; the best first
+    drafts: tuple[str, ...] = ()  # names in this catalog, NAME or NAME:QUANT; the best first
     draft_max: int | None = None  # tokens per draft that suit the pair
     note: str = ""
     source: str = ""
     own: bool = False  # from the user's file
 
     def variant(self, quant: str) -> Variant | None:
-        """The variant of that name, whatever its case."""
-        return next((one for one in self.variants if one.quant.lower() == quant.lower()), None)
+        """Returns the variant of that quantization, ignoring case."""
+        return next((variant for variant in self.variants if variant.quant.lower() == quant.lower()), None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a name stands for: an entry and one of its variants."""
+    """The meaning of a name: an entry and one of its variants."""
 
     entry: ModelEntry
     variant: Variant
 
     @property
     def name(self) -> str:
-        """As a user would write it."""
-        default = self.variant is self.entry.variants[0]
-        return self.entry.name if default else f"{self.entry.name}:{self.variant.quant}"
+        """NAME for the default variant, else NAME:QUANT."""
+        is_default = self.variant is self.entry.variants[0]
+        return self.entry.name if is_default else f"{self.entry.name}:{self.variant.quant}"
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """All entries, by name."""
+    """All entries by name."""
 
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Names and aliases in lower case -> names; a name wins over an alias of another entry."""
+        """Names and aliases in lower case -> names; a name wins over another entry's alias."""
         known = {alias.lower(): entry.name for entry in self.entries.values() for alias in entry.aliases}
         return known | {name.lower(): name for name in self.entries}
 
     def find(self, text: str) -> Choice | None:
-        """The entry that NAME, an alias or NAME:QUANT means. Raises CatalogError where only the quantization is
+        """Returns the entry for NAME, an alias or NAME:QUANT. Raises CatalogError if only the quantization is
         unknown."""
-        whole = self._names.get(text.lower())
-        if whole is not None:
-            return Choice(self.entries[whole], self.entries[whole].variants[0])
-        name, colon, quant = text.rpartition(":")
-        found = self._names.get(name.lower()) if colon else None
-        if found is None:
+        name = self._names.get(text.lower())
+        if name is not None:
+            return Choice(self.entries[name], self.entries[name].variants[0])
+        prefix, colon, quant = text.rpartition(":")
+        name = self._names.get(prefix.lower()) if colon else None
+        if name is None:
             return None
-        entry = self.entries[found]
+        entry = self.entries[name]
         variant = entry.variant(quant)
         if variant is None:
             raise CatalogError(
-                f'The catalog has no {entry.name} of type "{quant}".',
-                f"It has {', '.join(one.quant for one in entry.variants)}.",
+                f"Unknown quantization '{quant}' of {entry.name}.",
+                f"Choose from: {', '.join(known.quant for known in entry.variants)}.",
             )
         return Choice(entry, variant)
 
-    def near(self, text: str) -> list[str]:
-        """Names that look like `text`: those with it inside first, then the most alike."""
+    def similar(self, text: str) -> list[str]:
+        """Returns names similar to `text`: those that contain it first, then by similarity."""
         wanted = text.lower().partition(":")[0]
         if not wanted:
             return []
-        alike = {name: difflib.SequenceMatcher(None, wanted, name).ratio() for name in self._names}
-        order = sorted(alike, key=lambda name: (wanted not in name, -alike[name]))
-        near = [self._names[name] for name in order if wanted in name or alike[name] >= _NEAR]
-        return list(dict.fromkeys(near))[:5]
+        ratio = {name: difflib.SequenceMatcher(None, wanted, name).ratio() for name in self._names}
+        order = sorted(ratio, key=lambda name: (wanted not in name, -ratio[name]))
+        similar = [self._names[name] for name in order if wanted in name or ratio[name] >= _SIMILAR]
+        return list(dict.fromkeys(similar))[:_MAX_SUGGESTIONS]
 
     def drafts(self, entry: ModelEntry) -> Iterator[Choice]:
-        """The drafts that go with `entry`, the best first."""
+        """Yields the drafts that go with `entry`, the best first."""
         for name in entry.drafts:
             choice = self.find(name)
-            assert choice is not None  # load_catalog looked
+            assert choice is not None  # checked by load_catalog
             yield choice
 
     def targets_of(self, name: str) -> list[str]:
-        """The names of the entries that name `name` (NAME, or NAME:QUANT) as a draft."""
+        """Returns the names of the entries that list `name` (NAME or NAME:QUANT) as a draft."""
         return [entry.name for entry in self.entries.values() if name in entry.drafts]
 
 
 def load_catalog() -> Catalog:
-    """The package's catalog and the user's own over it. Raises CatalogError for a file that makes no sense."""
+    """Reads the package's catalog, updated with the user's own. Raises CatalogError for a malformed file."""
     entries = _read(paths.catalog_file(), own=False)
     own = paths.own_catalog_file()
     if own is not None:
@@ -149,23 +150,22 @@ def load_catalog() -> Catalog:
     for entry in entries.values():
         for draft in entry.drafts:
             if catalog.find(draft) is None:
-                where = own if entry.own else paths.catalog_file()
-                raise CatalogError(f'{where}: the draft "{draft}" of {entry.name} is no entry.', "Add one for it.")
+                file = own if entry.own else paths.catalog_file()
+                raise CatalogError(f'{file}: the draft "{draft}" of {entry.name} is no entry.', "Add an entry for it.")
     return catalog
 
 
 def _read(path: Path, *, own: bool) -> dict[str, ModelEntry]:
     try:
-        data = parse_toml(path)
+        data = _parse_toml(path)
     except OSError as error:
-        raise CatalogError(f"The catalog {path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # no TOML, or not UTF-8
-        raise CatalogError(f"The catalog {path} is no TOML: {error}.") from None
+        raise CatalogError(f"Cannot read the catalog {path}: {error.strerror}.") from None
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise CatalogError(f"The catalog {path} is not TOML: {error}.") from None
     reader = _Reader(path)
-    models = reader.tables(data, "model", "the file")
-    reader.only(data, {"model"}, "the file")
+    reader.check(data, _FILE, "the file")
     entries: dict[str, ModelEntry] = {}
-    for table in models:
+    for table in data.get("model", []):
         entry = reader.entry(table, own=own)
         if entry.name in entries:
             reader.fail(f"there are two entries {entry.name}")
@@ -173,10 +173,7 @@ def _read(path: Path, *, own: bool) -> dict[str, ModelEntry]:
     return entries
 
 
-def parse_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises OSError and ValueError."""
-    import sys
-
+def _parse_toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -186,115 +183,109 @@ def parse_toml(path: Path) -> dict[str, Any]:
     return tables
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_repo_path(value: str) -> bool:
+    return not value.startswith("/") and ".." not in value.split("/") and value.endswith(".gguf")
+
+
+# what a value must be: a test and its description
+_Rule = tuple[Callable[[Any], bool], str]
+_TEXT: _Rule = (lambda value: isinstance(value, str), "a text")
+_TEXTS: _Rule = (_is_texts, "a list of texts")
+_FILE: dict[str, _Rule] = {"model": (_is_tables, "tables: [[model]]")}
+_MODEL: dict[str, _Rule] = {
+    "name": (
+        lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+", value)) and value.lower() != BUNDLED,
+        f'letters, digits, ".", "-" and "_", and not "{BUNDLED}"',
+    ),
+    **dict.fromkeys(("about", "licence", "note", "source"), _TEXT),
+    **dict.fromkeys(("aliases", "drafts"), _TEXTS),
+    "draft_max": (lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
+    "variant": (_is_tables, "tables: [[model.variant]]"),
+}
+_VARIANT: dict[str, _Rule] = {
+    **dict.fromkeys(("quant", "revision", "path", "source"), _TEXT),
+    "repo": (lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)), '"owner/name"'),
+    "files": (lambda value: _is_texts(value) and all(map(_is_repo_path, value)), "paths of GGUF files in the repo"),
+    "size_bytes": (
+        lambda value: isinstance(value, list) and all(_is_whole(size) and size > 0 for size in value),
+        "a list of whole numbers above 0",
+    ),
+    "sha256": (
+        lambda value: _is_texts(value) and all(map(SHA256.fullmatch, value)),
+        "a list of hashes of 64 hexadecimal digits",
+    ),
+    "about_gb": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6,
+        "a number above 0",
+    ),
+    "verified": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
 class _Reader:
-    """Checks what the tables of one file hold; every complaint names the file and the entry."""
+    """Builds entries from the tables of one file; every error names the file, the entry and the key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def fail(self, why: str) -> None:
-        raise CatalogError(f"The catalog {self._path} cannot be used: {why}.", "docs/models.md has the format.")
+    def fail(self, why: str) -> NoReturn:
+        raise CatalogError(f"Cannot use the catalog {self._path}: {why}.", "docs/models.md describes the format.")
+
+    def check(self, table: dict[str, Any], rules: dict[str, _Rule], where: str) -> None:
+        """Fails for an unknown key and for a value that breaks its rule."""
+        for key, value in table.items():
+            if key not in rules:
+                self.fail(f'{where} has an unknown key "{key}" (known: {", ".join(sorted(rules))})')
+            is_valid, expected = rules[key]
+            if not is_valid(value):
+                self.fail(f'{key} of {where} must be {expected}, not "{value}"')
 
     def entry(self, table: dict[str, Any], *, own: bool) -> ModelEntry:
-        name = self.text(table, "name", "a [[model]]", needed=True)
-        where = f"model {name}"
-        if not re.fullmatch(r"[\w.-]+", name) or name.lower() == BUNDLED:
-            self.fail(f'"{name}" cannot be a name (letters, digits, ".", "-", "_"; not "{BUNDLED}")')
-        known = {"name", "aliases", "about", "licence", "drafts", "draft_max", "note", "source", "variant"}
-        self.only(table, known, where)
-        draft_max = table.get("draft_max")
-        if draft_max is not None and (not isinstance(draft_max, int) or isinstance(draft_max, bool) or draft_max < 0):
-            self.fail(f"draft_max of {where} must be a number from 0 on")
-        variants = tuple(self.variant(one, where) for one in self.tables(table, "variant", where))
+        where = f"model {table.get('name', '')}".rstrip()
+        if "name" not in table:
+            self.fail("a [[model]] has no name")
+        self.check(table, _MODEL, where)
+        variants = tuple(self.variant(variant, f"a variant of {where}") for variant in table.get("variant", []))
         if not variants:
             self.fail(f"{where} has no [[model.variant]]")
-        if len({one.quant.lower() for one in variants}) < len(variants):
+        if len({variant.quant.lower() for variant in variants}) < len(variants):
             self.fail(f"{where} has two variants of one quant")
-        return ModelEntry(
-            name=name,
-            about=self.text(table, "about", where),
-            licence=self.text(table, "licence", where),
-            variants=variants,
-            aliases=self.texts(table, "aliases", where),
-            drafts=self.texts(table, "drafts", where),
-            draft_max=draft_max,
-            note=self.text(table, "note", where),
-            source=self.text(table, "source", where),
-            own=own,
-        )
+        optional: dict[str, Any] = {key: table.get(key, "") for key in ("about", "licence", "note", "source")}
+        optional |= {key: tuple(table.get(key, ())) for key in ("aliases", "drafts")}
+        return ModelEntry(name=table["name"], variants=variants, draft_max=table.get("draft_max"), own=own, **optional)
 
     def variant(self, table: dict[str, Any], where: str) -> Variant:
-        where = f"a variant of {where}"
-        known = {"quant", "repo", "revision", "files", "size_bytes", "sha256", "about_gb", "path", "verified", "source"}
-        self.only(table, known, where)
-        verified = table.get("verified", True)
-        if not isinstance(verified, bool):
-            self.fail(f"verified of {where} must be true or false")
-        quant = self.text(table, "quant", where) or "default"
-        local = self.text(table, "path", where)
-        if local:
+        self.check(table, _VARIANT, where)
+        quant = table.get("quant") or "default"
+        if table.get("path"):
             if "repo" in table or "files" in table:
                 self.fail(f"{where} has a path and a repo: give one of them")
-            return Variant(quant, local=(self._path.parent / Path(local).expanduser()).absolute())
-        repo = self.text(table, "repo", where, needed=True)
-        if not _REPO.fullmatch(repo):
-            self.fail(f'repo of {where} must be "owner/name", not "{repo}"')
-        return Variant(
-            quant=quant,
-            repo=repo,
-            revision=self.text(table, "revision", where) or "main",
-            files=self.files(table, where),
-            about_bytes=self.about(table, where),
-            verified=verified,
-            source=self.text(table, "source", where),
-        )
-
-    def about(self, table: dict[str, Any], where: str) -> int | None:
-        value = table.get("about_gb")
-        if value is None:
-            return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
-            self.fail(f"about_gb of {where} must be a number above 0")
-        return round(value * 10**9)
-
-    def files(self, table: dict[str, Any], where: str) -> tuple[HubFile, ...]:
-        names = self.texts(table, "files", where)
+            return Variant(quant, local=(self._path.parent / Path(table["path"]).expanduser()).absolute())
+        names = table.get("files", [])
         sizes = table.get("size_bytes", [None] * len(names))
-        hashes = self.texts(table, "sha256", where) or (None,) * len(names)
-        if not names:
-            self.fail(f"{where} names no files")
-        if not isinstance(sizes, list) or len(sizes) != len(names) or len(hashes) != len(names):
+        hashes = table.get("sha256") or [None] * len(names)
+        if "repo" not in table or not names:
+            self.fail(f"{where} has neither a path nor a repo and files")
+        if not len(names) == len(sizes) == len(hashes):
             self.fail(f"{where} needs as many size_bytes and sha256 as files")
-        for size in sizes:
-            if size is not None and (not isinstance(size, int) or size <= 0):
-                self.fail(f"size_bytes of {where} must be numbers above 0")
-        for name in names:
-            if name.startswith("/") or ".." in name.split("/") or not name.endswith(".gguf"):
-                self.fail(f'"{name}" of {where} is no GGUF file of a repository')
-        for digest in hashes:
-            if digest is not None and not _SHA256.fullmatch(digest):
-                self.fail(f"sha256 of {where} must be 64 hexadecimal digits")
-        return tuple(HubFile(*one) for one in zip(names, sizes, hashes, strict=True))
-
-    def tables(self, table: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
-        value = table.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            self.fail(f"{key} of {where} must be tables: [[{'model.' if key == 'variant' else ''}{key}]]")
-        return list(value)
-
-    def only(self, table: dict[str, Any], known: set[str], where: str) -> None:
-        strange = sorted(set(table) - known)
-        if strange:
-            self.fail(f'{where} has an unknown key "{strange[0]}" (known: {", ".join(sorted(known))})')
-
-    def text(self, table: dict[str, Any], key: str, where: str, *, needed: bool = False) -> str:
-        value = table.get(key, "")
-        if not isinstance(value, str) or (needed and not value):
-            self.fail(f"{key} of {where} must be a text")
-        return str(value)
-
-    def texts(self, table: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
-        value = table.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            self.fail(f"{key} of {where} must be a list of texts")
-        return tuple(value)
+        return Variant(
+            quant,
+            repo=table["repo"],
+            revision=table.get("revision") or "main",
+            files=tuple(HubFile(*file) for file in zip(names, sizes, hashes, strict=True)),
+            about_bytes=round(table["about_gb"] * 10**9) if "about_gb" in table else None,
+            verified=table.get("verified", True),
+            source=table.get("source", ""),
+        )

@@ -1,8 +1,8 @@
-"""One file from the hub into its cache: resumed where an earlier try stopped, and checked by its hash.
+"""Downloads one file from the hub into its cache, resumed where an earlier attempt stopped and checked by its hash.
 
-huggingface_hub's own hf_hub_download starts a file anew after every interruption (it deletes the partial file) and
-does not look at the hash; so the bytes come through its http_get into `blobs/<etag>.incomplete`, which stays, and
-hf_hub_download links the finished blob into the cache as it would its own.
+huggingface_hub's hf_hub_download deletes the partial file of an interrupted download, so that 20 GB start anew, and
+does not check the hash. Therefore the bytes come through its http_get into `blobs/<etag>.incomplete`, which stays, and
+hf_hub_download only links the complete blob into the cache.
 """
 
 from __future__ import annotations
@@ -18,79 +18,82 @@ from typing import BinaryIO, Protocol, cast
 
 from moeedge.errors import DownloadError
 from moeedge.hub import cache
-from moeedge.hub.endpoint import hub_endpoint, no_bars
-from moeedge.hub.remote import NoAnswerError, RemoteFile, hub_errors
+from moeedge.hub.remote import NoAnswerError, RemoteFile, hub_endpoint, hub_errors, no_bars
 from moeedge.units import format_bytes
 
 _BLOCK_BYTES = 4 * 2**20
-_CHUNK_BYTES = 2**19  # huggingface_hub's 10 MB would be lost by every cut, and shown by a slow line twice a minute
+_CHUNK_BYTES = 2**19  # a broken connection loses up to one chunk: huggingface_hub's 10 MB are too many on a slow link
 _DISK_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _MAX_HTTP_BYTES = 50 * 1000**3  # the hub serves larger files by its own protocol only
 
 
-class RoutingReader(Protocol):
-    """Is told how a download goes; `phase` is "checking" while bytes that were here are read, else "downloading"."""
+class ProgressReporter(Protocol):
+    """Receives the progress of a download; `phase` is "checking" while cached bytes are hashed, then "downloading"."""
 
     def begin(self, name: str, total_bytes: int) -> None:
-        """A file comes next."""
+        """The next file starts."""
 
     def at(self, n_bytes: int, *, phase: str) -> None:
-        """So many bytes of it are there."""
+        """`n_bytes` of it are on the disk."""
 
     def end(self, *, done: bool) -> None:
-        """The file is there, or the download stopped."""
+        """The file is complete, or the download stopped."""
 
 
-def download(file: RemoteFile, watcher: RoutingReader, *, sha256: str | None = None) -> Path:
-    """Bring `file` into the cache and return its path there. At most as many bytes as are missing are asked for.
+def download(file: RemoteFile, reporter: ProgressReporter, *, sha256: str | None = None) -> Path:
+    """Downloads the missing bytes of `file` into the cache and returns its path there.
 
-    sha256: another hash that it must have, besides the hub's. Raises DownloadError; the bytes that have arrived stay,
-    unless their hash is wrong. KeyboardInterrupt leaves them, too.
+    sha256: a hash that it must have in addition to the hub's. Raises DownloadError; bytes that have arrived stay on any
+    exception (KeyboardInterrupt included), unless their hash is wrong.
     """
-    blob = cache.repo_folder(file.repo) / "blobs" / file.etag
+    blob = cache.blob_file(file.repo, file.etag)
     partial = cache.partial_file(file.repo, file.etag)
-    with _lock(file), _full_disk(file, partial):
+    with _lock(file), _disk_full_errors(file, partial):
         if not blob.is_file():
             blob.parent.mkdir(parents=True, exist_ok=True)
-            watcher.begin(file.path, file.size_bytes)
+            reporter.begin(file.path, file.size_bytes)
             done = False
             try:
-                digest = _fetch(file, partial, watcher)
+                digest = _fetch(file, partial, reporter)
                 _check(file, partial, digest, sha256)
                 os.replace(partial, blob)
                 done = True
             finally:
-                watcher.end(done=done)
+                reporter.end(done=done)
         return _link(file)
 
 
-def _fetch(file: RemoteFile, partial: Path, watcher: RoutingReader) -> str:
-    """The missing bytes of `file` into `partial`; returns the hash of all."""
+def fetch_range(file: RemoteFile, sink: BinaryIO, start: int) -> None:
+    """Writes the bytes of `file` from `start` on to `sink`. Raises DownloadError."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    if cache.size_of(partial) > file.size_bytes:  # not ours
+    with no_bars(), hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
+        http_get(
+            hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint()),
+            sink,
+            resume_size=start,
+            headers=build_hf_headers(),
+            expected_size=file.size_bytes,
+        )
+
+
+def _fetch(file: RemoteFile, partial: Path, reporter: ProgressReporter) -> str:
+    """Appends the missing bytes of `file` to `partial`; returns the SHA-256 of all."""
+    if cache.size_of(partial) > file.size_bytes:  # of another program
         partial.unlink()
     if file.size_bytes > _MAX_HTTP_BYTES:
         raise DownloadError(
-            f"{file.path} of {file.repo} is larger than the hub gives by plain HTTP (50 GB).",
-            f"Fetch it by hf download {file.repo} {file.path}; moeedge finds it in the same cache.",
+            f"{file.path} of {file.repo} is larger than the hub serves by plain HTTP (50 GB).",
+            f"Fetch it with hf download {file.repo} {file.path}; moeedge finds it in the same cache.",
         )
-    what = f"{file.path} of {file.repo}"
-    with _HashedFile(partial, watcher.at) as sink:
+    with _HashedFile(partial, reporter.at) as sink, _small_chunks():
         while (have := sink.tell()) < file.size_bytes:
             try:
-                with _small_chunks(), hub_errors(what, file.repo, file.commit):
-                    http_get(
-                        hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint()),
-                        cast(BinaryIO, sink),
-                        resume_size=have,
-                        headers=build_hf_headers(),
-                        expected_size=file.size_bytes,
-                    )
+                fetch_range(file, cast(BinaryIO, sink), have)
             except NoAnswerError:
-                if sink.tell() <= have:  # versions of huggingface_hub differ in which cuts they mend themselves
+                if sink.tell() <= have:  # which broken connections http_get itself resumes differs by version
                     raise
         sink.sync()
         return sink.hexdigest()
@@ -98,7 +101,6 @@ def _fetch(file: RemoteFile, partial: Path, watcher: RoutingReader) -> str:
 
 @contextmanager
 def _small_chunks() -> Iterator[None]:
-    """Without huggingface_hub's own bar, and in chunks of ours."""
     from huggingface_hub import constants, file_download
 
     name = "DOWNLOAD_CHUNK_SIZE"
@@ -107,39 +109,38 @@ def _small_chunks() -> Iterator[None]:
     for module in modules:
         setattr(module, name, _CHUNK_BYTES)
     try:
-        with no_bars():
-            yield
+        yield
     finally:
         for module, value in zip(modules, before, strict=True):
             setattr(module, name, value)
 
 
-def _check(file: RemoteFile, partial: Path, digest: str, wanted: str | None) -> None:
-    """Raises DownloadError, and removes what came, unless size and hash are right."""
+def _check(file: RemoteFile, partial: Path, digest: str, sha256: str | None) -> None:
+    """Raises DownloadError for a wrong size or hash, and deletes damaged bytes."""
     size = cache.size_of(partial)
     if size != file.size_bytes:
         if size > file.size_bytes:
             partial.unlink()
-        raise DownloadError(f"Of {file.path} {size:,} bytes came instead of {file.size_bytes:,}.", "Pull again.")
-    for right in (file.sha256, wanted):
-        if right is not None and digest != right:
+        raise DownloadError(f"Received {size:,} of {file.size_bytes:,} bytes of {file.path}.", "Pull again.")
+    for expected in (file.sha256, sha256):
+        if expected is not None and digest != expected:
             partial.unlink(missing_ok=True)
             raise DownloadError(
-                f"{file.path} of {file.repo} arrived damaged: its SHA-256 is {digest[:12]}..., not {right[:12]}...; it "
-                "was removed.",
+                f"{file.path} of {file.repo} arrived damaged and was deleted: its SHA-256 is {digest[:12]}..., not "
+                f"{expected[:12]}....",
                 "Pull again; if that happens twice, the server or a proxy alters it.",
             )
 
 
 def _link(file: RemoteFile) -> Path:
-    """Put the finished blob where the cache's readers look. One more question to the hub, no download."""
+    """Links the complete blob into its snapshot: one more request to the hub, no download."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
         path = hf_hub_download(
             file.repo, file.path, revision=file.commit, cache_dir=cache.hub_cache(), endpoint=hub_endpoint()
         )
-    if file.revision != file.commit:  # a branch: readers look there for the newest
+    if file.revision != file.commit:  # a branch: readers of the cache look up its commit there
         reference = cache.repo_folder(file.repo) / "refs" / file.revision
         reference.parent.mkdir(parents=True, exist_ok=True)
         reference.write_text(file.commit, encoding="utf-8")
@@ -148,7 +149,7 @@ def _link(file: RemoteFile) -> Path:
 
 @contextmanager
 def _lock(file: RemoteFile) -> Iterator[None]:
-    """Two processes must not append to one partial file."""
+    """Keeps two processes from appending to one partial file."""
     from filelock import FileLock, Timeout
 
     folder = cache.hub_cache() / ".locks" / cache.repo_folder(file.repo).name
@@ -157,11 +158,11 @@ def _lock(file: RemoteFile) -> Iterator[None]:
         with FileLock(folder / f"{file.etag}{cache.INCOMPLETE}.lock", timeout=0):
             yield
     except Timeout:
-        raise DownloadError(f"Another process is downloading {file.path} just now.", "Wait for it.") from None
+        raise DownloadError(f"Another process is downloading {file.path}.", "Wait for it.") from None
 
 
 @contextmanager
-def _full_disk(file: RemoteFile, partial: Path) -> Iterator[None]:
+def _disk_full_errors(file: RemoteFile, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -171,14 +172,14 @@ def _full_disk(file: RemoteFile, partial: Path) -> Iterator[None]:
         raise DownloadError(
             f"The disk of {cache.hub_cache()} is full: {have} of {format_bytes(file.size_bytes)} of {file.path} are "
             "there.",
-            "Make room and pull again, it goes on from there; or put the cache elsewhere ($HF_HUB_CACHE).",
+            "Make room and pull again to resume, or move the cache to another disk ($HF_HUB_CACHE).",
         ) from None
 
 
 class _HashedFile:
-    """The partial file as http_get writes it: every byte is hashed on its way, those of earlier tries first.
+    """The partial file that http_get writes to: hashes the bytes of earlier attempts, then every byte written.
 
-    Unbuffered, so that an error of the disk comes from the write that it belongs to, and a killed process leaves all.
+    Unbuffered, so that a disk error is raised by its own write and a killed process keeps every byte.
     """
 
     def __init__(self, path: Path, at: Callable[..., None]) -> None:
@@ -188,7 +189,7 @@ class _HashedFile:
 
     def __enter__(self) -> _HashedFile:
         try:
-            self._read_again()
+            self._hash_existing()
         except BaseException:
             self._raw.close()
             raise
@@ -197,8 +198,8 @@ class _HashedFile:
     def __exit__(self, *_: object) -> None:
         self._raw.close()
 
-    def _read_again(self) -> None:
-        """Hash what is there; the position is its end."""
+    def _hash_existing(self) -> None:
+        """Hashes the file's content and leaves the position at its end."""
         self._digest = hashlib.sha256()
         self._raw.seek(0)
         while block := self._raw.read(_BLOCK_BYTES):
@@ -206,7 +207,7 @@ class _HashedFile:
             self._at(self._raw.tell(), phase="checking")
 
     def write(self, data: bytes) -> int:
-        """All of `data`, or OSError."""
+        """Writes all of `data`, or raises OSError."""
         view = memoryview(data)
         while view:
             n = self._raw.write(view) or 0
@@ -216,26 +217,26 @@ class _HashedFile:
         return len(data)
 
     def tell(self) -> int:
-        """Bytes that are there."""
+        """Returns the number of bytes in the file."""
         return self._raw.tell()
 
     def seek(self, position: int) -> int:
-        """Only ever followed by truncate: the server began anew."""
+        """Called only before truncate, when the server starts from the beginning."""
         return self._raw.seek(position)
 
     def truncate(self) -> int:
-        """Forget what is behind the position."""
+        """Drops the bytes after the position."""
         size = self._raw.truncate()
-        self._read_again()
+        self._hash_existing()
         return size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: writes are unbuffered."""
 
     def sync(self) -> None:
-        """Until the disk has it: the name of a blob promises its content."""
+        """Waits until the bytes are on the disk, because a blob's name promises its content."""
         os.fsync(self._raw.fileno())
 
     def hexdigest(self) -> str:
-        """SHA-256 of everything that is there."""
+        """Returns the SHA-256 of the file's content."""
         return self._digest.hexdigest()

@@ -1,7 +1,4 @@
-"""What a user writes for a file on the hub: hf:owner/repo, hf:owner/repo:QUANT, hf:owner/repo:file.gguf.
-
-A name as the user writes it: an entry of the catalog, or a place on the hub.
-"""
+"""The names that users write for a model: a catalog entry, or hf:owner/repo[@revision][:QUANT or :file.gguf]."""
 
 from __future__ import annotations
 
@@ -16,13 +13,14 @@ _PREFIXES = (PREFIX, "https://huggingface.co/", "https://hf.co/", "huggingface.c
 _FORM = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<what>[^:]+))?")
 _PAGE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?:blob|resolve)/(?P<revision>[^/]+)/(?P<file>[^?]+\.gguf)(?:\?.*)?")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$")
-_DEFAULT_QUANTS = ("Q4_K_M", "Q4_0", "MXFP4", "Q8_0")  # what is taken where the user named none, as in llama.cpp
-_NO_MODELS = ("mmproj", "imatrix")  # GGUF files beside the model's
+_DEFAULT_QUANTS = ("Q4_K_M", "Q4_0", "MXFP4", "Q8_0")  # in this order where the user names none, as in llama.cpp
+_OTHER_GGUF = ("mmproj", "imatrix")  # GGUF files that are no models
+_MAX_OFFERS = 12
 
 
 @dataclass(frozen=True)
 class HubReference:
-    """A repository, and which of its files is meant."""
+    """A repository and, optionally, which of its files."""
 
     repo: str
     revision: str = "main"
@@ -36,12 +34,12 @@ class HubReference:
 
 
 def parse_reference(text: str) -> HubReference | None:
-    """The file on the hub that `text` means; None where it does not look like one.
+    """Returns the file on the hub that `text` names; None if it does not look like one.
 
-    Without a prefix "owner/repo:QUANT" is one, because llama.cpp's users write that. Raises InputError for a prefix
-    with something else behind it.
+    Without a prefix "owner/repo:QUANT" is accepted, because llama.cpp's users write that. Raises InputError for a
+    prefix followed by anything else.
     """
-    prefix = next((one for one in _PREFIXES if text.lower().startswith(one)), None)
+    prefix = next((prefix for prefix in _PREFIXES if text.lower().startswith(prefix)), None)
     rest = text if prefix is None else text[len(prefix) :].strip("/")
     page = _PAGE.fullmatch(rest) if prefix else None
     if page:
@@ -51,17 +49,16 @@ def parse_reference(text: str) -> HubReference | None:
         if prefix is None:
             return None
         raise InputError(f'"{text}" names no file on the hub.', "Write hf:owner/repo:file.gguf or hf:owner/repo:QUANT.")
-    what = match["what"] or ""
-    is_file = what.lower().endswith(".gguf")
-    if is_file and (what.startswith("/") or ".." in what.split("/")):
+    what, revision = match["what"] or "", match["revision"] or "main"
+    if not what.lower().endswith(".gguf"):
+        return HubReference(match["repo"], revision, quant=what)
+    if what.startswith("/") or ".." in what.split("/"):
         raise InputError(f'"{what}" is no file of a repository.', "Write its path as the hub shows it.")
-    return HubReference(
-        match["repo"], match["revision"] or "main", file=what if is_file else "", quant="" if is_file else what
-    )
+    return HubReference(match["repo"], revision, file=what)
 
 
 def all_parts(file: str) -> list[str]:
-    """The names of all parts of a split model, from the name of any; or the one file."""
+    """Returns the names of all parts of a split model, given any part; [file] for a single file."""
     match = _PART.match(file)
     if match is None:
         return [file]
@@ -69,77 +66,79 @@ def all_parts(file: str) -> list[str]:
 
 
 def is_first_part(file: str) -> bool:
-    """Whether a model is opened by this file: it is whole, or the first of its parts."""
+    """Whether a model is opened by this file: a single file, or the first part of a split one."""
     match = _PART.match(file)
     return match is None or int(match["part"]) == 1
 
 
 def has_quant(file: str, quant: str) -> bool:
-    """Whether a file's name, or its folder's, says that it is of this type."""
+    """Whether the path of a file names this quantization."""
     return re.search(rf"(?<![A-Za-z0-9_]){re.escape(quant)}(?![A-Za-z0-9_])", file, re.IGNORECASE) is not None
 
 
 def choose_files(reference: HubReference, listed: list[HubFile]) -> tuple[HubFile, ...]:
-    """The parts of the one model that `reference` means, out of the files of its repository.
+    """Returns the parts of the model that `reference` means, out of the files of its repository.
 
-    Raises InputError that names the choice where there is none, or more than one.
+    Raises InputError naming the candidates if no model matches, or more than one.
     """
     by_path = {file.path: file for file in listed if file.path.lower().endswith(".gguf")}
-    models = [path for path in by_path if is_first_part(path) and not any(word in path.lower() for word in _NO_MODELS)]
+    models = [path for path in by_path if is_first_part(path) and not any(word in path.lower() for word in _OTHER_GGUF)]
     if not models:
-        raise InputError(f"{reference.repo} holds no GGUF model.", "Look for a repository whose name ends with -GGUF.")
-    if reference.file:
-        chosen = [path for path in models if path == all_parts(reference.file)[0]]
-        if not chosen and reference.file in by_path:
-            chosen = [reference.file]  # a draft head or the like: the user knows
-    elif reference.quant:
-        chosen = [path for path in models if has_quant(path, reference.quant)]
-        exact = [path for path in chosen if not has_quant(path, f"UD-{reference.quant}")]  # another recipe's types
-        chosen = exact or chosen
-    else:
-        chosen = models if len(models) == 1 else _by_default(models)
+        raise InputError(f"{reference.repo} has no GGUF model.", "Look for a repository whose name ends with -GGUF.")
+    chosen = _matching(reference, models, by_path)
     if len(chosen) != 1:
         what = reference.file or reference.quant
-        offers = ", ".join(sorted(chosen or models)[:12])
+        hint = f"Choose from: {', '.join(sorted(chosen or models)[:_MAX_OFFERS])}."
         if not what:
-            raise InputError(f"{reference.repo} holds several models.", f"Name one of {offers}.")
-        many = "holds several files" if chosen else "holds no file"
-        raise InputError(f'{reference.repo} {many} for "{what}".', f"Name one of {offers}.")
-    wanted = all_parts(chosen[0])
-    missing = [path for path in wanted if path not in by_path]
+            raise InputError(f"{reference.repo} has several models.", hint)
+        raise InputError(f'{reference.repo} has {"several files" if chosen else "no file"} for "{what}".', hint)
+    parts = all_parts(chosen[0])
+    missing = [path for path in parts if path not in by_path]
     if missing:
         raise InputError(f"{reference.repo} lacks {missing[0]}, a part of the model.", "Choose another file.")
-    return tuple(by_path[path] for path in wanted)
+    return tuple(by_path[path] for path in parts)
 
 
-def _by_default(models: list[str]) -> list[str]:
-    for quant in _DEFAULT_QUANTS:
-        found = [path for path in models if has_quant(path, quant) and not has_quant(path, f"UD-{quant}")]
-        if len(found) == 1:
-            return found
-    return []
+def _matching(reference: HubReference, models: list[str], by_path: dict[str, HubFile]) -> list[str]:
+    """Returns those of `models` that the reference may mean."""
+    if reference.file:
+        first = all_parts(reference.file)[0]
+        if first in models:
+            return [first]
+        return [reference.file] if reference.file in by_path else []  # a draft head or the like, named explicitly
+    if reference.quant:
+        return _of_quant(models, reference.quant)
+    if len(models) == 1:
+        return models
+    defaults = (_of_quant(models, quant, strict=True) for quant in _DEFAULT_QUANTS)
+    return next((found for found in defaults if len(found) == 1), [])
+
+
+def _of_quant(models: list[str], quant: str, *, strict: bool = False) -> list[str]:
+    """Returns the models of `quant`; UD-`quant`, another recipe, only if there is no plain one and not `strict`."""
+    found = [path for path in models if has_quant(path, quant)]
+    plain = [path for path in found if not has_quant(path, f"UD-{quant}")]
+    return plain if strict else plain or found
 
 
 def find(catalog: Catalog, name: str, *, quant: str | None = None) -> Choice | HubReference:
-    """The catalog's entry, or the place on the hub, that `name` means. Raises ModelNameError with near names."""
+    """Returns the catalog's entry or the place on the hub that `name` means.
+
+    Raises ModelNameError with similar names for an unknown one, InputError if `quant` contradicts the name.
+    """
     choice = catalog.find(f"{name}:{quant}" if quant and catalog.find(name) else name)
     if choice is not None:
         return choice
     reference = parse_reference(name)
     if reference is None and name.count("/") == 1 and not name.startswith(("/", ".", "~")):
-        reference = parse_reference(f"hf:{name}")
+        reference = parse_reference(f"{PREFIX}{name}")
     if reference is None:
-        raise unknown_name(catalog, name)
+        similar = catalog.similar(name)
+        suggestion = f"Did you mean {', '.join(similar)}? " if similar else ""
+        raise ModelNameError(
+            f"Unknown model '{name}'.",
+            f"{suggestion}moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on the hub.",
+        )
     if quant and (reference.file or reference.quant):
-        raise InputError(f"{reference} names its file already.", "Leave out --quant.")
+        raise InputError(f"{reference} already names its file.", "Leave out --quant.")
     return HubReference(reference.repo, reference.revision, reference.file, quant or reference.quant)
-
-
-def unknown_name(catalog: Catalog, name: str) -> ModelNameError:
-    """For a name that stands for nothing."""
-    near = catalog.near(name)
-    hint = f"Did you mean {', '.join(near)}? " if near else ""
-    return ModelNameError(
-        f'There is no model "{name}".',
-        f"{hint}moeedge list --all names those of the catalog; hf:owner/repo:QUANT takes one from the hub.",
-    )

@@ -1,4 +1,7 @@
-"""What the hub says about repositories and files, through huggingface_hub; its errors become DownloadError."""
+"""Questions to the hub through huggingface_hub; its errors become DownloadError. $HF_ENDPOINT names another server.
+
+huggingface_hub is imported inside functions: the import takes a third of a second, which a run on local files saves.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,19 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from moeedge.errors import DownloadError
-from moeedge.hub.catalog import HubFile
-from moeedge.hub.endpoint import hub_endpoint, is_offline
+from moeedge.hub.catalog import SHA256, HubFile
 
-_ANSWER_TIMEOUT_S = 10.0  # huggingface_hub's own; $HF_HUB_ETAG_TIMEOUT replaces it
+DEFAULT_ENDPOINT = "https://huggingface.co"
+_ANSWER_TIMEOUT_S = 10.0  # huggingface_hub's default; $HF_HUB_ETAG_TIMEOUT replaces it
+_DATASET_TIMEOUT_S = 5.0  # shorter: further sources follow; the download itself has the library's limits
 _ETAG = re.compile(r"[\w.-]+")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class NoAnswerError(DownloadError):
-    """The server could not be reached, broke off or fell silent: the network's failure, not an answer."""
+    """The server was unreachable, broke off or fell silent: a failure of the network, not an answer."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +31,25 @@ class RemoteFile:
     """One file as the hub serves it now."""
 
     repo: str
-    revision: str  # as it was asked for: a branch, a tag or the commit
+    revision: str  # as requested: a branch, a tag or a commit
     commit: str
     path: str
     size_bytes: int
-    etag: str  # the name of its blob
+    etag: str  # name of its blob in the cache
 
     @property
     def sha256(self) -> str | None:
-        """Of its content; None for a small file that lies in git itself, whose tag is another hash."""
-        return self.etag if _SHA256.fullmatch(self.etag) else None
+        """Hash of the content; None for a small file in git itself, whose ETag is another hash."""
+        return self.etag if SHA256.fullmatch(self.etag) else None
 
 
-def _timeout_s() -> float:
-    return float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _ANSWER_TIMEOUT_S)
+def hub_endpoint() -> str:
+    """Returns the server's URL: $HF_ENDPOINT, else the public hub. Read at call time, not at import."""
+    return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
 def ask_file(repo: str, path: str, revision: str) -> RemoteFile:
-    """Size, hash and commit of one file. Raises DownloadError."""
+    """Returns size, hash and commit of one file. Raises DownloadError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     endpoint = hub_endpoint()
@@ -53,14 +58,14 @@ def ask_file(repo: str, path: str, revision: str) -> RemoteFile:
         meta = get_hf_file_metadata(url, timeout=_timeout_s())
     if meta.commit_hash is None or meta.size is None or meta.etag is None or not _ETAG.fullmatch(meta.etag):
         raise DownloadError(
-            f"{endpoint} does not answer as a Hugging Face hub does: no commit, size or tag for {path} of {repo}.",
+            f"{endpoint} does not answer as a Hugging Face hub: it sent no commit, size or ETag for {path} of {repo}.",
             "Check $HF_ENDPOINT and your proxy.",
         )
     return RemoteFile(repo, revision, meta.commit_hash, path, meta.size, meta.etag)
 
 
 def list_files(repo: str, revision: str) -> list[HubFile]:
-    """All files of a repository. Raises DownloadError."""
+    """Returns all files of a model repository. Raises DownloadError."""
     from huggingface_hub import HfApi
 
     with hub_errors(repo, repo, revision):
@@ -68,73 +73,111 @@ def list_files(repo: str, revision: str) -> list[HubFile]:
         info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_timeout_s())
     files = []
     for sibling in info.siblings or ():
-        # a dict in some versions of huggingface_hub, an object in others
-        lfs = sibling.lfs
+        lfs = sibling.lfs  # a dict or an object, by version of huggingface_hub
         digest = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
         files.append(HubFile(sibling.rfilename, sibling.size, digest))
     return files
 
 
+def fetch_dataset_file(repo: str, file: str, revision: str, folder: Path) -> Path:
+    """Downloads one file of a dataset repository to `folder` and returns its path. Raises DownloadError."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    endpoint = hub_endpoint()
+    try:
+        with hub_errors(f"{file} of {repo}", repo, revision), no_bars():
+            # hf_hub_download retries an unreachable server for most of a minute; this request does not
+            url = hf_hub_url(repo, file, repo_type="dataset", revision=revision, endpoint=endpoint)
+            get_hf_file_metadata(url, timeout=_DATASET_TIMEOUT_S)
+            path = hf_hub_download(
+                repo, file, repo_type="dataset", revision=revision, local_dir=folder, endpoint=endpoint
+            )
+    except OSError as error:
+        raise DownloadError(f"Cannot write {file} of {repo} to {folder}: {error.strerror or error}.") from None
+    return Path(path)
+
+
+def _timeout_s() -> float:
+    return float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _ANSWER_TIMEOUT_S)
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Switches off huggingface_hub's own progress bars."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    had_bars = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if had_bars:
+            enable_progress_bars()
+
+
 @contextmanager
 def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
-    """Turns whatever huggingface_hub and the HTTP library below it raise into a DownloadError about `what`."""
-    if is_offline():
-        raise DownloadError(f"{what} was not asked for, because HF_HUB_OFFLINE is set.", "Unset it to download.")
+    """Turns errors of huggingface_hub and its HTTP library into a DownloadError about `what`; disk errors pass.
+
+    Raises DownloadError at once when HF_HUB_OFFLINE is set.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        raise DownloadError(f"Did not request {what}: HF_HUB_OFFLINE is set.", "Unset it to download.")
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # its warnings of retries would tear the progress bar
+    logger.setLevel(logging.ERROR)  # its warnings of retries would break the progress bar
     try:
         yield
     except DownloadError:
         raise
-    except OSError as error:
-        if error.filename is not None or (error.errno is not None and not _is_network(error)):
-            raise  # the disk's, not the network's
-        raise explain(error, what, repo, revision) from None
-    except Exception as error:  # the HTTP library differs by version, and so do its errors
-        raise explain(error, what, repo, revision) from None
+    except Exception as error:  # the HTTP library and its errors differ by version of huggingface_hub
+        if isinstance(error, OSError) and _is_of_disk(error):
+            raise
+        raise _explain(error, what, repo, revision) from None
     finally:
         logger.setLevel(level)
 
 
-def _is_network(error: OSError) -> bool:
-    return isinstance(error, ConnectionError | TimeoutError)
+def _is_of_disk(error: OSError) -> bool:
+    is_network = isinstance(error, ConnectionError | TimeoutError)
+    return error.filename is not None or (error.errno is not None and not is_network)
 
 
-def explain(error: Exception, what: str, repo: str, revision: str) -> DownloadError:
-    """What an error means for a user, by the status and the code that the hub sent."""
+def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadError:
+    """Returns the error for the user, by the HTTP status and the code that the hub sent."""
     endpoint = hub_endpoint()
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
-    if status is None:
+    if response is None or status is None:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return NoAnswerError(
-            f"{endpoint} could not be asked for {what} ({reason}).",
-            "Check the network, $HF_ENDPOINT and your proxy; what has arrived is kept.",
+            f"Cannot reach {endpoint} for {what} ({reason}).",
+            "Check the network, $HF_ENDPOINT and your proxy; the bytes that arrived are kept.",
         )
-    code = response.headers.get("X-Error-Code", "") if response is not None else ""
+    code = response.headers.get("X-Error-Code", "")
     if code == "GatedRepo" or status == 403:
         return DownloadError(
-            f"{repo} is gated: {endpoint} does not give it to you.",
+            f"{repo} is gated at {endpoint} (HTTP status {status}).",
             f"Accept its terms at {endpoint}/{repo} and set HF_TOKEN to a token of that account (or: hf auth login).",
         )
     if code == "EntryNotFound":
         return DownloadError(
-            f"There is no {what} at {endpoint}, revision {revision}.",
-            f"See {endpoint}/{repo}/tree/main for what it has.",
+            f"There is no {what} at {endpoint}, revision {revision} (HTTP status {status}).",
+            f"See {endpoint}/{repo}/tree/main for its files.",
         )
     if code == "RevisionNotFound":
         return DownloadError(
-            f"{repo} has no revision {revision} at {endpoint}.",
-            f"Its owner may have rewritten it: take the newest by moeedge pull hf:{repo}.",
+            f"{repo} has no revision {revision} at {endpoint} (HTTP status {status}).",
+            f"Its owner may have rewritten it: take the newest with moeedge pull hf:{repo}.",
         )
     if status in (401, 404):
         return DownloadError(
-            f"There is no model repository {repo} at {endpoint}, or it is private.",
+            f"There is no repository {repo} at {endpoint}, or it is private (HTTP status {status}).",
             "Check the name; for a private one set HF_TOKEN (or: hf auth login).",
         )
     if status == 429:
-        return DownloadError(f"{endpoint} asks to wait (HTTP status 429).", "Try again later, or set HF_TOKEN.")
+        return DownloadError(f"{endpoint} limits requests (HTTP status 429).", "Try again later, or set HF_TOKEN.")
     return DownloadError(
-        f"{endpoint} does not give {what} (HTTP status {status}).", "Try again later; what has arrived is kept."
+        f"{endpoint} does not serve {what} (HTTP status {status}).",
+        "Try again later; the bytes that arrived are kept.",
     )

@@ -1,7 +1,4 @@
-"""A llama_batch over NumPy arrays: filled by slice assignment, allocated once per context.
-
-A llama.cpp context: decodes tokens at the end of one sequence and can take them back.
-"""
+"""A llama.cpp context: decodes tokens at the end of one sequence and can roll them back."""
 
 from __future__ import annotations
 
@@ -21,16 +18,22 @@ from moeedge.llama.model import Mode, Model
 from moeedge.native.abi import Phase
 from moeedge.native.devices import MemoryUse, memory_uses
 
-# Tokens. llama.cpp keeps a record per token beside the KV cache, and counts them in 32 bits: a slip of the keyboard
-# would take all memory, or become a small context. The largest context that models are trained for is 10 million.
+# Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
+# mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
-MAX_N_THREADS = 512  # ggml's GGML_MAX_N_THREADS, beyond which it crashes
+MAX_N_THREADS = 512  # GGML_MAX_N_THREADS; ggml crashes beyond it
+
+Logits = NDArray[np.float32]  # [n_out, n_vocab]
+
+
+class Cancelled(Exception):
+    """The caller's `cancel` asked to stop."""
 
 
 class TokenBatch:
-    """Room for `n_max` tokens of sequence 0.
+    """A llama_batch for `n_max` tokens of sequence 0, over NumPy arrays that are allocated once and filled by slices.
 
-    `c_batch` points into the arrays below, which therefore live as long as it does.
+    `c_batch` points into the arrays, which must live as long as it does.
     """
 
     def __init__(self, n_max: int) -> None:
@@ -50,7 +53,7 @@ class TokenBatch:
         self.c_batch.logits = _pointer(self._outputs, ctypes.c_int8)
 
     def fill(self, tokens: Sequence[int], first_position: int, *, first_output: int) -> None:
-        """`tokens` at consecutive positions; logits are wanted from index `first_output` on."""
+        """Sets `tokens` at consecutive positions; llama.cpp computes logits from index `first_output` on."""
         n = len(tokens)
         self._tokens[:n] = tokens
         np.add(self._steps[:n], first_position, out=self._positions[:n])
@@ -63,18 +66,11 @@ def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
 
-Logits = NDArray[np.float32]  # [n_out, n_vocab]
-
-
-class Cancelled(Exception):
-    """The caller's `cancel` asked to stop."""
-
-
 class Context:
     """The KV cache and compute buffers of one model, for one sequence.
 
-    `tokens` is what the KV cache holds; it changes only together with llama.cpp's memory. After an exception out of
-    `decode` (Ctrl-C included) both are as they were before the call.
+    `tokens` is the content of the KV cache; it changes only together with llama.cpp's memory. After an exception in
+    `decode` (KeyboardInterrupt included) both are as before the call.
     """
 
     def __init__(
@@ -95,17 +91,17 @@ class Context:
         parameters.n_ubatch = min(n_ubatch, n_batch)
         parameters.n_threads = self.n_threads
         parameters.n_threads_batch = self.n_threads
-        parameters.swa_full = False  # as llama.cpp's own programs; `trim` knows what that forgets
+        parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
-        library.forget_errors()
+        library.clear_errors()
         self._handle = lib.llama_init_from_model(model.handle, parameters)
         if not self._handle:
-            reason = library.first_error() or "it gave no reason"
             raise EngineError(
-                f"llama.cpp cannot make a context of {n_ctx or model.info.n_ctx_train:,} tokens: {reason}.",
-                "Ask for a smaller one with -c N.",
+                f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens: "
+                f"{library.first_error()}.",
+                "Choose a smaller one with -c N.",
             )
-        # llama.cpp rounds the context up; the limit that the user gave holds all the same
+        # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle)
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
         self.tokens: list[int] = []
@@ -121,58 +117,60 @@ class Context:
         self._keeps_hidden_states = False
         try:
             self.sensor = self._attach_sensor()
-            self._claim(mode)
+            self._set_offload_scope(mode)
         except BaseException:
-            self.close()  # a model must not be freed before its contexts
+            self.close()  # a context must be freed before its model
             raise
 
     def _attach_sensor(self) -> native.Sensor | None:
         info = self.model.info
         if info.n_experts == 0:
             return None
-        # bound with no claim, so that llama.cpp decided on flash attention as it does without us
+        # attached with scope NONE, so that llama.cpp decides on flash attention as without our backend
         return native.Sensor.newest(
             info.n_layers, info.n_experts, info.n_expert_used, self.n_ubatch, native.OffloadScope.NONE
         )
 
     def set_mode(self, mode: Mode) -> None:
-        """What our backend claims from the next decode on: "stock" nothing. A dense model is always as in stock."""
-        if self._claim(mode):
-            self._plan_anew()
+        """Sets what our backend computes from the next decode on: no operations in "stock", nor for a dense model."""
+        if self._set_offload_scope(mode):
+            self._invalidate_graph()
 
-    def _plan_anew(self) -> None:
-        """llama.cpp reuses its last graph with the old assignment and memory; this makes it build the next one anew."""
-        # clearing the control vector does; and unlike removing a sampler it does so where there is none
-        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
-
-    def _claim(self, mode: Mode) -> bool:
-        """Tells the backend; whether that is a change."""
+    def _set_offload_scope(self, mode: Mode) -> bool:
+        """Passes the mode to the backend; returns whether it changed."""
         backend = self.sensor or self._capture
         if backend is None or mode == self.mode:
             return False
-        claims = native.OffloadScope.MOE if self.model.beside_gpu else native.OffloadScope.ALL
-        backend.set_offload_scope(native.OffloadScope.NONE if mode == "stock" else claims)
+        scope = native.OffloadScope.MOE if self.model.uses_gpu else native.OffloadScope.ALL
+        backend.set_offload_scope(native.OffloadScope.NONE if mode == "stock" else scope)
         self.mode = mode
         return True
 
-    def watch(self) -> native.ActivationCapture | None:
-        """What the layers read, for predictors of experts; from then on our backend computes a dense model, too.
+    def _invalidate_graph(self) -> None:
+        """Makes llama.cpp build the next graph anew instead of reusing one with the old device assignment.
 
-        None where llama.cpp has that on a GPU.
+        Clearing the control vector does that; removing a sampler does it only if there is one.
         """
-        if self._capture is None and (self.sensor is not None or not self.model.beside_gpu):
+        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+
+    def capture_activations(self) -> native.ActivationCapture | None:
+        """Captures the layers' inputs for expert predictors; from then on our backend also computes a dense model.
+
+        None if llama.cpp computes a dense model on a GPU.
+        """
+        if self._capture is None and (self.sensor is not None or not self.model.uses_gpu):
             info = self.model.info
             self._capture = native.ActivationCapture(
                 self._instance, n_layers=info.n_layers, n_embd=info.n_embd, n_experts=info.n_experts
             )
             if self.sensor is None:
-                self._claim("moeedge")
-            self._plan_anew()
+                self._set_offload_scope("moeedge")
+            self._invalidate_graph()
         return self._capture
 
     @property
     def n_past(self) -> int:
-        """Tokens in the KV cache, which is also the position of the next one."""
+        """Tokens in the KV cache: the position of the next token."""
         return len(self.tokens)
 
     def decode(
@@ -186,12 +184,13 @@ class Context:
         """Appends `tokens` and computes their logits.
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call. states: keeps the hidden states of the tokens, too (`last_state`), which needs all logits.
+        next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
+        Raises EngineError if the context is full or llama.cpp fails.
         """
         if len(tokens) == 0:
-            raise ValueError("nothing to decode")
+            raise ValueError("no tokens to decode")
         if hidden_states and logits != "all":
-            raise ValueError("llama.cpp keeps the states of tokens whose logits it computes: ask for all")
+            raise ValueError("hidden states require logits='all': llama.cpp keeps those of tokens with logits")
         if hidden_states != self._keeps_hidden_states:
             lib.llama_set_embeddings(self._handle, hidden_states)
             self._keeps_hidden_states = hidden_states
@@ -222,9 +221,9 @@ class Context:
         logits: Literal["last", "none"],
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
-        """`decode` for a prompt, in pieces of n_ubatch (llama.cpp computes no more at once) between which Ctrl-C acts.
+        """Decodes a prompt in pieces of n_ubatch (llama.cpp's largest computation), so that Ctrl-C acts between them.
 
-        Raises Cancelled as soon as `cancel` says so; the pieces that were done stay in the KV cache.
+        Raises Cancelled once `cancel` returns True; decoded pieces stay in the KV cache.
         """
         rows = np.empty((0, self.model.info.n_vocab), dtype=np.float32)
         for start in range(0, len(tokens), self.n_ubatch):
@@ -241,17 +240,16 @@ class Context:
         self._batch.fill(tokens, len(self.tokens), first_output=n - n_out)
         code = lib.llama_decode(self._handle, self._batch.c_batch)
         if code == 1:
-            raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Ask for a larger one with -c N.")
+            raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
         if code != 0:
-            reason = library.first_error() or "it gave no reason"
-            raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {reason}.")
+            raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}.")
         self.tokens.extend(tokens)
         if self._capture is not None:
             self._capture.raise_error()
         return self._logits(n_out)
 
     def _logits(self, n_out: int) -> Logits:
-        """The last `n_out` rows; the address rarely changes, so the view is kept."""
+        """Returns the last `n_out` rows; the view is reused while the address stays."""
         n_vocab = self.model.info.n_vocab
         if n_out == 0:
             return np.empty((0, n_vocab), dtype=np.float32)
@@ -264,25 +262,29 @@ class Context:
 
     @property
     def has_hidden_states(self) -> bool:
-        """Whether llama.cpp gives out each token's hidden state: not where it pools them, as for embeddings."""
+        """Whether llama.cpp returns each token's hidden state: not if it pools them, as embedding models do."""
         return int(lib.llama_pooling_type(self._handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
 
-    def last_state(self) -> NDArray[np.float32]:
-        """The last token's hidden state behind the last norm, float32 [n_embd]: a view, valid until the next decode.
+    def last_hidden_state(self) -> NDArray[np.float32]:
+        """Returns the last token's state after the final norm: a float32 [n_embd] view, valid until the next decode.
 
-        Of a context that has states, after a decode that kept them.
+        Requires `has_hidden_states` and a decode with hidden_states=True.
         """
         pointer = lib.llama_get_embeddings_ith(self._handle, -1)
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
     def trim(self, n_keep: int) -> None:
-        """Drops everything from position `n_keep` on.
+        """Drops the tokens from position `n_keep` on.
 
-        Where the memory cannot forget single positions (recurrent models, or a sliding window that has already lost
-        what `n_keep` would attend to), all of it is dropped: look at `n_past` afterwards.
+        If the memory cannot drop single positions (recurrent models, or a sliding window that has already lost the
+        tokens that `n_keep` would attend to), it drops all tokens: check `n_past` afterwards.
         """
         if n_keep >= len(self.tokens):
             return
+        self._truncate_memory(n_keep)
+
+    def _truncate_memory(self, n_keep: int) -> None:
+        """Drops positions from `n_keep` on from llama.cpp's memory and `tokens`, or all of them if it cannot."""
         if n_keep <= 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
             lib.llama_memory_clear(self._memory, False)
             n_keep = 0
@@ -296,11 +298,11 @@ class Context:
         return int(lib.llama_memory_seq_pos_min(self._memory, 0)) <= oldest_needed
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Trims to the longest common prefix with `tokens`; returns how many tokens are still in the cache."""
+        """Trims to the longest common prefix with `tokens`; returns how many tokens remain in the cache."""
         self.resync()
         common = 0
-        for ours, wanted in zip(self.tokens, tokens, strict=False):
-            if ours != wanted:
+        for cached, token in zip(self.tokens, tokens, strict=False):
+            if cached != token:
                 break
             common += 1
         self.trim(common)
@@ -308,13 +310,13 @@ class Context:
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be renumbered, which a context shift needs."""
+        """Whether positions can be renumbered, as a context shift requires."""
         return bool(lib.llama_memory_can_shift(self._memory))
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        """Forgets `n_discard` tokens behind the first `n_keep`; the rest moves up."""
+        """Drops `n_discard` tokens after the first `n_keep` and moves the rest up."""
         if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
-            raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens behind the first {n_keep}")
+            raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens after the first {n_keep}")
         self._shifting = True
         lib.llama_memory_seq_rm(self._memory, 0, n_keep, n_keep + n_discard)
         lib.llama_memory_seq_add(self._memory, 0, n_keep + n_discard, len(self.tokens), -n_discard)
@@ -323,20 +325,17 @@ class Context:
 
     def resync(self) -> None:
         """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
-        if self._shifting:  # cut off between renumbering and bookkeeping
+        if self._shifting:  # interrupted between renumbering and bookkeeping
             self.clear()
             self._shifting = False
         held = int(lib.llama_memory_seq_pos_max(self._memory, 0)) + 1
         if held < len(self.tokens):
             del self.tokens[held:]
         elif held > len(self.tokens):
-            n_keep = len(self.tokens)
-            if n_keep == 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
-                lib.llama_memory_clear(self._memory, False)
-                self.tokens.clear()
+            self._truncate_memory(len(self.tokens))
 
     def memory_uses(self) -> list[MemoryUse]:
-        """What this context and its model take, by kind of memory; of a model without weights, what they would take."""
+        """Returns the memory of this context and its model by kind; for a header-only model what they would take."""
         return memory_uses(lib._lib, self._handle, simulated=self.model.header_only)
 
     def clear(self) -> None:

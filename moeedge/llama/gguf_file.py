@@ -1,12 +1,8 @@
-"""A look into a GGUF file before llama.cpp loads it: is it one, is it whole, what lies where in it.
+"""The header of a GGUF file: whether the file is complete, and which slice of it holds expert e of layer l.
 
-The header is parsed by ggml itself. llama.cpp would report a truncated file only as "failed to load model"; here the
-size that the header promises is compared with the size on disk.
-
-The expert tensors of a model file: which slice of which file is expert e of layer l.
-
-llama.cpp may keep experts repacked for the CPU, from which they cannot be read back; uploads to a device therefore take
-the original bytes from the GGUF file, at the places listed here.
+ggml parses the header. llama.cpp reports a truncated file only as "failed to load model"; here the size that the header
+implies is compared with the size on disk. llama.cpp may keep experts repacked for the CPU, from which they cannot be
+read back; uploads to a device therefore read the original bytes from the file.
 """
 
 from __future__ import annotations
@@ -25,12 +21,15 @@ from moeedge.native.cache import ExpertTensor
 
 _MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
-_AGAIN = "Download or copy it again."
+_REPLACE_HINT = "Download or copy it again."
+# not shared experts (_shexp) and the norm before the experts (ffn_norm_exps), which no router chooses
+_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.(?P<part>weight|bias|scale|input_scale)$")
+_EXPERT_DIMENSION = {"weight": 2, "bias": 1, "scale": 0, "input_scale": 0}
 
 
 @dataclass(frozen=True)
 class GgufSummary:
-    """What the header of a model says."""
+    """Facts from a model's header."""
 
     size_bytes: int  # of all parts
     expert_layers: tuple[int, ...]  # layers that have a router, ascending
@@ -54,7 +53,7 @@ class _InitParams(ctypes.Structure):
 
 
 def summarize(path: Path) -> GgufSummary:
-    """Checks every part of the model at `path`; raises ModelFileError with a sentence that a person can act on."""
+    """Reads the headers of all parts of the model at `path`. Raises ModelFileError for a missing or truncated part."""
     routers: set[int] = set()
     size_bytes = 0
     for part in parts(path):
@@ -63,8 +62,8 @@ def summarize(path: Path) -> GgufSummary:
         actual_bytes = part.stat().st_size
         if actual_bytes < promised:
             raise ModelFileError(
-                f"{part} is truncated: it has {actual_bytes:,} bytes of the {promised:,} that its header names.",
-                _AGAIN,
+                f"{part} is truncated: it has {actual_bytes:,} of the {promised:,} bytes that its header lists.",
+                _REPLACE_HINT,
             )
         size_bytes += actual_bytes
         routers.update(int(match[1]) for tensor in tensors if (match := _ROUTER.match(tensor.name)))
@@ -72,12 +71,12 @@ def summarize(path: Path) -> GgufSummary:
 
 
 def promised_bytes(tensors: list[GgufTensor]) -> int:
-    """The size of a file with these tensors."""
+    """Returns the size of a file with these tensors."""
     return max((tensor.offset + tensor.size_bytes for tensor in tensors), default=0)
 
 
 def parts(path: Path) -> list[Path]:
-    """All files of a split model (name-00001-of-00003.gguf), or the one file."""
+    """Returns all files of a split model (name-00001-of-00003.gguf), or the one file. Raises ModelFileError."""
     names = all_parts(path.name)
     if not is_first_part(path.name) and path.exists():
         number = int(path.stem.split("-")[-3])
@@ -89,20 +88,20 @@ def _check_readable(path: Path) -> None:
     if not path.exists():
         raise ModelFileError(f"There is no model file {path}.", "Check the path.")
     if path.is_dir():
-        raise ModelFileError(f"{path} is a folder.", "Give the .gguf file inside it.")
+        raise ModelFileError(f"{path} is a folder.", "Give the .gguf file in it.")
     try:
         with path.open("rb") as file:
             magic = file.read(len(_MAGIC))
     except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from error
+        raise ModelFileError(f"Cannot read {path}: {error.strerror}.", "Check its permissions.") from error
     if not magic:
-        raise ModelFileError(f"{path} is empty.", _AGAIN)
+        raise ModelFileError(f"{path} is empty.", _REPLACE_HINT)
     if magic != _MAGIC:
         raise ModelFileError(f"{path} is not a GGUF file.", "Give a model in llama.cpp's GGUF format.")
 
 
 def read_tensors(path: Path) -> list[GgufTensor]:
-    """All tensors of one file in its order; raises ModelFileError where it has no readable header."""
+    """Returns all tensors of one file in its order. Raises ModelFileError for an unreadable header."""
     _check_readable(path)
     library.start()
     c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
@@ -116,11 +115,11 @@ def read_tensors(path: Path) -> list[GgufTensor]:
     offset = library.ggml_function("gguf_get_tensor_offset", ctypes.c_size_t, c_gguf, c_index)
     size = library.ggml_function("gguf_get_tensor_size", ctypes.c_size_t, c_gguf, c_index)
 
-    library.forget_errors()
+    library.clear_errors()
     header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
     if not header:
-        reason = library.first_error() or "its header makes no sense"
-        raise ModelFileError(f"{path} cannot be read: {reason}.", f"It may be truncated. {_AGAIN}")
+        reason = library.first_error("its header is malformed")
+        raise ModelFileError(f"Cannot read {path}: {reason}.", f"It may be truncated. {_REPLACE_HINT}")
     try:
         start = data_offset(header)
         return [
@@ -137,16 +136,10 @@ def read_tensors(path: Path) -> list[GgufTensor]:
         free(header)
 
 
-# shared experts (_shexp) and the norm in front of the experts (ffn_norm_exps) are not chosen by a router
-_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.(?P<part>weight|bias|scale|input_scale)$")
-_EXPERT_DIMENSION = {"weight": 2, "bias": 1, "scale": 0, "input_scale": 0}
-
-
 def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[ExpertTensor], list[Path]]:
-    """All expert tensors of the model at `path` in layer order, and the files that `ExpertTensor.file` counts.
+    """Returns the expert tensors of the model at `path` in layer order, and the files that `ExpertTensor.file` indexes.
 
-    n_layers: leave out what lies behind that many layers (those of multi-token prediction do not run here).
-    Raises ModelFileError as gguf_file.summarize does.
+    n_layers: skip the layers after that many (multi-token prediction, which does not run here). Raises ModelFileError.
     """
     files = parts(path)
     found = []
@@ -174,12 +167,12 @@ def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[Exp
 
 
 def expert_bytes(tensors: list[ExpertTensor]) -> int:
-    """Bytes of all experts together: what a cache ratio of 1 would hold."""
+    """Returns the bytes of all experts, which a cache ratio of 1 holds."""
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
 
 
 def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[int]:
-    """Bytes of one expert of each layer, [n_layers]; 0 for a layer without experts."""
+    """Returns the bytes of one expert of each layer, [n_layers]; 0 for a layer without experts."""
     sizes = [0] * n_layers
     for tensor in tensors:
         if tensor.layer < n_layers:
@@ -188,7 +181,7 @@ def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[in
 
 
 def n_groups(tensors: list[ExpertTensor]) -> int:
-    """Groups of layers whose experts have the same tensors; a cache has staging slots for each of them."""
+    """Returns the number of groups of layers whose experts have equal tensors; a cache has staging slots per group."""
     layers: dict[int, set[tuple[str, int, int, int]]] = {}
     for tensor in tensors:
         layers.setdefault(tensor.layer, set()).add((tensor.role, tensor.type, tensor.ne0, tensor.ne1))
@@ -196,9 +189,9 @@ def n_groups(tensors: list[ExpertTensor]) -> int:
 
 
 def scratch_bytes(tensors: list[ExpertTensor], n_pairs: int) -> int:
-    """Bytes of float32 for the columns of `n_pairs` (token, expert) pairs in the widest layer, on the safe side.
+    """Returns an upper bound for the float32 columns of `n_pairs` (token, expert) pairs in the widest layer, in bytes.
 
-    Every matrix has an input and an output column; one that two matrices share is counted twice.
+    Every matrix has an input and an output column; a column that two matrices share counts twice.
     """
     values: dict[int, int] = {}
     for tensor in tensors:

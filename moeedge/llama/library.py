@@ -1,6 +1,8 @@
-"""llama.cpp in this process: started once, with its log sent to the Python logger "moeedge.llama".
+"""llama.cpp in this process: started once, its log sent to the Python logger "moeedge.llama"; its devices.
 
-`start` puts the log callback in place and registers our backend; it must run before the first model is loaded.
+llama_cpp wraps libllama only. Functions of libggml, and private ones of llama.cpp, are looked up through the handle
+`lib._lib` with ctypes, because wheels carry libggml.so and libggml.so.0 as two files: llama_cpp._ggml would load a
+second copy with a device registry of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
 
 logger = logging.getLogger("moeedge.llama")
 logger.addHandler(logging.NullHandler())
-logger.propagate = False  # silent unless the CLI adds a handler (--verbose)
+logger.propagate = False  # silent unless --verbose adds a handler
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # enum ggml_log_level of ggml.h
-_CONTINUED = 5  # the text belongs to the line before
-_FUNCTION_NAME = re.compile(r"^[a-z0-9]+_\w+: +")  # says nothing to a user
+_CONTINUED = 5  # the text continues the previous line
+_FUNCTION_NAME = re.compile(r"^[a-z0-9]+_\w+: +")  # stripped from errors
 
 _lock = threading.Lock()
 _started = False
@@ -35,7 +37,7 @@ _partial_level = logging.DEBUG
 
 
 def _on_log(level: int, text: bytes, _user_data: object) -> None:
-    """Collects llama.cpp's fragments to lines; called from any thread that llama.cpp logs from."""
+    """Joins fragments of llama.cpp's log to lines; called from any thread."""
     global _partial, _partial_level
     if level != _CONTINUED:
         _partial_level = _LEVELS.get(level, logging.DEBUG)
@@ -49,12 +51,12 @@ def _on_log(level: int, text: bytes, _user_data: object) -> None:
         logger.log(_partial_level, "%s", line)
 
 
-# llama.cpp keeps the bare pointer: a collected callback would crash the process
+# kept for the life of the process: llama.cpp holds a bare pointer to it
 _log_callback = lib.llama_log_callback(_on_log)
 
 
 def start() -> None:
-    """Registers our backend and the log callback; must run before a model is loaded, further calls do nothing."""
+    """Registers the log callback and our backend; must run before a model is loaded. Further calls do nothing."""
     global _started
     with _lock:
         if _started:
@@ -65,22 +67,18 @@ def start() -> None:
         _started = True
 
 
-def forget_errors() -> None:
-    """Empties the list that `first_complaint` looks at."""
+def clear_errors() -> None:
+    """Empties the list of errors that `first_error` reads."""
     _error_lines.clear()
 
 
-def first_error() -> str:
-    """llama.cpp's first warning or error since `forget_complaints`: later ones only repeat that loading failed."""
-    return _error_lines[0] if _error_lines else ""
+def first_error(default: str = "it gave no reason") -> str:
+    """Returns llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed."""
+    return _error_lines[0] if _error_lines else default
 
 
 def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of libggml or libggml-base, which llama_cpp loads but does not wrap.
-
-    Looked up through libllama and what it depends on: wheels carry libggml.so and libggml.so.0 as two files, so that
-    llama_cpp._ggml loads a second copy with a device registry of its own.
-    """
+    """Returns a function of libggml or libggml-base with its result and argument types set."""
     function = getattr(lib._lib, name)
     function.restype = result
     function.argtypes = list(arguments)
@@ -88,12 +86,11 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
-    """What llama_model_params.devices takes for the value of -dev: pointers, NULL-terminated.
+    """Returns llama_model_params.devices for a value of -dev: a NULL-terminated array of ggml_backend_dev_t.
 
-    A GPU's name is that GPU; "none" and the CPU's name are no device, for the CPU computes what no device of the list
-    does; "imagined" a GPU that is not there, for models without weights; anything else ("auto", an emulated device, a
-    remote worker) is every GPU of this machine. A remote worker is never in the list: llama.cpp would put whole layers
-    there.
+    A GPU's name gives that GPU; "none" and the CPU's name give no device, because the CPU computes what no listed
+    device does; DRY_RUN_GPU gives a GPU that allocates nothing; anything else ("auto", an emulated device, a remote
+    worker) gives every GPU of this machine. A remote worker is never listed: llama.cpp would put entire layers there.
     """
     if name == DRY_RUN_GPU:
         return (ctypes.c_void_p * 2)(dry_run_gpu(), None)
@@ -104,28 +101,23 @@ def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
         chosen = [name]
     else:
         chosen = local_gpus()
-    pointers = [_device(one) for one in chosen]
+    pointers = [_device(gpu) for gpu in chosen]
     return (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
 
 
 def local_gpus() -> list[str]:
-    """The GPUs of this machine that llama.cpp uses by itself: all discrete ones, without one the integrated ones."""
+    """Returns the GPUs that llama.cpp uses by default: all discrete ones, or without any the integrated ones."""
     kinds = {device.name: device.kind for device in native.devices()}
     discrete = [name for name, kind in kinds.items() if kind == "GPU"]
     return discrete or [name for name, kind in kinds.items() if kind == "IGPU"]
 
 
-def has_gpu() -> bool:
-    """Whether llama.cpp uses a GPU of this machine unless it is told otherwise."""
-    return bool(local_gpus())
-
-
 def _device(name: str) -> Any:
-    """ggml_backend_dev_t of that name."""
+    """Returns the ggml_backend_dev_t of that name."""
     return ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)(name.encode())
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may run on: the thread count that llama.cpp's users get by default."""
+    """Returns the physical cores that this process may use, the default number of threads."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or usable, usable))

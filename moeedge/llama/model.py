@@ -13,13 +13,12 @@ import psutil
 
 from moeedge.errors import EngineError, ModelFileError
 from moeedge.llama import gguf_file, library
-from moeedge.llama.chat_template import ChatFormat
+from moeedge.llama.text import ChatFormat
 
-# moeedge: our backend attached; stock: the same process and loop, our backend claims nothing
+# moeedge: our backend computes; stock: the same process and loop, but our backend claims no operations
 Mode = Literal["moeedge", "stock"]
 
-
-# weights, biases and scales of single experts, merged ones too; shared experts (shexp) stay with their layer
+# weights, biases and scales of routed experts, also merged ones (chexps); shared experts (shexp) stay with their layer
 _EXPERT_TENSORS = rb"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
 
@@ -31,7 +30,7 @@ class _BufferOverride(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The shape of a model, all of it from the file's metadata."""
+    """The shape of a model, from the file's metadata."""
 
     architecture: str  # llama.cpp's name: qwen3moe, olmoe, gpt-oss, ...
     n_layers: int
@@ -51,7 +50,7 @@ class ModelInfo:
 
 
 class Model:
-    """llama.cpp's model and vocabulary; `load` is the only way to make one. Closing twice is harmless."""
+    """llama.cpp's model and vocabulary, made by `load`."""
 
     def __init__(
         self,
@@ -59,17 +58,17 @@ class Model:
         handle: Any,
         info: ModelInfo,
         *,
-        beside_gpu: bool = False,
+        uses_gpu: bool = False,
         experts_on_gpu: bool = False,
         experts_mapped: bool = False,
         header_only: bool = False,
     ) -> None:
         self.path = path
         self.info = info
-        self.beside_gpu = beside_gpu  # llama.cpp uses a GPU, for large batches even when no layer lies there
-        self.experts_on_gpu = experts_on_gpu  # with the layers that lie there
-        self.experts_mapped = experts_mapped  # left in the file, not repacked, for want of memory
-        self.header_only = header_only  # it has no weights, and its contexts allocate nothing
+        self.uses_gpu = uses_gpu  # llama.cpp computes large batches on a GPU even without layers there
+        self.experts_on_gpu = experts_on_gpu  # those of the layers on the GPU
+        self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
+        self.header_only = header_only  # no weights; its contexts allocate nothing
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -87,16 +86,14 @@ class Model:
         header_only: bool = False,
         free_bytes: int | None = None,
     ) -> Model:
-        """Loads a GGUF file, or all parts of a split one when given the first.
+        """Loads a GGUF file, or all parts of a split one given the first.
 
-        n_gpu_layers: negative means all of them.
-        device: the value of -dev; "none" or the CPU keeps all GPUs out (of large batches too), a GPU's name restricts
-            llama.cpp to that one, anything else leaves it every GPU of this machine.
-        experts_on_cpu: the layers on a GPU leave their experts in host memory, repacked for the CPU where it offers
-            that.
-        header_only: shape and vocabulary, no weights; such a model cannot compute.
-        free_bytes: of this machine's memory; None: measured. A model that is larger stays as it is in the file, mapped:
-            repacked copies of it would not fit.
+        n_gpu_layers: negative means all.
+        device: the value of -dev; see `library.device_list`. "none" and the CPU also keep large batches off all GPUs.
+        experts_on_cpu: layers on a GPU keep their experts in host memory, repacked for the CPU if it supports that.
+        header_only: shape and vocabulary without weights; such a model cannot compute.
+        free_bytes: of host memory, measured by default. A larger model stays mapped from the file, because repacked
+            copies would not fit.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -106,7 +103,7 @@ class Model:
         parameters.n_gpu_layers = n_gpu_layers
         parameters.no_alloc = header_only
         fits = summary.size_bytes < (psutil.virtual_memory().available if free_bytes is None else free_bytes)
-        parameters.use_extra_bufts = fits  # repacked experts cannot be paged out to the file
+        parameters.use_extra_bufts = fits  # repacked weights cannot be paged out to the file
         chosen = library.device_list(device)
         parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
         overrides = (_BufferOverride * 2)()
@@ -114,30 +111,31 @@ class Model:
             cpu_buffer_type = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
             overrides[0] = _BufferOverride(_EXPERT_TENSORS, cpu_buffer_type())
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-            # otherwise the GPU's pinned buffers come first in llama.cpp's choice for the CPU, and then plain ones,
-            # whose experts compute 1.7 times slower than repacked ones
+            # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
+            # repacked and compute 1.7 times slower
             parameters.no_host = fits
         if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
-        library.forget_errors()
+        library.clear_errors()
         handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:
-            reason = library.first_error() or "it gave no reason"
-            raise ModelFileError(f"llama.cpp cannot load {path}: {reason}.", "--verbose shows its whole log.")
-        beside_gpu = len(chosen) > 1
+            raise ModelFileError(
+                f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
+            )
+        uses_gpu = len(chosen) > 1
         return cls(
             path,
             handle,
             _read_info(handle, summary),
-            beside_gpu=beside_gpu,
-            experts_on_gpu=beside_gpu and n_gpu_layers != 0 and not experts_on_cpu,
+            uses_gpu=uses_gpu,
+            experts_on_gpu=uses_gpu and n_gpu_layers != 0 and not experts_on_cpu,
             experts_mapped=not fits,
             header_only=header_only,
         )
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether single positions of the memory can be dropped; a recurrent state cannot forget its last tokens."""
+        """Whether the last positions can be dropped from memory; a recurrent state cannot forget tokens."""
         return not (lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
 
     @property
@@ -151,11 +149,11 @@ class Model:
         return int(lib.llama_model_n_head_kv(self.handle))
 
     def metadata(self, key: str) -> str | None:
-        """A value of the GGUF file as text; None without the key."""
+        """Returns a metadata value as text; None without the key."""
         return _read_metadata(self.handle, key)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them, `parse_special` reads <|...|>."""
+        """Returns token ids. add_special: BOS/EOS if the model uses them; parse_special: <|...|> as special tokens."""
         data = text.encode("utf-8")
         room = len(data) + 2
         while True:
@@ -168,7 +166,7 @@ class Model:
             room = -count
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, perhaps a part of a character; control tokens are empty unless `special`."""
+        """Returns the bytes of one token, possibly part of a character; control tokens are empty unless `special`."""
         key = (token, special)
         found = self._pieces.get(key)
         if found is None:
@@ -183,7 +181,7 @@ class Model:
         return found
 
     def token_text(self, token: int) -> str:
-        """The vocabulary's own spelling of a token, special ones included."""
+        """Returns the vocabulary's spelling of a token, special ones included."""
         return (lib.llama_vocab_get_text(self.vocab, token) or b"").decode("utf-8", "replace")
 
     def is_eog(self, token: int) -> bool:
@@ -196,9 +194,9 @@ class Model:
         return bool(lib.llama_vocab_get_add_bos(self.vocab))
 
     def render_chat(self, messages: list[dict[str, str]], *, add_assistant: bool = True) -> str:
-        """The prompt text of a conversation by the model's template (ChatML where it has none).
+        """Returns the prompt of a conversation by the model's template, or ChatML if it has none.
 
-        A BOS that the template writes is left out when `tokenize` adds one anyway.
+        A BOS written by the template is dropped when `tokenize` adds one.
         """
         if self._chat_format is None:
             template = lib.llama_model_chat_template(self.handle, None)
@@ -215,7 +213,7 @@ class Model:
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def close(self) -> None:
-        """Frees the model; its contexts must be closed before."""
+        """Frees the model; its contexts must be closed before. Closing twice is harmless."""
         if self.handle:
             lib.llama_model_free(self.handle)
             self.handle = None
@@ -244,7 +242,7 @@ def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
     return ModelInfo(
         architecture=architecture,
         n_layers=n_layers,
-        # layers behind n_layers predict further tokens (MTP) and do not run here
+        # layers after n_layers predict further tokens (MTP) and do not run here
         expert_layers=tuple(layer for layer in summary.expert_layers if layer < n_layers),
         n_experts=int(_read_metadata(handle, f"{architecture}.expert_count") or 0),
         n_expert_used=int(_read_metadata(handle, f"{architecture}.expert_used_count") or 0),

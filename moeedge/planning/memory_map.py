@@ -27,7 +27,7 @@ _PLAIN = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory in which weights a
 
 
 @dataclass(frozen=True)
-class Share:
+class MemoryShare:
     """Bytes in one kind of memory."""
 
     weights_bytes: int = 0
@@ -38,8 +38,8 @@ class Share:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.kv_bytes + self.compute_bytes
 
-    def __add__(self, other: Share) -> Share:
-        return Share(
+    def __add__(self, other: MemoryShare) -> MemoryShare:
+        return MemoryShare(
             self.weights_bytes + other.weights_bytes,
             self.kv_bytes + other.kv_bytes,
             self.compute_bytes + other.compute_bytes,
@@ -50,23 +50,23 @@ class Share:
 class Footprint:
     """Of a model and one context of it."""
 
-    gpus: dict[str, Share]  # by llama.cpp's name of the GPU
-    ram: Share
+    gpus: dict[str, MemoryShare]  # by llama.cpp's name of the GPU
+    ram: MemoryShare
     repacked_bytes: int  # of ram's weights: copies for the CPU, which cannot be paged out to the file
 
-    def gpu(self, name: str) -> Share:
-        return self.gpus.get(name, Share())
+    def gpu(self, name: str) -> MemoryShare:
+        return self.gpus.get(name, MemoryShare())
 
 
 def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
     """What a context of `n_ctx` tokens would take, as a session makes it; `model` is loaded without weights."""
-    gpus: dict[str, Share] = {}
-    ram, repacked = Share(), 0
+    gpus: dict[str, MemoryShare] = {}
+    ram, repacked = MemoryShare(), 0
     with Context(model, n_ctx=n_ctx, n_threads=1, n_batch=config.n_batch, n_ubatch=config.n_ubatch) as context:
         for use in context.memory_uses():
-            share = Share(use.weights_bytes, use.memory_bytes, use.compute_bytes)
+            share = MemoryShare(use.weights_bytes, use.memory_bytes, use.compute_bytes)
             if use.on_gpu:
-                gpus[use.device] = gpus.get(use.device, Share()) + share
+                gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
                 continue
             ram += share
             if not use.device and use.buffer_type not in _PLAIN:
@@ -78,7 +78,7 @@ Verdict = Literal["fits", "from disk", "does not fit"]
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryItem:
     """Something that takes memory."""
 
     what: str
@@ -88,13 +88,13 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPool:
     """A kind of memory and what will lie in it."""
 
     name: str
     total_bytes: int
     free_bytes: int  # before anything is loaded
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryItem, ...]
 
     @property
     def used_bytes(self) -> int:
@@ -125,7 +125,7 @@ class MemoryMap:
     n_ctx: int  # tokens
     kv_bytes: int  # of target and draft
     compute_bytes: int
-    places: tuple[Place, ...]  # the device's first, if there is one with memory of its own; the machine's last
+    places: tuple[MemoryPool, ...]  # the device's first, if there is one with memory of its own; the machine's last
     budget: Budget  # of the expert cache
     whole_on_gpu: bool  # target and draft are, experts included
     refused: str = ""  # why a session would not begin
@@ -149,7 +149,7 @@ KERNEL_BYTES = 456 * 2**20
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlannedMachine:
     """Memory in bytes, and the device that experts may lie on."""
 
     device: ResolvedDevice
@@ -160,7 +160,9 @@ class Machine:
     notes: tuple[str, ...] = ()
 
 
-def this_machine(config: EngineConfig, *, vram_bytes: int | None = None, ram_bytes: int | None = None) -> Machine:
+def this_machine(
+    config: EngineConfig, *, vram_bytes: int | None = None, ram_bytes: int | None = None
+) -> PlannedMachine:
     """What -dev means here; the sizes, if given, stand in for what is measured.
 
     With vram_bytes and without a GPU the plan is for a GPU of that size.
@@ -178,7 +180,7 @@ def this_machine(config: EngineConfig, *, vram_bytes: int | None = None, ram_byt
             f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, experts get slots on "
             f"{device.ggml_name} only; -dev {device.ggml_name} uses that one alone."
         )
-    return Machine(
+    return PlannedMachine(
         device,
         ram_total_bytes=memory.total if ram_bytes is None else ram_bytes,
         ram_free_bytes=memory.available if ram_bytes is None else ram_bytes,

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from moeedge.planning.headers import ModelFacts
-from moeedge.planning.memory_map import Machine, MemoryMap, Place
+from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
 from moeedge.units import format_bytes
 
@@ -28,12 +28,12 @@ _SMALLER = 0.95  # of the file: less is no other quantization
 
 
 @dataclass(frozen=True)
-class Plan:
+class SessionPlan:
     """Everything that is known before loading."""
 
     model: ModelFacts
     draft: ModelFacts | None
-    machine: Machine
+    machine: PlannedMachine
     map: MemoryMap
     contexts: tuple[MemoryMap, ...]
     largest_n_ctx: int  # tokens, with the cache on and, if one was asked for, of that ratio; 0: none fits
@@ -41,7 +41,7 @@ class Plan:
     notes: tuple[str, ...]  # sentences
 
 
-def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> Plan:
+def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> SessionPlan:
     """The plan at the planner's context; the names are those that the user typed, for the command."""
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
@@ -57,10 +57,12 @@ def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | Non
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
         advised = planner.map(max(rows, default=largest))  # not the very last token: something is left for experts
     command = "" if advised.verdict == "does not fit" else _command(planner, advised, model_name, draft_name)
-    return Plan(planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes))
+    return SessionPlan(
+        planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes)
+    )
 
 
-def _ram(found: MemoryMap) -> Place:
+def _ram(found: MemoryMap) -> MemoryPool:
     return found.places[-1]
 
 
@@ -101,7 +103,7 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
     return notes
 
 
-def _smaller_file(facts: ModelFacts, ram: Place) -> list[str]:
+def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> list[str]:
     """The best preset of llama.cpp that would leave nothing on the disk."""
     weights = facts.experts_bytes + facts.dense_bytes
     room = weights + ram.left_bytes

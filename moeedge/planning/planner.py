@@ -17,14 +17,23 @@ import psutil
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, whole_model_fits
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.llama.context_size import choose_n_ctx
 from moeedge.llama.gguf_file import expert_bytes
-from moeedge.llama.memory import choose_n_ctx
 from moeedge.llama.model import Model
 from moeedge.planning.headers import Loadable, ModelFacts, loadable, read_facts
-from moeedge.planning.memory_map import KERNEL_BYTES, Footprint, Line, Machine, MemoryMap, Place, Share, footprint
-from moeedge.scheduler.sizing import Budget, beside_slots_bytes, cache_budget, reserve_bytes, stage_slots
+from moeedge.planning.memory_map import (
+    KERNEL_BYTES,
+    Footprint,
+    MemoryItem,
+    MemoryMap,
+    MemoryPool,
+    MemoryShare,
+    PlannedMachine,
+    footprint,
+)
+from moeedge.scheduler.sizing import Budget, cache_budget, reserve_bytes, stage_slots, staging_and_scratch_bytes
 
-_NOTHING = Footprint({}, Share(), 0)
+_NOTHING = Footprint({}, MemoryShare(), 0)
 _GRAIN = 256  # tokens; llama.cpp rounds contexts to this
 
 
@@ -38,7 +47,7 @@ class Planner:
     def __init__(
         self,
         config: EngineConfig,
-        machine: Machine,
+        machine: PlannedMachine,
         *,
         reserve: int = 0,
         names: Mapping[Path, str] = MappingProxyType({}),
@@ -142,17 +151,17 @@ class Planner:
         budget = Budget(0.0, 0, 0)
         if device.kind == "gpu":
             lines = _gpu_lines(ours.gpu(device.ggml_name), drafts.gpu(device.ggml_name), target, self._experts_bytes)
-            lines.append(Line("kernels (an allowance)", KERNEL_BYTES))
+            lines.append(MemoryItem("kernels (an allowance)", KERNEL_BYTES))
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
-            places.append(Place(device.label, device.total_bytes, device.free_bytes, (*lines, *cache)))
+            places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, (*lines, *cache)))
         elif device.kind != "none":
             budget, cache = self._cache(target, device.free_bytes)
             if device.kind == "rpc":
-                places.append(Place(device.label, device.total_bytes, device.free_bytes, tuple(cache)))
+                places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, tuple(cache)))
         ram = self._ram_lines(target, ours, drafts)
         if device.kind == "emulated":
             ram += cache
-        places.append(Place("RAM", self.machine.ram_total_bytes, self.machine.ram_free_bytes, tuple(ram)))
+        places.append(MemoryPool("RAM", self.machine.ram_total_bytes, self.machine.ram_free_bytes, tuple(ram)))
         shares = [*ours.gpus.values(), ours.ram, *drafts.gpus.values(), drafts.ram]
         return MemoryMap(
             n_ctx=n_ctx,
@@ -167,7 +176,7 @@ class Planner:
     def _experts_bytes(self) -> int:
         return expert_bytes(self._experts)
 
-    def _cache(self, target: Model, free_bytes: int) -> tuple[Budget, list[Line]]:
+    def _cache(self, target: Model, free_bytes: int) -> tuple[Budget, list[MemoryItem]]:
         """The expert cache on a device with so much left, and its lines."""
         device, requested, info = self.machine.device, self.config.placement, target.info
         free_bytes = max(0, free_bytes - self.reserve)
@@ -184,27 +193,27 @@ class Planner:
         lines = []
         if budget.n_slots:
             n_stage = stage_slots(requested, device.kind, info.n_experts)
-            beside = beside_slots_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
-            lines.append(Line("beside the slots (staging, columns)", beside))
+            beside = staging_and_scratch_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
+            lines.append(MemoryItem("beside the slots (staging, columns)", beside))
         kept = self.reserve + reserve_bytes(device, device.total_bytes)
-        lines += [Line("reserve", kept, spare=True)] if kept else []
+        lines += [MemoryItem("reserve", kept, spare=True)] if kept else []
         n_all = info.n_expert_layers * info.n_experts
         if budget.n_slots:
-            lines.append(Line(f"expert slots: {budget.n_slots:,} of {n_all:,}", budget.pool_bytes))
+            lines.append(MemoryItem(f"expert slots: {budget.n_slots:,} of {n_all:,}", budget.pool_bytes))
         return budget, lines
 
-    def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[Line]:
+    def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[MemoryItem]:
         drafted = drafts.ram.weights_bytes
         layers_apart = target.experts_on_gpu and ours.ram.weights_bytes > self.facts.dense_bytes
         experts = 0 if target.experts_on_gpu and not layers_apart else self._experts_bytes
         lines = [
             *_weights(ours.ram.weights_bytes, experts, ours.repacked_bytes),
-            Line("KV cache", ours.ram.kv_bytes),
-            Line("compute buffers", ours.ram.compute_bytes),
-            Line("draft: weights", drafted, drafted - drafts.repacked_bytes),
-            Line("draft: KV cache", drafts.ram.kv_bytes),
-            Line("draft: compute buffers", drafts.ram.compute_bytes),
-            Line("program and vocabulary", self._program_bytes),
+            MemoryItem("KV cache", ours.ram.kv_bytes),
+            MemoryItem("compute buffers", ours.ram.compute_bytes),
+            MemoryItem("draft: weights", drafted, drafted - drafts.repacked_bytes),
+            MemoryItem("draft: KV cache", drafts.ram.kv_bytes),
+            MemoryItem("draft: compute buffers", drafts.ram.compute_bytes),
+            MemoryItem("program and vocabulary", self._program_bytes),
         ]
         return [line for line in lines if line.n_bytes]
 
@@ -243,19 +252,19 @@ class Planner:
         self.close()
 
 
-def _gpu_lines(ours: Share, drafts: Share, target: Model, experts: int) -> list[Line]:
+def _gpu_lines(ours: MemoryShare, drafts: MemoryShare, target: Model, experts: int) -> list[MemoryItem]:
     lines = [
         *_weights(ours.weights_bytes, experts if target.experts_on_gpu else 0),
-        Line("KV cache", ours.kv_bytes),
-        Line("compute buffers", ours.compute_bytes),
-        Line("draft: weights", drafts.weights_bytes),
-        Line("draft: KV cache", drafts.kv_bytes),
-        Line("draft: compute buffers", drafts.compute_bytes),
+        MemoryItem("KV cache", ours.kv_bytes),
+        MemoryItem("compute buffers", ours.compute_bytes),
+        MemoryItem("draft: weights", drafts.weights_bytes),
+        MemoryItem("draft: KV cache", drafts.kv_bytes),
+        MemoryItem("draft: compute buffers", drafts.compute_bytes),
     ]
     return [line for line in lines if line.n_bytes]
 
 
-def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[Line]:
+def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[MemoryItem]:
     """The target's weights in one place, `experts` of its bytes among them.
 
     repacked: how many cannot be dropped, all if not given. Which tensors these are is llama.cpp's to say; nearly all of
@@ -263,7 +272,10 @@ def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[Li
     """
     fixed = n_bytes if repacked is None else repacked
     if n_bytes < experts:  # whole layers here, the others elsewhere
-        return [Line("weights of these layers", n_bytes, n_bytes - fixed)]
+        return [MemoryItem("weights of these layers", n_bytes, n_bytes - fixed)]
     fixed_experts = min(experts, fixed)
     dense, fixed_dense = n_bytes - experts, fixed - fixed_experts
-    return [Line("experts", experts, experts - fixed_experts), Line("dense weights", dense, dense - fixed_dense)]
+    return [
+        MemoryItem("experts", experts, experts - fixed_experts),
+        MemoryItem("dense weights", dense, dense - fixed_dense),
+    ]

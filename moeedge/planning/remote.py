@@ -1,4 +1,4 @@
-"""Models that are not on this machine: their headers, read from the hub without the weights behind them."""
+"""Headers of models that are not on this machine, read from the hub without the weights."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from moeedge.errors import DownloadError, ModelFileError, ModelNameError
-from moeedge.hub.cache import locate
 from moeedge.hub.catalog import Choice, load_catalog
-from moeedge.hub.endpoint import hub_endpoint, no_bars
+from moeedge.hub.download import fetch_range
+from moeedge.hub.local import locate
 from moeedge.hub.names import find
 from moeedge.hub.pull import want
-from moeedge.hub.remote import RemoteFile, ask_file, hub_errors
+from moeedge.hub.remote import RemoteFile, ask_file, hub_endpoint
 from moeedge.llama import gguf_file
 
-_FIRST_BYTES = 2**22  # the vocabulary of most models fits
-_LAST_BYTES = 2**28
+_FIRST_BYTES = 2**22  # enough for most vocabularies
+_MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Located:
-    """A file to plan with: the model, or nothing but its header."""
+class PlanFile:
+    """A file to plan with: the model, or only its header."""
 
     path: Path
-    remote_name: str = ""  # what to pull; empty where it is here
+    remote_name: str = ""  # for moeedge pull; empty for a model on this machine
 
 
-def locate_or_fetch(text: str, folder: Path, tell: Callable[[str], None]) -> Located:
-    """The model that `text` means, on this machine or, its header alone, from the hub into `folder`.
+def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> PlanFile:
+    """Returns the model that `text` means: on this machine, or only its header, fetched from the hub into `folder`.
 
-    Raises ModelNameError for an unknown name, DownloadError where the hub does not answer.
+    Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
     """
     try:
-        return Located(locate(text).path)
+        return PlanFile(locate(text).path)
     except ModelNameError:
-        find(load_catalog(), text)  # an unknown name stays one
+        find(load_catalog(), text)  # raises for an unknown name
     wanted = want(load_catalog(), text, "target")
     if wanted.local is not None:
-        return Located(wanted.local)
-    tell(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
-    paths = [_fetch_header(ask_file(wanted.repo, one.path, wanted.revision), folder) for one in wanted.files]
-    return Located(paths[0], wanted.name)
+        return PlanFile(wanted.local)
+    notify(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
+    paths = [_fetch_header(ask_file(wanted.repo, file.path, wanted.revision), folder) for file in wanted.files]
+    return PlanFile(paths[0], wanted.name)
 
 
 def catalog_draft(text: str) -> str | None:
-    """The best draft that the catalog has for the model `text`."""
+    """Returns the best draft that the catalog lists for the model `text`, or None."""
     choice = find(load_catalog(), text)
     return choice.entry.drafts[0] if isinstance(choice, Choice) and choice.entry.drafts else None
 
 
 def _fetch_header(file: RemoteFile, folder: Path) -> Path:
-    """The beginning of `file`, in `folder` under its own name."""
+    """Fetches the start of `file` into `folder`, growing until its header is complete."""
     target = folder / PurePosixPath(file.path).name
     n_bytes = _FIRST_BYTES
     while True:
@@ -64,17 +64,17 @@ def _fetch_header(file: RemoteFile, folder: Path) -> Path:
         except ModelFileError as error:
             with target.open("rb") as head:
                 is_gguf = head.read(4) == b"GGUF"
-            if not is_gguf or n_bytes >= min(file.size_bytes, _LAST_BYTES):
+            if not is_gguf or n_bytes >= min(file.size_bytes, _MAX_BYTES):
                 raise DownloadError(f"{file.path} of {file.repo} has no GGUF header.", "Name another file.") from error
         n_bytes *= 4
 
 
-class _EnoughError(Exception):
-    """As many bytes as were wanted."""
+class _EnoughError(DownloadError):
+    """The sink is full. A DownloadError, because those pass through huggingface_hub unchanged."""
 
 
-class _Sink:
-    """What http_get writes to: takes bytes up to a size, and then ends the transfer."""
+class _LimitedSink:
+    """A file for http_get that ends the transfer at `n_max` bytes."""
 
     def __init__(self, file: BinaryIO, n_max: int) -> None:
         self._file, self._n_max = file, n_max
@@ -82,7 +82,7 @@ class _Sink:
     def write(self, data: bytes) -> int:
         self._file.write(data[: max(0, self._n_max - self._file.tell())])
         if self._file.tell() >= self._n_max:
-            raise _EnoughError
+            raise _EnoughError("as many bytes as requested")
         return len(data)
 
     def tell(self) -> int:
@@ -90,18 +90,6 @@ class _Sink:
 
 
 def _fetch(file: RemoteFile, target: Path, n_bytes: int) -> None:
-    """The bytes of `file` up to `n_bytes`, behind those that `target` has."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    with target.open("ab") as kept, no_bars(), hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
-        url = hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint())
-        with suppress(_EnoughError):
-            http_get(
-                url,
-                cast(BinaryIO, _Sink(kept, n_bytes)),
-                resume_size=kept.tell(),
-                headers=build_hf_headers(),
-                expected_size=file.size_bytes,
-            )
+    """Appends bytes of `file` to `target` until it has `n_bytes`."""
+    with target.open("ab") as kept, suppress(_EnoughError):
+        fetch_range(file, cast(BinaryIO, _LimitedSink(kept, n_bytes)), kept.tell())

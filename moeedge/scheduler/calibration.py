@@ -18,7 +18,7 @@ from moeedge import paths
 from moeedge.llama.context import Context
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Notification, Notify
-from moeedge.paths import whole
+from moeedge.paths import replace_file
 from moeedge.policies.base import CacheShape
 from moeedge.policies.config import PolicyConfig
 from moeedge.policies.cost_model import CostModel
@@ -180,7 +180,7 @@ def _conditions(
         "threads": target.n_threads,
         "emulated_threads": emulated_threads,
         "llama_cpp": version("llama-cpp-python"),
-        "beside_gpu": target.model.beside_gpu,
+        "beside_gpu": target.model.uses_gpu,
         "n_slots": cache.info.n_slots,
         "n_stage": cache.info.n_stage,
         "n_ubatch": target.n_ubatch,
@@ -201,5 +201,5 @@ def _file(conditions: dict[str, Any]) -> Path:
 def _write(file: Path, text: str) -> None:
     """Whole or not at all: another session may read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with whole(file) as beside:
+    with replace_file(file) as beside:
         beside.write_text(text, encoding="utf-8")

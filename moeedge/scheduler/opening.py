@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError
-from moeedge.hardware import rpc, vram
+from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import library
 from moeedge.llama.context import Context
@@ -160,7 +160,7 @@ class _Opening:
                 context.sensor.read_counts()
 
     def _budget(self, tensors: list[ExpertTensor]) -> Budget:
-        reading = vram.read(self.device) if self.device.kind == "gpu" else None
+        reading = devices.read_memory(self.device) if self.device.kind == "gpu" else None
         return cache_budget(
             self.config.placement,
             self.device,
@@ -263,12 +263,12 @@ class _Opening:
         return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
     def _target_capture(self) -> ActivationCapture:
-        capture = self.target.watch()
+        capture = self.target.capture_activations()
         assert capture is not None  # it has a sensor
         return capture
 
     def _draft_capture(self) -> ActivationCapture:
-        capture = self.draft.watch() if self.draft is not None else None
+        capture = self.draft.capture_activations() if self.draft is not None else None
         assert capture is not None  # foresight was opened on it
         return capture
 
@@ -354,7 +354,7 @@ class _Opening:
     def _memory(self, cache: ExpertCache) -> tuple[int, int] | None:
         stats = cache.stats()
         filled_bytes = cache.info.pool_bytes * stats.slots_used // max(1, cache.info.n_slots)
-        reading = vram.read(self.device, pool_bytes=cache.info.pool_bytes, filled_bytes=filled_bytes)
+        reading = devices.read_memory(self.device, pool_bytes=cache.info.pool_bytes, filled_bytes=filled_bytes)
         return (reading.used_bytes, reading.total_bytes) if reading is not None else None
 
     def _forget_worker(self) -> None:

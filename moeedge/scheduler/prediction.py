@@ -200,7 +200,7 @@ def open_draft_foresight(
     n_embd, n_draft = target.model.info.n_embd, draft.model.info.n_embd
     if n_embd != n_draft:
         return None, f"the draft's hidden states have {n_draft} values and the target's routers read {n_embd}"
-    capture = draft.watch()
+    capture = draft.capture_activations()
     if capture is None:
         return None, "llama.cpp computes the draft on a GPU"
     try:

@@ -135,7 +135,7 @@ def stage_slots(requested: PlacementConfig, kind: DeviceKind, n_experts: int) ->
     return 0
 
 
-def beside_slots_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n_ubatch: int, n_stage: int) -> int:
+def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n_ubatch: int, n_stage: int) -> int:
     """What the cache takes beside its slots: staging slots of every group and the columns that are computed."""
     expert = expert_bytes(tensors) // max(1, info.n_expert_layers * info.n_experts)
     n_pairs = min(n_ubatch * info.n_expert_used, _DEVICE_PAIRS_MAX)
@@ -162,7 +162,7 @@ def cache_budget(
     """The slots on a device with `free_bytes` left when all else is allocated."""
     experts_total = expert_bytes(tensors)
     n_stage = stage_slots(requested, device.kind, info.n_experts)
-    reserved = beside_slots_bytes(tensors, info, n_ubatch=n_ubatch, n_stage=n_stage)
+    reserved = staging_and_scratch_bytes(tensors, info, n_ubatch=n_ubatch, n_stage=n_stage)
     reserved += reserve_bytes(device, total_bytes)
     if total_bytes == 0:  # a device that does not tell: as much as is asked for, and less if that fails
         free_bytes = experts_total + reserved

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.paths import whole
+from moeedge.paths import replace_file
 from moeedge.trace.format import Trace
 
 
@@ -29,7 +29,7 @@ def write_trace(trace: Trace, path: Path, layout: str) -> int:
     if path.name == "-":
         raise InputError("A trace is written to a file, not to standard output.", "Name one, or /dev/stdout for csv.")
     try:
-        with whole(path) as beside:
+        with replace_file(path) as beside:
             return LAYOUTS[layout](trace, beside)
     except OSError as error:
         reason = error.strerror or "write error"

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.paths import whole
+from moeedge.paths import replace_file
 
 FORMAT = "moeedge.trace"
 SCHEMA = 1
@@ -170,7 +170,7 @@ class Trace:
         header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
         try:
-            with whole(path) as beside, beside.open("wb") as file:  # a file object: numpy appends .npz to names
+            with replace_file(path) as beside, beside.open("wb") as file:  # a file object: numpy appends .npz to names
                 np.savez_compressed(file, **arrays)
         except OSError as error:
             reason = error.strerror or "write error"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moeedge.hardware.devices import Entry
-from moeedge.hub.listing import Listed
-from moeedge.hub.pull import Missing, Wanted
+from moeedge.hardware.devices import DeviceRow
+from moeedge.hub.local import ListedModel
+from moeedge.hub.pull import MissingFile, WantedModel
 from moeedge.ui.console import say, stderr_console, visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
-from moeedge.widen.layout import Plan
+from moeedge.widen.layout import WidePlan
 from moeedge.widen.shape import SIZE_NAMES
 
 _MIB = 2.0**-20  # from bytes
@@ -30,7 +30,7 @@ _MODEL_COLUMNS = (
 )
 
 
-def print_models(models: list[Listed], folder: Path, console: Console, *, everything: bool) -> None:
+def print_models(models: list[ListedModel], folder: Path, console: Console, *, everything: bool) -> None:
     """One row per model, then the notes on single models."""
     print_table(console, _MODEL_COLUMNS, models)
     console.print()
@@ -45,24 +45,26 @@ def print_models(models: list[Listed], folder: Path, console: Console, *, everyt
         console.print("moeedge list --all shows what the catalog offers; moeedge pull NAME downloads it.")
 
 
-def models_json(models: list[Listed]) -> str:
+def models_json(models: list[ListedModel]) -> str:
     """A JSON list; sizes in bytes, null where not known."""
     return json_text([dataclasses.asdict(model) for model in models])
 
 
-def _model_size(model: Listed) -> str | None:
+def _model_size(model: ListedModel) -> str | None:
     if model.size_bytes is not None:
         return format_bytes(model.size_bytes)
     return None if model.about_bytes is None else f"~{format_bytes(model.about_bytes)}"
 
 
-def _model_state(model: Listed) -> str:
+def _model_state(model: ListedModel) -> str:
     if model.state == "complete":
         return "yes"
     return f"{format_bytes(model.have_bytes)} of it" if model.state == "partial" else "no"
 
 
-def notify_downloads(wanted: Sequence[Wanted], missing: Sequence[Missing], notify: Callable[[str], None]) -> None:
+def notify_downloads(
+    wanted: Sequence[WantedModel], missing: Sequence[MissingFile], notify: Callable[[str], None]
+) -> None:
     """A sentence per model: its name, its licence, and how much of it is downloaded."""
     for model in wanted:
         licence = f", licence {model.licence}" if model.licence else ""
@@ -81,7 +83,7 @@ def notify_downloads(wanted: Sequence[Wanted], missing: Sequence[Missing], notif
             notify(f"{model.name}: the hub names no SHA-256; only the size can be checked.")
 
 
-def print_files(wanted: Sequence[Wanted], missing: Sequence[Missing], console: Console) -> None:
+def print_files(wanted: Sequence[WantedModel], missing: Sequence[MissingFile], console: Console) -> None:
     """The path of each model, or the files that a download would bring."""
     for model in wanted:
         if model.local is not None:
@@ -93,7 +95,7 @@ def print_files(wanted: Sequence[Wanted], missing: Sequence[Missing], console: C
             console.print(f"{model.role} {place} {format_bytes(file.file.size_bytes)}{have}", soft_wrap=True)
 
 
-def files_json(wanted: Sequence[Wanted], missing: Sequence[Missing]) -> str:
+def files_json(wanted: Sequence[WantedModel], missing: Sequence[MissingFile]) -> str:
     """A JSON list with one object per model."""
     return json_text(
         [
@@ -120,7 +122,7 @@ def files_json(wanted: Sequence[Wanted], missing: Sequence[Missing]) -> str:
     )
 
 
-def _missing_files(model: Wanted, missing: Sequence[Missing]) -> list[Missing]:
+def _missing_files(model: WantedModel, missing: Sequence[MissingFile]) -> list[MissingFile]:
     if model.local is not None:
         return []
     paths = {file.path for file in model.files}
@@ -138,7 +140,7 @@ _DEVICE_COLUMNS = (
 _NARROW_TITLES = ("name", "free MiB", "holds experts")
 
 
-def print_devices(entries: list[Entry], console: Console) -> None:
+def print_devices(entries: list[DeviceRow], console: Console) -> None:
     """One row per device, then a line for each: its use, or why it cannot be used."""
     wide = console.width >= _WIDE
     columns = [column for column in _DEVICE_COLUMNS if wide or column.title in _NARROW_TITLES]
@@ -149,12 +151,12 @@ def print_devices(entries: list[Entry], console: Console) -> None:
         console.print(f"{entry.name}: {description}{entry.remark}", soft_wrap=True)  # commands in it can be copied
 
 
-def devices_json(entries: list[Entry]) -> str:
+def devices_json(entries: list[DeviceRow]) -> str:
     """A JSON list; sizes in bytes, null where not known."""
     return json_text([dataclasses.asdict(entry) for entry in entries])
 
 
-def print_widened(plan: Plan, out: Path | None, console: Console) -> None:
+def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
     """The table on `console`, notes on standard error; out: the written file, None for a dry run."""
     err = stderr_console()
     for note in plan.notes:
@@ -169,7 +171,7 @@ def print_widened(plan: Plan, out: Path | None, console: Console) -> None:
     console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
 
 
-def widened_json(plan: Plan, out: Path | None) -> str:
+def widened_json(plan: WidePlan, out: Path | None) -> str:
     """One JSON object; sizes in bytes."""
     record = {
         "source": str(plan.source),
@@ -184,6 +186,6 @@ def widened_json(plan: Plan, out: Path | None) -> str:
     return json_text(record, indent=None)
 
 
-def _file_bytes(plan: Plan, out: Path | None) -> int:
+def _file_bytes(plan: WidePlan, out: Path | None) -> int:
     """Size of the written file; before that, of its tensors."""
     return plan.data_bytes if out is None else out.stat().st_size

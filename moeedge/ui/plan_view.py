@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from moeedge.planning.headers import ModelFacts
-from moeedge.planning.memory_map import MemoryMap, Place
-from moeedge.planning.plan import Plan
+from moeedge.planning.memory_map import MemoryMap, MemoryPool
+from moeedge.planning.plan import SessionPlan
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
 
@@ -17,7 +17,7 @@ _MIB = 2**20
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 
-def print_plan(plan: Plan, console: Console) -> None:
+def print_plan(plan: SessionPlan, console: Console) -> None:
     """Tables and notes; `console` must not interpret markup, since names of files and devices are not ours."""
     _print_facts("model", plan.model, console)
     if plan.draft is not None:
@@ -51,7 +51,7 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
         console.print(f"  {facts.memory}")
 
 
-def _print_place(place: Place, chosen: MemoryMap, console: Console) -> None:
+def _print_place(place: MemoryPool, chosen: MemoryMap, console: Console) -> None:
     """What takes memory in one place, in MiB; rows are (text, bytes, style)."""
     rows = []
     for line in place.lines:
@@ -70,7 +70,7 @@ def _print_place(place: Place, chosen: MemoryMap, console: Console) -> None:
     print_table(console, columns, rows, style=lambda row: str(row[2]))
 
 
-def _print_contexts(plan: Plan, console: Console) -> None:
+def _print_contexts(plan: SessionPlan, console: Console) -> None:
     """One row per context size: its KV cache, the experts that the device holds, and whether it fits."""
     has_device = plan.machine.device.kind != "none" and plan.model.n_experts > 0
     columns = [
@@ -84,14 +84,14 @@ def _print_contexts(plan: Plan, console: Console) -> None:
     print_table(console, columns, plan.contexts, style=lambda context: style.get(context.n_ctx, ""))
 
 
-def _largest_context(plan: Plan) -> str:
+def _largest_context(plan: SessionPlan) -> str:
     if not plan.largest_n_ctx:
         return "No context fits."
     trained = " (what it was trained with)" if plan.largest_n_ctx == plan.model.n_ctx_train else ""
     return f"Largest context that fits: {plan.largest_n_ctx:,} tokens{trained}."
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: SessionPlan) -> str:
     """One JSON object; sizes in bytes."""
     device = plan.machine.device
     return json_text(
@@ -127,7 +127,7 @@ def _map_dict(memory_map: MemoryMap) -> dict[str, Any]:
     }
 
 
-def _place_dict(place: Place) -> dict[str, Any]:
+def _place_dict(place: MemoryPool) -> dict[str, Any]:
     return dataclasses.asdict(place) | {
         "used_bytes": place.used_bytes,
         "fixed_bytes": place.fixed_bytes,

@@ -24,7 +24,7 @@ from moeedge.errors import InputError, ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.widen.blocks import RowMover
 from moeedge.widen.maps import GroupedHeads, Map, Rotary, corner, product, repeated, repetitions
-from moeedge.widen.shape import BLOCK, Asked, Shape, read_shape, wider_shape
+from moeedge.widen.shape import BLOCK, RequestedSizes, Shape, read_shape, wider_shape
 
 _LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
 _ALIGNMENT = 32  # of tensors in the file
@@ -186,7 +186,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WidePlan:
     """A wide file before it is written."""
 
     source: Path
@@ -224,7 +224,9 @@ class Plan:
         return tuple(dict.fromkeys(tensor.mover.source_type.name for tensor in self.tensors if is_ffn(tensor.name)))
 
 
-def make_plan(source: Path, asked: Asked, *, like: str | None = None, type_: WeightType | None = None) -> Plan:
+def make_plan(
+    source: Path, asked: RequestedSizes, *, like: str | None = None, type_: WeightType | None = None
+) -> WidePlan:
     """Reads the header of `source` and lays the wide file out. Raises InputError where that is impossible."""
     if len(gguf_file.parts(source)) > 1:
         raise ModelFileError(f"{source} is split.", "Merge its parts first: llama-gguf-split --merge.")
@@ -239,7 +241,7 @@ def make_plan(source: Path, asked: Asked, *, like: str | None = None, type_: Wei
     layout = Layout(keys, narrow, wide, type_)
     by_name = {tensor.name: tensor for tensor in reader.tensors}
     tensors = tuple(layout.tensors(by_name))
-    return Plan(
+    return WidePlan(
         source=source,
         fields=fields,
         changed=layout.metadata(),

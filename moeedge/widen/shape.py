@@ -31,7 +31,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownShape:
     """A model of which people know the size; where it lies is where its config.json was read."""
 
     shape: Shape
@@ -39,17 +39,19 @@ class Known:
     architecture: str
 
 
-KNOWN: Mapping[str, Known] = {
-    "qwen3-30b-a3b": Known(Shape(2048, 768, 32, 4, 128, 48, 128, 8, 151936), "Qwen/Qwen3-30B-A3B", "qwen3moe"),
-    "qwen3-235b-a22b": Known(Shape(4096, 1536, 64, 4, 128, 94, 128, 8, 151936), "Qwen/Qwen3-235B-A22B", "qwen3moe"),
+KNOWN: Mapping[str, KnownShape] = {
+    "qwen3-30b-a3b": KnownShape(Shape(2048, 768, 32, 4, 128, 48, 128, 8, 151936), "Qwen/Qwen3-30B-A3B", "qwen3moe"),
+    "qwen3-235b-a22b": KnownShape(
+        Shape(4096, 1536, 64, 4, 128, 94, 128, 8, 151936), "Qwen/Qwen3-235B-A22B", "qwen3moe"
+    ),
     # its attention has 16 heads, whose keys and values are unpacked from one latent vector: 16 of each
-    "deepseek-v2-lite": Known(
+    "deepseek-v2-lite": KnownShape(
         Shape(2048, 1408, 16, 16, 128, 27, 64, 6, 102400), "deepseek-ai/DeepSeek-V2-Lite", "deepseek2"
     ),
-    "olmoe-1b-7b": Known(Shape(2048, 1024, 16, 16, 128, 16, 64, 8, 50304), "allenai/OLMoE-1B-7B-0924", "olmoe"),
-    "qwen3-0.6b": Known(Shape(1024, 3072, 16, 8, 128, 28, 0, 0, 151936), "Qwen/Qwen3-0.6B", "qwen3"),
-    "qwen3-1.7b": Known(Shape(2048, 6144, 16, 8, 128, 28, 0, 0, 151936), "Qwen/Qwen3-1.7B", "qwen3"),
-    "qwen3-4b": Known(Shape(2560, 9728, 32, 8, 128, 36, 0, 0, 151936), "Qwen/Qwen3-4B", "qwen3"),
+    "olmoe-1b-7b": KnownShape(Shape(2048, 1024, 16, 16, 128, 16, 64, 8, 50304), "allenai/OLMoE-1B-7B-0924", "olmoe"),
+    "qwen3-0.6b": KnownShape(Shape(1024, 3072, 16, 8, 128, 28, 0, 0, 151936), "Qwen/Qwen3-0.6B", "qwen3"),
+    "qwen3-1.7b": KnownShape(Shape(2048, 6144, 16, 8, 128, 28, 0, 0, 151936), "Qwen/Qwen3-1.7B", "qwen3"),
+    "qwen3-4b": KnownShape(Shape(2560, 9728, 32, 8, 128, 36, 0, 0, 151936), "Qwen/Qwen3-4B", "qwen3"),
 }
 
 SIZE_NAMES = {
@@ -66,7 +68,7 @@ SIZE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedSizes:
     """The sizes that a user named; None: as in the shape to be like, or as in the source."""
 
     embd: int | None = None
@@ -107,7 +109,7 @@ def read_shape(keys: Mapping[str, Any], name: str) -> Shape:
     return shape
 
 
-def wider_shape(source: Shape, asked: Asked, like: str | None = None) -> tuple[Shape, list[str]]:
+def wider_shape(source: Shape, asked: RequestedSizes, like: str | None = None) -> tuple[Shape, list[str]]:
     """The shape to write, and what a person should know about it.
 
     What `asked` names must be possible; of `like` is taken what is. Raises InputError.

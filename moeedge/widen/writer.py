@@ -22,7 +22,7 @@ import numpy as np
 from moeedge.errors import DiskSpaceError, InputError
 from moeedge.units import format_bytes
 from moeedge.widen.blocks import Bytes, row_bytes
-from moeedge.widen.layout import Plan, WideTensor
+from moeedge.widen.layout import WidePlan, WideTensor
 from moeedge.widen.maps import Map
 
 _GROUP_BYTES = 32 * 2**20  # of rows that are in memory at once
@@ -54,7 +54,7 @@ def check_target(out: Path, source: Path, *, force: bool) -> None:
         raise InputError(f"The folder {folder} may not be written to.", "Name a file elsewhere.")
 
 
-def check_space(plan: Plan, out: Path, *, sparse: bool) -> None:
+def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
     """Raises DiskSpaceError where the file does not fit beside what is there."""
     needed = plan.source.stat().st_size + _HEADER_ROOM
     needed += sum(_content_bytes(tensor) for tensor in plan.tensors) if sparse else plan.data_bytes
@@ -66,7 +66,7 @@ def check_space(plan: Plan, out: Path, *, sparse: bool) -> None:
         )
 
 
-def write(plan: Plan, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
+def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
     """Writes the plan to `out`, replacing it; on_bytes hears of every group of bytes. Nothing is left on failure."""
     try:
         with _part_file(out) as (part, file), plan.source.open("rb") as source:
@@ -108,7 +108,7 @@ def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
             raise
 
 
-def _write_header(plan: Plan, path: Path) -> None:
+def _write_header(plan: WidePlan, path: Path) -> None:
     """Metadata and the list of tensors."""
     writer = gguf.GGUFWriter(path, plan.fields["general.architecture"].contents())
     changed = dict(plan.changed)

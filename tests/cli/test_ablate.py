@@ -16,8 +16,8 @@ from moeedge.bench.ablation import AblationRow, figure_12, figure_14
 from moeedge.cli.app import app
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
+from moeedge.llama.draft_model import quantized
 from moeedge.llama.model import Model
-from moeedge.llama.routers import quantized
 from moeedge.scheduler.manager import ExpertPlacement
 from moeedge.ui.bench_views import print_ablation
 from tests.conftest import TinyFactory

@@ -181,7 +181,7 @@ def test_a_full_context_stops_the_answer_and_says_so(tiny: TinyFactory) -> None:
         (["-o", "json"], "standard input is empty"),
         (["-p", "hi", "-m", "nowhere.gguf"], "nowhere.gguf"),
         (["-p", "hi", "-m", ""], ". is a folder"),
-        (["-p", "hi", "-dev", "CUDA7"], 'There is no device "CUDA7". Known: auto, none,'),
+        (["-p", "hi", "-dev", "CUDA7"], "Unknown device 'CUDA7'. Choose from: auto, none,"),
         (["-p", "hi", "--temp", "-1"], "temperature must be >= 0"),
         (["-p", "hi", "--temp", "nan"], "temperature must be >= 0"),
         (["-p", "hi", "--repeat-penalty", "nan"], "repeat_penalty must be > 0"),

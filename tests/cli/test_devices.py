@@ -38,12 +38,12 @@ def test_json_has_bytes() -> None:
 def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moeedge.hardware.devices import catalog
+    from moeedge.hardware.devices import list_devices
 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA [Made] Up",))
     monkeypatch.setattr(native, "devices", lambda: [native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")])
-    print_devices(catalog(), stdout_console())
+    print_devices(list_devices(), stdout_console())
     lines = capsys.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("NVIDIA [Made] Up: "))
     assert "was built without CUDA" in line
@@ -54,7 +54,7 @@ def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
 @pytest.mark.parametrize(
     ("device", "complaint"),
     [
-        ("CUDA77", 'There is no device "CUDA77". Known: auto, none, emulated, CPU'),
+        ("CUDA77", "Unknown device 'CUDA77'. Choose from: auto, none, emulated, CPU"),
         ("emulated:link=fast", '"fast" is no rate'),
         ("emulated:threads=0", '"0" threads'),
         ("rpc://somewhere", "names no worker"),

@@ -64,8 +64,8 @@ def test_stats_without_a_device(pair: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["-dev", "nonsense"], 'There is no device "nonsense". Known: auto, none, emulated'),
-        (["-dev", "emulated:link=fast"], "no such link speed"),
+        (["-dev", "nonsense"], "Unknown device 'nonsense'. Choose from: auto, none, emulated"),
+        (["-dev", "emulated:link=fast"], "Invalid link speed"),
         (["-dev", "emulated:cores=3"], 'no option "cores=3"'),
         (["-dev", "rpc://"], "names no worker"),
         ([*EMULATED, "--vram", "4000TB"], "is larger than the device"),

@@ -37,7 +37,7 @@ def test_without_rpc() -> None:
         (["--listen", "127.0.0.1"], "it is not HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], '"99999" is no port'),
         (["--listen", "[::1]:50052"], "neither an IPv4 address nor a host name"),
-        (["--listen", "nowhere.invalid:0"], 'There is no host "nowhere.invalid"'),
+        (["--listen", "nowhere.invalid:0"], "Unknown host 'nowhere.invalid'"),
         (["--listen", "192.0.2.1:0", "--insecure-listen"], "Cannot listen on 192.0.2.1:0 "),
         (["--device", "CUDA77"], 'There is no device "CUDA77" to serve. Known: CPU'),
         (["--threads", "-1"], "--threads must be in 0..512"),

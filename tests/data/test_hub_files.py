@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeedge.data import CATALOG, load_dataset
-from moeedge.hub.endpoint import HubFile
+from moeedge.data.datasets import DatasetFile
 from moeedge.scoring.answers import Reference, score_answer
 from tests.support.hub import hub_stand_in
 
@@ -60,7 +60,7 @@ _RECORDS: dict[tuple[str, str], tuple[dict[str, Any], list[str], str | None]] = 
 }  # fmt: skip
 
 
-def _content(source: HubFile, record: dict[str, Any]) -> bytes:
+def _content(source: DatasetFile, record: dict[str, Any]) -> bytes:
     if not source.file.endswith(".parquet"):
         return (json.dumps(record) + "\n").encode()
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -73,7 +73,7 @@ def _content(source: HubFile, record: dict[str, Any]) -> bytes:
     ("name", "source"),
     [pytest.param(name, one, id=f"{name}-{one.repo}") for name, entry in CATALOG.items() for one in entry.hub],
 )
-def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, source: HubFile) -> None:
+def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, source: DatasetFile) -> None:
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))

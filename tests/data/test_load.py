@@ -102,7 +102,7 @@ def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> Non
 
 def test_no_network_fails_quickly_and_names_the_places() -> None:
     begin = time.monotonic()
-    with pytest.raises(DownloadError, match="the hub did not help") as caught:
+    with pytest.raises(DownloadError, match="gsm8k") as caught:
         load_dataset("gsm8k")
     assert time.monotonic() - begin < 10
     assert "$MOEEDGE_DATA is not set" in caught.value.message
@@ -138,7 +138,7 @@ def test_the_next_of_the_hub_s_files_stands_in_for_one_that_is_gone() -> None:
 
 
 def test_an_unknown_dataset() -> None:
-    with pytest.raises(DatasetError, match='Unknown dataset "mtbanch"') as caught:
+    with pytest.raises(DatasetError, match="'mtbanch'") as caught:
         load_dataset("mtbanch")
     assert all(name in caught.value.hint for name in (*dataset_names(), "sample", "toy"))
     assert caught.value.exit_code == 2

@@ -132,7 +132,7 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
     whole = []
     for token in batch:
         context.decode([token], phase=Phase.DRAFT, logits="all", hidden_states=True)
-        whole.append(context.last_state().copy())
+        whole.append(context.last_hidden_state().copy())
     assert stated[0].hidden_states is not None
     np.testing.assert_allclose(stated[0].hidden_states, np.stack(whole[len(history) - 1 :]), atol=0.02)
     assert np.abs(np.diff(stated[0].hidden_states, axis=0)).max() > 0.1

@@ -289,7 +289,7 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
 
 def test_a_context_larger_than_the_memory(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(available=1 << 30, total=1 << 34)
-    monkeypatch.setattr("moeedge.llama.memory.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("moeedge.llama.context_size.psutil.virtual_memory", lambda: free)
     with pytest.raises(InputError, match=r"GiB of KV cache, but 1\.0 GiB of memory are free"):
         Session.open(options(pair, n_ctx=MAX_N_CTX))
 
@@ -322,11 +322,11 @@ def test_a_foreign_draft_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> 
 
 
 def test_auto_without_a_gpu_says_so(pair: tuple[Path, Path]) -> None:
-    if library.has_gpu():
+    if library.local_gpus():
         pytest.skip("a GPU is here")
     with Session.open(options(pair, device="auto")) as session:
         assert session.info.device == "none"
-        assert "No GPU: every expert stays on the CPU" in session.info.notes[0]
+        assert "No GPU: all experts stay on the CPU" in session.info.notes[0]
 
 
 def test_info_and_notes(pair: tuple[Path, Path]) -> None:

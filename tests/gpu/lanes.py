@@ -17,7 +17,7 @@ import numpy as np
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.hardware import vram
+from moeedge.hardware import devices
 from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
@@ -78,7 +78,7 @@ def load_stock(settings: Settings, n_cpu_moe: int) -> Model:
     handle = lib.llama_model_load_from_file(str(settings.model).encode(), parameters)
     assert handle, library.first_error()
     info = engine_model._read_info(handle, gguf_file.summarize(settings.model))
-    return Model(settings.model, handle, info, beside_gpu=settings.gpu)
+    return Model(settings.model, handle, info, uses_gpu=settings.gpu)
 
 
 def open_stock(settings: Settings, n_cpu_moe: int, draft: Model) -> Session:
@@ -175,5 +175,5 @@ def describe_gpu() -> dict[str, str] | None:
 def vram_bytes(device: str) -> int:
     """Bytes in use on the device, all processes together; 0 where it has no memory of its own."""
     resolved = resolve(DeviceSpec.parse(device))
-    reading = vram.read(resolved) if resolved.kind == "gpu" else None
+    reading = devices.read_memory(resolved) if resolved.kind == "gpu" else None
     return reading.used_bytes if reading else 0

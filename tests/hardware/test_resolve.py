@@ -11,8 +11,8 @@ import pytest
 
 from moeedge import native
 from moeedge.errors import BackendError, DeviceError
-from moeedge.hardware import nvidia, rpc, vram
-from moeedge.hardware.devices import ResolvedDevice, catalog, check_known, resolve
+from moeedge.hardware import devices, nvidia, rpc
+from moeedge.hardware.devices import ResolvedDevice, check_known, list_devices, resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import library
 from tests.support.worker import WorkerProcess
@@ -62,7 +62,7 @@ def test_auto_without_a_gpu_says_so(offer: Callable[..., None]) -> None:
     offer(_CPU, _BLAS)
     found = _resolve("auto")
     assert found.kind == "none"
-    assert found.notes == ["No GPU: every expert stays on the CPU (moeedge devices says what there is)."]
+    assert found.notes == ["No GPU: all experts stay on the CPU (see moeedge devices)."]
 
 
 def test_only_the_bundled_model_is_emulated_by_itself(offer: Callable[..., None]) -> None:
@@ -87,7 +87,7 @@ def test_a_driver_without_the_build_is_named(offer: Callable[..., None]) -> None
     note = _resolve("auto").notes[0]
     assert "The NVIDIA driver offers NVIDIA Made Up" in note
     assert 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall' in note
-    row = next(entry for entry in catalog() if entry.name == "NVIDIA Made Up")
+    row = next(entry for entry in list_devices() if entry.name == "NVIDIA Made Up")
     assert not row.usable
     assert row.remark == note
     offer(_CPU, _CUDA, cards=("NVIDIA Made Up",))
@@ -98,12 +98,12 @@ def test_names(offer: Callable[..., None]) -> None:
     offer(_CPU, _BLAS, _CUDA)
     assert (_resolve("CUDA0").kind, _resolve("CUDA0").llama_device) == ("gpu", "CUDA0")
     assert _resolve("CPU").kind == "none"
-    with pytest.raises(DeviceError, match=r'no device "CUDA7"\. Known: auto, none, emulated, CPU, CUDA0') as caught:
+    with pytest.raises(DeviceError, match=r"'CUDA7'.*: auto, none, emulated, CPU, CUDA0") as caught:
         _resolve("CUDA7")
     assert caught.value.exit_code == 2
     with pytest.raises(DeviceError, match="BLAS computes in the host's memory"):
         _resolve("BLAS")
-    with pytest.raises(DeviceError, match="no device"):
+    with pytest.raises(DeviceError, match="CUDA7"):
         check_known(DeviceSpec.parse("CUDA7"))
     check_known(DeviceSpec.parse("rpc://nowhere:1"))  # not touched
 
@@ -116,7 +116,7 @@ def test_emulated_is_labelled() -> None:
 
 
 def test_catalog_of_this_machine() -> None:
-    entries = {entry.name: entry for entry in catalog()}
+    entries = {entry.name: entry for entry in list_devices()}
     assert not entries["CPU"].usable
     assert entries["emulated"].usable
     assert entries["rpc://HOST:PORT"].usable == rpc.is_built_in()
@@ -126,21 +126,21 @@ def test_catalog_of_this_machine() -> None:
 
 
 def test_vram_readings(offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert vram.read(_resolve("none")) is None
-    emulated = vram.read(_resolve("emulated"), pool_bytes=100, filled_bytes=40)
-    assert emulated == vram.VramReading(40, 60, 100, "pool")
+    assert devices.read_memory(_resolve("none")) is None
+    emulated = devices.read_memory(_resolve("emulated"), pool_bytes=100, filled_bytes=40)
+    assert emulated == devices.VramReading(40, 60, 100, "pool")
     offer(_CPU, _CUDA)
     gpu = _resolve("auto")
-    assert vram.read(gpu) == vram.VramReading(2 * 2**30, 6 * 2**30, 8 * 2**30, "ggml")  # no driver here
-    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.Memory(3 * 2**30, 5 * 2**30, 8 * 2**30))
-    assert vram.read(gpu) == vram.VramReading(3 * 2**30, 5 * 2**30, 8 * 2**30, "nvml")
+    assert devices.read_memory(gpu) == devices.VramReading(2 * 2**30, 6 * 2**30, 8 * 2**30, "ggml")  # no driver here
+    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.CardMemory(3 * 2**30, 5 * 2**30, 8 * 2**30))
+    assert devices.read_memory(gpu) == devices.VramReading(3 * 2**30, 5 * 2**30, 8 * 2**30, "nvml")
     # a slice of a card: the driver speaks of the whole
-    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.Memory(3 * 2**30, 77 * 2**30, 80 * 2**30))
-    reading = vram.read(gpu)
+    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.CardMemory(3 * 2**30, 77 * 2**30, 80 * 2**30))
+    reading = devices.read_memory(gpu)
     assert reading is not None
     assert reading.source == "ggml"
     remote = ResolvedDevice("rpc", endpoint="h:1", free_bytes=50, total_bytes=80)
-    assert vram.read(remote, pool_bytes=10) == vram.VramReading(40, 40, 80, "worker")
+    assert devices.read_memory(remote, pool_bytes=10) == devices.VramReading(40, 40, 80, "worker")
 
 
 def test_without_rpc_the_build_is_named() -> None:
@@ -183,8 +183,8 @@ def test_a_busy_worker_is_not_waited_for(listener: socket.socket, monkeypatch: p
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "is no moeedge worker"),
-        (b"", "is no moeedge worker"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "no moeedge worker"),
+        (b"", "no moeedge worker"),
         ((28).to_bytes(8, "little") + bytes([6, 0]) + bytes(26), r"speaks RPC 6\.0, llama\.cpp here 7"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_worker_is_found_and_kept_from_llama_cpp_s_layers(worker: WorkerProces
     assert 0 < found.free_bytes < found.total_bytes  # a CPU calls all of its memory free
     remote = {device.name: device for device in native.devices()}[found.ggml_name]
     assert (remote.kind, remote.total_bytes) == ("RPC", 0)
-    assert not library.has_gpu()
+    assert not library.local_gpus()
     assert list(library.device_list(worker.device)) == [None]
     with pytest.raises(DeviceError, match=f"Name it {worker.device}"):
         _resolve(found.ggml_name)

@@ -36,7 +36,7 @@ def test_known_forms(text: str, spec: DeviceSpec) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no name"),
+        ("", "empty"),
         ("emulated:", "no option"),
         ("emulated:speed=3", 'no option "speed=3"'),
         ("emulated:link=25GB", '"25GB" is no rate'),

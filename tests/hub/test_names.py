@@ -11,9 +11,8 @@ from moeedge import paths
 from moeedge.cli.pair import Pair, resolve_pair
 from moeedge.errors import CatalogError, InputError, ModelNameError
 from moeedge.hub import cache
-from moeedge.hub.cache import locate
 from moeedge.hub.catalog import HubFile, Variant, load_catalog
-from moeedge.hub.listing import list_models
+from moeedge.hub.local import list_models, locate
 from moeedge.hub.names import HubReference, all_parts, choose_files, parse_reference
 from moeedge.hub.pull import want_pair
 
@@ -113,14 +112,14 @@ def test_names_aliases_and_types(own: Write) -> None:
     ]:
         choice = catalog.find(text)
         assert choice is not None and (choice.variant.quant, choice.name) == (quant, name)
-    with pytest.raises(CatalogError, match='no mine of type "Q5_K"') as unknown:
+    with pytest.raises(CatalogError, match="mine") as unknown:
         catalog.find("mine:Q5_K")
-    assert "It has Q4_0, Q8_0" in unknown.value.hint
+    assert "Q4_0, Q8_0" in unknown.value.hint
     assert catalog.find("qwen3-0.6b") is not None  # the shipped ones are there, too
     assert catalog.find("nobody") is None
-    assert catalog.near("qwen3-30b-a3")[0] == "qwen3-30b-a3b"
-    assert catalog.near("mne")[0] == "mine"
-    assert catalog.near("") == []
+    assert catalog.similar("qwen3-30b-a3")[0] == "qwen3-30b-a3b"
+    assert catalog.similar("mne")[0] == "mine"
+    assert catalog.similar("") == []
 
 
 def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> None:
@@ -128,24 +127,27 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
     choice = load_catalog().find("olmoe-1b-7b")
     assert choice is not None
     assert choice.variant.local == tmp_path / "config" / "moeedge" / "sub" / "x.gguf"
-    with pytest.raises(ModelNameError, match=r"should be .*sub/x\.gguf"):
+    with pytest.raises(ModelNameError, match=r"sub/x\.gguf"):
         locate("olmoe-1b-7b")
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[[model]\n", "is no TOML"),
+        ("[[model]\n", "TOML"),
         ('[[models]]\nname = "x"\n', 'unknown key "models"'),
-        ("[[model]]\n", r"name of a \[\[model\]\] must be a text"),
-        ('[[model]]\nname = "a b"\n', '"a b" cannot be a name'),
-        ('[[model]]\nname = "bundled"\n', "cannot be a name"),
+        ("[[model]]\n", r"a \[\[model\]\] has no name"),
+        ('[[model]]\nname = "a b"\n', "name of model a b must be letters"),
+        ('[[model]]\nname = "bundled"\n', "name of model bundled"),
         ('[[model]]\nname = "x"\n', r"model x has no \[\[model.variant\]\]"),
         ('[[model]]\nname = "x"\nsize = 3\n', 'model x has an unknown key "size"'),
         ('[[model]]\nname = "x"\ndraft_max = -1\n', "draft_max of model x"),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "x"\n', 'must be "owner/name"'),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "names no files"),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["../x.gguf"]\n', "is no GGUF file"),
+        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "neither a path nor a repo"),
+        (
+            '[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["../x.gguf"]\n',
+            "files of a variant of model x must be paths of GGUF files",
+        ),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\nsha256 = ["1"]\n', "64 hexa"),
         (
             '[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\nsize_bytes = [1, 2]\n',
@@ -165,7 +167,7 @@ def test_a_catalog_that_makes_no_sense(own: Write, text: str, reason: str) -> No
 
 def test_a_named_catalog_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOEEDGE_CATALOG", str(tmp_path / "absent.toml"))
-    with pytest.raises(CatalogError, match="cannot be read"):
+    with pytest.raises(CatalogError, match=r"absent\.toml"):
         load_catalog()
 
 
@@ -218,12 +220,12 @@ def test_choosing_a_file() -> None:
     assert chosen(quant="Q8_0") == all_parts("Q8_0/m-Q8_0-00001-of-00002.gguf")
     assert chosen(file="Q8_0/m-Q8_0-00002-of-00002.gguf") == all_parts("Q8_0/m-Q8_0-00001-of-00002.gguf")
     assert chosen(file="mmproj-F16.gguf") == ["mmproj-F16.gguf"]
-    for what, reason in [("Q4", "holds no file"), ("Q2_K", "holds no file"), ("Q6_K", "lacks broken-Q6_K-00002")]:
+    for what, reason in [("Q4", "no file"), ("Q2_K", "no file"), ("Q6_K", "lacks broken-Q6_K-00002")]:
         with pytest.raises(InputError, match=reason):
             chosen(quant=what)
-    with pytest.raises(InputError, match="holds no GGUF model"):
+    with pytest.raises(InputError, match="no GGUF model"):
         choose_files(HubReference("a/b"), [HubFile("model.safetensors")])
-    with pytest.raises(InputError, match="holds several models"):
+    with pytest.raises(InputError, match="several models"):
         choose_files(HubReference("a/b"), [HubFile("x-Q5_0.gguf"), HubFile("y-Q6_K.gguf")])
 
 
@@ -245,7 +247,7 @@ def test_what_is_here_is_found(own: Write) -> None:
         locate("mine:Q8_0")
     store("me/mine-GGUF", parts[1], blob="d" * 64)
     assert locate("mine:Q8_0").path == first
-    with pytest.raises(InputError, match="may be several files"):
+    with pytest.raises(InputError, match="several files"):
         locate("hf:me/mine-GGUF")
     assert want_pair(load_catalog(), "mine", no_draft=True)[0].local == link
 
@@ -256,7 +258,7 @@ def test_a_path_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert locate("gpt-oss-20b").path == Path("gpt-oss-20b")
     for path in ("absent.gguf", "./absent", "/absent", "sub/absent.gguf"):
         assert locate(path).path == Path(path)  # llama.cpp's side says that it is not there
-    with pytest.raises(ModelNameError, match='There is no model "absent"'):
+    with pytest.raises(ModelNameError, match="'absent'"):
         locate("absent")
 
 

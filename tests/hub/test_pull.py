@@ -24,7 +24,7 @@ def test_pull_and_chat(place: Place, bundled_pair: tuple[Path, Path]) -> None:
     place.write_catalog()
     absent = place.run("chat", "-m", "big", "-p", "Hello")
     assert absent.returncode == 2
-    assert "big (2" in absent.stderr and "moeedge pull big downloads it and its draft" in absent.stderr
+    assert "big (2" in absent.stderr and "Download it and its draft with moeedge pull big" in absent.stderr
 
     pulled = place.run("pull", "big", "-o", "json")
     assert pulled.returncode == 0, pulled.stderr
@@ -106,11 +106,11 @@ def test_a_second_run_fetches_only_the_rest(place: Place) -> None:
     body = place.hub.files[BIG]
     first = place.run("pull", "big", "--no-draft")
     assert first.returncode == 1
-    assert "HTTP status 503" in first.stderr and "what has arrived is kept" in first.stderr
+    assert "HTTP status 503" in first.stderr and "the bytes that arrived are kept" in first.stderr
     assert place.blobs("me/big-GGUF") == {sha256(body) + INCOMPLETE: body[: 2**20]}
     listed = json.loads(place.run("list", "-o", "json").stdout)
     assert [(row["state"], row["have_bytes"]) for row in listed if row["name"] == "big"] == [("partial", 2**20)]
-    assert "big is here in part, 1 MiB of 3 MiB" in place.run("chat", "-m", "big", "-p", "x").stderr
+    assert "big is incomplete on this machine: 1 MiB of 3 MiB" in place.run("chat", "-m", "big", "-p", "x").stderr
 
     place.hub.status, place.hub.asked = 200, []
     second = place.run("pull", "big", "--no-draft")
@@ -136,7 +136,7 @@ def test_a_damaged_part_is_found_and_removed(place: Place) -> None:
     place.hub.status = 200
     damaged = place.run("pull", "big", "--no-draft")
     assert damaged.returncode == 1
-    assert "arrived damaged: its SHA-256 is" in damaged.stderr and "it was removed" in damaged.stderr
+    assert "arrived damaged and was deleted" in damaged.stderr
     assert not list(folder.iterdir())
     assert place.run("pull", "big", "--no-draft").returncode == 0
 
@@ -145,7 +145,7 @@ def test_a_wrong_hash_from_the_hub(place: Place) -> None:
     place.hub.claimed_sha256 = "0" * 64
     refused = place.run("pull", "big")
     assert refused.returncode == 1
-    assert "serves another big-Q4_K_M.gguf than the catalog knows" in refused.stderr
+    assert "serves another big-Q4_K_M.gguf than the catalog lists" in refused.stderr
     assert place.hub.ranges() == []
     damaged = place.run("pull", "hf:me/small-GGUF")  # no catalog to compare with
     assert damaged.returncode == 1 and "not 000000000000..." in damaged.stderr
@@ -156,7 +156,7 @@ def test_no_room(place: Place) -> None:
     place.hub.claimed_bytes = 10**15
     result = place.run("pull", "big")
     assert result.returncode == 1
-    assert "TiB" not in result.stderr and "are to come" in result.stderr and "HF_HUB_CACHE" in result.stderr
+    assert "TiB" not in result.stderr and "The download needs" in result.stderr and "HF_HUB_CACHE" in result.stderr
     assert place.hub.ranges() == []
 
 
@@ -213,8 +213,8 @@ def test_a_really_full_disk(place: Place, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["hf:me/big-GGUF:none.gguf"], "holds no file"),
-        (["hf:me/none-GGUF:Q4_K_M"], "There is no model repository me/none-GGUF"),
+        (["hf:me/big-GGUF:none.gguf"], "no file"),
+        (["hf:me/none-GGUF:Q4_K_M"], "There is no repository me/none-GGUF"),
         (["hf:me/big-GGUF@v9:Q4_K_M"], "There is no model big"),
     ],
 )
@@ -247,7 +247,7 @@ def test_gated(place: Place) -> None:
 def test_no_network(place: Place) -> None:
     result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
     assert result.returncode == 1
-    assert "http://127.0.0.1:9 could not be asked for big-Q4_K_M.gguf" in result.stderr
+    assert "http://127.0.0.1:9 for big-Q4_K_M.gguf" in result.stderr
     offline = place.run("pull", "big", HF_HUB_OFFLINE="1")
     assert offline.returncode == 1 and "HF_HUB_OFFLINE is set" in offline.stderr
 
@@ -256,7 +256,7 @@ def test_a_server_that_falls_silent(place: Place) -> None:
     place.hub.stall = True
     start = time.monotonic()
     result = place.run("pull", "big", "--no-draft", HF_HUB_DOWNLOAD_TIMEOUT="1")
-    assert result.returncode == 1 and "could not be asked" in result.stderr
+    assert result.returncode == 1 and "Cannot reach" in result.stderr
     assert time.monotonic() - start < 40
 
 

@@ -43,7 +43,7 @@ def test_rows_do_not_depend_on_how_tokens_are_fed(context: Context) -> None:
 
 
 def test_nothing_to_decode(context: Context) -> None:
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="no tokens"):
         context.decode([], phase=Phase.PREFILL)
 
 

@@ -40,7 +40,7 @@ def test_truncated_in_the_weights(tiny_moe: Path, tmp_path: Path) -> None:
     whole = tiny_moe.read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole[:-1000])
-    with pytest.raises(ModelFileError, match=rf"truncated: it has {len(whole) - 1000:,} bytes of the {len(whole):,}"):
+    with pytest.raises(ModelFileError, match=rf"truncated: it has {len(whole) - 1000:,} of the {len(whole):,} bytes"):
         Model.load(path)
 
 

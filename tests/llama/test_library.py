@@ -42,18 +42,18 @@ def test_fragments_become_lines(kept: list[tuple[int, str]]) -> None:
 
 
 def test_the_first_complaint_is_kept_for_error_messages() -> None:
-    library.forget_errors()
-    assert library.first_error() == ""
+    library.clear_errors()
+    assert library.first_error("none") == "none"
     _on_log(INFO, b"all is well\n", None)
     _on_log(WARNING, b"load_tensors: tensor 'x' is missing\n", None)
     _on_log(ERROR, b"failed to load model\n", None)
     assert library.first_error() == "tensor 'x' is missing"
-    library.forget_errors()
+    library.clear_errors()
 
 
 def test_nothing_is_printed_by_default(capfd: pytest.CaptureFixture[str]) -> None:
     _on_log(ERROR, b"failed\n", None)
-    library.forget_errors()
+    library.clear_errors()
     assert capfd.readouterr() == ("", "")
 
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
-from moeedge.llama.chat_template import ChatFormat
-from moeedge.llama.memory import check_n_ctx, default_n_ctx, kv_bytes_per_token
+from moeedge.llama.context_size import check_n_ctx, default_n_ctx, kv_bytes_per_token
+from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
-from moeedge.llama.vocabulary import check_compatible
+from moeedge.llama.text import ChatFormat
 from tests.conftest import TinyFactory
 from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 
@@ -76,7 +76,7 @@ def test_a_template_without_system_role_gets_it_in_the_first_message() -> None:
     )
     rendered = ChatFormat(strict, bos="<s>").render([{"role": "system", "content": "Be brief."}, *TURN])
     assert rendered == "<s>[Be brief.\n\nHi]"
-    with pytest.raises(EngineError, match="refuses this conversation: no system role"):
+    with pytest.raises(EngineError, match="no system role"):
         ChatFormat(strict).render([{"role": "system", "content": "Be brief."}])
 
 
@@ -89,9 +89,9 @@ def test_template_extensions() -> None:
 
 
 def test_templates_are_sandboxed_and_checked() -> None:
-    with pytest.raises(EngineError, match="cannot be read"):
+    with pytest.raises(EngineError, match="Cannot parse"):
         ChatFormat("{% for %}")
-    with pytest.raises(EngineError, match="refuses"):
+    with pytest.raises(EngineError, match="rejects"):
         ChatFormat("{{ messages.__class__.__mro__ }}").render(TURN)
 
 

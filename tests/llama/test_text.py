@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.llama.vocabulary import StreamDecoder
+from moeedge.llama.text import StreamDecoder
 
 
 def feed(data: bytes, cuts: list[int]) -> list[str]:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.hardware import rpc, vram
+from moeedge.hardware import devices as hardware_devices
+from moeedge.hardware import rpc
 from moeedge.llama import library
 from moeedge.llama.model import Model
 from moeedge.scheduler.config import ExecutionConfig
@@ -74,7 +75,9 @@ def test_one_split_per_block_that_gives_back_one_sum(
     path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
     devices = (ctypes.c_void_p * 2)(library._device(gpu), None)
     monkeypatch.setattr(library, "device_list", lambda _name: devices)
-    monkeypatch.setattr(vram, "read", lambda *_, **__: None)  # nobody tells how much a worker has left
+    monkeypatch.setattr(
+        hardware_devices, "read_memory", lambda *_, **__: None
+    )  # nobody tells how much a worker has left
     with StockContext(path) as stock, Model.load(path, n_gpu_layers=-1, experts_on_cpu=True) as model:
         expected, _ = stock.greedy(PROMPT, N_PREDICT)
         config = hybrid_config(path, tiny_draft, 0.5, gamma=4, device="emulated:threads=1")
@@ -99,7 +102,7 @@ def test_hidden_states_beside_a_gpu(
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     devices = (ctypes.c_void_p * 2)(library._device(gpu), None)
     monkeypatch.setattr(library, "device_list", lambda _name: devices)
-    monkeypatch.setattr(vram, "read", lambda *_, **__: None)
+    monkeypatch.setattr(hardware_devices, "read_memory", lambda *_, **__: None)
     with StockContext(path) as stock, Model.load(path, n_gpu_layers=-1, experts_on_cpu=True) as model:
         expected, _ = stock.greedy(PROMPT, N_PREDICT)
         execution = ExecutionConfig(misses="load")

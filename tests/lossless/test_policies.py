@@ -131,7 +131,7 @@ def test_watching_changes_no_logit(loaded: Loaded) -> None:
     """Bit by bit, target and draft, kept and hooked."""
     for model in (loaded.model, loaded.draft):
         with Context(model, n_ctx=128, n_threads=1) as plain, Context(model, n_ctx=128, n_threads=1) as watched:
-            capture = watched.watch()
+            capture = watched.capture_activations()
             assert capture is not None
             blocks: list[int] = []
             capture.keep(CaptureFlags.INPUTS | CaptureFlags.PROBS if model.info.n_experts else CaptureFlags.INPUTS)

@@ -34,7 +34,7 @@ def test_routers_choose_what_the_model_chose(model: Model) -> None:
     info = model.info
     routers = Routers.read(model)
     with Context(model, n_ctx=64, n_threads=1) as context:
-        capture = context.watch()
+        capture = context.capture_activations()
         assert capture is not None and context.sensor is not None
         capture.keep(CaptureFlags.INPUTS | CaptureFlags.PROBS)
         assert capture.kept(CaptureFlags.INPUTS).serial == 0
@@ -61,7 +61,7 @@ def test_the_hook_sees_each_block_before_it(model: Model) -> None:
     """Its ids are those of the frame, its inputs those that are kept; prompts and large batches pass without it."""
     seen: list[Block] = []
     with Context(model, n_ctx=128, n_threads=1) as context:
-        capture = context.watch()
+        capture = context.capture_activations()
         assert capture is not None and context.sensor is not None
         capture.keep(CaptureFlags.INPUTS)
         capture.call(seen.append)
@@ -86,8 +86,8 @@ def test_a_dense_model(tiny_draft: Path, tiny: TinyFactory) -> None:
     seen: list[Block] = []
     with Model.load(tiny_draft) as model, Context(model, n_ctx=64, n_threads=1) as context:
         assert context.mode == "stock"
-        capture = context.watch()
-        assert capture is not None and context.watch() is capture and context.mode == "moeedge"
+        capture = context.capture_activations()
+        assert capture is not None and context.capture_activations() is capture and context.mode == "moeedge"
         capture.keep(CaptureFlags.INPUTS)
         capture.call(seen.append)
         context.decode(TOKENS[:1], phase=Phase.DRAFT)

@@ -11,7 +11,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.native.devices import DRY_RUN_GPU
-from moeedge.planning.memory_map import Line, Machine, Place, this_machine
+from moeedge.planning.memory_map import MemoryItem, MemoryPool, PlannedMachine, this_machine
 from moeedge.planning.plan import make_plan
 from moeedge.planning.planner import Planner
 from moeedge.scheduler.config import PlacementConfig
@@ -21,14 +21,14 @@ from tests.support.recurrent import make_mamba
 MIB = 2**20
 
 
-def gpu(size: int) -> Machine:
+def gpu(size: int) -> PlannedMachine:
     device = ResolvedDevice(
         "gpu", ggml_name=DRY_RUN_GPU, label="a GPU", llama_device=DRY_RUN_GPU, free_bytes=size, total_bytes=size
     )
-    return Machine(device, ram_total_bytes=2**34, ram_free_bytes=2**34)
+    return PlannedMachine(device, ram_total_bytes=2**34, ram_free_bytes=2**34)
 
 
-def lines(place: Place) -> dict[str, Line]:
+def lines(place: MemoryPool) -> dict[str, MemoryItem]:
     return {
         line.what.split(":")[0] if line.what.startswith("expert slots") else line.what: line for line in place.lines
     }
@@ -126,7 +126,9 @@ def test_a_ratio_that_is_asked_for_and_a_reserve_shape_cache_and_command(bundled
 
 def test_what_does_not_fit_says_what_would(tiny: TinyFactory) -> None:
     path = tiny("qwen3moe", expert_type="F16", experts=64, layers=6)
-    machine = Machine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=int(1.5 * path.stat().st_size))
+    machine = PlannedMachine(
+        ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=int(1.5 * path.stat().st_size)
+    )
     config = EngineConfig(model=path, n_ctx=4096)
     with Planner(config, machine) as planner:
         planner._program_bytes = 0
@@ -135,7 +137,7 @@ def test_what_does_not_fit_says_what_would(tiny: TinyFactory) -> None:
     assert 0 < plan.largest_n_ctx < 4096
     text = " ".join(plan.notes)
     assert f"-c {plan.largest_n_ctx}" in text and "RAM that holds it all" in text
-    machine = Machine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=path.stat().st_size - 1)
+    machine = PlannedMachine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=path.stat().st_size - 1)
     with Planner(EngineConfig(model=path, n_ctx=256), machine) as planner:
         planner._program_bytes = 0
         plan = make_plan(planner, model_name="x.gguf", draft_name=None)

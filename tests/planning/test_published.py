@@ -9,7 +9,7 @@ import pytest
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.native.devices import DRY_RUN_GPU
-from moeedge.planning.memory_map import Machine
+from moeedge.planning.memory_map import PlannedMachine
 from moeedge.planning.planner import Planner
 from tests.support.published import Mix, write_qwen3_30b_a3b
 
@@ -33,7 +33,7 @@ def planner(path: Path, *, vram_gib: float, n_ctx: int = 0) -> Planner:
     gpu = ResolvedDevice(
         "gpu", ggml_name=DRY_RUN_GPU, label="a GPU", llama_device=DRY_RUN_GPU, free_bytes=size, total_bytes=size
     )
-    machine = Machine(gpu if size else ResolvedDevice("none"), ram_total_bytes=64 * GIB, ram_free_bytes=64 * GIB)
+    machine = PlannedMachine(gpu if size else ResolvedDevice("none"), ram_total_bytes=64 * GIB, ram_free_bytes=64 * GIB)
     return Planner(EngineConfig(model=path, n_ctx=n_ctx), machine)
 
 

@@ -62,7 +62,7 @@ def test_what_the_hub_does_not_give_is_one_sentence(place: Place) -> None:
     done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}")
     assert done.returncode == 1 and "has no GGUF header" in done.stderr and done.stdout == ""
     done = place.run("plan", "-m", "bigg")
-    assert done.returncode == 2 and 'There is no model "bigg"' in done.stderr
+    assert done.returncode == 2 and "'bigg'" in done.stderr
     done = place.run("plan", "-m", "big", HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr
     place.hub.status = 503

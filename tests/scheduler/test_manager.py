@@ -16,9 +16,8 @@ from moeedge.counting import count_ids
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
-from moeedge.hardware import vram
-from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.vram import VramReading
+from moeedge.hardware import devices
+from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.llama.context import Context
 from moeedge.native.cache import CacheStats, ExpertCache
 from moeedge.notifications import Level, Notification
@@ -297,7 +296,7 @@ def test_every_path_of_a_prompt(pair: tuple[Path, Path], path: str) -> None:
         ({"ratio": 0.0}, "The expert cache is off, as asked"),
         ({"ratio": None, "placement": {"vram_bytes": 1000}}, "is too small: one expert per layer takes"),
         ({"ratio": 0.01}, "is too small: one expert per layer takes"),
-        ({"device": "CPU"}, "as -dev none"),
+        ({"device": "CPU"}, "as with -dev none"),
     ],
 )
 def test_why_it_is_off(pair: tuple[Path, Path], reference: list[int], changes: dict[str, Any], sentence: str) -> None:
@@ -336,7 +335,7 @@ def test_a_cache_that_does_not_pay_on_a_real_device(
     )
     reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
     monkeypatch.setattr(session_module, "resolve_device", lambda config: gpu)
-    monkeypatch.setattr(vram, "read", lambda device, **sizes: reading)
+    monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
     monkeypatch.setattr(Calibration, "pays", False)
     placement = PlacementConfig(cache_ratio=0.5 if asked else None)
     with Session.open(EngineConfig(model=pair[0], n_ctx=512, n_threads=1, placement=placement)) as session:

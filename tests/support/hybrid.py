@@ -106,7 +106,7 @@ def hybrid_context(
     """
     library.start()
     resolved = resolve(DeviceSpec.parse(device or device_under_test()), bundled=False)
-    claims = OffloadScope.MOE if library.has_gpu() else OffloadScope.ALL
+    claims = OffloadScope.MOE if library.local_gpus() else OffloadScope.ALL
     context, sensor = sensed_context(path, claims, **options)
     with context:
         n_layers = model_number(context, "block_count")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from moeedge.hardware.devices import Entry
+from moeedge.hardware.devices import DeviceRow
 from moeedge.sim.replay import ReplayConfig, replay
 from moeedge.trace.schedule import recorded_schedule
 from moeedge.ui.model_views import print_devices
@@ -91,8 +91,8 @@ def test_csv_and_json_hold_every_key() -> None:
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_devices_keep_their_names_unbroken(width: int) -> None:
-    gpu = Entry("CUDA0", "GPU", "NVIDIA GeForce RTX 4060", 7 << 30, 8 << 30, True, "for experts")
-    worker = Entry("rpc://HOST:PORT", "RPC", "another machine's device", None, None, False, "without RPC")
+    gpu = DeviceRow("CUDA0", "GPU", "NVIDIA GeForce RTX 4060", 7 << 30, 8 << 30, True, "for experts")
+    worker = DeviceRow("rpc://HOST:PORT", "RPC", "another machine's device", None, None, False, "without RPC")
     console = console_of(width, terminal=True)
     print_devices([gpu, worker], console)
     lines = printed(console)

@@ -15,16 +15,16 @@ from models.generator import Chat, held_back, render_prompt, score
 from models.llama_runner import Runner
 from moeedge.data.datasets import load_toy
 from moeedge.widen.layout import WeightType, make_plan
-from moeedge.widen.shape import Asked
+from moeedge.widen.shape import RequestedSizes
 from moeedge.widen.writer import write
 from tests.conftest import TinyFactory
 
 MAX_TOKENS = 64
-WIDER = Asked(embd=256, ff=128, heads=16, heads_kv=4, layers=54)
-LARGER_HEADS = Asked(embd=256, ff=128, heads=16, heads_kv=4, head_dim=128, layers=54)
+WIDER = RequestedSizes(embd=256, ff=128, heads=16, heads_kv=4, layers=54)
+LARGER_HEADS = RequestedSizes(embd=256, ff=128, heads=16, heads_kv=4, head_dim=128, layers=54)
 
 
-def widened(source: Path, folder: Path, asked: Asked, type_: WeightType | None = None) -> Path:
+def widened(source: Path, folder: Path, asked: RequestedSizes, type_: WeightType | None = None) -> Path:
     path = folder / "wide.gguf"
     write(make_plan(source, asked, type_=type_), path)
     return path
@@ -54,15 +54,15 @@ def greedy(model: Runner, prompt: str) -> list[int]:
 @pytest.mark.parametrize(
     "asked",
     [
-        Asked(embd=256),
-        Asked(embd=192, ff=96),
-        Asked(heads=16, heads_kv=4),
-        Asked(heads=4, heads_kv=4, layers=5),
-        Asked(embd=512, ff=64, heads=12, heads_kv=4, layers=4),
+        RequestedSizes(embd=256),
+        RequestedSizes(embd=192, ff=96),
+        RequestedSizes(heads=16, heads_kv=4),
+        RequestedSizes(heads=4, heads_kv=4, layers=5),
+        RequestedSizes(embd=512, ff=64, heads=12, heads_kv=4, layers=4),
     ],
     ids=["embd", "ff", "heads", "layers", "all"],
 )
-def test_the_same_logits_to_the_bit(asked: Asked, tiny: TinyFactory, tmp_path: Path) -> None:
+def test_the_same_logits_to_the_bit(asked: RequestedSizes, tiny: TinyFactory, tmp_path: Path) -> None:
     narrow = tiny("qwen3moe", dense_type="Q8_0", head_dim=32)
     wide = widened(narrow, tmp_path, asked)
     tokens = np.random.default_rng(1).integers(0, 250, 48).tolist()
@@ -76,7 +76,7 @@ def test_the_same_logits_to_the_bit(asked: Asked, tiny: TinyFactory, tmp_path: P
 def test_larger_heads_differ_by_rounding(embd: int | None, head_dim: int, tiny: TinyFactory, tmp_path: Path) -> None:
     """Of float32 matrices here; keys and values are 16 bits wide."""
     narrow = tiny("qwen3moe", expert_type="F32")
-    wide = widened(narrow, tmp_path, Asked(embd=embd, head_dim=head_dim, heads=8, heads_kv=4))
+    wide = widened(narrow, tmp_path, RequestedSizes(embd=embd, head_dim=head_dim, heads=8, heads_kv=4))
     tokens = np.random.default_rng(2).integers(0, 250, 96).tolist()
     with Runner(narrow, 128, 1) as first, Runner(wide, 128, 1) as second:
         expected, found = first.eval(tokens), second.eval(tokens)
@@ -85,7 +85,7 @@ def test_larger_heads_differ_by_rounding(embd: int | None, head_dim: int, tiny: 
 
 def test_a_dense_model(tiny: TinyFactory, tmp_path: Path) -> None:
     narrow = tiny("qwen3")
-    wide = widened(narrow, tmp_path, Asked(embd=256, ff=512, heads=8, heads_kv=4, layers=6))
+    wide = widened(narrow, tmp_path, RequestedSizes(embd=256, ff=512, heads=8, heads_kv=4, layers=6))
     tokens = np.random.default_rng(3).integers(0, 250, 48).tolist()
     with Runner(narrow, 128, 1) as first, Runner(wide, 128, 1) as second:
         assert np.array_equal(first.eval(tokens), second.eval(tokens))
@@ -93,7 +93,7 @@ def test_a_dense_model(tiny: TinyFactory, tmp_path: Path) -> None:
 
 def test_the_bundled_pair_answers_alike(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = bundled_pair
-    for source, asked in ((target, WIDER), (draft, Asked(embd=384, ff=512, heads=8, heads_kv=4, layers=6))):
+    for source, asked in ((target, WIDER), (draft, RequestedSizes(embd=384, ff=512, heads=8, heads_kv=4, layers=6))):
         wide = widened(source, tmp_path, asked)
         with Runner(source, n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
             for prompt in toy_prompts()[::9]:
@@ -102,7 +102,9 @@ def test_the_bundled_pair_answers_alike(bundled_pair: tuple[Path, Path], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "least"), [(WIDER, 50), (LARGER_HEADS, 48)], ids=["wider", "larger-heads"])
-def test_fifty_answers_are_the_same(asked: Asked, least: int, bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_fifty_answers_are_the_same(
+    asked: RequestedSizes, least: int, bundled_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     """In the types that the pair ships in. With larger heads a tie may fall the other way."""
     wide = widened(bundled_pair[0], tmp_path, asked)
     prompts = toy_prompts()[::2] + [prompt_of(chat) for chat in held_back(50)]
@@ -117,7 +119,7 @@ def test_fifty_answers_are_the_same(asked: Asked, least: int, bundled_pair: tupl
 @pytest.mark.parametrize("type_", [t for t in WeightType if t != WeightType.Q4_0])  # Q4_0 are the source's own bytes
 def test_the_score_in_other_types(type_: WeightType, bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Within two points of the source's on held-back prompts."""
-    wide = widened(bundled_pair[0], tmp_path, Asked(embd=256, ff=256), type_)
+    wide = widened(bundled_pair[0], tmp_path, RequestedSizes(embd=256, ff=256), type_)
     chats = held_back(100)
     with Runner(bundled_pair[0], n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
         right = np.array(

@@ -1,7 +1,8 @@
-"""Chat templates: the Jinja text in a GGUF file turned into a prompt."""
+"""Text on its way into and out of a model: chat templates, and token bytes decoded to complete characters."""
 
 from __future__ import annotations
 
+import codecs
 import json
 from datetime import datetime
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moeedge.errors import EngineError
 
-# llama.cpp's choice, too, for a model without a template
+# for a model without a template, as in llama.cpp
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -23,7 +24,7 @@ CHATML = (
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part for training; for a prompt it is only its body."""
+    """The tag {% generation %}, which marks the assistant's part for training: a prompt contains only its body."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class wants an instance-like attribute)
 
@@ -33,7 +34,10 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatFormat:
-    """One model's template. Templates come with model files, so they run in Jinja's sandbox."""
+    """One model's chat template, rendered in Jinja's sandbox because templates come from model files.
+
+    Raises EngineError for a template that Jinja cannot parse.
+    """
 
     def __init__(self, template: str | None, *, bos: str = "", eos: str = "") -> None:
         self.bos = bos
@@ -48,13 +52,14 @@ class ChatFormat:
             self._template = environment.from_string(template or CHATML)
         except jinja2.TemplateError as error:
             raise EngineError(
-                f"The model's chat template cannot be read: {error}.", "Use --raw to prompt it without a template."
+                f"Cannot parse the model's chat template: {error}.", "Use --raw to prompt it without a template."
             ) from error
 
     def render(self, messages: list[dict[str, str]], *, add_assistant: bool = True) -> str:
-        """The prompt of `messages` (role and content each), ending where the assistant's answer begins.
+        """Returns the prompt for `messages` (role and content each); it ends where the assistant's answer begins.
 
-        A template that knows no system role gets the system message as the head of the first user message.
+        If the template rejects the system role, the system message becomes the start of the first user message.
+        Raises EngineError when the template rejects the conversation.
         """
         try:
             return self._render(messages, add_assistant)
@@ -64,9 +69,9 @@ class ChatFormat:
                 try:
                     return self._render(folded, add_assistant)
                 except jinja2.TemplateError:
-                    pass  # the first error says more
+                    pass  # report the first error
             raise EngineError(
-                f"The model's chat template refuses this conversation: {error}.",
+                f"The model's chat template rejects this conversation: {error}.",
                 "Use --raw to prompt it without a template.",
             ) from error
 
@@ -93,3 +98,23 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+class StreamDecoder:
+    """Decodes a stream of bytes to complete UTF-8 text; invalid bytes become U+FFFD.
+
+    A token may end inside a character (emoji, CJK): its first bytes are held back until the rest arrives.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, data: bytes) -> str:
+        """Returns the text that `data` completes; may be empty."""
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """Returns the rest at the end of an answer and resets the decoder."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text

@@ -1,0 +1,70 @@
+"""How large a context fits in memory when the user asks for no size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+from moeedge.errors import InputError
+from moeedge.llama.model import Model
+from moeedge.units import format_bytes
+
+N_CTX_STEP = 256  # tokens; llama.cpp rounds contexts to this
+_BYTES_PER_VALUE = 2  # the KV cache is float16 by default
+_KV_SHARE = 0.5  # of the free memory, for all KV caches together
+
+
+def kv_bytes_per_token(model: Model) -> int:
+    """Returns the bytes of KV cache per token: an upper bound for layers that share or compress their cache."""
+    attention = f"{model.info.architecture}.attention"
+    head_dim = model.info.n_embd // max(model.n_heads, 1)
+    key = int(model.metadata(f"{attention}.key_length") or head_dim)
+    value = int(model.metadata(f"{attention}.value_length") or head_dim)
+    if model.metadata(f"{attention}.key_length_mla"):
+        value = 0  # latent attention computes the values from the cached keys
+    return model.info.n_layers * max(model.n_heads_kv, 1) * (key + value) * _BYTES_PER_VALUE
+
+
+def choose_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> tuple[int, str | None]:
+    """Returns the context in tokens: `n_ctx` if it fits, or for 0 the default with a note where that was reduced.
+
+    Raises InputError for an `n_ctx` whose KV caches exceed the free memory.
+    """
+    if n_ctx:
+        check_n_ctx(models, n_ctx, free_bytes)
+        return n_ctx, None
+    return default_n_ctx(models, free_bytes)
+
+
+def check_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> None:
+    """Raises InputError if the KV caches of `n_ctx` tokens exceed the free memory.
+
+    Models with a sliding window or a recurrent state need less than the estimate and are not checked.
+    """
+    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    checked = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
+    needed = n_ctx * sum(kv_bytes_per_token(model) for model in checked)
+    if needed > free:
+        raise InputError(
+            f"A context of {n_ctx:,} tokens needs {format_bytes(needed)} of KV cache, "
+            f"but {format_bytes(free)} of memory are free.",
+            f"Use -c {max(N_CTX_STEP, n_ctx * free // needed // N_CTX_STEP * N_CTX_STEP)} or less.",
+        )
+
+
+def default_n_ctx(models: Sequence[Model], free_bytes: int | None = None) -> tuple[int, str | None]:
+    """Returns the context that the first model was trained with, reduced if the KV caches of all models do not fit.
+
+    The second value is a note for the user if it was reduced, else None.
+    """
+    n_trained = models[0].info.n_ctx_train
+    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    per_token = sum(kv_bytes_per_token(model) for model in models)
+    n_fitting = max(N_CTX_STEP, int(free * _KV_SHARE) // per_token // N_CTX_STEP * N_CTX_STEP)
+    if n_fitting >= n_trained:
+        return n_trained, None
+    return n_fitting, (
+        f"The context is {n_fitting:,} tokens instead of the {n_trained:,} that the model was trained with, "
+        f"because the full KV cache would take {format_bytes(n_trained * per_token)}. Set it with -c N."
+    )
