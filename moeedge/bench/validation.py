@@ -26,8 +26,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
 from moeedge.llama.model import Model
 from moeedge.notifications import Notification, Notify
-from moeedge.policies.base import CacheShape
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.stats import StepRecord
@@ -214,7 +213,7 @@ def _simulate(
     policy = make_policy(
         combination.policy,
         last.shape,
-        PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, units=units),
+        PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=units),
     )
     execution = Execution(
         machine,

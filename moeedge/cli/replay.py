@@ -69,13 +69,13 @@ def replay(
 
 def _policies(text: str) -> tuple[str, ...]:
     """The names of the list, each once and in its order, the bounds left out. Raises InputError."""
-    from moeedge.policies.registry import POLICIES, SIMULATED, named
+    from moeedge.policies.registry import POLICIES, SIMULATED, expand_names
     from moeedge.sim.bounds import BOUNDS
 
     known = [name for name in POLICIES | SIMULATED if name not in BOUNDS]
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if "all" in names:
-        return tuple(named(names))
+        return tuple(expand_names(names))
     unknown = [name for name in names if name not in known and name not in BOUNDS]
     if unknown or not names:
         wrong = f'There is no policy "{unknown[0]}".' if unknown else "--policy names no policy."

@@ -46,7 +46,7 @@ def simulate(
     Constants of the built-in machines come from data files with sources; those of this one from moeedge calibrate.
     """
     with cli_errors():
-        from moeedge.policies.registry import named
+        from moeedge.policies.registry import expand_names
         from moeedge.sim.simulate import simulate as run
         from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
         from moeedge.ui.progress import count_bar
@@ -67,7 +67,7 @@ def simulate(
         }
         setups = list(
             _setups(
-                policies=named(words(policy, "--policy")),
+                policies=expand_names(words(policy, "--policy")),
                 ratios=numbers(cache_ratio, "--cache-ratio"),
                 gammas=whole_numbers(gamma, "--gamma"),
                 caps=whole_numbers(utility_cap, "--utility-cap"),

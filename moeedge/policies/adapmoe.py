@@ -1,21 +1,20 @@
-"""Policy adapmoe: LRU per layer with slots allocated by how well each layer is foretold, and one expert ahead.
+"""Policy adapmoe: LRU per layer with slots allocated by prediction accuracy, and prefetch of one expert per layer.
 
 AdapMoE (Zhong et al., ICCAD 2024, arXiv 2408.10284), by its repository (PKU-SEC-Lab/AdapMoE) and SP-MoE's account of
 it; the paper's text was not at hand:
-- prefetch: the next layer's gate on this layer's input names its experts; the first that is absent is brought while
-  this layer computes, one expert at a time (src/custom_layers.py, SparseMoeWrapper.forward, for a
-  single token there, for all of a batch here; SP-MoE, section 3.3).
+- prefetch: the next layer's gate, applied to this layer's input, predicts its experts; the first one that is absent is
+  loaded while this layer computes (src/custom_layers.py, SparseMoeWrapper.forward, for one token; here for all tokens
+  of a batch; SP-MoE, section 3.3).
 - cache: LRU per layer (src/expert_cache.py, EvictionGroupInfo); the layers' sizes minimise the expected loads on
   demand by dynamic programming over the layers' prediction accuracies (src/dp.py).
-- the adaptive gating, which leaves out experts of insensitive tokens, changes what the model says. It is left out
-  here: every policy leaves the output as it is.
+- adaptive gating, which leaves out experts of insensitive tokens, changes the model's output. It is left out here, as
+  every policy leaves the output as it is.
 
-The accuracies are measured offline in the paper; here during the first steps that bring predictions, after which the
-sizes are set once. The expected loads of a layer that holds c of n experts, of which a token uses k, prediction right
-with probability a: k * (1 - c/n) are absent in the mean, of which one comes ahead where it was foretold and any is
-absent at all: k * (1 - c/n) - a * (1 - P(all k are there)). For k = 2 these are dp.py's terms summed up (without its
-gating). It is convex in c, so the slots are given away one by one to the layer that gains most, which is what the
-dynamic programming finds.
+The paper measures the accuracies offline. Here they are measured during the first steps with predictions, after which
+the sizes are set once. Expected loads of a layer that holds c of n experts, of which a token uses k, with prediction
+accuracy a: k * (1 - c/n) are absent on average, and one of them is prefetched if it was predicted and any is absent at
+all: k * (1 - c/n) - a * (1 - P(all k are resident)). For k = 2 this is the sum of dp.py's terms (without its gating).
+It is convex in c, so giving the slots one by one to the layer that gains most finds the optimum of the dynamic program.
 """
 
 from __future__ import annotations
@@ -25,16 +24,26 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
-from moeedge.policies.config import PolicyConfig
-from moeedge.policies.layer_lru import LayerLru, likeliest
+from moeedge.policies.base import (
+    BoolArray,
+    CacheShape,
+    ExecutionModel,
+    ExpertPrediction,
+    FloatArray,
+    IndexArray,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
+from moeedge.policies.layer_lru import LayerLru, most_likely
 from moeedge.policies.per_layer import PerLayerPlanner, layers_after, predicted_counts
 
 _N_MEASURED = 16  # steps
 
 
 class AdapMoe(LayerLru):
-    """The likeliest of each layer that is absent."""
+    """Prefetches each layer's most likely expert that is absent."""
 
     name = "adapmoe"
     execution_model = ExecutionModel(device_only=True, per_layer_slots=True, prefetch_within_step=True)
@@ -43,55 +52,55 @@ class AdapMoe(LayerLru):
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config)
         self._cap = config.cap
-        self._foretold: NDArray[np.float32] | None = None  # of the step to come, in tokens
-        self._right = np.zeros(shape.n_layers)
-        self._said = np.zeros(shape.n_layers)
-        self._n_left = _N_MEASURED
+        self._predicted: FloatArray | None = None  # [n_layers, n_experts], tokens of the step to come
+        self._n_right = np.zeros(shape.n_layers)  # predicted pairs that came true
+        self._n_predicted = np.zeros(shape.n_layers)
+        self._steps_left = _N_MEASURED
 
     def observe(self, observation: Observation) -> None:
-        """Notes what was used, and during the first steps how right the predictions were."""
+        """Takes in which experts a step used, and during the first steps the accuracy of the predictions."""
         super().observe(observation)
-        if self._foretold is not None and not observation.prefill and self._n_left > 0:
-            self._right += np.minimum(self._foretold, observation.counts).sum(axis=1)
-            self._said += self._foretold.sum(axis=1)
-            self._n_left -= 1
-            if self._n_left == 0:
+        if self._predicted is not None and not observation.prefill and self._steps_left > 0:
+            self._n_right += np.minimum(self._predicted, observation.counts).sum(axis=1)
+            self._n_predicted += self._predicted.sum(axis=1)
+            self._steps_left -= 1
+            if self._steps_left == 0:
                 self._allocate(float(observation.counts.sum()) / max(observation.n_tokens, 1))
-        self._foretold = None
+        self._predicted = None
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """As the cache of its kind, and remembers the prediction."""
-        self._remember(hints, self._layers)
-        return super().plan(resident, upcoming, hints)
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """The plan of LayerLru; records the prediction."""
+        self._record(prediction, self._layers)
+        return super().plan(resident, tokens, prediction)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
-        """The next layer's expert."""
-        self._remember(hints, layers_after(self.shape, layer))
-        return super().plan_layer(layer, resident, hints)
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """The plan of LayerLru; records the prediction for the next layer."""
+        self._record(prediction, layers_after(self.shape, layer))
+        return super().plan_layer(layer, resident, prediction)
 
-    def wanted(self, counts: NDArray[np.float32], resident: Resident) -> NDArray[np.bool_]:
-        """See the module."""
-        return likeliest(np.where(resident == 0, counts, np.float32(0.0)), 1)
+    def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
+        """The most likely expert of those that are absent."""
+        return most_likely(np.where(resident == 0, counts, np.float32(0.0)), 1)
 
-    def _remember(self, hints: ExpertPrediction | None, layers: NDArray[np.intp]) -> None:
-        """What is foretold for these layers; of the others of the step what was said before stays."""
-        if hints is not None and self._n_left > 0:
-            if self._foretold is None:
-                self._foretold = np.zeros(self._utility.shape, dtype=np.float32)
-            self._foretold[layers] = predicted_counts(hints, self.shape)[layers]
+    def _record(self, prediction: ExpertPrediction | None, layers: IndexArray) -> None:
+        """Replaces the recorded prediction of these layers."""
+        if prediction is not None and self._steps_left > 0:
+            if self._predicted is None:
+                self._predicted = np.zeros(self._utility.shape, dtype=np.float32)
+            self._predicted[layers] = predicted_counts(prediction, self.shape)[layers]
 
     def _allocate(self, pairs_per_token: float) -> None:
-        """Slots of each layer by the accuracies measured."""
-        n_layers = max(int(np.count_nonzero(self.shape.group >= 0)), 1)
+        """Sets the layers' slots by the measured accuracies."""
+        n_layers = max(self.shape.expert_layers.size, 1)
         n_used = min(max(round(pairs_per_token / n_layers), 1), self.shape.n_experts)
-        accuracy = self._right / np.maximum(self._said, 1.0)
+        accuracy = self._n_right / np.maximum(self._n_predicted, 1.0)
         self._planner = PerLayerPlanner(self.shape, self._cap, allocate(self.shape, accuracy, n_used))
 
 
-def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> NDArray[np.intp]:
+def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> IndexArray:
     """Slots of each layer [n_layers] that minimise the expected loads on demand.
 
-    accuracy  [n_layers], of the prediction for each layer
+    accuracy  [n_layers] of the predictions for each layer
     n_used    experts per token
     """
     loads = expected_loads(shape.n_experts, accuracy, n_used)
@@ -106,10 +115,10 @@ def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> N
 
 
 def expected_loads(n_experts: int, accuracy: NDArray[np.float64], n_used: int) -> NDArray[np.float64]:
-    """Loads on demand per token of a layer that holds 0..n_experts experts, [n_layers, n_experts + 1]."""
+    """Loads on demand per token of layers that hold 0..n_experts experts, [n_layers, n_experts + 1]."""
     held = np.arange(n_experts + 1)
-    there = np.ones(n_experts + 1)  # the chance that all that a token uses are there
+    all_resident = np.ones(n_experts + 1)  # probability that all experts of a token are resident
     for used in range(n_used):
-        there *= np.maximum(held - used, 0) / max(n_experts - used, 1)
+        all_resident *= np.maximum(held - used, 0) / max(n_experts - used, 1)
     absent = n_used * (1.0 - held / n_experts)
-    return np.asarray(absent[None, :] - accuracy[:, None] * (1.0 - there)[None, :])
+    return np.asarray(absent[None, :] - accuracy[:, None] * (1.0 - all_resident)[None, :])

@@ -1,23 +1,22 @@
-"""What can be left out of MoE-SpAc, by the names of its Table 4; no imports, so that `--help` stays quick.
+"""The interface of a scheduling policy, which observes routing and plans which experts to keep on the device.
 
-What every scheduling policy is: it sees the activations of each step and says what should lie on the device.
+A policy is pure NumPy, without clock, files or threads. `moeedge.scheduler.driver.StepDriver` calls it, for the engine,
+the replay and the simulator alike:
 
-The engine calls it, and so will a replay and a simulator; a policy is pure NumPy with no clock, file or thread. Twice
-per step: after verification `observe` and `plan`, and, once the draft's tokens are known, `plan` again, so that what
-the next verification will need can be moved in time.
+    policy.observe(observation)                        # the verification that just ended
+    plan = policy.plan(resident, tokens)               # tokens: [the token that the target added]
+    plan = policy.plan(resident, tokens, prediction)   # tokens: [that token, then the drafts]
 
-    policy.observe(observation)                     # the verification that just ended
-    plan = policy.plan(resident, upcoming)          # upcoming: [the token that the target added]
-    plan = policy.plan(resident, upcoming, hints)   # upcoming: [that token, then the drafts]
+Some systems also plan before every layer of the verification (`LayerPolicy`), from predictions that need hidden states.
+The caller makes these predictions. A policy lists in `required_inputs` what it reads, and works without an input that
+is missing. `execution_model` states how the published system executes its plans, where that differs from the engine's
+rules (the CPU computes experts that are not resident; all layers share one pool of slots). The replay and the simulator
+follow it.
 
-Some systems plan once more before every layer of the verification (`LayerPolicy`), from predictions that need hidden
-states. Whoever drives the policy makes those and hands them in as `Hints`; a policy says in `needs` what it would like
-to have, and does without where there is none. `traits` says how a system executes what it plans, as far as that differs
-from the engine's rules (experts that are not resident are computed on the CPU, one pool of slots for all layers): the
-replay and the simulator obey them, the engine has its own rules.
+Utilities are in 0..K (MoE-SpAc, section 3.2); tau in {1..K} separates hot from cold, per layer. An expert in use has
+score K + 1 (Appendix D): the native library enforces it by pinning the slots that a computation reads.
 
-Utilities lie in 0..K (MoE-SpAc, section 3.2); tau in {1..K} separates hot from cold, layer by layer. K + 1 is the score
-of an expert in use (Appendix D): the native library gives it, by pinning the slots that a computation reads.
+A flat expert index, `flat_ids`, is layer * n_experts + expert.
 """
 
 from __future__ import annotations
@@ -29,30 +28,38 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.policies.cost_model import CostModel
+
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float32]
+IndexArray = NDArray[np.intp]
+IntArray = NDArray[np.integer[Any]]
+Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts]
+
+ABSENT, RESIDENT, IN_FLIGHT = 0, 1, 2  # values of uint8 residency
+
+# MoE-SpAc, Table 4
 ABLATIONS: dict[str, str] = {
     "no-spec-ue": "binary utilities: used in the last step or not (K = 1)",
-    "no-ada-bc": "fixed boundaries of the utility's transitions, 3 up and 1 down (spac-paper); nothing fitted (spac)",
+    "no-ada-bc": "fixed boundaries of utility transitions, 3 up and 1 down (spac-paper); no fitted weights (spac)",
     "no-het-wb": "a fixed threshold, tau = 2",
-    "no-prefetch": "what was used first stays for good",
-    "no-evict": "nothing makes room for anything once the slots are full",
-    "no-sd": "no speculation (the engine's draft length is 0)",
+    "no-prefetch": "only used experts are uploaded, and they stay",
+    "no-evict": "experts are uploaded to free slots only",
+    "no-sd": "no speculation: the draft length is 0",
 }
-
-
-IntArray = NDArray[np.integer[Any]]
-Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts]: 0 absent, 1 resident, 2 on its way
+_FIXED_TAU = 2.0  # "no-het-wb"
 
 REQUIRED_INPUTS: dict[str, str] = {
     "draft-inputs": "the draft's attention outputs, put through the target's routers (SP-MoE)",
     "block-inputs": "the input of each MoE block, put through the next layers' routers (Fate, AdapMoE, HybriMoE)",
     "router-scores": "the router's probabilities of all experts (Observation.router_scores)",
-    "draft-states": "the draft's last hidden states, one per token that it was given (Hints.states)",
+    "draft-states": "the draft's last hidden states, one per token of its input (ExpertPrediction.hidden_states)",
 }
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class CacheShape:
-    """The slots that there are: layers whose experts are alike form a group, which has one pool of slots."""
+    """Slots of an expert cache. Layers with experts of equal size form a group, which has one pool of slots."""
 
     n_layers: int
     n_experts: int
@@ -61,7 +68,7 @@ class CacheShape:
 
     def __post_init__(self) -> None:
         if self.n_layers < 1 or self.n_experts < 1:
-            raise ValueError(f"no cache has {self.n_layers} layers of {self.n_experts} experts")
+            raise ValueError(f"a cache needs layers and experts, not {self.n_layers} and {self.n_experts}")
         if self.group.shape != (self.n_layers,):
             raise ValueError(f"group must have shape ({self.n_layers},), not {self.group.shape}")
         if self.group.min() < -1 or self.group.max() >= self.capacity.size:
@@ -71,52 +78,109 @@ class CacheShape:
 
     @classmethod
     def uniform(cls, n_layers: int, n_experts: int, n_slots: int) -> CacheShape:
-        """All layers alike: one group of `n_slots` slots."""
+        """One group of all layers with `n_slots` slots."""
         return cls(n_layers, n_experts, np.zeros(n_layers, dtype=np.int32), np.array([n_slots], dtype=np.int32))
 
     @property
     def n_groups(self) -> int:
-        """Pools of slots."""
+        """Number of pools."""
         return int(self.capacity.size)
+
+    @property
+    def expert_layers(self) -> IndexArray:
+        """Layers that have experts, in order."""
+        return np.flatnonzero(self.group >= 0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyConfig:
+    """Settings of a policy. The defaults are MoE-SpAc's (section 4.1). Raises ValueError for values out of range."""
+
+    gamma: int = 8  # draft length
+    cap: int = 4  # K, the highest utility
+    forgetting: float = 0.1  # lambda: how fast spac-paper's boundaries move
+    ablations: frozenset[str] = frozenset()
+    cost_model: CostModel | None = None  # None: no balancing, every expert that fits is hot
+    profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static and fiddler
+    predictor_bytes: int = 64 << 20  # memory of each of spac's two predictors; 0: no predictors
+    cutoff_layer: int | None = None  # layers that sp-moe prefetches for; None: derived from the cost model
+    future: NDArray[Any] | None = None  # [n_steps, n_layers, n_experts] activations to come, for oracle and belady
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+        if not 1 <= self.cap <= 64:
+            raise ValueError(f"the utility cap K must be in 1..64, not {self.cap}")
+        if not 0 <= self.forgetting <= 1:
+            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        if self.cutoff_layer is not None and self.cutoff_layer < 0:
+            raise ValueError(f"the cutoff layer must be >= 0, not {self.cutoff_layer}")
+        if self.predictor_bytes < 0:
+            raise ValueError(f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
+        unknown = sorted(self.ablations - set(ABLATIONS))
+        if unknown:
+            raise ValueError(f"unknown ablation '{unknown[0]}', choose from: {', '.join(ABLATIONS)}")
+
+    @property
+    def binary(self) -> bool:
+        """Whether utilities say only if the last step used an expert."""
+        return "no-spec-ue" in self.ablations
+
+    @property
+    def effective_cap(self) -> int:
+        """K under the ablations."""
+        return 1 if self.binary else self.cap
+
+    @property
+    def fixed_tau(self) -> float | None:
+        """The threshold that replaces the balancer's; None: the balancer decides."""
+        return min(_FIXED_TAU, self.effective_cap) if "no-het-wb" in self.ablations else None
+
+    @property
+    def used_only(self) -> bool:
+        """Whether only experts of the last step may be uploaded, to free slots."""
+        return "no-prefetch" in self.ablations
+
+    @property
+    def evicts(self) -> bool:
+        """Whether experts may be evicted."""
+        return not self.used_only and "no-evict" not in self.ablations
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What one verification, plain decode or prefill told.
+    """Routing of one verification, plain decode or prefill.
 
-    `ids` and `weights` hold the experts of every token of the batch, the router's first choice first; a layer that saw
-    only some of the tokens holds -1 for the others. The batch is the token emitted last and the drafts behind it, of
-    which the first `n_accepted` became text.
+    The batch is the token emitted last and the drafts after it, of which the first `n_accepted` became text. `ids` and
+    `weights` hold the experts of every token, the router's first choice first; -1 where a layer did not see a token.
     """
 
     counts: IntArray  # [n_layers, n_experts], activations
     n_tokens: int  # of the batch
-    n_accepted: int  # drafts that became text
+    n_accepted: int  # drafts
     tokens: NDArray[np.int32] | None = None  # [n_tokens], vocabulary ids
-    ids: NDArray[np.int32] | None = None  # [n_layers, n_tokens, k], -1: unused
-    weights: NDArray[np.float32] | None = None  # the same shape
+    ids: NDArray[np.int32] | None = None  # [n_layers, n_tokens, k]
+    weights: NDArray[np.float32] | None = None  # [n_layers, n_tokens, k]
     prefill: bool = False
     router_scores: NDArray[np.float32] | None = None  # [n_layers, n_tokens, n_experts], probabilities
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertPrediction:
-    """Which experts the tokens to come will use, foretold outside the policy, from hidden states.
+    """Experts that the next tokens are predicted to use, made outside the policy from hidden states.
 
-    A layer or token of which nothing is known holds -1. `layer_ids[layer]` says nothing about how far ahead the
-    prediction was made: before layer l of a verification, "next-gate" fills the rows behind l that it can reach.
+    Layers and tokens without a prediction hold -1. Before layer l of a verification, "next-gate" fills the rows of the
+    layers after l that it can reach.
     """
 
-    layer_ids: NDArray[np.int32]  # [n_layers, n_tokens, k], the likeliest first, -1: unknown
-    source: str  # "draft-router", "next-gate", "stand-in", "draft-states"
-    scores: NDArray[np.float32] | None = None  # the same shape, the router's probabilities
-    hidden_states: NDArray[np.float32] | None = (
-        None  # [n_states, n_embd], the draft's, of the first tokens of the batch
-    )
+    layer_ids: NDArray[np.int32]  # [n_layers, n_tokens, k], most likely first
+    source: str  # "draft-router", "next-gate", "draft-states", or the name of a simulated predictor
+    scores: NDArray[np.float32] | None = None  # [n_layers, n_tokens, k], the router's probabilities
+    hidden_states: NDArray[np.float32] | None = None  # [n_states, n_embd] of the draft, for the batch's first tokens
 
     @classmethod
     def of_hidden_states(cls, hidden_states: NDArray[np.float32], n_layers: int) -> ExpertPrediction:
-        """The draft's hidden states, which foretell no expert by themselves."""
+        """The draft's hidden states alone, without predicted experts."""
         return cls(
             layer_ids=np.empty((n_layers, 0, 0), dtype=np.int32), source="draft-states", hidden_states=hidden_states
         )
@@ -124,33 +188,33 @@ class ExpertPrediction:
 
 @dataclass(frozen=True)
 class ExecutionModel:
-    """How a system executes its plans; the defaults are the engine's rules."""
+    """How a system executes its plans. The defaults are the engine's rules."""
 
-    # experts that are missing are loaded on demand and computed on the device, through a staging buffer: each is one
-    # transfer. What then stays is what the plan after `observe` uploads: no second transfer for those just used.
+    # missing experts are loaded on demand into a staging buffer and computed on the device: one transfer each. Those
+    # that the plan after `observe` uploads are copied from there, without a second transfer.
     device_only: bool = False
-    per_layer_slots: bool = False  # the policy keeps to an even share of its pool for every layer
-    layerwise: bool = False  # a layer's experts are all on one side
+    per_layer_slots: bool = False  # the policy keeps every layer to an even share of its pool
+    layerwise: bool = False  # all experts of a layer are resident, or none
     prefetch_within_step: bool = False  # a LayerPolicy: plans again before every layer of a verification
-    batched_io: bool = False  # one transfer for all that one plan uploads, without waiting between them
-    speculation: bool = True  # made for, or at least run with, a draft model
+    batched_io: bool = False  # one transfer for all uploads of a plan, without waiting between them
+    speculation: bool = True  # runs with a draft model
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What should happen until the next plan; it replaces what the last one left undone.
+    """Transfers until the next plan, which replaces what is still queued.
 
-    Arrays may be reused by the policy's next plan: whoever keeps a plan copies it.
+    The policy may reuse the arrays for its next plan: copy a plan to keep it.
     """
 
     tau: NDArray[np.float32]  # [n_layers], 1..K
     utility: NDArray[np.float32]  # [n_layers, n_experts], 0..K
     uploads: NDArray[np.int32]  # [n, 2] layer and expert, in queue order
-    priority: NDArray[np.uint8]  # [n], K first; first in, first out by layer within a level
+    priority: NDArray[np.uint8]  # [n], K first; uploads of equal priority in the order of layers
     victims: NDArray[np.int32]  # [m, 2] layer and expert, lowest utility first
     victim_utility: NDArray[np.float32]  # [m]
-    # [n_layers, n_experts], activations that the next batch is expected to bring, of a policy that estimates them. Who
-    # asks whether an expert is called hot (used at least once) reads this, or else whether its utility is at least 1.
+    # [n_layers, n_experts], activations expected in the next batch, from policies that estimate them. An expert is
+    # predicted hot (used at least once) by this array, or, without it, by a utility of at least 1.
     expected: NDArray[np.float32] | None = None
 
 
@@ -159,69 +223,75 @@ class Policy(Protocol):
 
     name: str
     execution_model: ExecutionModel
-    required_inputs: frozenset[str]  # of NEEDS
+    required_inputs: frozenset[str]  # keys of REQUIRED_INPUTS
 
     def observe(self, observation: Observation) -> None:
-        """Takes in what a step activated."""
+        """Learns from the routing of a step."""
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """What to move now; `upcoming` are the token ids known of the next batch, none at worst."""
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans transfers; `tokens` are the known vocabulary ids of the next batch, possibly none."""
 
     def reset(self) -> None:
-        """A new conversation starts; what was learned about the model may stay."""
+        """A new conversation begins. What was learned about the model may stay."""
 
 
 @runtime_checkable
 class LayerPolicy(Policy, Protocol):
-    """One that plans within a verification, too (`traits.prefetch_within_step`)."""
+    """A policy that also plans within a verification (`ExecutionModel.prefetch_within_step`)."""
 
-    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
-        """What to move while `layer` is computed, mostly for the layers behind it; nothing of `layer` is a victim.
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans transfers while `layer` is computed, mostly for the layers after it. No expert of `layer` is a victim.
 
-        The plan before layer 0 is that of `plan`. Where time plays no part (replay), calling this for every layer, or
-        `plan` once with the hints of all layers, comes to the same experts as far as slots are kept per layer.
+        The plan before layer 0 is that of `plan`. Without time (replay), calling this for every layer and calling
+        `plan` once with the predictions of all layers lead to the same experts, if slots are kept per layer.
         """
 
 
+@runtime_checkable
+class CutoffPolicy(Policy, Protocol):
+    """A policy that prefetches for the first layers only (SP-MoE, section 3.2)."""
+
+    def cutoff(self, n_critical: int) -> int:
+        """Layers with experts that it prefetches for, where each token has `n_critical` critical experts per layer."""
+
+
 def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> None:
-    """Raises ValueError where a plan breaks a rule that the mover relies on. For tests: it takes its time."""
-    cells = (shape.n_layers, shape.n_experts)
-    for name, array, dtype, want in (
+    """Raises ValueError where a plan breaks a rule that the mover relies on. Slow: for tests."""
+    size = (shape.n_layers, shape.n_experts)
+    for name, array, dtype, expected_shape in (
         ("tau", plan.tau, np.float32, (shape.n_layers,)),
-        ("utility", plan.utility, np.float32, cells),
+        ("utility", plan.utility, np.float32, size),
         ("uploads", plan.uploads, np.int32, (plan.priority.size, 2)),
-        ("levels", plan.priority, np.uint8, (len(plan.uploads),)),
+        ("priority", plan.priority, np.uint8, (len(plan.uploads),)),
         ("victims", plan.victims, np.int32, (plan.victim_utility.size, 2)),
         ("victim_utility", plan.victim_utility, np.float32, (len(plan.victims),)),
     ):
         _require(array.dtype == dtype, f"{name} is {array.dtype}, not {np.dtype(dtype)}")
-        _require(array.shape == want, f"{name} has shape {array.shape}, not {want}")
+        _require(array.shape == expected_shape, f"{name} has shape {array.shape}, not {expected_shape}")
         _require(array.flags.c_contiguous, f"{name} is not contiguous")
     _require(bool(np.isfinite(plan.utility).all()), "a utility is not finite")
     _require(plan.utility.min() >= 0 and plan.utility.max() <= cap, f"a utility is not in 0..{cap}")
     _require(plan.tau.min() > 0 and plan.tau.max() <= cap, f"a tau is not in 1..{cap}")
-    up, down = tuple(plan.uploads.T), tuple(plan.victims.T)
     for name, pairs in (("upload", plan.uploads), ("victim", plan.victims)):
-        _require(bool((pairs >= 0).all() and (pairs < cells).all()), f"an {name} does not exist")
+        _require(bool((pairs >= 0).all() and (pairs < size).all()), f"an {name} does not exist")
         _require(len({tuple(pair) for pair in pairs.tolist()}) == len(pairs), f"an {name} occurs twice")
     _require(bool((shape.group[plan.uploads[:, 0]] >= 0).all()), "an upload is of a layer without experts")
-    _require(not np.any(resident[up]), "an upload is already there, or on its way")
-    _require(bool(np.all(resident[down] == 1)), "a victim is not resident")
-    _require(bool(np.all(np.diff(plan.priority.astype(int)) <= 0)), "levels rise")
-    _require(
-        plan.priority.size == 0 or 1 <= plan.priority.min() <= plan.priority.max() <= cap, f"a level is not in 1..{cap}"
-    )
-    same_level = np.diff(plan.priority.astype(int)) == 0
-    _require(bool(np.all(np.diff(plan.uploads[:, 0])[same_level] >= 0)), "a level is not in the order of layers")
+    _require(not np.any(resident[tuple(plan.uploads.T)]), "an upload is resident or in flight")
+    _require(bool(np.all(resident[tuple(plan.victims.T)] == RESIDENT)), "a victim is not resident")
+    priority_step = np.diff(plan.priority.astype(int))
+    _require(bool(np.all(priority_step <= 0)), "priorities rise")
+    _require(bool(np.all((plan.priority >= 1) & (plan.priority <= cap))), f"a priority is not in 1..{cap}")
+    layer_step = np.diff(plan.uploads[:, 0])
+    _require(bool(np.all(layer_step[priority_step == 0] >= 0)), "equal priorities are not in the order of layers")
     _require(bool(np.all(np.diff(plan.victim_utility) >= 0)), "victims are not in the order of their utility")
-    for group, capacity in enumerate(shape.capacity):
+    for group, capacity in enumerate(shape.capacity.tolist()):
         layers = shape.group == group
-        n_in = int(np.count_nonzero(layers[plan.uploads[:, 0]]))
-        n_out = int(np.count_nonzero(layers[plan.victims[:, 0]]))
-        free = int(capacity) - int(np.count_nonzero(resident[layers]))
-        _require(n_in <= max(free, 0) + n_out, f"group {group}: {n_in} uploads into {free} free slots, {n_out} victims")
+        n_uploads = int(np.count_nonzero(layers[plan.uploads[:, 0]]))
+        n_victims = int(np.count_nonzero(layers[plan.victims[:, 0]]))
+        free = max(capacity - int(np.count_nonzero(resident[layers])), 0)
+        _require(n_uploads <= free + n_victims, f"group {group}: {n_uploads} uploads, {free} free, {n_victims} victims")
 
 
-def _require(truth: bool, message: str) -> None:
-    if not truth:
+def _require(condition: bool, message: str) -> None:
+    if not condition:
         raise ValueError(message)

@@ -1,123 +1,164 @@
-"""Policy oracle: knows the next step's counts and holds the experts that it uses most (a bound, not a system).
+"""Two bounds that know the future, as pure functions of arrays (for the replay) and as policies (for the simulator).
 
-No policy that moves between steps can hit more pairs than this residency; it counts no transfer and looks one step
-ahead. Its constructor takes the steps to come (`PolicyConfig.future`, [n_steps, n_layers, n_experts]).
+oracle  Before every step the slots hold the experts that most of its tokens use. No policy that moves experts between
+        steps finds more (token, expert) pairs resident. Transfers are not counted, and it looks one step ahead.
+belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+        5(2), 1966): after every step, of the resident and the just used experts, the slots keep those that are used
+        again soonest. No cache that is filled by use (LRU, LFU) finds more distinct experts resident; a policy that
+        uploads experts before their use may. All experts of a step are used at once and a used expert need not stay, so
+        the choice is one of intervals between two uses, at most as many at a time as there are slots: keeping those
+        that end first is optimal.
 
-Policy belady: what is used again last makes room (a bound, not a system).
-
-Belady, "A study of replacement algorithms for a virtual-storage computer" (IBM Systems Journal 5(2), 1966): MIN. Of
-what is there and what was just used, what is used soonest stays. No cache that is filled by what was used hits more
-distinct (layer, expert) cells; a policy that brings experts before their first use may. A step's cells are used at
-once, and what was used need not stay, so that the choice is one of intervals between two uses, at most as many at a
-time as there are slots: keeping the ones that end first is optimal. Its constructor takes the steps to come
-(`PolicyConfig.future`, [n_steps, n_layers, n_experts]).
+All layers share one pool of slots; a policy that gives every layer its own slots is bounded as well. A prefill is not a
+step: its uses are not hits, but belady may keep what it used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
-from moeedge.policies.config import PolicyConfig
-from moeedge.policies.planner import Planner
+from moeedge.policies.base import (
+    BoolArray,
+    CacheShape,
+    ExpertPrediction,
+    IntArray,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
+from moeedge.policies.planner import PooledPolicy
 
-FloatArray = NDArray[np.float32]
+NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again
+
+FlatIds = NDArray[np.int32]
 
 
-class Oracle:
-    """Score: activations of the next step."""
+class NextUse:
+    """For every batch the flat ids of the experts that it uses, and the batch that uses each of them next.
+
+    chunks: pairs of activations [n_batches, n_layers, n_experts] and bool [n_batches], whether uses by the batch count.
+    """
+
+    def __init__(self, chunks: Iterable[tuple[IntArray, BoolArray]]) -> None:
+        self._used: list[FlatIds] = []
+        counted: list[bool] = []
+        self.n_flat = 0  # flat ids
+        for counts, counts_as_use in chunks:
+            flat = counts.reshape(len(counts), -1)
+            self.n_flat = flat.shape[1]
+            self._used += [np.flatnonzero(row).astype(np.int32) for row in flat]
+            counted += counts_as_use.tolist()
+        self._next: list[NDArray[np.int32]] = [np.zeros(0, dtype=np.int32)] * len(self._used)
+        coming = np.full(self.n_flat, NEVER, dtype=np.int32)
+        for batch in range(len(self._used) - 1, -1, -1):
+            flat_ids = self._used[batch]
+            self._next[batch] = coming[flat_ids]
+            if counted[batch]:
+                coming[flat_ids] = batch
+        self.first = coming  # [n_flat], the first batch that uses each expert
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def of(self, batch: int) -> tuple[FlatIds, NDArray[np.int32]]:
+        """Flat ids [n] that the batch uses and the batch [n] that uses each of them next (NEVER: none)."""
+        return self._used[batch], self._next[batch]
+
+
+def oracle_residency(counts: IntArray, resident: BoolArray, capacity: int) -> BoolArray:
+    """The `capacity` experts with the highest `counts` [n]; of equal ones those that are `resident` [n]; bool [n].
+
+    Slots that the step does not need stay as they are.
+    """
+    kept = np.zeros(counts.size, dtype=np.bool_)
+    capacity = min(capacity, counts.size)
+    if capacity:
+        score = 2 * counts + resident
+        best = np.argpartition(score, score.size - capacity)[score.size - capacity :]
+        kept[best[score[best] > 0]] = True
+    return kept
+
+
+def belady_residency(resident: BoolArray, used: FlatIds, coming: NDArray[np.int32], capacity: int) -> BoolArray:
+    """Of the `resident` experts [n] and the flat ids `used` just now the `capacity` used next soonest; bool [n].
+
+    coming  [n], the batch that uses each expert next; a used expert that is NEVER used again does not stay
+    """
+    kept: BoolArray = resident.copy()
+    kept[used[coming[used] < NEVER]] = True
+    held = np.flatnonzero(kept)
+    if held.size > capacity:
+        kept[held[np.argpartition(coming[held], capacity)[capacity:]]] = False
+    return kept
+
+
+class Oracle(PooledPolicy):
+    """Score: activations of the next step, from `PolicyConfig.future`."""
 
     name = "oracle"
-    execution_model = ExecutionModel()
-    required_inputs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        self._future = steps_to_come(shape, config, self.name)
-        self._planner = Planner(shape, config.cap, evict=config.evicts)
+        super().__init__(shape, config)
+        self._future = _future(shape, config, self.name)
         self._next = 0  # step that the next plan is for
-        self._score: FloatArray = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
-        self._utility: FloatArray = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
-        self._cap = np.float32(config.cap)
-        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
 
     def observe(self, observation: Observation) -> None:
-        """A step is over; prefills are no steps of the future."""
+        """Moves on by one step."""
         self._next += not observation.prefill
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """What the next step uses most."""
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans to hold the experts that the next step uses most."""
         if self._next < len(self._future):
             np.copyto(self._score, self._future[self._next], casting="unsafe")
         else:
             self._score[:] = 0.0
         np.minimum(self._score, self._cap, out=self._utility)
-        self._planner.fit(self._score, resident, 0.0)
-        return self._planner.moves(self._score, self._utility, self._tau, resident)
-
-    def reset(self) -> None:
-        """The future goes on."""
+        return super().plan(resident, tokens, prediction)
 
 
-def steps_to_come(shape: CacheShape, config: PolicyConfig, name: str) -> NDArray[np.integer]:
-    """The future that a clairvoyant policy was given. Raises ValueError where there is none."""
-    if config.future is None:
-        raise ValueError(f'policy "{name}" needs to know the steps to come: it runs in a replay or simulation only')
-    future = np.asarray(config.future)
-    if future.ndim != 3 or future.shape[1:] != (shape.n_layers, shape.n_experts):
-        raise ValueError(f"the future has shape {future.shape}, not steps x {shape.n_layers} x {shape.n_experts}")
-    return future
-
-
-class Belady:
-    """Score: the sooner the next use, the higher; 0 for what is never used again."""
+class Belady(PooledPolicy):
+    """Score: the sooner the next use, the higher; 0 for experts that are not used again."""
 
     name = "belady"
-    execution_model = ExecutionModel()
-    required_inputs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        cells = (shape.n_layers, shape.n_experts)
-        self._next_use = next_uses(steps_to_come(shape, config, self.name) > 0)
-        self._planner = Planner(shape, config.cap, evict=config.evicts)
+        super().__init__(shape, config)
+        future = _future(shape, config, self.name)
+        self._next_use = NextUse([(future, np.ones(len(future), dtype=np.bool_))])
+        self._coming = self._next_use.first.copy()  # [n], step that uses each expert next
         self._step = 0
-        self._used = np.zeros(cells, dtype=np.bool_)
-        self._score: FloatArray = np.zeros(cells, dtype=np.float32)
-        self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
-        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
+        self._used: BoolArray = np.zeros(self._score.shape, dtype=np.bool_)
 
     def observe(self, observation: Observation) -> None:
-        """A step is over; prefills are no steps of the future, but what they used may stay."""
+        """Moves on by one step. Experts used by a prefill may stay, too."""
         np.greater(observation.counts, 0, out=self._used)
-        self._step += not observation.prefill
+        if not observation.prefill:
+            if self._step < len(self._next_use):
+                used, following = self._next_use.of(self._step)
+                self._coming[used] = following
+            self._step += 1
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """Of what is there and what was used, what is used soonest."""
-        n_steps = len(self._next_use)
-        if self._step < n_steps:
-            wait = self._next_use[self._step] - self._step  # 0: in the next step
-            # the reciprocal orders by the wait and keeps its order in float32 for far more steps than traces have
-            np.divide(np.float32(1.0), 1.0 + wait, out=self._score, casting="unsafe")
-            self._score[self._next_use[self._step] >= n_steps] = 0.0
-        else:
-            self._score[:] = 0.0
-        self._score *= self._used | (np.asarray(resident) != 0)  # nothing else may come
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans to hold, of the resident and the used experts, those that are used next soonest."""
+        # the reciprocal of the wait orders by it, and keeps the order in float32 for far more steps than traces have
+        wait = self._coming.astype(np.float64) - self._step  # 0: used by the next step
+        score = self._score.reshape(-1)
+        np.divide(np.float32(1.0), 1.0 + wait, out=score, casting="unsafe")
+        score[self._coming == NEVER] = 0.0
+        self._score *= self._used | (np.asarray(resident) != 0)  # no other expert may be uploaded
         np.copyto(self._utility, self._score)
-        self._planner.fit(self._score, resident, 0.0)
-        return self._planner.moves(self._score, self._utility, self._tau, resident, allowed=self._used)
-
-    def reset(self) -> None:
-        """The future goes on."""
+        return super().plan(resident, tokens, prediction)
 
 
-def next_uses(used: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The next step, from each step on, that uses a cell; [n_steps, n_layers, n_experts], n_steps: none."""
-    n_steps = len(used)
-    found = np.empty(used.shape, dtype=np.int32)
-    coming = np.full(used.shape[1:], n_steps, dtype=np.int32)
-    for step in range(n_steps - 1, -1, -1):
-        coming[used[step]] = step
-        found[step] = coming
-    return found
+def _future(shape: CacheShape, config: PolicyConfig, name: str) -> IntArray:
+    """`PolicyConfig.future`. Raises ValueError where it is missing or has another shape."""
+    if config.future is None:
+        raise ValueError(f"policy '{name}' needs the steps to come: it runs in a replay or simulation only")
+    future = np.asarray(config.future)
+    if future.ndim != 3 or future.shape[1:] != (shape.n_layers, shape.n_experts):
+        raise ValueError(f"the future has shape {future.shape}, not (n_steps, {shape.n_layers}, {shape.n_experts})")
+    return future

@@ -1,18 +1,16 @@
-"""Policy fate: the next layer's gate on this layer's input, the first layers cached whole, ARC in the others.
+"""Policy fate: the next layer's gate on this layer's input; the first layers cached entirely, ARC in the others.
 
-Fate (Fang et al., arXiv 2502.12224), by its abstract and what summaries say of it: neither the paper's text nor any
-code was at hand. So the rules' names are the paper's, the numbers are not: one layer whole, a quarter of the slots at
-most.
-- prefetch, "cross-layer gate": inputs of adjacent gates are alike, so the next layer's gate applied to this layer's
-  input foretells its experts (97 % of them are brought ahead); all that it names are prefetched while this layer
-  computes.
-- cache, "shallow-favoring": the first layers, which are foretold worst and have nothing before them to be foretold
-  from, get slots first; what is left is divided among the others.
+Fate (Fang et al., arXiv 2502.12224), by its abstract and summaries: neither the paper's text nor any code was at hand.
+So the rules are the paper's and the numbers are not: one layer cached entirely, with a quarter of the slots at most.
+- prefetch, "cross-layer gate": inputs of adjacent gates are alike, so the next layer's gate, applied to this layer's
+  input, predicts its experts (97 % of them are prefetched); all predicted experts are loaded while this layer computes.
+- cache, "shallow-favoring": the first layers, whose prediction is worst and for which no earlier layer can prefetch,
+  get slots first; the others share the rest.
 - eviction: an Adaptive Replacement Cache (Megiddo & Modha, FAST 2003) per layer.
-- the quantization of what is moved changes what the model says and is left out here.
+- the quantization of transfers changes the model's output and is left out here.
 
 A step's tokens reach a layer together, so ARC sees a step as one set of requests: hits move to the frequent list,
-ghosts adapt the target of the recent list, and then as many leave as are too many.
+ghosts adapt the target of the recent list, and then the excess leaves.
 """
 
 from __future__ import annotations
@@ -22,21 +20,28 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import (
+    BoolArray,
+    CacheShape,
+    ExecutionModel,
+    ExpertPrediction,
+    FloatArray,
+    IndexArray,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
 from moeedge.policies.lru import Recency
-from moeedge.policies.per_layer import PerLayerPlanner, layers_after, predicted_counts
+from moeedge.policies.per_layer import PerLayerPolicy, layers_after, predicted_counts
 
-FloatArray = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
-
-_SHALLOW = 1  # layers cached whole where the slots allow it
-_SHALLOW_AT_MOST = 0.25  # of all slots
+_SHALLOW_LAYERS = 1  # layers cached entirely where the slots allow it
+_SHALLOW_SHARE_MAX = 0.25  # of all slots
 _NEW, _RECENT, _FREQUENT, _GHOST_RECENT, _GHOST_FREQUENT = 0, 1, 2, 3, 4
 
 
-class Fate:
-    """Keeps what ARC keeps; what the gate foretells comes, and leaves as recently used."""
+class Fate(PerLayerPolicy):
+    """Keeps the experts of ARC; predicted experts are uploaded, and leave as recently used ones do."""
 
     name = "fate"
     execution_model = ExecutionModel(
@@ -45,67 +50,48 @@ class Fate:
     required_inputs = frozenset({"block-inputs"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        cells = (shape.n_layers, shape.n_experts)
-        self.shape = shape
         shares = shallow_shares(shape)
-        self._planner = PerLayerPlanner(shape, config.cap, shares)
+        super().__init__(shape, config, shares)
         self._arc = Arc(shares, shape.n_experts)
-        self._recency = Recency(*cells)
-        self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
-        self._score: FloatArray = np.zeros(cells, dtype=np.float32)
+        self._recency = Recency(shape.n_layers, shape.n_experts)
 
     def observe(self, observation: Observation) -> None:
-        """A set of requests to every layer's cache."""
+        """Requests the step's experts from every layer's cache."""
         self._recency.observe(observation)
         self._arc.request(self._recency.used, self._recency.last)
         np.copyto(self._utility, self._recency.used)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """What ARC holds; with hints, what they name comes first."""
-        score = self._held()
-        if hints is not None:
-            self._ahead(score, predicted_counts(hints, self.shape))
-        keep = self._planner.best(score, resident)
-        return self._planner.plan(keep, score, self._utility, resident)
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans to hold the predicted experts, then those of ARC."""
+        return self._plan(self._scored(predicted_counts(prediction, self.shape)), resident)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
-        """What the next layer with experts is expected to use; all others stay as they are."""
-        score = self._held()
-        none: FloatArray = np.zeros(score.shape, dtype=np.float32)
-        counts = none if hints is None else predicted_counts(hints, self.shape)
-        self._ahead(score, counts)
-        keep = self._planner.best(score, resident, counts > 0)
-        others = ~np.isin(np.arange(self.shape.n_layers), layers_after(self.shape, layer))
-        keep[others] = resident[others] != 0
-        return self._planner.plan(keep, score, self._utility, resident)
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans prefetches for the next layer with experts; the other layers stay as they are."""
+        counts = predicted_counts(prediction, self.shape)
+        return self._plan(self._scored(counts), resident, counts > 0, only=layers_after(self.shape, layer))
 
-    def reset(self) -> None:
-        """The caches go on."""
-
-    def _held(self) -> FloatArray:
-        """1..2 for what ARC holds, the more recent the higher; 0 for all else."""
-        np.multiply(self._recency.last, np.float32(1.0 / max(self._recency.now + 1.0, 1.0)), out=self._score)
-        self._score += 1.0
-        self._score[~self._arc.held] = 0.0
-        return self._score
-
-    def _ahead(self, score: FloatArray, counts: FloatArray) -> None:
-        """What is foretold comes before all else, what more tokens want first."""
-        named = counts > 0
-        score[named] = 2.0 + counts[named]
+    def _scored(self, counts: FloatArray) -> FloatArray:
+        """Above 2 for predicted experts, by their tokens; 1..2 for experts of ARC, by recency; 0 for all others."""
+        score = self._score
+        np.multiply(self._recency.last, np.float32(1.0 / max(self._recency.now + 1.0, 1.0)), out=score)
+        score += 1.0
+        score[~self._arc.held] = 0.0
+        predicted = counts > 0
+        score[predicted] = 2.0 + counts[predicted]
+        return score
 
 
-def shallow_shares(shape: CacheShape) -> NDArray[np.intp]:
-    """Slots of each layer [n_layers]: all the experts of the first layer, then an even share for the others."""
+def shallow_shares(shape: CacheShape) -> IndexArray:
+    """Slots of each layer [n_layers]: all experts of the first layer, an even share for the others."""
     shares = np.zeros(shape.n_layers, dtype=np.intp)
     for group, capacity in enumerate(shape.capacity.tolist()):
         layers = np.flatnonzero(shape.group == group)
         if layers.size == 0:
             continue
-        shallow = layers[: min(_SHALLOW, layers.size - 1)]
+        shallow = layers[: min(_SHALLOW_LAYERS, layers.size - 1)]
         even = capacity // layers.size
-        whole = max(min(shape.n_experts, int(capacity * _SHALLOW_AT_MOST)), even)
-        shares[shallow] = whole
+        entire = max(min(shape.n_experts, int(capacity * _SHALLOW_SHARE_MAX)), even)
+        shares[shallow] = entire
         deep = layers[shallow.size :]
         left = capacity - int(shares[shallow].sum())
         shares[deep] = left // deep.size
@@ -116,14 +102,15 @@ def shallow_shares(shape: CacheShape) -> NDArray[np.intp]:
 class Arc:
     """An Adaptive Replacement Cache per layer, all layers at once (Megiddo & Modha, Figure 4, for sets of requests)."""
 
-    def __init__(self, sizes: NDArray[np.intp], n_experts: int) -> None:
+    def __init__(self, sizes: IndexArray, n_experts: int) -> None:
+        """sizes: slots of each layer [n_layers]."""
         self._size = sizes[:, None]
         self._list = np.zeros((sizes.size, n_experts), dtype=np.int8)
         self._target: NDArray[np.float64] = np.zeros((sizes.size, 1))  # p: of the recent list's length
         self.held = np.zeros((sizes.size, n_experts), dtype=np.bool_)
 
     def request(self, used: BoolArray, last: FloatArray) -> None:
-        """Takes in what each layer used; `last` [n_layers, n_experts] tells the order of use."""
+        """Takes in the `used` experts of each layer; `last` is the order of use, both [n_layers, n_experts]."""
         lists, size = self._list, self._size
         in_ghost_recent = lists == _GHOST_RECENT
         in_ghost_frequent = lists == _GHOST_FREQUENT
@@ -133,18 +120,18 @@ class Arc:
         self._target += hit_recent * np.maximum(n_frequent / np.maximum(n_recent, 1), 1.0)
         self._target -= hit_frequent * np.maximum(n_recent / np.maximum(n_frequent, 1), 1.0)
         np.clip(self._target, 0.0, size, out=self._target)
-        # case I and the ghosts: used again; case IV: new, and room was made before it came
+        # case I and the ghosts: used again; case IV: new, and room is made before it comes
         came = (used & (lists == _NEW)).any(axis=1)[:, None]
         lists[used] = np.where(lists[used] == _NEW, _RECENT, _FREQUENT)
         order = np.argsort(last, axis=1, kind="stable")
-        queue = np.take_along_axis(lists, order, axis=1)  # what was used longest ago first
+        queue = np.take_along_axis(lists, order, axis=1)  # used longest ago first
         self._replace(queue, np.floor(self._target).astype(np.intp) + came)
         self._trim(queue)
         np.put_along_axis(lists, order, queue, axis=1)
         self.held = (lists == _RECENT) | (lists == _FREQUENT)
 
-    def _replace(self, queue: NDArray[np.int8], target: NDArray[np.intp]) -> None:
-        """REPLACE: the recent list gives up what is above its target [n_layers, 1], the frequent list the rest."""
+    def _replace(self, queue: NDArray[np.int8], target: IndexArray) -> None:
+        """REPLACE: the recent list loses what exceeds its target [n_layers, 1], the frequent list the rest."""
         recent, frequent = queue == _RECENT, queue == _FREQUENT
         n_recent, n_frequent = _length(recent), _length(frequent)
         excess = np.maximum(n_recent + n_frequent - self._size, 0)
@@ -161,10 +148,10 @@ class Arc:
         queue[_first(queue == _GHOST_FREQUENT, _length(queue != _NEW) - 2 * size)] = _NEW
 
 
-def _length(cells: BoolArray) -> NDArray[np.intp]:
-    return np.asarray(np.count_nonzero(cells, axis=1))[:, None]
+def _length(members: BoolArray) -> IndexArray:
+    return np.asarray(np.count_nonzero(members, axis=1))[:, None]
 
 
-def _first(cells: BoolArray, n: NDArray[np.intp]) -> BoolArray:
-    """The first n [n_layers, 1] of `cells` in each layer."""
-    return np.asarray(cells & (cells.cumsum(axis=1) <= n))
+def _first(members: BoolArray, n: IndexArray) -> BoolArray:
+    """The first n [n_layers, 1] members of each layer."""
+    return np.asarray(members & (members.cumsum(axis=1) <= n))

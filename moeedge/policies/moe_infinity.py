@@ -1,20 +1,20 @@
-"""Policy moe-infinity: the sequence whose activations are most like this one's says what comes next.
+"""Policy moe-infinity: the earlier sequence most similar to the current one predicts the next activations.
 
 MoE-Infinity (Xue et al., arXiv 2401.14361), by its repository (EfficientMoE/MoE-Infinity, moe_infinity/memory/); the
 paper's text was not at hand:
 - tracing: an expert activation matrix [layers, experts] per sequence counts its activations; matrices of past
   sequences form a collection of fixed capacity (expert_tracer.py, finish_entry: a free entry, else the one that was
   matched least).
-- prediction: the collection's entry nearest to the current matrix, by the mean over the layers of the cosine of their
-  rows (find_most_similar, which leaves out the layers already passed; here all count); its rows, less the farther the
-  layer is ahead (expert_predictor.py, predict: 1 - (x - l) / (L + 1)), are the priorities.
+- prediction: the entry nearest to the current matrix, by the mean over the layers of the cosine of their rows
+  (find_most_similar, which skips the layers already passed; here all count); its rows, less the farther the layer is
+  ahead (expert_predictor.py, predict: 1 - (x - l) / (L + 1)), are the priorities.
 - prefetch: all experts with a priority, best first, from the current layer on (expert_prefetcher.py).
-- cache: one for all layers; what is evicted has the lowest priority: the current sequence's activations times the
+- cache: one for all layers; the expert of lowest priority is evicted: the current sequence's activations times the
   layer's nearness to the first, which prefetch cannot help, times the expert's uses so far (expert_priority_score.py,
-  priority_score; the last factor is left out here). Misses are loaded on demand, all is computed on the GPU.
+  priority_score; the last factor is left out here). Misses are loaded on demand, and the GPU computes everything.
 
-Here the priorities of the prefetch order the cache, too, with the current sequence's own activations added to the
-entry's, as priority_score has them: a plan names what should be there, and both sides of it must agree.
+Here the prefetch priorities also order the cache, with the current sequence's own activations added to the entry's, as
+in priority_score: uploads and victims of a plan must follow from one score.
 """
 
 from __future__ import annotations
@@ -22,103 +22,103 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
-from moeedge.policies.config import PolicyConfig
-from moeedge.policies.planner import IN_FLIGHT, Planner
+from moeedge.policies.base import (
+    IN_FLIGHT,
+    CacheShape,
+    ExecutionModel,
+    ExpertPrediction,
+    FloatArray,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
+from moeedge.policies.planner import PooledPolicy
 
-FloatArray = NDArray[np.float32]
-
-_CAPACITY = 64  # sequences in the collection: ours, the repository leaves it to its configuration
+_CAPACITY = 64  # sequences in the collection; the repository leaves it to its configuration
 _MATCH_EVERY = 4  # steps: the nearest entry of a sequence changes slowly
-_NOTHING = np.float32(1e-8)  # added to every prediction, as the repository does
+_EPSILON = np.float32(1e-8)  # added to every prediction, as the repository does
 
 
-class MoeInfinity:
+class MoeInfinity(PooledPolicy):
     """Score: the predicted share of its layer's activations, times the layer's nearness."""
 
     name = "moe-infinity"
     execution_model = ExecutionModel(device_only=True, prefetch_within_step=True, speculation=False)
-    required_inputs: frozenset[str] = frozenset()
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        cells = (shape.n_layers, shape.n_experts)
-        self.shape = shape
-        self._cap = np.float32(config.cap)
-        self._planner = Planner(shape, config.cap, evict=config.evicts)
-        self._matrix: FloatArray = np.zeros(cells, dtype=np.float32)  # of the current sequence
-        self._entries: FloatArray = np.zeros((_CAPACITY, *cells), dtype=np.float32)  # rows have length 1
-        self._shares: FloatArray = np.zeros((_CAPACITY, *cells), dtype=np.float32)  # rows add up to 1
-        self._matched = np.zeros(_CAPACITY, dtype=np.int64)
+        super().__init__(shape, config)
+        size = self._score.shape
+        self._matrix: FloatArray = np.zeros(size, dtype=np.float32)  # of the current sequence
+        self._entries: FloatArray = np.zeros((_CAPACITY, *size), dtype=np.float32)  # rows have length 1
+        self._shares: FloatArray = np.zeros((_CAPACITY, *size), dtype=np.float32)  # rows add up to 1
+        self._n_matches = np.zeros(_CAPACITY, dtype=np.int64)
         self._n_entries = 0
         self._n_steps = 0
         self._nearest = -1
-        self._score: FloatArray = np.zeros(cells, dtype=np.float32)
-        self._utility: FloatArray = np.zeros(cells, dtype=np.float32)
-        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._decay = self._decay_from(0)
 
     def observe(self, observation: Observation) -> None:
-        """Adds to the sequence's matrix, and looks for the entry nearest to it."""
+        """Adds to the sequence's matrix and finds the nearest entry."""
         self._matrix += observation.counts
         if self._n_entries and (observation.prefill or self._n_steps % _MATCH_EVERY == 0):
-            rows = _of_length_one(self._matrix)
+            rows = _unit_rows(self._matrix)
             # the mean over layers of the rows' cosines: the rows have length 1
-            alike = np.einsum("ijk,jk->i", self._entries[: self._n_entries], rows)
-            self._nearest = int(alike.argmax())
-            self._matched[self._nearest] += 1
+            similarity = np.einsum("ijk,jk->i", self._entries[: self._n_entries], rows)
+            self._nearest = int(similarity.argmax())
+            self._n_matches[self._nearest] += 1
         self._n_steps += not observation.prefill
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """What a pass that starts at the first layer will want."""
-        return self._plan(resident, self._decay)
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans for a pass that starts at the first layer."""
+        return self._plan_decayed(resident, self._decay)
 
-    def plan_layer(self, layer: int, resident: Resident, hints: ExpertPrediction | None = None) -> Plan:
-        """What the layers behind `layer` will want; those before it go first, and it keeps what it computes with."""
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans for the layers after `layer`. Experts of earlier layers leave first, those of `layer` stay."""
         in_use = np.asarray(resident, dtype=np.uint8).copy()
-        in_use[layer, in_use[layer] > 0] = IN_FLIGHT  # what is on its way is no victim
-        return self._plan(in_use, self._decay_from(layer + 1))
+        in_use[layer, in_use[layer] > 0] = IN_FLIGHT  # an expert in flight is no victim
+        return self._plan_decayed(in_use, self._decay_from(layer + 1))
 
     def reset(self) -> None:
-        """The sequence ends: its matrix joins the collection."""
+        """Ends the sequence and adds its matrix to the collection."""
         if self._n_steps == 0:
             return
         if self._n_entries < _CAPACITY:
-            place = self._n_entries
+            entry = self._n_entries
             self._n_entries += 1
         else:
-            place = int(self._matched.argmin())
-        self._entries[place] = _of_length_one(self._matrix)
-        self._shares[place] = _of_sum_one(self._matrix)
-        self._matched[place] = 1
+            entry = int(self._n_matches.argmin())
+        self._entries[entry] = _unit_rows(self._matrix)
+        self._shares[entry] = _normalised_rows(self._matrix)
+        self._n_matches[entry] = 1
         self._matrix[:] = 0.0
         self._n_steps = 0
         self._nearest = -1
 
-    def _plan(self, resident: Resident, decay: FloatArray) -> Plan:
+    def _plan_decayed(self, resident: Resident, decay: FloatArray) -> Plan:
         score = self._score
-        np.copyto(score, _of_sum_one(self._matrix))
+        np.copyto(score, _normalised_rows(self._matrix))
         if self._nearest >= 0:
             score += self._shares[self._nearest]
-        score += _NOTHING
+        score += _EPSILON
         score *= decay
         marginal = self._planner.fit(score, resident, 0.0)
-        unit = max(max((value for value in marginal if np.isfinite(value)), default=0.0), float(_NOTHING))
+        unit = max(max((value for value in marginal if np.isfinite(value)), default=0.0), float(_EPSILON))
         np.minimum(score / np.float32(unit), self._cap, out=self._utility)
         return self._planner.moves(score, self._utility, self._tau, resident)
 
     def _decay_from(self, layer: int) -> FloatArray:
-        """1 at `layer`, less for every layer behind it, nothing before it; [n_layers, 1]."""
+        """1 at `layer`, decreasing with every layer after it, 0 before it; [n_layers, 1]."""
         ahead = np.arange(self.shape.n_layers) - layer
         decay = np.where(ahead >= 0, 1.0 - ahead / (self.shape.n_layers + 1), 0.0)
         return np.asarray(decay[:, None], dtype=np.float32)
 
 
-def _of_length_one(matrix: FloatArray) -> FloatArray:
+def _unit_rows(matrix: FloatArray) -> FloatArray:
     length = np.sqrt(np.einsum("ij,ij->i", matrix, matrix))
     return np.asarray(matrix / np.maximum(length, np.float32(1e-30))[:, None])
 
 
-def _of_sum_one(matrix: FloatArray) -> FloatArray:
+def _normalised_rows(matrix: FloatArray) -> FloatArray:
     return np.asarray(matrix / np.maximum(matrix.sum(axis=1, keepdims=True), np.float32(1e-30)))

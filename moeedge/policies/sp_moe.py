@@ -1,79 +1,84 @@
-"""Policy sp-moe: the draft's attention outputs through the target's routers say what to bring while drafting lasts.
+"""Policy sp-moe: the target's routers on the draft's attention outputs predict experts while drafting.
 
 SP-MoE (section numbers of the paper):
-- prediction, 3.2: of each draft token the k likeliest experts of every layer are critical, k as many as the model uses
-  per token (for Mixtral fewer: its expert is large). They come as `Hints` from "draft-inputs".
-- cutoff layer, 3.2: only layers before it are prefetched. It is the deepest for which (1) the prefetched experts find
-  room and (2) all of them arrive before drafting ends; the number of experts per layer, which is unknown beforehand,
-  is taken as k. See `cutoff_layer`.
-- cache, 4.4: a queue per layer, least recently used first; an expert that is brought ahead goes to its end, so that
-  it is not the next to leave. A fixed number of slots per layer is reserved (3.2).
-- execution, 3.3: a worker thread moves without pause, all experts of one layer as one batch; what is missing at
-  verification is loaded on demand, and experts that are there are computed first (4.3). Vanilla prefetch and single
-  transfers are the ablations of Figure 12.
+- prediction, 3.2: for each draft token the k most likely experts of every layer are critical, k as many as the model
+  uses per token (fewer for Mixtral, whose experts are large). The `ExpertPrediction` comes from "draft-inputs".
+- cutoff layer, 3.2: only layers before it are prefetched. It is the deepest for which (1) the prefetched experts have
+  room and (2) all of them arrive before drafting ends; the number of experts per layer, unknown in advance, is taken as
+  k. See `cutoff_layer`.
+- cache, 4.4: a queue per layer, least recently used first; a prefetched expert moves to its end, so that it is not the
+  next victim. A fixed number of slots per layer is reserved (3.2).
+- execution, 3.3: a worker thread moves all experts of one layer as one batch, without pause; missing experts are loaded
+  on demand at verification, and resident ones are computed first (4.3). Vanilla prefetch and single transfers are the
+  ablations of Figure 12.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Plan, Resident
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import (
+    BoolArray,
+    CacheShape,
+    ExecutionModel,
+    ExpertPrediction,
+    FloatArray,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
 from moeedge.policies.layer_lru import LayerLru
 
 
 class SpMoe(LayerLru):
-    """All that is foretold for the layers before the cutoff."""
+    """Prefetches every predicted expert of the layers before the cutoff."""
 
     name = "sp-moe"
     execution_model = ExecutionModel(device_only=True, per_layer_slots=True, batched_io=True)
     required_inputs = frozenset({"draft-inputs"})
-    _touches = True
+    prefetch_is_use = True
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config)
-        self._asked = config.cutoff_layer
+        self._fixed_cutoff = config.cutoff_layer
         self._drafting_s, self._transfer_s = 0.0, 0.0
-        if config.units is not None:
-            self._drafting_s = config.gamma * config.units.draft_token_s
-            self._transfer_s = config.units.transfer_expert_s
-        self._expert_layers = np.flatnonzero(shape.group >= 0)
+        if config.cost_model is not None:
+            self._drafting_s = config.gamma * config.cost_model.draft_token_s
+            self._transfer_s = config.cost_model.transfer_expert_s
+        self._expert_layers = shape.expert_layers
         self._cutoff = 0
 
     def cutoff(self, n_critical: int) -> int:
-        """Layers with experts that are prefetched for, where a token has `n_critical` critical experts."""
+        """Layers with experts that are prefetched for, where each token has `n_critical` critical experts per layer."""
         n_layers = self._expert_layers.size
-        if self._asked is not None:
-            return min(self._asked, n_layers)
+        if self._fixed_cutoff is not None:
+            return min(self._fixed_cutoff, n_layers)
         n_slots = int(self._planner.shares.sum())
         return cutoff_layer(n_layers, n_critical, n_slots, self._drafting_s, self._transfer_s)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
-        """As the cache of its kind."""
-        if hints is not None:
-            self._cutoff = self.cutoff(hints.layer_ids.shape[2])
-        return super().plan(resident, upcoming, hints)
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """The plan of LayerLru, up to the cutoff layer."""
+        if prediction is not None:
+            self._cutoff = self.cutoff(prediction.layer_ids.shape[2])
+        return super().plan(resident, tokens, prediction)
 
-    def wanted(self, counts: NDArray[np.float32], resident: Resident) -> NDArray[np.bool_]:
-        """See the module."""
-        wanted = counts > 0.0
-        wanted[self._expert_layers[self._cutoff :]] = False
-        return wanted
+    def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
+        """Every predicted expert of the layers before the cutoff."""
+        chosen = counts > 0.0
+        chosen[self._expert_layers[self._cutoff :]] = False
+        return chosen
 
 
 def cutoff_layer(n_layers: int, n_critical: int, n_slots: int, drafting_s: float, transfer_s: float) -> int:
     """The deepest layer that SP-MoE prefetches for (section 3.2), as a number of layers.
 
-    n_critical  experts to bring per layer, k; those that are there already are not brought, so this is an upper bound
-    n_slots     experts that fit the memory left beside the rest of the model
-    drafting_s  time of the draft's tokens, its computation per layer times its layers; 0: not measured
-    transfer_s  time of one expert over the link; 0: not measured
+    n_critical  experts to load per layer, k; an upper bound, as resident experts are not loaded
+    n_slots     experts that fit the memory left by the rest of the model
+    drafting_s  seconds of drafting, computation per layer times layers; 0: not measured
+    transfer_s  seconds of one expert's transfer; 0: not measured
 
-    The objective, the sum of drafting, verification and loading, falls with every layer that the constraints allow,
-    so the answer is the largest.
+    The objective, the sum of drafting, verification and loading, falls with every layer that the constraints allow, so
+    the largest number is optimal.
     """
     if n_critical < 1 or n_layers < 1:
         return max(n_layers, 0)

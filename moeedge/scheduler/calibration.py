@@ -19,8 +19,7 @@ from moeedge.llama.context import Context
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Notification, Notify
 from moeedge.paths import replace_file
-from moeedge.policies.base import CacheShape
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.config import PlacementConfig

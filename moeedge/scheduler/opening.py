@@ -16,10 +16,8 @@ from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 from moeedge.notifications import Notify
-from moeedge.policies.base import CacheShape, Policy
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, CutoffPolicy, Policy, PolicyConfig
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
-from moeedge.policies.sp_moe import SpMoe
 from moeedge.scheduler.calibration import Calibration, calibrate
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import ExpertPlacement
@@ -214,7 +212,7 @@ class _Opening:
             self.notes.append(self._unmeasured())
         else:
             self.notes.append(calibration.sentence(emulated=self.device.kind == "emulated", prefill=prefill))
-            settings = replace(settings, units=calibration.units)
+            settings = replace(settings, cost_model=calibration.units)
             if self.device.kind in ("gpu", "rpc") and not calibration.pays and not requested.asked:
                 self.notes.append(
                     "By this measurement the cache does not pay here: it is off; --cache-ratio R or --vram SIZE "
@@ -305,7 +303,7 @@ class _Opening:
         if "draft-inputs" not in policy.required_inputs or self.config.placement.execution.drafting == "off":
             return None
         n_all = n_ahead = self.target.model.info.n_expert_layers
-        if isinstance(policy, SpMoe):
+        if isinstance(policy, CutoffPolicy):
             n_ahead = policy.cutoff(self.target.model.info.n_expert_used)
         foresight, why_not = open_draft_foresight(self.target, self.draft, n_ahead)
         if foresight is None:

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, check_plan
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig, check_plan
 from moeedge.policies.registry import make_policy
 from moeedge.sim.bounds import BOUNDS, Belady, NextUse, Oracle
 from moeedge.sim.noisy_predictor import NoisyPredictor, source_of

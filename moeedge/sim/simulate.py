@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.native.abi import Phase
-from moeedge.policies.base import CacheShape, ExecutionModel, Policy
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, ExecutionModel, Policy, PolicyConfig
 from moeedge.policies.registry import BOUNDS, make_policy
 from moeedge.sim.clock import Log
 from moeedge.sim.execution import CAUSES, Execution, TimeBreakdown
@@ -203,7 +202,7 @@ def _policy(machine: Machine, shape: CacheShape, setup: Setup, gamma: int, steps
         gamma=gamma,
         cap=setup.cap,
         ablations=setup.ablations - {"no-sd"},
-        units=machine.units(setup.cap) if setup.balanced else None,
+        cost_model=machine.units(setup.cap) if setup.balanced else None,
         future=future,
         **dict(setup.options),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from moeedge.policies.registry import foresees, reads_hidden_states, reads_tokens, takes_profile
+from moeedge.policies.registry import TABLE
 from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.sim.replay import ReplayRow
@@ -87,23 +87,25 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
 def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     """A sentence for each input that policies lack in this replay."""
     lines = []
-    unpredicted = dict.fromkeys(row.policy for row in rows if row.prediction_source is None and foresees(row.policy))
+    unpredicted = dict.fromkeys(
+        row.policy for row in rows if row.prediction_source is None and TABLE[row.policy].reads_layer_inputs
+    )
     if unpredicted:
         lines.append(
             f"{', '.join(unpredicted)}: by the cache alone, without a predictor, since a trace holds no inputs of "
             "layers; --predictor-accuracy replaces it by one of stated accuracy."
         )
-    unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and reads_tokens(row.policy))
+    unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and TABLE[row.policy].reads_tokens)
     if unread:
         lines.append(f"{', '.join(unread)}: without token tables, since this trace holds no vocabulary ids.")
     stateless = dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_hidden_states)
-    contextless = [name for name in stateless if reads_hidden_states(name)]
+    contextless = [name for name in stateless if TABLE[name].reads_hidden_states]
     if contextless:
         lines.append(
             f"{', '.join(contextless)}: prediction by token ids alone, since this trace lacks the draft's hidden "
             "states, with which the engine predicts more; bench --policy spac --trace-out records them."
         )
-    unprofiled = dict.fromkeys(row.policy for row in rows if not row.profile and takes_profile(row.policy))
+    unprofiled = dict.fromkeys(row.policy for row in rows if not row.profile and TABLE[row.policy].takes_profile)
     if unprofiled:
         lines.append(f"{', '.join(unprofiled)}: profiled on the first steps, since no text was held out for a profile.")
     return lines

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.records import read_environment
-from moeedge.policies.base import CacheShape, Observation, Plan, check_plan
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, Observation, Plan, PolicyConfig, check_plan
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import POLICIES, make_policy
 
@@ -139,7 +138,7 @@ def measure(name: str, batches: list[Batch], shape: CacheShape, units: CostModel
 
 
 def _run(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, *, check: bool) -> Run:
-    policy = make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, units=units))
+    policy = make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, cost_model=units))
     resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
     times: list[tuple[float, float, float]] = []
     pairs = hits = uploads = 0

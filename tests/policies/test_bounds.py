@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, Observation, check_plan
-from moeedge.policies.bounds import next_uses
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, Observation, PolicyConfig, check_plan
+from moeedge.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS, make_policy
-from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.slots import Slots
-from moeedge.trace.schedule import Chunk
 
 # fed without hints, these bring nothing but what was just used
 DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
@@ -105,9 +102,17 @@ def test_a_classic_reference_string() -> None:
     assert hits("mixtral-offloading", steps, 3)[1] == 5
 
 
-def test_next_uses() -> None:
-    used = np.array([[[True, False]], [[False, False]], [[True, True]]])
-    assert next_uses(used)[:, 0].tolist() == [[0, 2], [2, 2], [2, 2]]
+def test_next_use_skips_batches_that_do_not_count() -> None:
+    counts = np.array([[[1, 0]], [[2, 0]], [[0, 0]], [[1, 1]]])
+    next_use = NextUse([(counts[:2], np.array([True, False])), (counts[2:], np.array([True, True]))])
+    assert next_use.first.tolist() == [0, 3]
+    assert len(next_use) == 4
+    assert [tuple(array.tolist() for array in next_use.of(batch)) for batch in range(4)] == [
+        ([0], [3]),
+        ([0], [3]),
+        ([], []),
+        ([0, 1], [NEVER, NEVER]),
+    ]
 
 
 def test_the_future_ends() -> None:
@@ -125,14 +130,28 @@ def test_the_future_ends() -> None:
         assert len(policy.plan(slots.resident, []).uploads) == 0
 
 
+def replayed(name: str, steps: Counts, n_slots: int) -> tuple[int, int]:
+    """Pairs and distinct experts found resident by the array functions, as the replay uses them."""
+    flat = steps.reshape(len(steps), -1).astype(np.int32)
+    next_use = NextUse([(steps, np.ones(len(steps), dtype=np.bool_))])
+    resident, coming = np.zeros(flat.shape[1], dtype=np.bool_), next_use.first.copy()
+    pairs = unique = 0
+    for step, counts in enumerate(flat):
+        if name == "oracle":
+            resident = oracle_residency(counts, resident, n_slots)
+        assert np.count_nonzero(resident) <= n_slots
+        pairs += int(counts[resident].sum())
+        unique += int(np.count_nonzero(counts[resident]))
+        if name == "belady":
+            used, following = next_use.of(step)
+            coming[used] = following
+            resident = belady_residency(resident, used, coming, n_slots)
+    return pairs, unique
+
+
 @pytest.mark.parametrize("name", sorted(BOUNDS))
-def test_the_replay_has_the_same_bounds(name: str) -> None:
-    """moeedge/sim/bounds.py works them out without a policy, for whole chunks."""
-    rng = np.random.default_rng(3)
-    steps = (rng.random((40, 2, 9)) < 0.35).astype(np.int32) * rng.integers(1, 4, (40, 2, 9), dtype=np.int32)
-    chunk = Chunk(0, [None] * len(steps), steps, np.ones(len(steps), dtype=np.bool_))  # batches are only counted
-    bound = Oracle(18, 7) if name == "oracle" else Belady(NextUse([chunk]), 7)
-    there = bound.run(chunk)
-    index = 0 if name == "oracle" else 1
-    found = (int(steps[there].sum()), int(np.count_nonzero(steps[there])))
-    assert found[index] == hits(name, steps.astype(np.uint32), 7)[index]
+@settings(max_examples=30, deadline=None)
+@given(steps=routings(), n_slots=st.integers(0, 12))
+def test_policies_and_array_functions_reach_the_same_bound(name: str, steps: Counts, n_slots: int) -> None:
+    bounded = 0 if name == "oracle" else 1
+    assert replayed(name, steps, n_slots)[bounded] == hits(name, steps, n_slots)[bounded]

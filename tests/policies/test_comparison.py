@@ -16,8 +16,7 @@ from moeedge.engine.recording import Question, record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.abi import Phase
-from moeedge.policies.base import Policy
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.sim.replay import PolicyReplay, ReplayConfig, cache_shape
@@ -132,7 +131,7 @@ def test_lookahead_on_the_bundled_pair(bundled_steps: Schedule) -> None:
 
 
 def test_without_lookahead_the_bundled_pair_is_hard_to_foresee(bundled_steps: Schedule) -> None:
-    blind = run("spac", bundled_steps, PolicyConfig(lookahead_bytes=0))
+    blind = run("spac", bundled_steps, PolicyConfig(predictor_bytes=0))
     assert run("spac", bundled_steps).pair_hit > blind.pair_hit + 0.05
 
 
@@ -162,7 +161,7 @@ def of_speed(device_s: float, transfer_s: float) -> PolicyConfig:
         r_c=np.linspace(0.2, 0.9, 5),
         r_g=np.linspace(0.9, 0.1, 5),
     )
-    return PolicyConfig(units=units)
+    return PolicyConfig(cost_model=units)
 
 
 def test_a_slow_device_gets_less_and_a_slow_link_moves_less(data_folder: Path) -> None:

@@ -18,9 +18,9 @@ from moeedge.policies.base import (
     Observation,
     Plan,
     Policy,
+    PolicyConfig,
     check_plan,
 )
-from moeedge.policies.config import PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS, POLICIES, SIMULATED, ignored_ablations, make_policy
 from moeedge.sim.slots import Slots
@@ -60,8 +60,8 @@ def configs(draw: st.DrawFn) -> PolicyConfig:
         gamma=draw(st.integers(0, 8)),
         cap=cap,
         ablations=draw(st.frozensets(st.sampled_from(sorted(ABLATIONS)), max_size=3)),
-        units=measured,
-        lookahead_bytes=draw(st.sampled_from([0, 300, 64 << 20])),
+        cost_model=measured,
+        predictor_bytes=draw(st.sampled_from([0, 300, 64 << 20])),
     )
 
 
@@ -226,7 +226,7 @@ def test_same_input_same_plans(name: str) -> None:
     observed = observations(shape, 1, 12)
     runs = []
     for _ in range(2):
-        policy = make_policy(name, shape, PolicyConfig(units=units(4, 2e-5, 1e-5), future=future_of(observed)))
+        policy = make_policy(name, shape, PolicyConfig(cost_model=units(4, 2e-5, 1e-5), future=future_of(observed)))
         slots, plans, rng = Slots(shape), [], np.random.default_rng(7)
         for observation in observed:
             policy.observe(observation)
@@ -316,6 +316,6 @@ def test_names_and_mistakes() -> None:
         PolicyConfig(ablations=frozenset({"no-cache"}))
     with pytest.raises(ValueError, match="profile"):
         make_policy("static", shape, PolicyConfig(profile=np.ones((3, 4))))
-    for mistake in ({"cap": 0}, {"gamma": -1}, {"forgetting": 2.0}, {"lookahead_bytes": -1}, {"cutoff_layer": -1}):
+    for mistake in ({"cap": 0}, {"gamma": -1}, {"forgetting": 2.0}, {"predictor_bytes": -1}, {"cutoff_layer": -1}):
         with pytest.raises(ValueError):
             PolicyConfig(**mistake)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, Observation
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, Observation, PolicyConfig
 from moeedge.policies.registry import make_policy
 
 GAMMA, CAP, UP, DOWN = 8, 4, 3, 1

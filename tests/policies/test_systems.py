@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moeedge.policies.adapmoe import AdapMoe, allocate, expected_loads
-from moeedge.policies.base import CacheShape, ExpertPrediction, LayerPolicy, Observation, Policy
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, ExpertPrediction, LayerPolicy, Observation, Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.fate import Arc, shallow_shares
 from moeedge.policies.hybrimoe import Queue

@@ -11,8 +11,7 @@ import pytest
 from moeedge.native import Block
 from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from moeedge.policies.base import CacheShape
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.on_demand import LayerHook
 from tests.support.experts import resident, write_experts

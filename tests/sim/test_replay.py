@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.policies.base import Observation
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import Observation, PolicyConfig
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from moeedge.sim.bounds import Belady, NextUse, Oracle

@@ -30,9 +30,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
-from moeedge.policies.config import PolicyConfig
-from moeedge.policies.planner import RESIDENT, Planner
+from moeedge.policies.base import (
+    RESIDENT,
+    CacheShape,
+    ExecutionModel,
+    ExpertPrediction,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
+from moeedge.policies.planner import Planner
 from moeedge.policies.spac import utility
 from moeedge.policies.spac.balancer import Workload, thresholds
 
@@ -50,12 +58,12 @@ class SpacPaper:
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
-        self._first_come = config.first_come
+        self._used_only = config.used_only
         self._fixed_tau = config.fixed_tau
         self.shape = shape
         self._gamma = config.gamma
-        self._units = config.units
-        self.cap = config.reached_cap
+        self._units = config.cost_model
+        self.cap = config.effective_cap
         self._config = utility.UtilityConfig(
             gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
             cap=self.cap,
@@ -78,7 +86,7 @@ class SpacPaper:
         np.greater(observation.counts, 0, out=self._used)
         self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """What to move; what is coming plays no part."""
         s = self._used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
         tau = self._thresholds(s, resident)
@@ -87,7 +95,7 @@ class SpacPaper:
         score -= _RECYCLED * (self._used & (resident == RESIDENT) & (s > 0))
         self._planner.fit(score, resident, 0.0)
         hot = s >= tau[:, None]
-        allowed = hot & self._used if self._first_come else hot
+        allowed = hot & self._used if self._used_only else hot
         return self._planner.moves(score, s, tau, resident, allowed=allowed)
 
     def reset(self) -> None:

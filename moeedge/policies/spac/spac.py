@@ -27,8 +27,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
-from moeedge.policies.config import PolicyConfig
+from moeedge.policies.base import (
+    CacheShape,
+    ExecutionModel,
+    ExpertPrediction,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
 from moeedge.policies.planner import Planner
 from moeedge.policies.spac.activation_ema import ActivationEMA
 from moeedge.policies.spac.token_experts import NextBatchPredictor
@@ -60,17 +67,17 @@ class Spac:
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self._binary = config.binary
-        self._first_come = config.first_come
+        self._used_only = config.used_only
         self.shape = shape
-        self.cap = config.reached_cap
+        self.cap = config.effective_cap
         cells = (shape.n_layers, shape.n_experts)
         n = shape.n_layers * shape.n_experts
         fitted = "no-ada-bc" not in config.ablations
         self._history = ActivationEMA(n, fitted=fitted)
-        lookahead_bytes = 0 if self._binary else config.lookahead_bytes
-        if lookahead_bytes == 0:
+        predictor_bytes = 0 if self._binary else config.predictor_bytes
+        if predictor_bytes == 0:
             self.required_inputs = frozenset()
-        self._ahead = NextBatchPredictor(*cells, lookahead_bytes, judged=fitted)
+        self._ahead = NextBatchPredictor(*cells, predictor_bytes, judged=fitted)
         self._planner = Planner(shape, self.cap, evict=config.evicts)
         self._first = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_steps = 0
@@ -86,8 +93,8 @@ class Spac:
         self._marginal = 1.0  # the score of the last that fits, of the last plan
         self._tau: FloatArray = np.full(shape.n_layers, config.fixed_tau or 1.0, dtype=np.float32)
         self._workload: ExpectedWorkload | None = None  # None: tau stays as it is
-        if config.units is not None and config.fixed_tau is None and not config.binary:
-            self._workload = ExpectedWorkload(shape, self.cap, config.units, config.gamma)
+        if config.cost_model is not None and config.fixed_tau is None and not config.binary:
+            self._workload = ExpectedWorkload(shape, self.cap, config.cost_model, config.gamma)
         self._max_uploads: int | None = None
         self._guess_margin = _MARGIN_GUESSED
         self._n_slots = float(shape.capacity.sum())
@@ -116,13 +123,13 @@ class Spac:
         self._history.observe(observation.n_tokens, self._refused(observation), fit=fit)
         if observation.tokens is not None and observation.ids is not None:
             self._ahead.learn(observation.tokens, observation.ids)
-        if self._binary or self._first_come:
+        if self._binary or self._used_only:
             np.greater(counts, 0, out=self._used)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """What to move; see scheduler/policy.py."""
-        known = len(upcoming) > 1 or (len(upcoming) == 1 and self._n_batch <= 1.0)
-        score = self._expected(upcoming, known, hints.hidden_states if hints is not None else None)
+        known = len(tokens) > 1 or (len(tokens) == 1 and self._n_batch <= 1.0)
+        score = self._expected(tokens, known, prediction.hidden_states if prediction is not None else None)
         margin = 0.0 if self._binary else self._margin(known) * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
         unit = self._unit(marginal)
@@ -131,7 +138,7 @@ class Spac:
         if self._n_planned == 0:  # once per step, and the threshold of a step holds for its second plan
             self._threshold(score)
         self._n_planned += 1
-        allowed = self._used if self._first_come else None
+        allowed = self._used if self._used_only else None
         expected = None if self._binary else score
         plan = self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, allowed, expected)
         if not known and self._n_plans == 1 and plan.victims.size:
@@ -177,15 +184,15 @@ class Spac:
         flat = cells.reshape(-1) if ids.min() >= 0 else cells[ids >= 0]
         return np.bincount(flat, minlength=self._score.size)
 
-    def _expected(self, upcoming: Sequence[int], known: bool, hidden_states: FloatArray | None) -> FloatArray:
+    def _expected(self, tokens: Sequence[int], known: bool, hidden_states: FloatArray | None) -> FloatArray:
         """Activations that the next batch is expected to bring, [n_layers, n_experts]."""
         score = self._score.reshape(self._utility.shape)
         if self._binary:
             np.copyto(score, self._used)
             return score
-        n_batch = float(len(upcoming)) if known else self._n_batch
+        n_batch = float(len(tokens)) if known else self._n_batch
         if known or self._n_plans == 1:
-            self._ahead.expect(self._history.rate, upcoming, n_batch, self._score, hidden_states)
+            self._ahead.expect(self._history.rate, tokens, n_batch, self._score, hidden_states)
         else:  # one token of many, and a plan that knows them all follows
             np.multiply(self._history.rate, np.float32(n_batch), out=self._score)
         self._layer_pairs = n_batch * self._n_used
