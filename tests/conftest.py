@@ -31,15 +31,6 @@ def pytest_configure() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that measure run when they are asked for: on a busy machine their figures mean nothing."""
-    if "bench" in config.getoption("-m"):
-        return
-    for item in items:
-        if item.get_closest_marker("bench"):
-            item.add_marker(pytest.mark.skip(reason="measures; ask for it with -m bench"))
-
-
 def pytest_report_header() -> str:
     """The versions that a failure has to be read with."""
     found = []
