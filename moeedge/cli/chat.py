@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-import moeedge
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import cli_errors, show_log
@@ -175,13 +174,12 @@ class _Talk:
 
     def _one_shot(self, session: Session, notes: list[str], *, as_json: bool) -> int:
         from moeedge.engine.conversation import prompt_tokens
-        from moeedge.ui.chat.repl import header_line, hints
+        from moeedge.ui.chat.greeting import print_header
         from moeedge.ui.chat.single import answer_once
-        from moeedge.ui.console import say, stderr_console, stdout_console
+        from moeedge.ui.console import stderr_console, stdout_console
 
         err = stderr_console()
-        for line in [header_line(session.info), *notes, *hints(session.info, toy=self.pair.bundled)]:
-            say(err, line)
+        print_header(err, session.info, toy=self.pair.bundled, warnings=notes)
         return answer_once(
             session,
             prompt_tokens(session.model, self.conversation, raw=self.raw),
@@ -194,14 +192,13 @@ class _Talk:
 
     def _interactive(self, session: Session, notes: list[str], *, single_turn: bool) -> int:
         from moeedge.ui.chat import commands
+        from moeedge.ui.chat.greeting import print_greeting
         from moeedge.ui.chat.prompt import make_reader, open_history
-        from moeedge.ui.chat.repl import Repl, print_header
+        from moeedge.ui.chat.repl import Repl
         from moeedge.ui.console import say, stderr_console, stdout_console
 
         err = stderr_console()
-        print_header(err, session.info, version=moeedge.__version__, toy=self.pair.bundled)
-        for line in notes:
-            say(err, line)
+        print_greeting(err, session.info, toy=self.pair.bundled, warnings=notes)
         history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
         repl = Repl(
             session,

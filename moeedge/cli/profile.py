@@ -155,8 +155,8 @@ class _Task:
         """The recording, the layers to report and the exit code (not 0 after an interruption)."""
         from moeedge.engine.recording import check_layers, parse_layers, record_routing
         from moeedge.engine.session import Session
+        from moeedge.ui.chat.greeting import print_header
         from moeedge.ui.chat.interrupt import Interrupt
-        from moeedge.ui.chat.repl import header_line, hints
         from moeedge.ui.console import notifier, say, stderr_console
         from moeedge.ui.progress import ProfileProgress
 
@@ -170,8 +170,7 @@ class _Task:
                 wanted = parse_layers(last if self.layer is None else self.layer, n_layers, single=True)
             chosen = check_layers(session, wanted)
             notes = layer_notes(self.config.n_gpu_layers or 0)
-            for line in [header_line(session.info), *notes, *hints(session.info, toy=self.toy)]:
-                say(err, line)
+            print_header(err, session.info, toy=self.toy, warnings=notes)
             with Interrupt() as interrupt, ProfileProgress(len(self.questions), err) as progress:
                 interrupt.arm()
                 try:

@@ -1,35 +1,33 @@
-"""The figures of the expert cache as short texts: one wording for the panel, the stats line, /stats and the header."""
+"""The figures of the expert cache as short texts, with one wording for the panel and /stats."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
-from moeedge.ui.figures import NONE, Figure, device_name, percent, size
+from moeedge.ui.figures import NONE, Figure, device_name, percent
+from moeedge.units import format_bytes
 
-_MIN_BAR = 6  # columns; a shorter one says nothing
-_MAX_BAR = 48  # a longer one says no more
+if TYPE_CHECKING:
+    from moeedge.scheduler.stats import PlacementStats
+
+_MIN_BAR = 6  # columns; a shorter bar shows too little
+_MAX_BAR = 48  # columns; a longer bar shows no more
 _TAU_TOP = 4.0  # the usual cap of utilities
 _GB, _MB = 1e9, 1e6  # rates count in thousands
-_GIB, _MIB = 1024**3, 1024**2
-
-
-def hits(share: float | None) -> str:
-    """A hit rate in whole percent."""
-    return NONE if share is None else percent(share)
 
 
 def per_step(count: float | None) -> str:
-    """A number of experts per step."""
+    """Experts per step."""
     if count is None:
         return NONE
-    return f"{count:.0f}/step" if count >= 100 else f"{count:.1f}/step"
+    return f"{count:.0f}" if count >= 100 else f"{count:.1f}"
 
 
 def link(stats: PlacementStats) -> str:
-    """Bytes per second while something was being transferred."""
+    """Bytes per second during transfers."""
     rate = stats.link_bytes_per_s
     if rate is None:
         return NONE
@@ -37,9 +35,9 @@ def link(stats: PlacementStats) -> str:
 
 
 def shares(stats: PlacementStats) -> list[Figure]:
-    """Parts of the steps' time in percent: experts on the CPU, the CPU's wait for the device, drafting, and the rest.
+    """Parts of the steps' time in percent: experts on the CPU, on the device, waiting for it, drafting, and the rest.
 
-    The device computes its experts beside the CPU, so that its part comes on top of the others' 100 percent.
+    The device computes at the same time as the CPU, so that its part comes on top of the others' 100 percent.
     """
     if stats.decode_s <= 0:
         return []
@@ -57,15 +55,15 @@ def shares(stats: PlacementStats) -> list[Figure]:
 def share_line(stats: PlacementStats, columns: int) -> str:
     """The parts in one line, shortened where it is narrow."""
     parts = shares(stats)
-    whole = ", ".join(f"{part.label} {part.value}" for part in parts) or NONE
+    full = ", ".join(f"{part.label} {part.value}" for part in parts) or NONE
     short = {"device": "dev", "waiting": "wait"}
     cut = [f"{short.get(part.label, part.label)} {part.value.replace(' ', '')}" for part in parts]
-    forms = (f"step time: {whole}", whole, " ".join(cut), " ".join(cut[:-1]))
+    forms = (f"step time: {full}", full, " ".join(cut), " ".join(cut[:-1]))
     return next((form for form in forms if len(form) <= columns), forms[-1])
 
 
 def memory(stats: PlacementStats) -> tuple[float, int] | None:
-    """Used and total bytes: of the device as its driver says; of the emulated one what its slots hold."""
+    """Used and total bytes of the device as its driver reports them; for the emulated device, of its slots."""
     if is_emulated(stats) and stats.slots_total:
         return stats.pool_bytes * stats.slots_used / stats.slots_total, stats.pool_bytes
     if stats.vram_used_bytes is None or not stats.vram_total_bytes:
@@ -79,18 +77,17 @@ def is_emulated(stats: PlacementStats) -> bool:
 
 
 def memory_text(stats: PlacementStats) -> str:
-    """The memory in words; where nobody tells, what the slots take. The emulated device is called so."""
+    """Used and total memory, or the size of the slots if the driver does not report it."""
     known = memory(stats)
     if known is None:
-        return f"slots {size(stats.pool_bytes)}"
-    used, total = known
-    number, unit = size(total).split(" ")
-    text = f"{used / _GIB:.1f}" if unit == "GiB" else f"{used / (_MIB if unit == 'MiB' else 1024):.0f}"
-    return f"{text} of {number} {unit}" + (", emulated" if is_emulated(stats) else "")
+        return f"slots {format_bytes(stats.pool_bytes)}"
+    total = format_bytes(known[1])
+    used = format_bytes(int(known[0])).removesuffix(total[total.index(" ") :])
+    return f"{used} of {total}" + (", emulated" if is_emulated(stats) else "")
 
 
 def memory_line(stats: PlacementStats, columns: int) -> str:
-    """The same behind a bar."""
+    """`memory_text` after a bar."""
     text = memory_text(stats)
     known = memory(stats)
     room = min(columns - len(text) - 1, _MAX_BAR)
@@ -100,7 +97,7 @@ def memory_line(stats: PlacementStats, columns: int) -> str:
 
 
 def tau_values(stats: PlacementStats) -> list[float]:
-    """The thresholds per expert layer; those above every utility (nothing is hot) as one above the cap."""
+    """The thresholds per expert layer; an infinite one (no expert is hot) as one above the cap."""
     return [value if math.isfinite(value) else _TAU_TOP + 1 for value in stats.tau]
 
 
@@ -119,44 +116,38 @@ def tau_line(stats: PlacementStats, columns: int) -> str:
 
 
 def live_cache_figures(stats: PlacementStats) -> list[Figure]:
-    """What the panel adds; `rank` says what a small window drops first."""
+    """The panel's figures of the cache; a small window drops the highest `rank` first."""
     if stats.lost:
         return [Figure("", "device lost: all on CPU")]
-    figures = [
-        Figure("cache hits", hits(stats.hit_rate_pairs)),
-        Figure("expert hits", hits(stats.hit_rate_unique), rank=1),
+    shown = [
+        Figure("hit rate", percent(stats.hit_rate_pairs)),
+        Figure("expert hits", percent(stats.hit_rate_unique), rank=1),
         Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
-        Figure("uploads", per_step(stats.uploads_per_step), rank=3),
-        Figure("evictions", per_step(stats.evictions_per_step), rank=5),
+        Figure("uploads/step", per_step(stats.uploads_per_step), rank=3),
+        Figure("evictions/step", per_step(stats.evictions_per_step), rank=5),
         Figure("link", link(stats), rank=4),
         Figure("VRAM", memory_text(stats), draw=lambda columns: memory_line(stats, columns), rank=1),
         Figure("", "", draw=lambda columns: share_line(stats, columns), rank=3),
     ]
     if stats.tau:
-        figures.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
-    return figures
+        shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
+    return shown
 
 
 def table(stats: PlacementStats) -> list[Figure]:
-    """The same as rows of a table."""
+    """The figures of the cache as rows of /stats."""
+    moved = f"{format_bytes(stats.bytes_moved)} at {link(stats)}"
     rows = [
         Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
-        Figure("hits", f"{hits(stats.hit_rate_pairs)} of pairs, {hits(stats.hit_rate_unique)} of experts"),
-        Figure("slots", f"{stats.slots_used} of {stats.slots_total}, {size(stats.pool_bytes)}"),
+        Figure("hit rate", f"{percent(stats.hit_rate_pairs)} of pairs, {percent(stats.hit_rate_unique)} of experts"),
+        Figure("slots", f"{stats.slots_used} of {stats.slots_total}, {format_bytes(stats.pool_bytes)}"),
         Figure("VRAM", memory_text(stats)),
-        Figure("moved", moved(stats)),
+        Figure("uploads/step", f"{per_step(stats.uploads_per_step)}, {moved}"),
+        Figure("evictions/step", per_step(stats.evictions_per_step)),
         Figure("step time", ", ".join(f"{part.label} {part.value}" for part in shares(stats)) or NONE),
     ]
     if stats.tau:
         rows.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns)))
     if stats.lost:
-        rows.append(Figure("", "The device was lost; the CPU went on alone."))
+        rows.append(Figure("", "The device was lost; the CPU computes all experts."))
     return rows
-
-
-def moved(stats: PlacementStats) -> str:
-    """Uploads, evictions and bytes."""
-    return (
-        f"uploads {per_step(stats.uploads_per_step)}, evictions {per_step(stats.evictions_per_step)}, "
-        f"{size(stats.bytes_moved)} at {link(stats)}"
-    )

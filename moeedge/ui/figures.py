@@ -1,6 +1,6 @@
-"""Numbers as bars and sparklines of block characters; no colour is needed to read them.
+"""The figures of an answer as short texts, with one wording for the panel, the stats line and /stats.
 
-The figures of an answer as short texts: one wording for the panel, the stats line and /stats.
+Bars and sparklines are drawn with block characters, so that they need no colour.
 """
 
 from __future__ import annotations
@@ -9,55 +9,56 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
-from moeedge.scheduler.stats import PlacementStats
+from moeedge.units import format_bytes
 
+if TYPE_CHECKING:
+    from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+    from moeedge.scheduler.stats import PlacementStats
+
+NONE = "-"  # stands for a figure that is not known
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _EMPTY = "░"
 
 
 def bar(share: float, columns: int) -> str:
-    """A share of one as a bar of `columns` characters."""
+    """A share from 0 to 1 as a bar of `columns` characters."""
     filled = min(max(share, 0.0), 1.0) * columns
-    whole = int(filled)
-    eighths = int((filled - whole) * 8)
-    text = "█" * whole + (_EIGHTHS[eighths] if eighths else "")
+    full = int(filled)
+    eighths = int((filled - full) * 8)
+    text = "█" * full + (_EIGHTHS[eighths] if eighths else "")
     return text + _EMPTY * (columns - len(text))
 
 
 def resample(values: Sequence[float], n: int) -> list[float]:
-    """`values` as at most `n` means over stretches of about equal length, in order."""
+    """Means of `values` over at most `n` consecutive parts of about equal length."""
     n = min(n, len(values))
     edges = [len(values) * index // n for index in range(n + 1)] if n else []
     return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def sparkline(values: Sequence[float], columns: int, *, top: float) -> str:
-    """A character per value, its height between 0 and `top`; fewer, larger steps where there is less room."""
+    """A character per value, its height between 0 and `top`; means of several values where there is less room."""
     if top <= 0:
         return ""
     last = len(_LEVELS) - 1
     return "".join(_LEVELS[round(min(max(v / top, 0.0), 1.0) * last)] for v in resample(values, columns))
 
 
-_MIB = 1024 * 1024
-NONE = "-"
-
-
 @dataclass(frozen=True)
 class Figure:
-    """A label and its value, both ready to be shown."""
+    """A label and its value as text."""
 
     label: str
     value: str
-    draw: Callable[[int], str] | None = field(default=None, compare=False)  # the value in so many columns: a bar
-    rank: int = field(default=0, compare=False)  # what has no room is left out, the highest rank first
+    draw: Callable[[int], str] | None = field(default=None, compare=False)  # draws the value in so many columns
+    rank: int = field(default=0, compare=False)  # where there is no room, the highest rank is left out first
 
 
 def speed(value_ts: float) -> str:
-    """Tokens per second with three digits that matter."""
+    """Tokens per second with three significant digits."""
     if value_ts <= 0:
         return NONE
     return f"{value_ts:.0f} t/s" if value_ts >= 100 else f"{value_ts:.1f} t/s"
@@ -70,16 +71,9 @@ def seconds(value_s: float) -> str:
     return f"{value_s * 1000:.0f} ms" if value_s < 1 else f"{value_s:.1f} s"
 
 
-def size(n_bytes: float) -> str:
-    """A memory size in MiB or GiB; in KiB below one MiB."""
-    if 0 < n_bytes < _MIB:
-        return f"{n_bytes / 1024:.0f} KiB"
-    return f"{n_bytes / _MIB:.0f} MiB" if n_bytes < 1024 * _MIB else f"{n_bytes / _MIB / 1024:.1f} GiB"
-
-
-def percent(share: float) -> str:
-    """A share of one in whole percent."""
-    return f"{100 * share:.0f} %"
+def percent(share: float | None) -> str:
+    """A share from 0 to 1 in percent, without decimals."""
+    return NONE if share is None else f"{100 * share:.0f} %"
 
 
 def device(info: EngineInfo) -> str:
@@ -88,7 +82,7 @@ def device(info: EngineInfo) -> str:
 
 
 def device_name(label: str) -> str:
-    """A device's label without what is in brackets behind the name."""
+    """A device's label without the part in brackets."""
     return label.split(" (", 1)[0]
 
 
@@ -99,7 +93,7 @@ def acceptance(stats: GenerationStats) -> str:
 
 
 def experts(info: EngineInfo, stats: GenerationStats) -> str:
-    """Distinct experts that one verification step touches in a layer, of how many."""
+    """Distinct experts that one verification uses in a layer, of all in the layer."""
     if info.n_experts == 0:
         return "no experts"
     mean = stats.experts_per_verification
@@ -107,7 +101,7 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
 
 
 def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, elapsed_s: float) -> list[Figure]:
-    """What the panel shows while an answer streams; `elapsed_s` since the call stands in until the first token."""
+    """The panel's figures while an answer streams; `elapsed_s` since the call is shown until the first token."""
     waiting = stats.ttft_s <= 0
     return [
         Figure("prefill", f"running, {elapsed_s:.1f} s" if waiting else speed(stats.pp_ts), rank=0 if waiting else 4),
@@ -120,12 +114,12 @@ def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, el
         Figure("", "no device", rank=2)
         if info.device == "none"
         else Figure("device", device_name(info.device), rank=2),
-        Figure("RAM", size(ram_bytes), rank=6),
+        Figure("RAM", format_bytes(ram_bytes), rank=6),
     ]
 
 
 def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
-    """Why the answer ended, where that is not simply its own end."""
+    """Why the answer ended, unless the model ended it."""
     if reason == "length":
         return "cut at -n tokens"
     if reason == "context":
@@ -134,12 +128,12 @@ def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
 
 
 def _prompt_tokens(stats: GenerationStats) -> str:
-    """How long the prompt was, and how much of it was still in the KV cache."""
+    """Tokens computed of the prompt, and tokens of it that the KV cache still held."""
     kept = stats.prompt_tokens - stats.prefill_tokens
-    return _count(stats.prefill_tokens) + (f", {kept} kept" if kept > 0 else "")
+    return _tokens(stats.prefill_tokens) + (f", {kept} kept" if kept > 0 else "")
 
 
-def _count(n_tokens: int) -> str:
+def _tokens(n_tokens: int) -> str:
     return f"{n_tokens} token" if n_tokens == 1 else f"{n_tokens} tokens"
 
 
@@ -148,19 +142,18 @@ def turn_parts(
 ) -> list[str]:
     """The parts of the stats line after a turn, in order of interest; `cache` counts that turn's decoding."""
     parts = [
-        _count(stats.generated_tokens),
+        _tokens(stats.generated_tokens),
         f"decode {speed(stats.tg_ts)}",
         f"prefill {speed(stats.pp_ts)} ({_prompt_tokens(stats)})",
         f"TTFT {seconds(stats.ttft_s)}",
     ]
     if stats.drafted:
         parts.append(f"accepted {acceptance(stats)}")
-    if stats.drafted:
         parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
     if stats.experts_per_verification is not None:
         parts.append(f"{experts(info, stats)} experts/step")
     if cache is not None and cache.hit_rate_pairs is not None:
-        parts.append(f"cache hits {percent(cache.hit_rate_pairs)}")
+        parts.append(f"hit rate {percent(cache.hit_rate_pairs)}")
     parts.append(device(info))
     note = stop_note(reason, info)
     return [*parts, note] if note else parts
@@ -169,7 +162,7 @@ def turn_parts(
 def total_parts(
     info: EngineInfo, answers: Sequence[GenerationStats], caches: Sequence[PlacementStats] = ()
 ) -> list[str]:
-    """The same over several answers: sums, rates of the sums, and the mean time to the first token."""
+    """The parts of the stats line over several answers: sums, rates of the sums, and the mean TTFT."""
     decoded = sum(max(stats.generated_tokens - 1, 0) for stats in answers)
     decode_s = sum(stats.decode_s for stats in answers)
     prefilled = sum(stats.prefill_tokens for stats in answers)
@@ -177,9 +170,9 @@ def total_parts(
     drafted = sum(stats.drafted for stats in answers)
     accepted = sum(stats.accepted for stats in answers)
     parts = [
-        _count(sum(stats.generated_tokens for stats in answers)),
+        _tokens(sum(stats.generated_tokens for stats in answers)),
         f"decode {speed(decoded / decode_s if decode_s else 0)}",
-        f"prefill {speed(prefilled / prefill_s if prefill_s else 0)} ({_count(prefilled)})",
+        f"prefill {speed(prefilled / prefill_s if prefill_s else 0)} ({_tokens(prefilled)})",
         f"TTFT {seconds(sum(stats.ttft_s for stats in answers) / len(answers))}",
     ]
     if drafted:
@@ -187,12 +180,12 @@ def total_parts(
         parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens/step")
     pairs = sum(cache.pairs for cache in caches)
     if pairs:
-        parts.append(f"cache hits {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
+        parts.append(f"hit rate {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
     return [*parts, device(info)]
 
 
 def join_parts(parts: list[str], *, columns: int | None = None, separator: str = " | ") -> str:
-    """The parts in one line, or in lines of at most `columns` that break only between parts."""
+    """The parts in one line, or in lines of at most `columns` characters that break only between parts."""
     if columns is None:
         return separator.join(parts)
     lines: list[str] = []

@@ -99,10 +99,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> N
     assert result.exit_code == 0
     assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
     header, stats = result.stderr.splitlines()
-    assert (
-        "3 layers x 16 experts, top-4 | draft tiny-qwen3-0.gguf, gamma 4 | no device | threads 1 | context 512"
-        in header
-    )
+    assert header.split(" | ")[1:] == ["draft tiny-qwen3-0.gguf, gamma 4", "experts on the CPU, no device"]
     assert "16 tokens | decode" in stats
     assert "experts/step" in stats
 
@@ -153,7 +150,7 @@ def test_a_model_without_draft_says_so(tiny: TinyFactory) -> None:
 def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
     result = run("-m", str(tiny("qwen3")), "-t", "1", "-n", "4", "-p", "hi")
     assert result.exit_code == 0
-    assert "no experts: placement off" in result.stderr
+    assert "no experts" in result.stderr
 
 
 def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:

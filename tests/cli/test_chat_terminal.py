@@ -32,8 +32,8 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
     saved = tmp_path / "talk.json"
     with Terminal(["chat", *pair, "-n", "12", "--temp", "0"], env=PLAIN) as terminal:
         at = terminal.expect(PROMPT)
-        assert "experts  3 layers x 16 experts, top-4" in terminal.text
-        assert "draft    tiny-qwen3-0.gguf, gamma 4" in terminal.text
+        assert "3 layers with 16 experts, 4 used per token" in terminal.text
+        assert "Draft: tiny-qwen3-0.gguf" in terminal.text
         assert "no device" in terminal.text
         for typed, shown in (
             ("tell me", "12 tokens | decode"),
@@ -43,11 +43,12 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
             ("/set gamma 2", "gamma = 2"),
             ("/system be kind", "System prompt set."),
             ("/stats", "all 2 answers"),
+            ("/info", "3 layers x 16 experts, top-4"),
             ("/load /nowhere.json", "/nowhere.json cannot be read: No such file or directory."),
             (f"/save {saved}", "2 messages saved to"),
             ("/clear", "Conversation cleared; the system prompt stays."),
             (f"/load {saved}", "2 messages loaded from"),
-            ("/nope", 'There is no command "/nope".'),
+            ("/nope", 'Unknown command "/nope".'),
             ("/help", "Ctrl-C"),
         ):
             terminal.type(typed + "\r")

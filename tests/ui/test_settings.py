@@ -36,7 +36,7 @@ def test_a_value_is_set_and_said(name: str, text: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("heat", "1", 'no setting "heat"'),
+        ("heat", "1", 'setting "heat"'),
         ("temp", "hot", "temp must be a number"),
         ("temp", "nan", "temp must be a number"),
         ("temp", "-1", "temperature must be >= 0"),

@@ -1,6 +1,6 @@
-"""The slash commands of the chat. Each takes the chat and its argument and answers with lines to show.
+"""The slash commands of the chat. Each takes the chat and its argument and returns what to show.
 
-An InputError in a command is one sentence on the screen; the chat goes on.
+An InputError in a command becomes one sentence on the screen; the chat goes on.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moeedge.engine.conversation import Conversation, read_text
-from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
 from moeedge.errors import InputError
-from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import cache_figures
+from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.chat.settings import Settings
 from moeedge.ui.figures import Figure, total_parts, turn_parts
+
+if TYPE_CHECKING:
+    from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+    from moeedge.scheduler.stats import PlacementStats
+    from moeedge.ui.chat.settings import Settings
 
 
 class Next(Enum):
-    """What the chat does after a command."""
+    """The chat's next step after a command."""
 
     READ = "read"  # ask for the next message
     ANSWER = "answer"  # answer the open question
@@ -39,7 +42,7 @@ class Turn:
 
 
 class Chat(Protocol):
-    """What the commands may see and change."""
+    """The part of the chat that commands read and change."""
 
     conversation: Conversation
     settings: Settings
@@ -51,7 +54,7 @@ class Chat(Protocol):
     def info(self) -> EngineInfo: ...
 
     def apply(self, settings: Settings) -> None:
-        """Take over changed settings, the engine's included."""
+        """Apply changed settings, also to the engine."""
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
@@ -59,7 +62,7 @@ class Chat(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """Lines to show, a table to show, and what comes next."""
+    """The output of a command, its table first, and the chat's next step."""
 
     lines: list[str] = field(default_factory=list)
     table: list[Figure] = field(default_factory=list)
@@ -68,7 +71,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Command:
-    """A slash command; `argument` is how /help names what it takes."""
+    """A slash command; `argument` is its argument as /help shows it."""
 
     name: str
     argument: str
@@ -78,12 +81,12 @@ class Command:
 
 
 def help_rows() -> list[Figure]:
-    """Every command and key of the chat, with what it does."""
+    """Every command and key of the chat, with its effect."""
     table = [
         Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
     ]
     table.append(Figure('"""', 'Begins a message of several lines; another """ at the end of a line ends it.'))
-    table.append(Figure("Ctrl-C", "Stops an answer and keeps what was said; drops a line being typed."))
+    table.append(Figure("Ctrl-C", "Stops an answer and keeps its text; drops a line being typed."))
     return table
 
 
@@ -97,6 +100,10 @@ def _also(command: Command) -> str:
 
 def _exit(_chat: Chat, _argument: str) -> Result:
     return Result(next=Next.EXIT)
+
+
+def _info(chat: Chat, _argument: str) -> Result:
+    return Result(table=greeting.details(chat.info), lines=greeting.notes_of(chat.info))
 
 
 def _clear(chat: Chat, _argument: str) -> Result:
@@ -124,7 +131,7 @@ def _set(chat: Chat, argument: str) -> Result:
     if not name:
         return Result(table=setting_table.listing(chat.settings))
     if not value.strip():
-        raise InputError("/set takes a name and a value.", "Known: " + ", ".join(setting_table.names()) + ".")
+        raise InputError("/set takes a name and a value.", "Choose from: " + ", ".join(setting_table.names()) + ".")
     changed, line = setting_table.change(chat.settings, name, value.strip())
     chat.apply(changed)
     return Result([line])
@@ -179,6 +186,7 @@ def _path(argument: str, command: str) -> Path:
 COMMANDS = (
     Command("/help", "", "Shows this list.", _help, ("/?",)),
     Command("/exit", "", "Leaves; so does Ctrl-D.", _exit, ("/bye", "/quit")),
+    Command("/info", "", "Shows the model, the draft, the expert cache and how they were set up.", _info),
     Command("/clear", "", "Forgets the conversation.", _clear),
     Command("/regen", "", "Answers the last message again.", _regen),
     Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
@@ -191,7 +199,7 @@ COMMANDS = (
 
 
 def names() -> list[str]:
-    """Every command and alias, for completion."""
+    """All commands and aliases, sorted."""
     return sorted(name for command in COMMANDS for name in (command.name, *command.aliases))
 
 
@@ -201,4 +209,4 @@ def run_command(chat: Chat, line: str) -> Result:
     for command in COMMANDS:
         if word == command.name or word in command.aliases:
             return command.run(chat, argument.strip())
-    raise InputError(f'There is no command "{word}".', "/help lists them.")
+    raise InputError(f'Unknown command "{word}".', "/help lists the commands.")

@@ -1,7 +1,7 @@
-"""Signals while an answer runs: the first asks the engine to stop at the end of its step, the second stops the program.
+"""Signals while an answer runs: the first stops the engine at the end of its step, the second raises at once.
 
-A KeyboardInterrupt raised anywhere inside a step could leave the KV cache and the token list out of step with each
-other. So while an answer runs Ctrl-C only sets a flag that the engine polls.
+A KeyboardInterrupt inside a step could leave the KV cache and the token list inconsistent. While an answer runs,
+Ctrl-C therefore only sets a flag that the engine polls.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-# a closed terminal window (SIGHUP, not on Windows) is treated as SIGTERM is
+# a closed terminal window (SIGHUP, not on Windows) is treated like SIGTERM
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP arrived while nothing could be cancelled; `exit_code` is 128 + its number."""
+    """SIGTERM or SIGHUP arrived while no answer could be cancelled; `exit_code` is 128 + its number."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -24,9 +24,9 @@ class Ended(KeyboardInterrupt):
 
 
 class Interrupt:
-    """Context manager that takes over SIGINT (only while `armed`), SIGTERM and SIGHUP; call it to ask whether to stop.
+    """Context manager that handles SIGINT (while armed), SIGTERM and SIGHUP; a call returns whether to stop.
 
-    Outside the main thread Python lets nobody handle signals; there it never asks to stop.
+    Python allows signal handlers only in the main thread; in other threads a call always returns False.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """The exit code that the signal asks for: 130 for Ctrl-C, 143 for SIGTERM; 0 without a signal."""
+        """Exit code for the signal: 130 for Ctrl-C, 143 for SIGTERM; 0 without a signal."""
         return 128 + self.signum if self.signum is not None else 0
 
     def arm(self) -> None:
-        """An answer starts: signals ask it to stop from now on."""
+        """An answer starts: from now on signals request its end."""
         self._armed = True
         if self.signum == signal.SIGINT:
             self.signum = None

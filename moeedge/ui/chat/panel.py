@@ -1,7 +1,4 @@
-"""What the expert cache does during one answer, from its first token on: the prompt is another matter.
-
-The panel under a streaming answer.
-"""
+"""The panel under a streaming answer, and the meter that reads the expert cache's counters for it."""
 
 from __future__ import annotations
 
@@ -18,12 +15,21 @@ from moeedge.notifications import Notify, ignore
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.ui.figures import Figure
 
+_CELL_COLUMNS = 24  # label, blank and value of one figure
+_NARROW_CELL_COLUMNS = 17
+_NARROW = 60  # panels below this many columns
+_GAP = "  "
+_FRAME_ROWS = 2
+
+Row = list[tuple[Figure, int]]  # figures and how many cells each takes
+
 
 class CacheMeter:
-    """A context manager around one answer; call it for the counters so far. None where there is no expert cache.
+    """A context manager around one answer; a call returns the counters since its first token, so without the prompt.
 
-    Any thread may call it: the decoding thread looks at the session between its steps, every `interval_s` at most.
-    `notes` gets a sentence for whatever goes off meanwhile (a lost device), to be shown after the answer.
+    A call returns None if there is no expert cache. Any thread may call: the decoding thread reads the session between
+    its steps, at most every `interval_s` seconds. `notes` collects the session's notifications, such as a lost device,
+    to be shown after the answer.
     """
 
     def __init__(self, session: Session, interval_s: float = 0.25) -> None:
@@ -65,21 +71,12 @@ class CacheMeter:
                 self._start = self._newest
 
 
-_CELL_COLUMNS = 24  # label, blank and value of one figure
-_NARROW_CELL_COLUMNS = 17
-_NARROW = 60  # panels below this many columns
-_GAP = "  "
-_FRAME_ROWS = 2
-
-Row = list[tuple[Figure, int]]  # figures and how many cells each takes
-
-
 def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:
-    """The figures in as many cells side by side as fit into a panel of `columns` characters, read row by row.
+    """A panel of `columns` characters with the figures in cells, row by row.
 
-    A figure that is too long for its cell takes several, one that is drawn takes a row. Where the panel would have more
-    than `rows` rows, figures of the highest rank are left out, the last first.
-    Laid out by hand: a Rich table takes three times as long, and this is drawn while the model decodes.
+    A figure that is too long for its cell takes several cells, a drawn one takes a row. If the panel would exceed
+    `rows` rows, figures of the highest rank are left out, the last first.
+    The layout is our own: a Rich table takes three times as long, and this runs while the model decodes.
     """
     inner = columns - 4  # border and padding
     least = _CELL_COLUMNS if columns >= _NARROW else _NARROW_CELL_COLUMNS

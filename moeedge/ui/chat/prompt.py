@@ -1,4 +1,4 @@
-"""Reading what the user types: history across runs, several lines between triple quotes, completion of commands."""
+"""Input of the chat: history across runs, several lines between triple quotes, completion of commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTINUATION = "... "
 
 
 def block_is_open(text: str) -> bool:
-    """Whether `text` opened a triple-quoted block that it has not closed: Enter then starts a new line."""
+    """Whether `text` opens a triple-quoted block without closing it: Enter then starts a new line."""
     stripped = text.strip()
     return stripped.startswith(QUOTES) and (len(stripped) < 2 * len(QUOTES) or not stripped.endswith(QUOTES))
 
@@ -38,7 +38,7 @@ def unquote(text: str) -> str:
 
 
 def _bindings() -> KeyBindings:
-    """Ctrl-C drops what was typed; where nothing was, the reader raises KeyboardInterrupt."""
+    """Ctrl-C drops typed text; on an empty line the reader raises KeyboardInterrupt."""
     bindings = KeyBindings()
 
     @bindings.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
@@ -55,27 +55,27 @@ class _CommandCompleter(Completer):
         self._commands = commands
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> list[Completion]:
-        """The commands that begin as the line does."""
+        """The commands that start with the line."""
         line = document.text_before_cursor
         if not line.startswith("/"):
             return []
         return [Completion(name, start_position=-len(line)) for name in self._commands if name.startswith(line)]
 
 
-def open_history(path: Callable[[], Path], complain: Callable[[str], None]) -> History:
-    """The history in the file that `path` names, readable by its owner only; in memory where it cannot be kept."""
+def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> History:
+    """The history in the file `path()`, readable by its owner only; in memory if the file cannot be written."""
     try:
         file = path()
         file.touch(mode=0o600, exist_ok=True)
         with file.open("ab"):  # writable?
             return FileHistory(str(file))
     except (OSError, MoeedgeError) as error:
-        complain(f"Input history is not kept: {error}.")
+        notify(f"Input history is not kept: {error}.")
         return InMemoryHistory()
 
 
 def _read_plainly(history: History) -> str:
-    """A message from a terminal that cannot be painted: no editing but the terminal's own."""
+    """A message from a dumb terminal, which does its own editing."""
     text = _read_line(PROMPT)
     while block_is_open(text):
         text += "\n" + _read_line(CONTINUATION)
@@ -94,7 +94,7 @@ def _read_line(prompt: str) -> str:
 
 
 def make_reader(commands: Sequence[str], history: History) -> Callable[[], str]:
-    """A function that asks for one message. It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
+    """A function that reads one message; it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
     if is_dumb_terminal():
         return lambda: _read_plainly(history)
     session: PromptSession[str] = PromptSession(
@@ -105,6 +105,6 @@ def make_reader(commands: Sequence[str], history: History) -> Callable[[], str]:
         completer=_CommandCompleter(commands),
         complete_while_typing=False,
         key_bindings=_bindings(),
-        output=create_output(always_prefer_tty=True),  # answers may go into a file while we prompt on stderr
+        output=create_output(always_prefer_tty=True),  # stdout may be a file: then prompt on stderr
     )
     return session.prompt

@@ -1,4 +1,4 @@
-"""What /set can change while a chat runs, and how its values are read."""
+"""The settings that /set changes while a chat runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_GAMMA = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """The part of a chat's options that may change between two answers."""
+    """Options of a chat that may change between two answers."""
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    n_predict: int = -1  # tokens of an answer at most; -1: until the model stops
+    n_predict: int = -1  # limit of an answer in tokens; -1: until the model stops
     gamma: int = 0
 
     def __post_init__(self) -> None:
@@ -31,7 +31,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Setting:
-    """One name of /set: the fields' types are what the text is converted to."""
+    """One name of /set and the conversion of its text."""
 
     name: str
     convert: Callable[[str], Any]
@@ -40,7 +40,7 @@ class _Setting:
 
 
 def seed_or_random(value: int) -> int | None:
-    """llama.cpp's convention: -1 draws a fresh seed for every answer. Raises ValueError below that."""
+    """None for -1, which draws a new seed for every answer as in llama.cpp. Raises ValueError below -1."""
     if value < -1:
         raise ValueError(f"seed must be -1 (random) or at least 0, not {value}")
     return None if value == -1 else value
@@ -71,7 +71,7 @@ _SETTINGS = (
 
 
 def names() -> list[str]:
-    """The names that /set knows, without aliases."""
+    """The names of /set, without aliases."""
     return [setting.name for setting in _SETTINGS]
 
 
@@ -81,11 +81,11 @@ def listing(settings: Settings) -> list[Figure]:
 
 
 def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
-    """The settings with `name` set to what `text` says, and one line that says so. Raises InputError."""
+    """The settings with `name` set to `text`, and a line that shows the new value. Raises InputError."""
     key = name.lstrip("-").replace("-", "_")
     found = next((item for item in _SETTINGS if key == item.name or key in item.aliases), None)
     if found is None:
-        raise InputError(f'There is no setting "{name}".', "Known: " + ", ".join(names()) + ".")
+        raise InputError(f'Unknown setting "{name}".', "Choose from: " + ", ".join(names()) + ".")
     try:
         value = found.convert(text)
         if found.sampling_field:

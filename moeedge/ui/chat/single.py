@@ -1,11 +1,10 @@
-"""The JSON object of a single answer (moeedge chat -o json). Units in keys: _ts tokens per second, _s seconds.
+"""One answer: its text as it is generated, with its figures; or one JSON object (moeedge chat -o json).
 
-One prompt, one answer, no questions asked: text as it comes, or one JSON object at the end.
+Units in the keys of the JSON: _ts tokens per second, _s seconds.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,18 +14,45 @@ from moeedge.engine.conversation import Answer
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
 from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui.chat.greeting import notes_of
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.chat.stream import open_view
 from moeedge.ui.console import say, typing_hidden
 from moeedge.ui.figures import join_parts, turn_parts
+from moeedge.ui.tables import json_text
+
+
+def stream_answer(
+    answer: Answer, info: EngineInfo, meter: CacheMeter, interrupt: Interrupt, *, out: Console, panel: bool
+) -> None:
+    """Generate the answer and show its text on `out`, above a live panel where `panel` asks for one."""
+    view = open_view(out, info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
+    with meter, typing_hidden(), view:
+        for piece in answer:
+            view.write(piece)
+
+
+def print_turn(err: Console, answer: Answer, info: EngineInfo, meter: CacheMeter) -> None:
+    """The stats line of a finished answer, then its notes."""
+    parts = turn_parts(info, answer.stats, answer.stop_reason or "interrupted", meter())
+    say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
+    print_notes(err, answer, meter)
+
+
+def print_notes(err: Console, answer: Answer, meter: CacheMeter) -> None:
+    """What happened to the context and to the device during the answer."""
+    for note in dict.fromkeys(answer.notes):  # once, however often the context was shifted
+        say(err, note)
+    for note in meter.notes:
+        say(err, note, style="yellow")
 
 
 def answer_report(
     answer: Answer, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
 ) -> dict[str, Any]:
-    """Text, token ids, prompt length, why it stopped, and the figures; `cache` counts this answer's decoding."""
+    """The JSON object of one answer; `cache` counts its decoding."""
     return {
         "text": answer.text,
         "tokens": list(answer.tokens),
@@ -37,7 +63,7 @@ def answer_report(
 
 
 def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats | None = None) -> dict[str, Any]:
-    """The figures of one answer and what it ran on; null where there is nothing to report."""
+    """The figures of one answer and what it ran on; None where a figure is not known."""
     return {
         "pp_ts": stats.pp_ts,
         "tg_ts": stats.tg_ts,
@@ -76,12 +102,12 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "sense_s": stats.sense_s,
         "overhead_share": stats.overhead_share,
         "placement": None if cache is None else cache.to_dict(),
-        "notes": list(info.notes),
+        "notes": notes_of(info),
     }
 
 
 def sampling_report(sampling: SamplingConfig) -> dict[str, Any]:
-    """How tokens were drawn; the seed is among the figures, where a random one is known too."""
+    """The sampling parameters; the seed is among the figures, which name a random one, too."""
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -102,9 +128,9 @@ def answer_once(
     out: Console,
     err: Console,
 ) -> int:
-    """Generate the answer to the prompt's tokens; the answer on `out`, its figures on `err`.
+    """Generate the answer to the prompt's tokens; the answer goes to `out`, its figures to `err`.
 
-    Returns the exit code: 0, or 128 + the signal that stopped it (what was said until then is printed).
+    Returns the exit code: 0, or 128 + the signal that stopped the answer, whose beginning is printed.
     """
     with Interrupt() as interrupt:
         interrupt.arm()
@@ -116,21 +142,14 @@ def answer_once(
                     for _ in answer:
                         pass
             else:
-                view = open_view(out, session.info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
-                with meter, typing_hidden(), view:
-                    for piece in answer:
-                        view.write(piece)
+                stream_answer(answer, session.info, meter, interrupt, out=out, panel=panel)
         except KeyboardInterrupt:  # a second signal, between two steps
             answer.close()
         if as_json:
             report = answer_report(answer, session.info, settings.sampling, meter())
-            out.file.write(json.dumps(report, ensure_ascii=False) + "\n")
+            out.file.write(json_text(report, indent=None))
             out.file.flush()
+            print_notes(err, answer, meter)
         else:
-            parts = turn_parts(session.info, answer.stats, answer.stop_reason, meter())
-            say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
-        for note in dict.fromkeys(answer.notes):
-            say(err, note)
-        for note in meter.notes:
-            say(err, note, style="yellow")
+            print_turn(err, answer, session.info, meter)
         return interrupt.exit_code

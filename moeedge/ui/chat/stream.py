@@ -1,6 +1,6 @@
-"""Word wrap for text that is still growing: rows that are full never change again, whatever comes after them.
+"""The view of a streaming answer: plain text to a stream, or rows above a live panel on a terminal.
 
-Where a streaming answer goes: plainly to a stream, or above a live panel on a terminal.
+Growing text is wrapped so that full rows never change again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.console import supports_panel, visible
 from moeedge.ui.figures import live_figures
 
-# a word with the blanks behind it; scripts written without blanks may break after every character
+REPAINT_S = 0.1  # between repaints of the text
+PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
+RAM_S = 1.0  # between two readings of this process's memory
+TEXT_ROWS = 5  # least rows of the window that the panel leaves to the text
+_TAB = 4
+_HIDE_CURSOR, _SHOW_CURSOR, _ERASE_BELOW = "\x1b[?25l", "\x1b[?25h", "\x1b[J"
+# a word with the blanks after it; scripts written without blanks may break after every character
 _WIDE = "\u2e80-\u9fff\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60"
 _WORD = re.compile(rf"[{_WIDE}]\s*|[^\s{_WIDE}]+\s*|\s+")
 
 
 def wrap_rows(line: str, columns: int) -> list[str]:
-    """One line of text (no newline) in rows of at most `columns` terminal cells, blanks at their ends not counted.
+    """One line of text (no newline) in rows of at most `columns` terminal cells, not counting blanks at their ends.
 
-    The rows joined are the line again. Words longer than a row begin one and are cut. At least one row, perhaps empty.
+    The joined rows equal the line. A word longer than a row begins a new row and is cut. There is at least one row.
     """
     rows = [""]
     for word in _WORD.findall(line):
@@ -47,19 +53,11 @@ def wrap_rows(line: str, columns: int) -> list[str]:
 
 
 def complete_end(line: str) -> int:
-    """Where the last word of `line` that cannot grow any more ends."""
+    """The end of the last word of `line` that cannot grow any more."""
     words = _WORD.findall(line)
     if not words or words[-1][-1].isspace() or re.fullmatch(f"[{_WIDE}]", words[-1]):
         return len(line)
     return len(line) - len(words[-1])
-
-
-REPAINT_S = 0.1  # between repaints of the text
-PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
-RAM_S = 1.0  # between two looks at this process's memory
-TEXT_ROWS = 5  # of the window that the panel leaves to the text at least
-_TAB = 4
-_HIDE_CURSOR, _SHOW_CURSOR, _ERASE_BELOW = "\x1b[?25l", "\x1b[?25h", "\x1b[J"
 
 
 class View(Protocol):
@@ -72,19 +70,19 @@ class View(Protocol):
     ) -> None: ...
 
     def write(self, piece: str) -> None:
-        """Show `piece` after what was shown."""
+        """Append `piece`."""
 
 
 class PlainView:
-    """Each piece goes out at once and the answer ends with a newline.
+    """Writes each piece at once and ends the answer with a newline.
 
-    On a terminal lines are wrapped between words, so a word waits for its end, and control characters become visible.
+    On a terminal it wraps lines between words, so that a word waits for its end, and shows control characters.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._stream = console.file
-        self._row = ""  # what the terminal's last row shows
+        self._row = ""  # text of the terminal's last row
         self._word = ""  # not shown yet
         self._last = ""
 
@@ -101,7 +99,7 @@ class PlainView:
             self._stream.flush()
 
     def write(self, piece: str) -> None:
-        """Show `piece` after what was shown."""
+        """Append `piece`."""
         self._last = piece
         if self._console.is_terminal:
             self._wrap(self._word + visible(piece))
@@ -121,7 +119,7 @@ class PlainView:
         self._word = last[end:]
 
     def _write_words(self, words: str) -> None:
-        """Write complete words behind the last row, in new rows where they do not fit; blanks at a row's end wait."""
+        """Write complete words after the last row, in new rows where they do not fit; blanks at a row's end wait."""
         first, *others = wrap_rows(self._row + words, self._console.width)
         self._stream.write(first.rstrip()[len(self._row.rstrip()) :])
         for row in others:
@@ -130,11 +128,11 @@ class PlainView:
 
 
 class LiveView:
-    """Full rows scroll away above; the row that grows and the panel below it are repainted by a thread.
+    """Full rows scroll away above; a thread repaints the growing row and the panel below it.
 
-    The decoding thread only appends to a queue. The painter looks at it ten times a second at most and renders the
-    figures three times a second; a terminal that blocks never holds up the decoding. The region is written by hand in
-    one piece: Rich's own live display takes several times as long, and the processor is the model's.
+    The decoding thread only appends to a queue. The painter reads it at most ten times a second and renders the
+    figures three times a second, so that a blocked terminal never delays decoding. The region is written in one piece:
+    Rich's live display takes several times as long, and the model needs the processor.
     """
 
     def __init__(
@@ -146,13 +144,13 @@ class LiveView:
         cache: Callable[[], PlacementStats | None] = lambda: None,
     ) -> None:
         self._console = console
-        self._stopping = stopping  # the answer was asked to stop, and the engine finishes its step
+        self._stopping = stopping  # whether the answer was asked to stop and the engine finishes its step
         self._info = info
         self._stats = stats
         self._cache = cache
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
-        self._row = ""  # the row that grows
-        self._region_rows = 0  # that are on the screen now, the cursor being below them
+        self._row = ""  # the growing row
+        self._region_rows = 0  # rows of the region on the screen; the cursor is below them
         self._panel = ""  # with its control sequences
         self._panel_at_s = 0.0
         self._ram_bytes = 0
@@ -176,7 +174,7 @@ class LiveView:
             self._write([*rows, self._row.rstrip()] if self._row else rows, "", ending=_SHOW_CURSOR)
 
     def write(self, piece: str) -> None:
-        """Show `piece` after what was shown."""
+        """Append `piece`."""
         self._pieces.append(piece)
 
     def _paint_until_stopped(self) -> None:
@@ -196,7 +194,7 @@ class LiveView:
         self._write(rows, (f"{self._row.rstrip()}\n" if self._row else "") + self._panel)
 
     def _take_rows(self) -> list[str]:
-        """What came in since the last time: rows that are full now. The growing row keeps the rest."""
+        """Rows that are full with the pieces since the last call; the growing row keeps the rest."""
         text = self._row
         while self._pieces:
             text += visible(self._pieces.popleft())
@@ -207,7 +205,7 @@ class LiveView:
         return [row.rstrip() for row in rows + full]
 
     def _write(self, rows: list[str], region: str, *, ending: str = "") -> None:
-        """Replace the region on the screen by full rows, which stay, and a new region."""
+        """Replace the region on the screen by permanent rows and a new region."""
         above = f"\x1b[{self._region_rows}A" if self._region_rows else ""
         stay = "".join(f"{row}\n" for row in rows)
         self._console.file.write(f"{_HIDE_CURSOR}{above}\r{_ERASE_BELOW}{stay}{region}{ending}")
@@ -235,7 +233,7 @@ def open_view(
     cache: Callable[[], PlacementStats | None] = lambda: None,
     panel: bool = True,
 ) -> View:
-    """A live view where the console's terminal can show one and `panel` is wished, else a plain one."""
+    """A live view if `panel` is set and the console's terminal can show one, else a plain view."""
     stream = console.file
     if panel and supports_panel(stream, columns=console.width, rows=console.height):
         return LiveView(console, info, stats, stopping, cache)

@@ -1,0 +1,142 @@
+"""The start of a session on screen: the chat's greeting, one line for a single answer, and the details of /info."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from moeedge import __version__
+from moeedge.notifications import Level, Notification
+from moeedge.ui import figures
+from moeedge.ui.console import say
+from moeedge.ui.figures import Figure, device_name, percent
+from moeedge.units import format_bytes
+
+if TYPE_CHECKING:
+    from moeedge.engine.types import EngineInfo
+
+_TOY = "a toy model trained on synthetic text"
+_SPEED = re.compile(r"([\d.]+) times the speed")
+_KEYS = "Type a message. /help lists the commands, /info the details; Ctrl-D leaves."
+
+
+def print_greeting(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
+    """Four lines (model, draft, experts, keys), then a line per warning."""
+    for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), _KEYS):
+        say(console, line)
+    for warning in [*warnings, *warnings_of(info)]:
+        say(console, warning, style="yellow")
+
+
+def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
+    """One line about a session that gives a single answer or a profile, then a line per warning."""
+    say(console, header_line(info, toy=toy))
+    for warning in [*warnings, *warnings_of(info)]:
+        say(console, warning, style="yellow")
+
+
+def header_line(info: EngineInfo, *, toy: bool = False) -> str:
+    """Model, draft and place of the experts in one line."""
+    model = f"{info.model}, {_TOY}" if toy else info.model
+    if info.n_experts == 0:
+        place = "no experts"
+    elif info.cache_slots:
+        place = f"{_cached(info)} experts on {device_name(info.device)}, policy {info.policy}"
+    else:
+        place = f"experts on the CPU, {figures.device(info)}"
+    drafts = _speculates(info)
+    return figures.join_parts([model, f"draft {_draft(info)}" if drafts else _draft(info), place])
+
+
+def details(info: EngineInfo) -> list[Figure]:
+    """What is loaded and where it runs, as labels and values."""
+    rows = [
+        Figure("moeedge", __version__),
+        Figure("model", f"{info.model} ({info.architecture})"),
+        Figure("experts", _expert_shape(info)),
+        Figure("draft", _draft(info)),
+        Figure("device", figures.device(info)),
+    ]
+    if info.cache_slots:
+        slots = f"{_cached(info)} experts ({info.cache_ratio:.1%}, {format_bytes(info.pool_bytes)})"
+        rows += [Figure("cache", slots), Figure("policy", info.policy)]
+    return [*rows, Figure("threads", str(info.n_threads)), Figure("context", f"{info.n_ctx} tokens")]
+
+
+def notes_of(info: EngineInfo) -> list[str]:
+    """Every sentence of the engine about what it chose and what is off."""
+    return [_text(note) for note in info.notes]
+
+
+def warnings_of(info: EngineInfo) -> list[str]:
+    """The sentences about what was asked for and is off, slower or missing."""
+    return [_text(note) for note in info.notes if _is_warning(note)]
+
+
+def _text(note: Notification | str) -> str:
+    return note.text if isinstance(note, Notification) else note
+
+
+def _is_warning(note: Notification | str) -> bool:
+    if isinstance(note, Notification):
+        return note.level is Level.WARNING
+    if note.startswith("The policy "):
+        return "nothing" in note
+    if speed := _SPEED.search(note):
+        return float(speed[1]) < 1
+    chosen = note.startswith(("Measured ", "Experts ", "The draft length is 0", "Nothing was measured, as asked"))
+    return not chosen and "is dense, no experts" not in note
+
+
+def _model_line(info: EngineInfo, *, toy: bool) -> str:
+    if toy:
+        return f"Model: {info.model}, {_TOY}; -m FILE loads another."
+    if info.n_experts == 0:
+        return f"Model: {info.model}, {info.n_layers} layers."
+    return (
+        f"Model: {info.model}, {info.n_expert_layers} layers with {info.n_experts} experts, {info.n_expert_used} used "
+        "per token."
+    )
+
+
+def _draft_line(info: EngineInfo) -> str:
+    if info.draft == "none":
+        return "Draft: none, speculation is off; -md FILE or -md ngram turns it on."
+    if info.gamma == 0:
+        return f"Draft: {info.draft}, speculation is off; --draft-max N or /set gamma N turns it on."
+    return f"Draft: {info.draft}, up to {info.gamma} tokens per step."
+
+
+def _experts_line(info: EngineInfo) -> str:
+    if info.n_experts == 0:
+        return "Experts: none, the model is dense."
+    if not info.cache_slots:
+        return f"Experts are on the CPU: {info.n_expert_layers * info.n_experts:,}, {figures.device(info)}."
+    return (
+        f"Experts are cached on {device_name(info.device)}: {_cached(info)} "
+        f"({percent(info.cache_ratio)}, {format_bytes(info.pool_bytes)}), policy {info.policy}."
+    )
+
+
+def _speculates(info: EngineInfo) -> bool:
+    return info.draft != "none" and info.gamma > 0
+
+
+def _draft(info: EngineInfo) -> str:
+    """Where drafts come from and how long they are, or that speculation is off."""
+    if _speculates(info):
+        return f"{info.draft}, gamma {info.gamma}"
+    return "speculation off: " + ("no draft (-md FILE or -md ngram)" if info.draft == "none" else "draft length 0")
+
+
+def _expert_shape(info: EngineInfo) -> str:
+    if info.n_experts == 0:
+        return f"{info.n_layers} layers, no experts"
+    return f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
+
+
+def _cached(info: EngineInfo) -> str:
+    return f"{info.cache_slots:,} of {info.n_expert_layers * info.n_experts:,}"

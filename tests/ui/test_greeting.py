@@ -1,0 +1,103 @@
+"""The start of a session on screen: greeting, header line, details of /info."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from moeedge.engine.types import EngineInfo
+from moeedge.ui.chat.greeting import details, header_line, notes_of, print_greeting, print_header, warnings_of
+from tests.ui.test_figures import INFO
+
+CACHED = replace(
+    INFO,
+    device="Vulkan0 (A Card)",
+    policy="spac",
+    cache_ratio=0.17,
+    cache_slots=1044,
+    pool_bytes=3 << 20,
+    notes=[
+        "Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac.",
+        "Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without.",
+        "The policy spac predicts experts from the draft's hidden states.",
+        "The host gives no pinned memory for transfers: experts move more slowly.",
+    ],
+)
+
+
+def shown(info: EngineInfo, *, toy: bool = False, warnings: tuple[str, ...] = ()) -> list[str]:
+    console = Console(file=io.StringIO(), width=80)
+    print_greeting(console, info, toy=toy, warnings=warnings)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_greeting() -> None:
+    assert shown(CACHED, warnings=("-ngl has no effect.",)) == [
+        "Model: t.gguf, 48 layers with 128 experts, 8 used per token.",
+        "Draft: d.gguf, up to 4 tokens per step.",
+        "Experts are cached on Vulkan0: 1,044 of 6,144 (17 %, 3 MiB), policy spac.",
+        "Type a message. /help lists the commands, /info the details; Ctrl-D leaves.",
+        "-ngl has no effect.",
+        "The host gives no pinned memory for transfers: experts move more slowly.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (replace(CACHED, notes=[]), ["Vulkan0", "1,044 of 6,144", "up to 4"]),
+        (INFO, ["on the CPU", "no device", "d.gguf"]),
+        (replace(INFO, n_experts=0), ["dense"]),
+        (replace(INFO, draft="none", gamma=0), ["speculation is off", "-md"]),
+        (replace(INFO, gamma=0), ["speculation is off", "gamma"]),
+    ],
+)
+@pytest.mark.parametrize("toy", [False, True])
+def test_the_greeting_has_four_short_lines(info: EngineInfo, words: list[str], toy: bool) -> None:
+    lines = shown(info, toy=toy)
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 80
+    assert ("a toy model" in lines[0]) == toy
+    for word in words:
+        assert word in "\n".join(lines)
+
+
+def test_a_header_is_one_line_and_its_warnings() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    print_header(console, CACHED, toy=False, warnings=("-ngl has no effect.",))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == [header_line(CACHED), "-ngl has no effect.", *warnings_of(CACHED)]
+
+
+@pytest.mark.parametrize(
+    ("info", "line"),
+    [
+        (CACHED, "t.gguf | draft d.gguf, gamma 4 | 1,044 of 6,144 experts on Vulkan0, policy spac"),
+        (INFO, "t.gguf | draft d.gguf, gamma 4 | experts on the CPU, no device"),
+        (
+            replace(INFO, n_experts=0, draft="none", gamma=0),
+            "t.gguf | speculation off: no draft (-md FILE or -md ngram) | no experts",
+        ),
+    ],
+)
+def test_the_header_line(info: EngineInfo, line: str) -> None:
+    assert header_line(info) == line
+
+
+def test_a_cache_that_measured_slower_is_a_warning() -> None:
+    slower = "Measured in 0.5 s: a step with the cache has 0.90 times the speed of one without."
+    assert warnings_of(replace(INFO, notes=[slower, slower.replace("0.90", "1.10")])) == [slower]
+
+
+def test_details_name_what_is_loaded_and_where_it_runs() -> None:
+    rows = {figure.label: figure.value for figure in details(CACHED)}
+    assert rows["model"] == "t.gguf (qwen3moe)"
+    assert rows["experts"] == "48 layers x 128 experts, top-8"
+    assert (rows["device"], rows["policy"], rows["draft"]) == ("Vulkan0 (A Card)", "spac", "d.gguf, gamma 4")
+    assert rows["cache"] == "1,044 of 6,144 experts (17.0%, 3 MiB)"
+    assert (rows["threads"], rows["context"]) == ("2", "4096 tokens")
+    assert notes_of(CACHED) == CACHED.notes
+    assert {"cache", "policy"}.isdisjoint(figure.label for figure in details(INFO))
