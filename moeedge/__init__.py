@@ -1,4 +1,4 @@
-"""moeedge: Mixture-of-Experts models on small GPUs, with speculative decoding as accelerator and sensor."""
+"""Runs Mixture-of-Experts models on small GPUs; speculative decoding speeds them up and predicts their experts."""
 
 from __future__ import annotations
 

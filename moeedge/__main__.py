@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C ends it without a traceback even while the commands are being imported."""
+    """Runs the command line; Ctrl-C ends it without a traceback, also during imports."""
     try:
         from moeedge.cli.app import app
 

@@ -1,31 +1,31 @@
 """Every error that moeedge raises on purpose, as one hierarchy.
 
 MoeedgeError                    exit 1   something failed
-  BackendError                  exit 1   the native library or llama.cpp cannot be used
-    VersionMismatchError        exit 1   another llama.cpp version or backend API than we were compiled against
-  EngineError                   exit 1   llama.cpp refused to load, allocate or decode
-  DownloadError                 exit 1   the hub did not answer or answered wrongly
-  SandboxError                  exit 1   a program's tests cannot be run apart
+  BackendError                  exit 1   the native library or llama.cpp is unusable
+    VersionMismatchError        exit 1   not the llama.cpp version or backend API that moeedge was compiled for
+  EngineError                   exit 1   llama.cpp failed to load, allocate or decode
+  DownloadError                 exit 1   a file could not be downloaded
+  SandboxError                  exit 1   the sandbox for programs cannot be started
   DiskSpaceError                exit 1   a file does not fit on the disk
-  InputError                    exit 2   what the user gave cannot be used
+  InputError                    exit 2   invalid input of the user
     ModelFileError              exit 2   missing, truncated or non-GGUF model file
-    ModelNameError              exit 2   no model of that name, or it is not on this machine
-    CatalogError                exit 2   the catalog cannot be used, or lacks a quantization
+    ModelNameError              exit 2   unknown model, or not on this machine
+    CatalogError                exit 2   malformed catalog, or unknown quantization
     VocabularyMismatchError     exit 2   draft and target do not share a vocabulary
     ContextTooSmallError        exit 2   the prompt does not fit the context
-    EmptyPromptError            exit 2   nothing to answer
+    EmptyPromptError            exit 2   empty prompt
     DatasetError                exit 2   unknown dataset, absent or malformed file
-    LayerRangeError             exit 2   no such layer
-    DeviceError                 exit 2   no such device
+    LayerRangeError             exit 2   unknown layer
+    DeviceError                 exit 2   unknown or unusable device
 
-Only the CLI turns them into exit codes: it prints `message` as one sentence and `mend` as the next, never a traceback.
+Only the CLI turns them into exit codes: it prints `message` and `hint`, never a traceback.
 """
 
 from __future__ import annotations
 
 
 class MoeedgeError(Exception):
-    """Base of all errors raised on purpose; `message` says what is wrong, `mend` what to do about it."""
+    """Base of all errors raised on purpose: `message` says what failed, `hint` what to do, in the imperative."""
 
     exit_code = 1
 
@@ -36,31 +36,31 @@ class MoeedgeError(Exception):
 
 
 class BackendError(MoeedgeError):
-    """The native library, or the llama.cpp that it attaches to, cannot be used."""
+    """The native library, or the llama.cpp that it attaches to, is unusable."""
 
 
 class VersionMismatchError(BackendError):
-    """llama.cpp has another version or backend API than the one that the native library was compiled against."""
+    """llama.cpp does not have the version or backend API that the native library was compiled for."""
 
 
 class EngineError(MoeedgeError):
-    """llama.cpp refused to load a model, allocate a context or decode a batch."""
+    """llama.cpp failed to load a model, allocate a context or decode a batch."""
 
 
 class DownloadError(MoeedgeError):
-    """A file could not be fetched from the hub."""
+    """A file could not be downloaded from the hub."""
 
 
 class SandboxError(MoeedgeError):
-    """No process of its own can be had for a program's tests."""
+    """The sandbox for programs cannot be started."""
 
 
 class DiskSpaceError(MoeedgeError):
-    """A file does not fit on the disk that it is written to."""
+    """A file does not fit on its disk."""
 
 
 class InputError(MoeedgeError):
-    """What the user gave cannot be used."""
+    """Invalid input of the user."""
 
     exit_code = 2
 
@@ -70,11 +70,11 @@ class ModelFileError(InputError):
 
 
 class ModelNameError(InputError):
-    """The name stands for no model, or for one that is not on this machine."""
+    """The name means no known model, or one that is not on this machine."""
 
 
 class CatalogError(InputError):
-    """The catalog of models cannot be used, or lacks what was asked for."""
+    """The catalog of models is malformed, or lacks the requested quantization."""
 
 
 class VocabularyMismatchError(InputError):
@@ -86,7 +86,7 @@ class ContextTooSmallError(InputError):
 
 
 class EmptyPromptError(InputError):
-    """There is nothing to answer."""
+    """The prompt is empty."""
 
 
 class DatasetError(InputError):

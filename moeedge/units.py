@@ -14,9 +14,9 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*$")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `text`: KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB and plain K, M, G, T in 1,024.
+    """Parses a size to bytes: KB, MB, GB, TB are powers of 1,000; KiB, MiB, GiB, TiB and plain K, M, G, T of 1,024.
 
-    Raises ValueError with a sentence that names the units.
+    Raises ValueError with the expected form.
     """
     match = _SIZE.match(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes per second in `text`, a size followed by "/s". Raises ValueError."""
+    """Parses a size followed by "/s" to bytes per second. Raises ValueError."""
     amount, slash, second = text.rpartition("/")
     try:
         rate = parse_size(amount) if slash and second.strip() == "s" else 0
@@ -39,7 +39,7 @@ def parse_rate(text: str) -> int:
 
 
 def format_bytes(n_bytes: int) -> str:
-    """A size for people, in 1,024: "512 MiB", "5.9 GiB"."""
+    """Formats a size in powers of 1,024: "512 MiB", "5.9 GiB"."""
     if 0 < n_bytes < 2**10:
         return f"{n_bytes} bytes"
     if n_bytes < 2**20:
@@ -50,7 +50,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """A rate for people, in thousands as links are sold: "25 GB/s"."""
+    """Formats a rate in powers of 1,000, as links are specified: "25 GB/s"."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"

@@ -77,8 +77,8 @@ def plan(
     the largest context, and the command that runs it so.
     """
     from moeedge.planning.memory_map import this_machine
-    from moeedge.planning.plan import make_plan
     from moeedge.planning.planner import Planner
+    from moeedge.planning.session_plan import make_plan
     from moeedge.ui.console import stdout_console
     from moeedge.ui.plan_view import plan_json, print_plan
     from moeedge.units import parse_size

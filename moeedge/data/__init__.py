@@ -1,4 +1,4 @@
-"""Prompt sets: where they are looked for, how their files are read, and our own small sample."""
+"""Prompt sets: where they are looked up, how their files are read, and moeedge's own small sample."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files to rows: JSON Lines (gzipped or not), a JSON array, CSV, Parquet; what is malformed is named with its line.
+"""Reads prompt files: JSON Lines (gzipped or not), a JSON array, CSV or Parquet to rows, and rows to prompts.
 
-Rows to prompts: one function per shape of record, each accepting the published files' own column names.
+One parse function per shape of record, each with the column names of the published files. Errors name file and line.
 """
 
 from __future__ import annotations
@@ -21,39 +21,43 @@ from moeedge.data.prompts import Message, Prompt, Role, user_turns
 from moeedge.errors import DatasetError
 from moeedge.scoring.answers import LETTERS, Reference, as_number
 
-_HINT = "Mend or remove it."
 PARQUET_HINT = 'Run: pip install "moeedge[score]"'
+_HINT = "Fix or remove it."
+_FILE_HINT = "Check the path."
+_ROLES = ("system", "user", "assistant")
+
+Turns = tuple[tuple[Message, ...], ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record of a file; `where` names file and line for error messages."""
+    """One record of a file; `where` names file and line in error messages."""
 
     fields: dict[str, Any]
     number: int  # line of a .jsonl, record of a .json, line of a .csv; from 1
     where: str
 
     def text(self, key: str) -> str:
-        """The non-empty string under `key`. Raises DatasetError otherwise."""
+        """Returns the non-empty string under `key`. Raises DatasetError otherwise."""
         value = self.fields.get(key)
         if not isinstance(value, str) or not value.strip():
             raise DatasetError(f'{self.where}: "{key}" must be a non-empty string.', _HINT)
         return value
 
     def strings(self, key: str) -> list[str]:
-        """The non-empty list of non-empty strings under `key`. Raises DatasetError otherwise."""
+        """Returns the non-empty list of non-empty strings under `key`. Raises DatasetError otherwise."""
         value = self.fields.get(key)
         if not isinstance(value, list) or not value or not all(isinstance(v, str) and v.strip() for v in value):
             raise DatasetError(f'{self.where}: "{key}" must be a non-empty list of non-empty strings.', _HINT)
         return value
 
     def optional_text(self, key: str) -> str:
-        """The string under `key`; empty where there is none."""
+        """Returns the string under `key`, or an empty one."""
         value = self.fields.get(key)
         return value if isinstance(value, str) else ""
 
     def optional_texts(self, *keys: str) -> tuple[str, ...]:
-        """What is not blank of the first of `keys` that has a string or a list of strings; empty for none."""
+        """Returns the non-blank strings under the first of `keys` that has any (a string or a list); empty for none."""
         for key in keys:
             value = self.fields.get(key)
             listed = value if isinstance(value, list) else [value]
@@ -63,7 +67,7 @@ class Row:
         return ()
 
     def identity(self, *keys: str) -> str:
-        """The first id-like field that is there, else the row's number."""
+        """Returns the value of the first of `keys` that is present, else the row's number."""
         for key in keys:
             value = self.fields.get(key)
             if isinstance(value, (str, int)) and str(value):
@@ -71,23 +75,22 @@ class Row:
         return str(self.number)
 
 
+Parser = Callable[[Row], Prompt]
+
+
 def read_rows(path: Path) -> list[Row]:
-    """All rows of `path`, by its suffix: .jsonl, .json, .csv, each also with .gz, and .parquet.
+    """Returns all rows of `path`, by its suffix: .jsonl, .json, .csv, each also with .gz, or .parquet.
 
     Raises DatasetError for a file that is absent, unreadable, malformed (with the line) or empty.
     """
     kind = path.name.removesuffix(".gz").rpartition(".")[2].lower()
-    text = "" if kind == "parquet" else _read_text(path)
     if kind == "parquet":
         rows = _parquet_rows(path)
-    elif kind == "csv":
-        rows = list(_csv_rows(text, path.name))
-    elif kind == "json":
-        rows = _json_rows(text, path.name)
     else:
-        rows = list(_jsonl_rows(text, path.name))
+        read = {"csv": _csv_rows, "json": _json_rows}.get(kind, _jsonl_rows)
+        rows = list(read(_read_text(path), path.name))
     if not rows:
-        raise DatasetError(f"{path.name} holds no prompts.", "Give a file with one JSON object per line.")
+        raise DatasetError(f"{path.name} has no prompts.", "Give a file with one JSON object per line.")
     return rows
 
 
@@ -97,9 +100,9 @@ def _read_text(path: Path) -> str:
         if path.suffix == ".gz":
             raw = gzip.decompress(raw)
     except FileNotFoundError:
-        raise DatasetError(f"There is no file {path}.", "Check the path.") from None
+        raise DatasetError(f"There is no file {path}.", _FILE_HINT) from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path} cannot be read ({error}).", "Check the file.") from None
+        raise DatasetError(f"Cannot read {path} ({error}).", "Check the file.") from None
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -108,7 +111,7 @@ def _read_text(path: Path) -> str:
 
 
 def _jsonl_rows(text: str, name: str) -> Iterator[Row]:
-    # split at newlines only: str.splitlines would also cut at U+2028, which JSON strings may hold
+    # split at newlines only: str.splitlines also splits at U+2028, which JSON strings may contain
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -120,14 +123,15 @@ def _jsonl_rows(text: str, name: str) -> Iterator[Row]:
         yield _object(fields, number, where)
 
 
-def _json_rows(text: str, name: str) -> list[Row]:
+def _json_rows(text: str, name: str) -> Iterator[Row]:
     try:
         records = json.loads(text)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{name}, line {error.lineno}: not valid JSON ({error.msg}).", _HINT) from None
     if not isinstance(records, list):
-        raise DatasetError(f"{name}: the file must hold an array of objects.", _HINT)
-    return [_object(fields, number, f"{name}, record {number}") for number, fields in enumerate(records, start=1)]
+        raise DatasetError(f"{name}: the file must be an array of objects.", _HINT)
+    for number, fields in enumerate(records, start=1):
+        yield _object(fields, number, f"{name}, record {number}")
 
 
 def _csv_rows(text: str, name: str) -> Iterator[Row]:
@@ -138,42 +142,33 @@ def _csv_rows(text: str, name: str) -> Iterator[Row]:
 
 def _parquet_rows(path: Path) -> list[Row]:
     if not path.is_file():
-        raise DatasetError(f"There is no file {path}.", "Check the path.")
+        raise DatasetError(f"There is no file {path}.", _FILE_HINT)
     if not reads_parquet():
         raise DatasetError(f"{path.name} is Parquet, which needs the package pyarrow.", PARQUET_HINT)
-    from pyarrow.parquet import read_table  # imported here: a third of a second, for the few files that need it
+    from pyarrow.parquet import read_table  # imported here: it takes a third of a second
 
     try:
         records = read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-        raise DatasetError(
-            f"{path} cannot be read ({' '.join(str(error).split())[:200]}).", "Check the file."
-        ) from None
+    except (OSError, ValueError) as error:  # bases of pyarrow's errors
+        raise DatasetError(f"Cannot read {path} ({' '.join(str(error).split())[:200]}).", "Check the file.") from None
     return [Row(fields, number, f"{path.name}, row {number}") for number, fields in enumerate(records, start=1)]
 
 
 def reads_parquet() -> bool:
-    """Whether the library for Parquet is installed."""
+    """Whether pyarrow is installed."""
     return find_spec("pyarrow") is not None
 
 
 def _object(fields: object, number: int, where: str) -> Row:
     if not isinstance(fields, dict):
-        raise DatasetError(f"{where}: a JSON object is expected, not {type(fields).__name__}.", _HINT)
+        raise DatasetError(f"{where}: expected a JSON object, not {type(fields).__name__}.", _HINT)
     return Row(fields, number, where)
 
 
-Parser = Callable[[Row], Prompt]
-
-Turns = tuple[tuple[Message, ...], ...]
-
-_ROLES = ("system", "user", "assistant")
-
-
 def parse_custom(row: Row) -> Prompt:
-    """A user's own record: "messages" (answered once), "turns" (answered one after the other) or "prompt".
+    """Parses a user's own record: "messages" (answered once), "turns" (answered one after another) or "prompt".
 
-    A "reference" belongs to the only turn, "references" are one for each turn, null for none.
+    "reference" belongs to the only turn; "references" has one item per turn, null for none.
     """
     if "messages" in row.fields:
         turns: Turns = (_messages(row),)
@@ -182,13 +177,13 @@ def parse_custom(row: Row) -> Prompt:
     elif "prompt" in row.fields:
         turns = user_turns(row.text("prompt"))
     else:
-        raise DatasetError(f'{row.where}: none of "prompt", "turns", "messages" is there.', "Add one of them.")
+        raise DatasetError(f'{row.where}: none of "prompt", "turns", "messages" is present.', "Add one of them.")
     identity = row.identity("id", "question_id", "task_id")
     return Prompt(identity, str(row.fields.get("category") or "custom"), turns, _own_references(row, len(turns)))
 
 
 def parse_turns(row: Row) -> Prompt:
-    """MT-bench and the files in its form: "question_id", "category", "turns"."""
+    """Parses MT-bench and files in its form: "question_id", "category", "turns"."""
     return Prompt(
         row.identity("question_id", "prompt_id", "id"),
         str(row.fields.get("category") or "other"),
@@ -197,7 +192,7 @@ def parse_turns(row: Row) -> Prompt:
 
 
 def parse_humaneval(row: Row) -> Prompt:
-    """HumanEval: the head of a Python function in "prompt", and `check(candidate)` in "test"."""
+    """Parses HumanEval: the head of a Python function in "prompt", and `check(candidate)` in "test"."""
     head = row.text("prompt")
     tests, entry = row.optional_text("test"), row.optional_text("entry_point")
     text = f"Complete this Python function.\n\n{head}"
@@ -206,19 +201,19 @@ def parse_humaneval(row: Row) -> Prompt:
 
 
 def parse_gsm8k(row: Row) -> Prompt:
-    """GSM8K: "question", and "answer" with the number behind "####"; or as collections of benchmarks have it."""
+    """Parses GSM8K: "question", and "answer" with the number after "####"; or a benchmark collection's record."""
     numbers = [given.rpartition("####")[2].strip() for given in row.optional_texts("answer", "reference")[:1]]
     references = tuple(Reference("number", (number,)) for number in numbers if as_number(number) is not None)
-    if _is_written_out(row):
-        return _written_out(row, "math", references)
+    if _has_full_request(row):
+        return _full_request(row, "math", references)
     return Prompt(row.identity("id"), "math", user_turns(row.text("question")), references)
 
 
 def parse_mmlu_pro(row: Row) -> Prompt:
-    """MMLU-Pro: "question" and up to ten "options", shown as a lettered list; the letter in "answer"."""
+    """Parses MMLU-Pro: "question" and up to ten "options", shown as a lettered list; the letter in "answer"."""
     options = row.strings("options")
     if len(options) > len(string.ascii_uppercase):
-        raise DatasetError(f"{row.where}: {len(options)} options are too many.", "Mend or remove it.")
+        raise DatasetError(f"{row.where}: {len(options)} options are too many.", _HINT)
     lines = [f"({letter}) {option}" for letter, option in zip(string.ascii_uppercase, options, strict=False)]
     task = 'Think step by step, then finish with "The answer is (X)", where X is the letter of the right answer.'
     text = "\n".join([row.text("question"), *lines, task])
@@ -230,7 +225,7 @@ def parse_mmlu_pro(row: Row) -> Prompt:
 
 
 def parse_instructions(row: Row) -> Prompt:
-    """Alpaca and self-instruct: "instruction" with its input in "input" or in the first of "instances"."""
+    """Parses Alpaca and self-instruct: "instruction", its input in "input" or in the first of "instances"."""
     text = row.text("instruction")
     given: Any = row.fields.get("input")
     instances = row.fields.get("instances")
@@ -242,29 +237,29 @@ def parse_instructions(row: Row) -> Prompt:
 
 
 def parse_articles(row: Row) -> Prompt:
-    """CNN/DailyMail: written out with the request, or the bare "article"; a summary in "reference" or "highlights"."""
+    """Parses CNN/DailyMail: the full request or the bare "article"; a summary in "reference" or "highlights"."""
     given = row.optional_texts("reference", "highlights")
     references = (Reference("rouge-l", given),) if given else ()
-    if _is_written_out(row):
-        return _written_out(row, "summarization", references)
+    if _has_full_request(row):
+        return _full_request(row, "summarization", references)
     return Prompt(row.identity("id"), "summarization", user_turns(f"Summarize: {row.text('article')}"), references)
 
 
 def parse_questions(row: Row) -> Prompt:
-    """Open questions: written out, or "question"; right answers, of which one will do, in "answer" or "reference"."""
+    """Parses open questions: the full request or "question"; accepted answers in "answer", "answers" or "reference"."""
     given = row.optional_texts("answer", "answers", "reference")
     references = (Reference("contains-any", given),) if given else ()
-    if _is_written_out(row):
-        return _written_out(row, "qa", references)
+    if _has_full_request(row):
+        return _full_request(row, "qa", references)
     return Prompt(row.identity("id"), "qa", user_turns(row.text("question")), references)
 
 
-def _is_written_out(row: Row) -> bool:
+def _has_full_request(row: Row) -> bool:
     return "turns" in row.fields or "prompt" in row.fields
 
 
-def _written_out(row: Row, category: str, references: tuple[Reference, ...]) -> Prompt:
-    """A record of a collection of benchmarks: "turns", or "prompt" as a string or a list of turns."""
+def _full_request(row: Row, category: str, references: tuple[Reference, ...]) -> Prompt:
+    """Parses a record of a benchmark collection: "turns", or "prompt" as a string or a list of turns."""
     if "turns" in row.fields:
         return replace(parse_turns(row), references=references)
     texts = row.strings("prompt") if isinstance(row.fields["prompt"], list) else [row.text("prompt")]
@@ -273,20 +268,20 @@ def _written_out(row: Row, category: str, references: tuple[Reference, ...]) -> 
 
 
 def _own_references(row: Row, n_turns: int) -> tuple[Reference | None, ...]:
-    """Of a user's own record. A "reference" that is no object is of another format, and left alone."""
+    """Returns the references of a user's own record; a "reference" of another format (no object) is ignored."""
     listed = row.fields.get("references")
     if listed is None:
         single = row.fields.get("reference")
         listed = [single] if isinstance(single, dict) else []
     if not isinstance(listed, list) or len(listed) not in (0, n_turns):
-        raise DatasetError(f"{row.where}: there must be one reference for each of the {n_turns} turns.", "Mend them.")
+        raise DatasetError(f"{row.where}: expected one reference for each of the {n_turns} turns.", _HINT)
     return tuple(None if given is None else Reference.from_row(given, row.where) for given in listed)
 
 
 def _messages(row: Row) -> tuple[Message, ...]:
     listed = row.fields["messages"]
     if not isinstance(listed, list) or not listed:
-        raise DatasetError(f'{row.where}: "messages" must be a non-empty list of objects.', "Mend or remove it.")
+        raise DatasetError(f'{row.where}: "messages" must be a non-empty list of objects.', _HINT)
     messages = []
     for entry in listed:
         role = entry.get("role") if isinstance(entry, dict) else None
@@ -294,9 +289,9 @@ def _messages(row: Row) -> tuple[Message, ...]:
         if role not in _ROLES or not isinstance(content, str):
             raise DatasetError(
                 f'{row.where}: every message needs a "role" ({", ".join(_ROLES)}) and a "content" string.',
-                "Mend or remove it.",
+                _HINT,
             )
         messages.append(Message(cast(Role, role), content))
     if messages[-1].role != "user" or not messages[-1].content.strip():
-        raise DatasetError(f"{row.where}: the last message must be the user's and not empty.", "Mend or remove it.")
+        raise DatasetError(f"{row.where}: the last message must be the user's and not empty.", _HINT)
     return tuple(messages)

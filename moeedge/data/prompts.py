@@ -1,4 +1,4 @@
-"""What a prompt set is once read: conversations of one or more turns, with the place that they came from."""
+"""A prompt set in memory: conversations of one or more turns, and where they came from."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ Place = Literal["environment", "cache", "hub", "file", "package"]
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation, as chat templates take them."""
+    """One message of a conversation."""
 
     role: Role
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """The form that chat templates and the engine take."""
+        """Returns the form that chat templates and the engine take."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered turn by turn.
+    """One conversation to answer turn by turn.
 
-    `turns[i]` are the messages that are appended before the model answers for the i-th time: one user message as a
-    rule, more where the data bring a system message or a fixed history. `references[i]` is what that answer is held
-    against; the tuple is empty where the data have nothing.
+    `turns[i]` are the messages appended before the i-th answer: usually one user message, more if the data has a system
+    message or a fixed history. `references[i]` is the reference for that answer; empty if the data has none.
     """
 
     id: str
@@ -40,27 +39,27 @@ class Prompt:
     references: tuple[Reference | None, ...] = ()
 
     def reference(self, turn: int) -> Reference | None:
-        """What the answer to `turn` (from 0) is held against, if anything."""
+        """Returns the reference for the answer to `turn` (from 0), or None."""
         return self.references[turn] if turn < len(self.references) else None
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts in file order, and enough to say exactly which ones they were."""
+    """Prompts in file order, with the facts that identify them."""
 
     name: str
     prompts: tuple[Prompt, ...]
     place: Place
     path: Path
     sha256: str  # of the file
-    variant: str  # one line: whose file this is, and whether it is a part of the set
+    variant: str  # one line: whose file this is, and whether it is part of the set
     unscored: str = ""  # why answers without a reference have none
-    answer_tokens: int = 512  # that a whole answer takes at most, as a rule
+    answer_tokens: int = 512  # typical maximum of a complete answer
 
     def limited(self, limit: int | None) -> Dataset:
-        """`limit` prompts spread evenly over the file, so that every category comes in; all where limit is None.
+        """Returns `limit` prompts spread evenly over the file, so that every category occurs; all for None.
 
-        Prompt i is the one at floor(i * n / limit): the same ones on every run.
+        Prompt i of the result is prompt floor(i * n / limit) of the file.
         """
         n = len(self.prompts)
         if limit is None or limit >= n:
@@ -69,5 +68,5 @@ class Dataset:
 
 
 def user_turns(*texts: str) -> tuple[tuple[Message, ...], ...]:
-    """One turn of one user message for each text."""
+    """Returns one turn with one user message per text."""
     return tuple((Message("user", text),) for text in texts)

@@ -1,1 +1,1 @@
-"""What a model will take and what fits, before anything of it is loaded."""
+"""What a model needs and what fits, before any of its weights are loaded."""

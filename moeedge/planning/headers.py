@@ -1,9 +1,7 @@
-"""Models of which only the header is there: a plan needs no more.
+"""Models of which only the header is present, and the facts that a plan takes from a header.
 
-llama.cpp refuses a file that is shorter than its header says. It gets a stand-in then: a copy of the header in a
-temporary folder, as long as the whole file but with a hole where the weights would be, which takes no room on the disk.
-
-What a model is, for a plan: all of it from its header.
+llama.cpp rejects a file that is shorter than its header says. For such a file it gets a copy of the header in a
+temporary folder, extended to full length by a hole that takes no room on the disk.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.cache import ExpertTensor
 
-_ALIGNMENT = 32  # bytes; the data section begins at a multiple of it, and nothing may be missing up to there
+_ALIGNMENT = 32  # bytes; the data section starts at a multiple of it
 _HEADER_MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Loadable:
-    """A path that llama.cpp takes for the model, and what the file there lacks."""
+class LoadableModel:
+    """A path that llama.cpp accepts for the model, and the bytes that the original lacks."""
 
     path: Path
     original: Path
@@ -37,23 +35,23 @@ class Loadable:
 
 
 @contextmanager
-def loadable(path: Path) -> Iterator[Loadable]:
-    """The model at `path`, or stand-ins for its files where one ends before its header says.
+def loadable(path: Path) -> Iterator[LoadableModel]:
+    """Yields the model at `path`, or full-length copies of its headers if a file is incomplete.
 
-    Raises ModelFileError for what has no whole header, EngineError where no temporary file can be had.
+    Raises ModelFileError for an incomplete header, EngineError if no temporary file can be written.
     """
     with ExitStack() as stack:
         try:
             found = _prepare(path, lambda: Path(stack.enter_context(TemporaryDirectory(prefix="moeedge-plan-"))))
         except OSError as error:
             raise EngineError(
-                f"The header of {path} cannot be copied to a temporary file: {error.strerror or error}.",
-                "Set TMPDIR to a folder that has room and takes files with holes.",
+                f"Cannot copy the header of {path} to a temporary file: {error.strerror or error}.",
+                "Set TMPDIR to a folder with room and support for sparse files.",
             ) from error
         yield found
 
 
-def _prepare(path: Path, make_folder: Callable[[], Path]) -> Loadable:
+def _prepare(path: Path, make_folder: Callable[[], Path]) -> LoadableModel:
     files = gguf_file.parts(path)
     folder: Path | None = None
     read, missing = [], 0
@@ -69,7 +67,7 @@ def _prepare(path: Path, make_folder: Callable[[], Path]) -> Loadable:
         read.append((min((tensor.offset for tensor in tensors), default=promised), promised))
         missing += max(0, promised - file.stat().st_size)
     if not missing:
-        return Loadable(path, path)
+        return LoadableModel(path, path)
     folder = folder or make_folder()
     for file, (data_offset, promised) in zip(files, read, strict=True):
         copy = folder / file.name
@@ -79,17 +77,17 @@ def _prepare(path: Path, make_folder: Callable[[], Path]) -> Loadable:
         with file.open("rb") as source, copy.open("wb") as target:
             target.write(source.read(data_offset))
             target.truncate(promised)  # a hole: it takes no room on the disk
-    return Loadable(folder / files[0].name, path, missing)
+    return LoadableModel(folder / files[0].name, path, missing)
 
 
 def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
-    """The tensors of a header that ends where its last entry does, without the padding before the data."""
+    """Returns the tensors of a header that lacks the padding before the data."""
     shutil.copyfile(file, copy)
     os.truncate(copy, -(-file.stat().st_size // _ALIGNMENT) * _ALIGNMENT)
     try:
         return gguf_file.read_tensors(copy)
     except ModelFileError:
-        gguf_file.read_tensors(file)  # speaks of the file itself
+        gguf_file.read_tensors(file)  # raises an error about the original file
         raise
 
 
@@ -97,8 +95,8 @@ def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
 class ModelFacts:
     """A model's shape and sizes in bytes."""
 
-    file: str  # or what pull takes for it
-    is_here: bool  # on this machine, perhaps in part
+    file: str  # or its name for moeedge pull
+    is_here: bool  # on this machine, possibly incomplete
     description: str
     architecture: str
     n_layers: int
@@ -109,27 +107,27 @@ class ModelFacts:
     n_vocab: int
     n_weights: int
     file_bytes: int
-    missing_bytes: int  # what the file lacks: only its header counts
+    missing_bytes: int  # weights that the file lacks; a plan needs its header only
     experts_bytes: int  # all of them
     expert_bytes: int  # one, on average
     dense_bytes: int  # everything else
-    active_bytes: int  # that one token reads
-    memory: str  # what its memory of the text is, in words; empty: a plain KV cache
+    active_bytes: int  # read per token
+    memory: str  # kind of its memory in words; empty: a plain KV cache
 
     @property
     def bits_per_weight(self) -> float:
         return 8 * (self.experts_bytes + self.dense_bytes) / max(1, self.n_weights)
 
 
-def read_facts(model: Model, file: Loadable, names: Mapping[Path, str]) -> tuple[ModelFacts, list[ExpertTensor]]:
-    """The facts, and the expert tensors that the cache would hold; names: of files that are elsewhere."""
+def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> tuple[ModelFacts, list[ExpertTensor]]:
+    """Returns the facts and the expert tensors for the cache; names: pull names of models not on this machine."""
     info = model.info
     tensors = [tensor for part in gguf_file.parts(file.path) for tensor in gguf_file.read_tensors(part)]
     experts, _ = expert_tensors(file.path, n_layers=info.n_layers)
     total = sum(tensor.size_bytes for tensor in tensors)
     routed = expert_bytes(experts)
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
-    # of an embedding matrix that is not the output matrix too, one row is read
+    # a token reads one row of the embedding matrix, unless that is also the output matrix
     rows = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and has_output)
     share = info.n_expert_used / info.n_experts if info.n_experts else 0.0
     facts = ModelFacts(
@@ -162,5 +160,5 @@ def _memory(model: Model) -> str:
     if model.info.n_swa:
         kinds.append(f"sliding window: some layers keep {model.info.n_swa:,} tokens only")
     if not model.can_roll_back:
-        kinds.append("recurrent: some layers keep a state of fixed size, so that drafts cannot be used")
+        kinds.append("recurrent: some layers keep a state of fixed size, so that drafts are impossible")
     return "; ".join(kinds)

@@ -1,9 +1,4 @@
-"""What a model and a context of it take, by where it lies: llama.cpp's own account, without loading weights.
-
-What lies where at one context size: the lines of a plan, and whether they fit.
-
-The machine that a plan is for: this one as measured, or with the memory that the user names.
-"""
+"""The machine that a plan is for, what a model and a context need there by llama.cpp's own account, and what fits."""
 
 from __future__ import annotations
 
@@ -23,15 +18,20 @@ from moeedge.native.devices import DRY_RUN_GPU
 from moeedge.scheduler.sizing import Budget
 from moeedge.units import format_bytes
 
-_PLAIN = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory in which weights are as they are in the file
+Verdict = Literal["fits", "from disk", "does not fit"]
+
+# What a CUDA process needs in addition to llama.cpp's buffers: llama.cpp's memory breakdown listed 451 to 456 MiB per
+# card as "unaccounted" (ggml-org/llama.cpp pull request 15860, RTX 4090).
+KERNEL_BYTES = 456 * 2**20
+_PLAIN = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory with weights as in the file, not repacked
 
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """Bytes in one kind of memory."""
+    """Bytes of a model and its context in one kind of memory."""
 
     weights_bytes: int = 0
-    kv_bytes: int = 0  # and recurrent states
+    kv_bytes: int = 0  # with recurrent states
     compute_bytes: int = 0
 
     @property
@@ -48,18 +48,18 @@ class MemoryShare:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of a model and one context of it."""
+    """Memory of a model and one context of it."""
 
     gpus: dict[str, MemoryShare]  # by llama.cpp's name of the GPU
     ram: MemoryShare
-    repacked_bytes: int  # of ram's weights: copies for the CPU, which cannot be paged out to the file
+    repacked_bytes: int  # of the weights in RAM: copies for the CPU, which cannot be paged out to the file
 
     def gpu(self, name: str) -> MemoryShare:
         return self.gpus.get(name, MemoryShare())
 
 
 def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
-    """What a context of `n_ctx` tokens would take, as a session makes it; `model` is loaded without weights."""
+    """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
     gpus: dict[str, MemoryShare] = {}
     ram, repacked = MemoryShare(), 0
     with Context(model, n_ctx=n_ctx, n_threads=1, n_batch=config.n_batch, n_ubatch=config.n_ubatch) as context:
@@ -74,22 +74,19 @@ def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
     return Footprint(gpus, ram, repacked)
 
 
-Verdict = Literal["fits", "from disk", "does not fit"]
-
-
 @dataclass(frozen=True)
 class MemoryItem:
-    """Something that takes memory."""
+    """One consumer of memory."""
 
     what: str
     n_bytes: int
-    mapped_bytes: int = 0  # of these pages of the model file: the system can drop them and read them again
-    spare: bool = False  # left free for others, not taken: nothing fails without it
+    mapped_bytes: int = 0  # of these, pages of the model file: the system can drop and reread them
+    spare: bool = False  # a reserve for other programs
 
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """A kind of memory and what will lie in it."""
+    """One kind of memory and its consumers."""
 
     name: str
     total_bytes: int
@@ -102,12 +99,12 @@ class MemoryPool:
 
     @property
     def fixed_bytes(self) -> int:
-        """What must be in memory: all but pages of the model file."""
+        """Bytes that must be in memory: all but pages of the model file."""
         return sum(line.n_bytes - line.mapped_bytes for line in self.lines if not line.spare)
 
     @property
     def left_bytes(self) -> int:
-        """Negative where that much is missing."""
+        """Free bytes after loading; negative if bytes are missing."""
         return self.free_bytes - self.used_bytes
 
     @property
@@ -120,19 +117,19 @@ class MemoryPool:
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """A plan at one context size."""
+    """The use of all memory at one context size."""
 
     n_ctx: int  # tokens
     kv_bytes: int  # of target and draft
     compute_bytes: int
-    places: tuple[MemoryPool, ...]  # the device's first, if there is one with memory of its own; the machine's last
+    places: tuple[MemoryPool, ...]  # the device's if it has its own memory, then the host's
     budget: Budget  # of the expert cache
-    whole_on_gpu: bool  # target and draft are, experts included
-    refused: str = ""  # why a session would not begin
+    whole_on_gpu: bool  # target and draft entirely, experts included
+    refused: str = ""  # why a session would not start
 
     @property
     def cache_ratio(self) -> float:
-        """The share of the experts that the device holds."""
+        """Share of the experts on the device."""
         return 1.0 if self.whole_on_gpu else self.budget.ratio
 
     @property
@@ -143,19 +140,14 @@ class MemoryMap:
         return verdicts[-1]
 
 
-# What a CUDA process takes beside llama.cpp's buffers: "unaccounted" was 451 to 456 MiB per card in llama.cpp's own
-# memory breakdown (ggml-org/llama.cpp pull request 15860, RTX 4090).
-KERNEL_BYTES = 456 * 2**20
-
-
 @dataclass(frozen=True)
 class PlannedMachine:
-    """Memory in bytes, and the device that experts may lie on."""
+    """Memory in bytes, and the device that may hold experts."""
 
     device: ResolvedDevice
     ram_total_bytes: int
     ram_free_bytes: int
-    vram_given: bool = False  # the user said how much, instead of the driver
+    vram_given: bool = False  # by the user instead of the driver
     ram_given: bool = False
     notes: tuple[str, ...] = ()
 
@@ -163,9 +155,9 @@ class PlannedMachine:
 def this_machine(
     config: EngineConfig, *, vram_bytes: int | None = None, ram_bytes: int | None = None
 ) -> PlannedMachine:
-    """What -dev means here; the sizes, if given, stand in for what is measured.
+    """Returns this machine with the device of -dev; given sizes replace the measured ones.
 
-    With vram_bytes and without a GPU the plan is for a GPU of that size.
+    With vram_bytes and without a GPU, the plan is for a GPU of that size. Raises InputError for an impossible size.
     """
     device = resolve_device(config)
     memory = psutil.virtual_memory()
@@ -174,11 +166,11 @@ def this_machine(
         device, notes = _with_memory(config, device, vram_bytes), []
     elif device.kind == "emulated" and ram_bytes is not None:
         device = replace(device, free_bytes=ram_bytes, total_bytes=ram_bytes)
-    gpus = [one.name for one in native.devices() if one.kind == "GPU"]
+    gpus = [listed.name for listed in native.devices() if listed.kind == "GPU"]
     if len(gpus) > 1 and device.kind == "gpu" and device.llama_device == "auto":
         notes.append(
-            f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, experts get slots on "
-            f"{device.ggml_name} only; -dev {device.ggml_name} uses that one alone."
+            f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, but only {device.ggml_name} "
+            f"caches experts. Use it alone with -dev {device.ggml_name}."
         )
     return PlannedMachine(
         device,
@@ -192,7 +184,7 @@ def this_machine(
 
 def _with_memory(config: EngineConfig, device: ResolvedDevice, vram_bytes: int) -> ResolvedDevice:
     if vram_bytes <= 0:
-        raise InputError("--vram must be more than 0.", "-dev none plans without a GPU.")
+        raise InputError("--vram must be more than 0.", "Plan without a GPU with -dev none.")
     size = format_bytes(vram_bytes)
     if device.kind == "gpu":
         label = f"{device.label}, planned with {size}"

@@ -1,7 +1,7 @@
-"""The plan of a session: how much of which memory it takes, from headers alone.
+"""Computes how much memory of each kind a session takes, from headers alone.
 
-Every decision is the session's own: where layers go (engine/loading.py), how large the context is (engine/memory.py),
-how many slots the cache has (engine/placement/sizing.py). llama.cpp says itself what it would allocate.
+Every decision is the session's own: the place of layers (engine/loading.py), the context size (llama/context_size.py),
+the number of cache slots (scheduler/sizing.py). llama.cpp reports what it would allocate.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import psutil
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, whole_model_fits
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama.context_size import choose_n_ctx
+from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx
 from moeedge.llama.gguf_file import expert_bytes
 from moeedge.llama.model import Model
-from moeedge.planning.headers import Loadable, ModelFacts, loadable, read_facts
+from moeedge.planning.headers import LoadableModel, ModelFacts, loadable, read_facts
 from moeedge.planning.memory_map import (
     KERNEL_BYTES,
     Footprint,
@@ -33,15 +33,14 @@ from moeedge.planning.memory_map import (
 )
 from moeedge.scheduler.sizing import Budget, cache_budget, reserve_bytes, stage_slots, staging_and_scratch_bytes
 
-_NOTHING = Footprint({}, MemoryShare(), 0)
-_GRAIN = 256  # tokens; llama.cpp rounds contexts to this
+_NO_MEMORY = Footprint({}, MemoryShare(), 0)
 
 
 class Planner:
-    """Maps of one model (and draft) on one machine, at any context size; a context manager.
+    """Memory maps of one model (and draft) on one machine, at any context size; a context manager.
 
-    reserve: bytes of the device to leave free beside what the cache leaves anyway. names: of files that are headers of
-    models elsewhere.
+    reserve: bytes of the device to leave free in addition to the cache's own reserve. names: pull names of models of
+    which only the header is on this machine.
     """
 
     def __init__(
@@ -58,15 +57,15 @@ class Planner:
         self._maps: dict[tuple[int, bool], MemoryMap] = {}
         self._targets: dict[bool, Model] = {}
         with ExitStack() as stack:
-            self.file: Loadable = stack.enter_context(loadable(config.model))
-            self.draft_file: Loadable | None = None
+            self.file: LoadableModel = stack.enter_context(loadable(config.model))
+            self.draft_file: LoadableModel | None = None
             config = replace(config, model=self.file.path)
             if isinstance(config.draft, Path) and config.gamma > 0:
                 self.draft_file = stack.enter_context(loadable(config.draft))
                 config = replace(config, draft=self.draft_file.path)
             self.config = config
             self._stack = stack
-            header = self._target(whole=False)
+            header = self._target(all_on_gpu=False)
             draft = self._load_draft(header)
             self.draft, _, self.use_ngram = choose_draft(config, machine.device, header, draft, self.notes, stack)
             self.facts, self._experts = read_facts(header, self.file, names)
@@ -76,17 +75,17 @@ class Planner:
             self._program_bytes = psutil.Process().memory_info().rss
             self._stack = stack.pop_all()
 
-    def _target(self, *, whole: bool) -> Model:
-        if whole not in self._targets:
+    def _target(self, *, all_on_gpu: bool) -> Model:
+        if all_on_gpu not in self._targets:
             model = load_target(
                 self.config,
                 self.machine.device,
-                whole_fits=whole,
+                whole_fits=all_on_gpu,
                 header_only=True,
                 free_bytes=self.machine.ram_free_bytes,
             )
-            self._targets[whole] = self._stack.enter_context(model)
-        return self._targets[whole]
+            self._targets[all_on_gpu] = self._stack.enter_context(model)
+        return self._targets[all_on_gpu]
 
     def _load_draft(self, target: Model) -> Model | None:
         if self.draft_file is None or not target.can_roll_back:
@@ -97,60 +96,62 @@ class Planner:
 
     @property
     def _models(self) -> list[Model]:
-        header = self._target(whole=False)
+        header = self._target(all_on_gpu=False)
         return [header] if self.draft is None else [header, self.draft]
 
-    def _whole(self, n_ctx: int) -> bool:
-        """Whether a session with -c n_ctx (0: without -c) keeps the whole model on the GPU."""
+    def _all_on_gpu(self, n_ctx: int) -> bool:
+        """Whether a session with -c n_ctx (0: without -c) keeps the entire model on the GPU."""
         if self.machine.device.kind != "gpu":
             return False
         return whole_model_fits(replace(self.config, n_ctx=n_ctx), self.machine.device, self._models)
 
-    def _kv_room(self, whole: bool) -> int:
-        """What is free where KV caches lie, when the models are loaded and nothing else is."""
-        target = self._target(whole=whole)
-        loaded = [footprint(target, _GRAIN, self.config)]
+    def _kv_room(self, all_on_gpu: bool) -> int:
+        """Returns the bytes that are free for KV caches after the models are loaded."""
+        target = self._target(all_on_gpu=all_on_gpu)
+        loaded = [footprint(target, N_CTX_STEP, self.config)]
         if self.draft is not None:
-            loaded.append(footprint(self.draft, _GRAIN, self.config))
+            loaded.append(footprint(self.draft, N_CTX_STEP, self.config))
         device = self.machine.device
         if device.kind == "gpu" and kv_on_gpu(self.config, device, target):
-            weights = sum(one.gpu(device.ggml_name).weights_bytes for one in loaded)
+            weights = sum(model.gpu(device.ggml_name).weights_bytes for model in loaded)
             return max(0, device.free_bytes - KERNEL_BYTES - weights)
-        return max(0, self.machine.ram_free_bytes - sum(one.repacked_bytes for one in loaded))
+        return max(0, self.machine.ram_free_bytes - sum(model.repacked_bytes for model in loaded))
 
     def default_map(self) -> MemoryMap:
-        """The map of a session with the user's -c, or without one with the context that it chooses by itself."""
-        whole = self._whole(self.config.n_ctx)
+        """Returns the map of a session with the user's -c, or with the context that it chooses without one."""
+        all_on_gpu = self._all_on_gpu(self.config.n_ctx)
         if self.config.n_ctx:
             return self.map(self.config.n_ctx)
-        n_ctx, note = choose_n_ctx(self._models, 0, self._kv_room(whole))
+        n_ctx, note = choose_n_ctx(self._models, 0, self._kv_room(all_on_gpu))
         self.notes.extend([note] if note else [])
-        return self._map(n_ctx, whole)
+        return self._map(n_ctx, all_on_gpu)
 
     def map(self, n_ctx: int) -> MemoryMap:
-        """The map of a session with -c n_ctx."""
-        whole = self._whole(n_ctx)
+        """Returns the map of a session with -c n_ctx."""
+        all_on_gpu = self._all_on_gpu(n_ctx)
         refused = ""
         try:
-            choose_n_ctx(self._models, n_ctx, self._kv_room(whole))
+            choose_n_ctx(self._models, n_ctx, self._kv_room(all_on_gpu))
         except InputError as error:
             refused = error.message
-        return replace(self._map(n_ctx, whole), refused=refused)
+        return replace(self._map(n_ctx, all_on_gpu), refused=refused)
 
-    def _map(self, n_ctx: int, whole: bool) -> MemoryMap:
-        if (n_ctx, whole) not in self._maps:
-            self._maps[n_ctx, whole] = self._draw(n_ctx, whole)
-        return self._maps[n_ctx, whole]
+    def _map(self, n_ctx: int, all_on_gpu: bool) -> MemoryMap:
+        if (n_ctx, all_on_gpu) not in self._maps:
+            self._maps[n_ctx, all_on_gpu] = self._compute(n_ctx, all_on_gpu)
+        return self._maps[n_ctx, all_on_gpu]
 
-    def _draw(self, n_ctx: int, whole: bool) -> MemoryMap:
-        target = self._target(whole=whole)
+    def _compute(self, n_ctx: int, all_on_gpu: bool) -> MemoryMap:
+        target = self._target(all_on_gpu=all_on_gpu)
         ours = footprint(target, n_ctx, self.config)
-        drafts = footprint(self.draft, n_ctx, self.config) if self.draft is not None else _NOTHING
+        drafts = footprint(self.draft, n_ctx, self.config) if self.draft is not None else _NO_MEMORY
         device = self.machine.device
         places = []
         budget = Budget(0.0, 0, 0)
         if device.kind == "gpu":
-            lines = _gpu_lines(ours.gpu(device.ggml_name), drafts.gpu(device.ggml_name), target, self._experts_bytes)
+            share = ours.gpu(device.ggml_name)
+            weights = _weights(share.weights_bytes, self._experts_bytes if target.experts_on_gpu else 0)
+            lines = _items(weights, share, drafts.gpu(device.ggml_name))
             lines.append(MemoryItem("kernels (an allowance)", KERNEL_BYTES))
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
             places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, (*lines, *cache)))
@@ -169,7 +170,7 @@ class Planner:
             compute_bytes=sum(share.compute_bytes for share in shares),
             places=tuple(places),
             budget=budget,
-            whole_on_gpu=whole,
+            whole_on_gpu=all_on_gpu,
         )
 
     @property
@@ -177,7 +178,7 @@ class Planner:
         return expert_bytes(self._experts)
 
     def _cache(self, target: Model, free_bytes: int) -> tuple[Budget, list[MemoryItem]]:
-        """The expert cache on a device with so much left, and its lines."""
+        """Returns the expert cache on a device with `free_bytes` left, and its items."""
         device, requested, info = self.machine.device, self.config.placement, target.info
         free_bytes = max(0, free_bytes - self.reserve)
         budget = cache_budget(
@@ -193,8 +194,8 @@ class Planner:
         lines = []
         if budget.n_slots:
             n_stage = stage_slots(requested, device.kind, info.n_experts)
-            beside = staging_and_scratch_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
-            lines.append(MemoryItem("beside the slots (staging, columns)", beside))
+            overhead = staging_and_scratch_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
+            lines.append(MemoryItem("cache: staging and columns", overhead))
         kept = self.reserve + reserve_bytes(device, device.total_bytes)
         lines += [MemoryItem("reserve", kept, spare=True)] if kept else []
         n_all = info.n_expert_layers * info.n_experts
@@ -203,40 +204,32 @@ class Planner:
         return budget, lines
 
     def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[MemoryItem]:
-        drafted = drafts.ram.weights_bytes
-        layers_apart = target.experts_on_gpu and ours.ram.weights_bytes > self.facts.dense_bytes
-        experts = 0 if target.experts_on_gpu and not layers_apart else self._experts_bytes
-        lines = [
-            *_weights(ours.ram.weights_bytes, experts, ours.repacked_bytes),
-            MemoryItem("KV cache", ours.ram.kv_bytes),
-            MemoryItem("compute buffers", ours.ram.compute_bytes),
-            MemoryItem("draft: weights", drafted, drafted - drafts.repacked_bytes),
-            MemoryItem("draft: KV cache", drafts.ram.kv_bytes),
-            MemoryItem("draft: compute buffers", drafts.ram.compute_bytes),
-            MemoryItem("program and vocabulary", self._program_bytes),
-        ]
-        return [line for line in lines if line.n_bytes]
+        has_layers_in_ram = target.experts_on_gpu and ours.ram.weights_bytes > self.facts.dense_bytes
+        experts = 0 if target.experts_on_gpu and not has_layers_in_ram else self._experts_bytes
+        weights = _weights(ours.ram.weights_bytes, experts, ours.repacked_bytes)
+        draft_mapped = drafts.ram.weights_bytes - drafts.repacked_bytes
+        program = MemoryItem("program and vocabulary", self._program_bytes)
+        return [*_items(weights, ours.ram, drafts.ram, draft_mapped), *([program] if self._program_bytes else [])]
 
     def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
-        """The largest context that fits with at least that cache ratio, at most the one of training; 0: none.
+        """Returns the largest context up to the trained one that fits with at least that cache ratio; 0 if none does.
 
-        from_disk: a model that is larger than the memory is fine. A cache that can be on must be on.
+        from_disk: accept a model larger than the memory. A cache that can be on must be on.
         """
         trained = self.facts.n_ctx_train
-        if self._good(trained, ratio, from_disk):
+        if self._is_acceptable(trained, ratio, from_disk):
             return trained
-        low, high = 0, -(-trained // _GRAIN)
+        low, high = 0, -(-trained // N_CTX_STEP)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._good(middle * _GRAIN, ratio, from_disk) else (low, middle)
-        return low * _GRAIN
+            low, high = (middle, high) if self._is_acceptable(middle * N_CTX_STEP, ratio, from_disk) else (low, middle)
+        return low * N_CTX_STEP
 
-    def _good(self, n_ctx: int, ratio: float, from_disk: bool) -> bool:
+    def _is_acceptable(self, n_ctx: int, ratio: float, from_disk: bool) -> bool:
         found = self.map(n_ctx)
         if found.verdict == "does not fit" or (found.verdict == "from disk" and not from_disk):
             return False
-        wanted = self.config.placement.cache_ratio
-        if self.machine.device.kind == "none" or not self._experts or wanted == 0:
+        if self.machine.device.kind == "none" or not self._experts or self.config.placement.cache_ratio == 0:
             return True
         return found.whole_on_gpu or (found.budget.n_slots > 0 and found.cache_ratio >= ratio)
 
@@ -252,26 +245,29 @@ class Planner:
         self.close()
 
 
-def _gpu_lines(ours: MemoryShare, drafts: MemoryShare, target: Model, experts: int) -> list[MemoryItem]:
-    lines = [
-        *_weights(ours.weights_bytes, experts if target.experts_on_gpu else 0),
+def _items(
+    weights: list[MemoryItem], ours: MemoryShare, drafts: MemoryShare, draft_mapped_bytes: int = 0
+) -> list[MemoryItem]:
+    """Returns the items of target and draft in one kind of memory; empty ones are left out."""
+    items = [
+        *weights,
         MemoryItem("KV cache", ours.kv_bytes),
         MemoryItem("compute buffers", ours.compute_bytes),
-        MemoryItem("draft: weights", drafts.weights_bytes),
+        MemoryItem("draft: weights", drafts.weights_bytes, draft_mapped_bytes),
         MemoryItem("draft: KV cache", drafts.kv_bytes),
         MemoryItem("draft: compute buffers", drafts.compute_bytes),
     ]
-    return [line for line in lines if line.n_bytes]
+    return [item for item in items if item.n_bytes]
 
 
 def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[MemoryItem]:
-    """The target's weights in one place, `experts` of its bytes among them.
+    """Returns the items of the target's weights in one kind of memory; `experts` of the `n_bytes` are experts.
 
-    repacked: how many cannot be dropped, all if not given. Which tensors these are is llama.cpp's to say; nearly all of
-    them are experts.
+    repacked: bytes that cannot be dropped, by default all. llama.cpp does not report their tensors; nearly all of them
+    are experts.
     """
     fixed = n_bytes if repacked is None else repacked
-    if n_bytes < experts:  # whole layers here, the others elsewhere
+    if n_bytes < experts:  # the other layers are elsewhere
         return [MemoryItem("weights of these layers", n_bytes, n_bytes - fixed)]
     fixed_experts = min(experts, fixed)
     dense, fixed_dense = n_bytes - experts, fixed - fixed_experts

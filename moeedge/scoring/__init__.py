@@ -1,1 +1,1 @@
-"""What an answer is worth: references, scorers where they are exact, and a sandbox for programs."""
+"""Scores answers: references, exact scorers, and a sandbox for programs."""

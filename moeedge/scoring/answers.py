@@ -1,10 +1,7 @@
-"""What an answer says in the end: its last number, the letter that it chooses, the items that it lists.
+"""References for answers, the scorers that compare them, and what an answer says: its number, letter, list or program.
 
-ROUGE-L through Google's rouge-score, the reimplementation of ROUGE-1.5.5 that papers on summaries cite.
-
-What an answer is held against, as it stands in a dataset's row, and the score that it gets.
-
-docs/datasets.md describes the row format for users.
+docs/datasets.md describes the row format of references. ROUGE-L is Google's rouge-score, the reimplementation of
+ROUGE-1.5.5 that papers on summaries cite.
 """
 
 from __future__ import annotations
@@ -21,9 +18,13 @@ from moeedge.errors import DatasetError, InputError
 from moeedge.scoring.programs import program_of
 from moeedge.scoring.sandbox import run_python
 
+Scorer = Literal["contains", "contains-any", "exact", "starts", "number", "letter", "list", "code", "rouge-l"]
+SCORERS: tuple[str, ...] = get_args(Scorer)
+_HINT = "Fix or remove it."
+NOT_RUN = "a program, and programs are run with --run-code only"
 LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has up to ten options
 
-# a sign belongs to a number unless something stands before it that it could be subtracted from
+# a minus sign belongs to a number unless it follows something to subtract from
 _DIGITS = re.compile(
     r"(?:(?<![\w.,)\]])(?P<sign>[-\N{MINUS SIGN}]))?"
     r"(?:[$\N{EURO SIGN}\N{POUND SIGN}]\s?(?P<inner>-)?)?"
@@ -36,108 +37,17 @@ _CHOSEN = re.compile(
     r"(?:[\s*_]*(?:(?i:\bis\b|\b(?:would|should|must)\s+be\b)\s*:?|[:=])\s*(?i:option|choice|letter)?|(?=[\s*_]*\())"
     r"[\s*_\"'`]*(?:\(([A-Ja-j])\)|([A-HJ](?![\w'])|I(?![\w']|\s+[a-z])))"
 )
-_WHOLLY = re.compile(r"\W*([A-Ja-j])\W*")
-_BEGINNING = re.compile(r"\W*([A-J])\s*[).:]")
+_ONLY_LETTER = re.compile(r"\W*([A-Ja-j])\W*")
+_LETTER_FIRST = re.compile(r"\W*([A-J])\s*[).:]")
 _IN_BRACKETS = re.compile(r"\(([A-J])\)")
-# a pronoun or an article is no choice: "I think", "A car"
+# not a pronoun or an article: "I think", "A car"
 _ALONE = re.compile(r"(?<![\w'])([A-J])(?![\w']|\s+[a-z])")
 _ITEM_MARK = re.compile(r"^\s*(?:[-*\N{BULLET}]\s+|\(?[0-9]{1,3}[.)]\s+)")
 
 
-def as_number(text: str) -> Decimal | None:
-    """The only number in `text`, which may have a currency sign, commas for thousands and a unit; None otherwise."""
-    found = list(_DIGITS.finditer(text))
-    return _value(found[0]) if len(found) == 1 else None
-
-
-def last_number(text: str) -> Decimal | None:
-    """The number that an answer ends on: behind "####", else in the last box of LaTeX, else the last one of all."""
-    marked = _DIGITS.match(text.rpartition("####")[2].lstrip(" \t*")) if "####" in text else None
-    if marked is not None:
-        return _value(marked)
-    boxed = _BOXED.findall(text)
-    for part in (boxed[-1] if boxed else "", text):
-        found = list(_DIGITS.finditer(part))
-        if found:
-            return _value(found[-1])
-    return None
-
-
-def chosen_letter(text: str) -> str | None:
-    """The option (A to J) that an answer settles on; the plainest statement counts, and of equal ones the last."""
-    stated = [in_brackets or bare for in_brackets, bare in _CHOSEN.findall(text)]
-    boxed = [match[1] for content in _BOXED.findall(text) if (match := _WHOLLY.fullmatch(content))]
-    lines = [line for line in text.splitlines() if line.strip()]
-    whole = [match[1] for line in lines[:1] + lines[-1:] if (match := _WHOLLY.fullmatch(line))]
-    beginning = [match[1] for line in lines[:1] if (match := _BEGINNING.match(line))]
-    for letters in (stated, boxed, whole, beginning, _IN_BRACKETS.findall(text), _ALONE.findall(text)):
-        if letters:
-            return str(letters[-1]).upper()
-    return None
-
-
-def listed_items(text: str) -> list[str]:
-    """The items of a list: one per line, bulleted or numbered; or those of the one line, separated by commas.
-
-    What comes before a colon on that line is no item, nor is a final full stop; "and" before the last one is dropped.
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        lines = lines[1:]
-    if len(lines) == 1:
-        line = lines[0].rpartition(": ")[2] if ": " in lines[0] else lines[0]
-        lines = re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", line)
-    return [item for line in lines if (item := _ITEM_MARK.sub("", line).strip().rstrip(".,;").strip())]
-
-
-def normal(text: str) -> str:
-    """`text` in lower case with single spaces."""
-    return " ".join(text.casefold().split())
-
-
-def _value(match: re.Match[str]) -> Decimal | None:
-    try:
-        value = Decimal(match["digits"].replace(",", ""))
-    except InvalidOperation:
-        return None
-    return -value if match["sign"] or match["inner"] else value
-
-
-def rouge_l(answer: str, references: tuple[str, ...]) -> float:
-    """The F1 of the longest common subsequence of stemmed words, 0 to 1, with the reference that fits best.
-
-    Raises InputError where rouge-score is not installed.
-    """
-    scorer = _scorer()
-    return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
-
-
-def check_rouge() -> None:
-    """Raises InputError where rouge-score is not installed."""
-    _scorer()
-
-
-@lru_cache
-def _scorer() -> Any:
-    try:
-        # imported here: its stemmer comes with nltk, which takes a second
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise InputError(
-            "ROUGE-L needs the package rouge-score, which is not installed.", 'Run: pip install "moeedge[score]"'
-        ) from None
-    return RougeScorer(["rougeL"], use_stemmer=True)
-
-
-Scorer = Literal["contains", "contains-any", "exact", "starts", "number", "letter", "list", "code", "rouge-l"]
-SCORERS: tuple[str, ...] = get_args(Scorer)
-_HINT = "Mend or remove it."
-NOT_RUN = "a program, and programs are run with --run-code only"
-
-
 @dataclass(frozen=True)
 class Score:
-    """0 to 1, or None where nothing was scored; `reason` is one line, empty for a full score."""
+    """0 to 1, or None without a score; `reason` is one line, empty for a full score."""
 
     value: float | None
     reason: str = ""
@@ -145,12 +55,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Reference:
-    """One turn's reference. Whatever the scorer, the limits below hold too: an answer beyond one of them gets 0."""
+    """One turn's reference. The limits below apply to every scorer: an answer that exceeds one scores 0."""
 
     scorer: Scorer
     expect: tuple[str, ...] = ()
-    tests: str = ""  # code: run behind the answer; passes when it reaches its end
-    head: str = ""  # code: what the answer continues
+    tests: str = ""  # code: run after the answer; passes if it reaches its end
+    head: str = ""  # code: the text that the answer continues
     timeout_s: float = 5.0  # code
     not_contains: tuple[str, ...] = ()
     ends_with: str = ""
@@ -158,7 +68,7 @@ class Reference:
     max_words: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a reference that nothing could meet, or that would be met by anything."""
+        """Raises ValueError for a reference that no answer, or every answer, satisfies."""
         if self.scorer not in SCORERS:
             raise ValueError(f'the scorer must be one of {", ".join(SCORERS)}, not "{self.scorer}"')
         limited = self.not_contains or self.ends_with or self.max_chars is not None or self.max_words is not None
@@ -181,7 +91,7 @@ class Reference:
 
     @classmethod
     def from_row(cls, row: object, where: str) -> Reference:
-        """The reference that a row's field holds. Raises DatasetError, which names `where`."""
+        """Builds the reference in a row's field. Raises DatasetError, which names `where`."""
         if not isinstance(row, Mapping):
             raise DatasetError(f'{where}: a reference must be an object with a "scorer".', _HINT)
         unknown = set(row) - {field.name for field in fields(cls)}
@@ -196,16 +106,16 @@ class Reference:
             raise DatasetError(f"{where}: {error}.", _HINT) from None
 
     def to_row(self) -> dict[str, Any]:
-        """What `from_row` takes, as JSON has it; fields that say nothing are left out."""
+        """Returns the JSON form that `from_row` reads; fields with default values are left out."""
         plain = Reference.__dataclass_fields__
         row = {key: value for key, value in asdict(self).items() if key == "scorer" or value != plain[key].default}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
 
 
 def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -> Score:
-    """What `answer` is worth against `reference`. Programs are run only with `run_code`.
+    """Scores `answer` against `reference`; runs programs only with `run_code`.
 
-    Raises InputError where a library is missing, SandboxError where no process can be had.
+    Raises InputError if a library is missing, SandboxError if the sandbox cannot be started.
     """
     beyond = _beyond_limits(reference, answer)
     if beyond:
@@ -219,7 +129,7 @@ def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -
 
 
 def _mismatch(reference: Reference, answer: str) -> str:
-    """What is wrong with the answer; empty for nothing."""
+    """Returns the reason for a wrong answer; empty for a right one."""
     expect = reference.expect
     match reference.scorer:
         case "contains":
@@ -265,15 +175,15 @@ def _beyond_limits(reference: Reference, answer: str) -> str:
 
 
 def _occurs(part: str, text: str) -> bool:
-    """Whether `part` stands in `text`, whatever the case and the spaces; a number not within a longer one."""
+    """Whether `part` occurs in `text`, ignoring case and spacing; a number must not be part of a longer one."""
     part = normal(part)
     before = r"(?<![0-9])(?<![0-9][.,])" if part[:1].isdigit() else ""
-    behind = r"(?![0-9]|[.,][0-9])" if part[-1:].isdigit() else ""
-    return re.search(f"{before}{re.escape(part)}{behind}", normal(text)) is not None
+    after = r"(?![0-9]|[.,][0-9])" if part[-1:].isdigit() else ""
+    return re.search(f"{before}{re.escape(part)}{after}", normal(text)) is not None
 
 
 def _checked(key: str, value: object) -> object:
-    """`value` in the type that the field takes. Raises ValueError."""
+    """Returns `value` in the field's type. Raises ValueError."""
     if key in ("expect", "not_contains"):
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(text, (str, int, float)) and not isinstance(text, bool) for text in listed):
@@ -285,9 +195,94 @@ def _checked(key: str, value: object) -> object:
     return value
 
 
-def _quoted(texts: list[str] | tuple[str, ...], between: str = ", ") -> str:
-    return between.join(f'"{text}"' for text in texts) or "nothing"
+def _quoted(texts: list[str] | tuple[str, ...], separator: str = ", ") -> str:
+    return separator.join(f'"{text}"' for text in texts) or "nothing"
 
 
 def _against(got: str, expect: tuple[str, ...] | list[str]) -> str:
     return f"{got}, not {' or '.join(expect)}"
+
+
+def as_number(text: str) -> Decimal | None:
+    """Returns the only number in `text`, possibly with a currency sign, thousands commas and a unit; else None."""
+    found = list(_DIGITS.finditer(text))
+    return _value(found[0]) if len(found) == 1 else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """Returns an answer's final number: after "####", else in the last LaTeX box, else the last one of all."""
+    marked = _DIGITS.match(text.rpartition("####")[2].lstrip(" \t*")) if "####" in text else None
+    if marked is not None:
+        return _value(marked)
+    boxed = _BOXED.findall(text)
+    for part in (boxed[-1] if boxed else "", text):
+        found = list(_DIGITS.finditer(part))
+        if found:
+            return _value(found[-1])
+    return None
+
+
+def chosen_letter(text: str) -> str | None:
+    """Returns the option (A to J) that an answer chooses: the most explicit statement, and the last of equal ones."""
+    stated = [in_brackets or bare for in_brackets, bare in _CHOSEN.findall(text)]
+    boxed = [match[1] for content in _BOXED.findall(text) if (match := _ONLY_LETTER.fullmatch(content))]
+    lines = [line for line in text.splitlines() if line.strip()]
+    alone = [match[1] for line in lines[:1] + lines[-1:] if (match := _ONLY_LETTER.fullmatch(line))]
+    leading = [match[1] for line in lines[:1] if (match := _LETTER_FIRST.match(line))]
+    for letters in (stated, boxed, alone, leading, _IN_BRACKETS.findall(text), _ALONE.findall(text)):
+        if letters:
+            return str(letters[-1]).upper()
+    return None
+
+
+def listed_items(text: str) -> list[str]:
+    """Returns the items of a list: one per line, bulleted or numbered; or those of a single line, separated by commas.
+
+    Text before a colon on that line, a final full stop, and "and" before the last item are dropped.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines = lines[1:]
+    if len(lines) == 1:
+        line = lines[0].rpartition(": ")[2] if ": " in lines[0] else lines[0]
+        lines = re.split(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+", line)
+    return [item for line in lines if (item := _ITEM_MARK.sub("", line).strip().rstrip(".,;").strip())]
+
+
+def normal(text: str) -> str:
+    """Returns `text` in lower case with single spaces."""
+    return " ".join(text.casefold().split())
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    try:
+        value = Decimal(match["digits"].replace(",", ""))
+    except InvalidOperation:
+        return None
+    return -value if match["sign"] or match["inner"] else value
+
+
+def rouge_l(answer: str, references: tuple[str, ...]) -> float:
+    """Returns the F1 of the longest common subsequence of stemmed words, 0 to 1, with the best reference.
+
+    Raises InputError if rouge-score is not installed.
+    """
+    scorer = _scorer()
+    return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
+
+
+def check_rouge() -> None:
+    """Raises InputError if rouge-score is not installed."""
+    _scorer()
+
+
+@lru_cache
+def _scorer() -> Any:
+    try:
+        # imported here: nltk, for its stemmer, takes a second
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise InputError(
+            "ROUGE-L needs the package rouge-score, which is not installed.", 'Run: pip install "moeedge[score]"'
+        ) from None
+    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -1,4 +1,4 @@
-"""From an answer that holds code to a program that can be run with its tests."""
+"""Turns an answer that contains code into a program that can be run with its tests."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _FENCE = re.compile(r"^[ \t]*(?:```|~~~)[^\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[ \t]*
 _FUTURE = re.compile(r"^from __future__ import .*$\n?", re.MULTILINE)
 _LAST_DEFINITION = re.compile(r"^(?:async )?def (\w+)", re.MULTILINE)
 _CODE_STARTS = re.compile(r"^(?:def |class |import |from |@|async def )", re.MULTILINE)
-# runs as a module of another name, so that what stands below `if __name__ == "__main__"` is left alone
+# runs as a module of another name, so that code below `if __name__ == "__main__"` is not run
 _AS_MODULE = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modules["__main__"]; del sys\n'
-_MOST_LINES = 400
+_MAX_LINES = 400
 
 
 def entry_point(head: str) -> str:
-    """The function that `head` begins: the last one that it defines at top level; "" for none."""
+    """Returns the function that `head` starts: the last one defined at top level; "" for none."""
     found = _LAST_DEFINITION.findall(head)
     return found[-1] if found else ""
 
 
 def program_of(answer: str, tests: str, *, head: str = "") -> str:
-    """The program that passes when `answer` solves the task.
+    """Returns the program that passes if `answer` solves the task.
 
-    `head` is what the answer continues: imports and helpers, the signature, a docstring. An answer that defines the
-    function itself replaces the signature; one that gives only the body, indented or not, is put below it.
+    head: the text that the answer continues: imports and helpers, the signature, a docstring. An answer that defines
+    the function itself replaces the signature; one with only the body, indented or not, is placed below it.
     """
     entry = entry_point(head)
     code = _code_of(answer, entry)
@@ -49,7 +49,7 @@ def compiles(code: str) -> bool:
 
 
 def _code_of(answer: str, entry: str) -> str:
-    """The block in fences that defines `entry`, else the last one; without fences what can be code of the text."""
+    """Returns the fenced block that defines `entry`, else the last one; without fences the part that may be code."""
     blocks = [textwrap.dedent(block) for block in _FENCE.findall(answer)]
     if blocks:
         defining = [
@@ -63,15 +63,15 @@ def _code_of(answer: str, entry: str) -> str:
 
 
 def _definition_at(head: str, entry: str) -> int:
-    """Where the last definition of `entry` begins, its decorators not looked for."""
+    """Returns the offset of the last definition of `entry`, without its decorators."""
     return [match.start() for match in _LAST_DEFINITION.finditer(head) if match[1] == entry][-1]
 
 
 def _completed(head: str, body: str) -> str:
-    """`head` with `body` below its signature, however the body is indented; words behind the body are dropped."""
+    """Returns `head` with `body` below its signature, for any indentation; text after the body is dropped."""
     start = head if head.endswith("\n") else f"{head}\n"
     indented = textwrap.indent(body.strip("\n"), "    ")
-    first_only = f"    {body.strip()}"  # what is left of an indented body when its leading blanks are lost
+    first_only = f"    {body.strip()}"  # an indented body whose first blanks were stripped
     shapes = [body.strip("\n"), first_only, indented]
     for shape in shapes:
         if shape.startswith((" ", "\t")) and compiles(start + shape):
@@ -84,8 +84,8 @@ def _completed(head: str, body: str) -> str:
 
 
 def _longest_code(text: str, at_least: int = 1) -> str:
-    """`text` less the lines at its end without which it compiles; `text` itself where nothing does."""
-    lines = text.split("\n")[:_MOST_LINES]
+    """Returns the longest prefix of lines that compiles, or `text` if none does."""
+    lines = text.split("\n")[:_MAX_LINES]
     for n in range(len(lines), at_least - 1, -1):
         code = "\n".join(lines[:n])
         if compiles(code):

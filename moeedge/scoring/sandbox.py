@@ -1,11 +1,11 @@
-"""Runs a small Python program that a model wrote, and says whether it reached its end without an error.
+"""Runs a small Python program written by a model, and reports whether it reached its end without an error.
 
-Each program has a process of its own with limits on processor time, memory, files and processes, an empty folder, no
-standard input, and output that goes nowhere. The kernel's filter (syscalls.py) refuses the network, new processes,
-signals to others and every file opened for writing; where the kernel takes no filter, Python's audit hook refuses them,
-which stops what goes wrong but not a program made to get past it. `SandboxResult.protection` says which of them it was.
+Each program has its own process with limits on processor time, memory, files and processes, an empty folder, no
+standard input, and discarded output. The kernel's filter (syscalls.py) blocks the network, new processes, signals to
+others and every file opened for writing. If the kernel accepts no filter, Python's audit hook blocks them, which stops mistakes but
+not a program made to get past it. `SandboxResult.protection` names the one in use.
 
-Files can be read. The result is trusted as far as programs are wrong, not as far as they attack this very module.
+Files can be read. The sandbox protects against programs that are wrong, not against attacks on this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moeedge.scoring.syscalls import syscall_filter
 Protection = Literal["kernel filter", "audit hook"]
 _PROTECTIONS: dict[bytes, Protection] = {b"K": "kernel filter", b"A": "audit hook"}
 _REPORT_BYTES = 4096
-# processor time decides, so that a busy machine changes no result; this much of the clock ends what sleeps
+# processor time decides, so that a busy machine changes no result; wall time only ends programs that sleep
 _CLOCK_PER_CPU_S = 4.0
 _POLL_S = 0.005
 
@@ -47,11 +47,10 @@ class SandboxResult:
 
 
 def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 * 2**20) -> SandboxResult:
-    """Runs `source` as a program; it passes when it runs to its last line without an error.
+    """Runs `source` as a program; it passes if it reaches its last line without an error.
 
-    Leaving early, by os._exit(0) or sys.exit too, does not pass. `timeout_s` is processor time (whole seconds, rounded
-    up); what sleeps is ended after four times as long on the clock. Raises SandboxError where no such process can be
-    started.
+    Leaving early, also by os._exit(0) or sys.exit, does not pass. timeout_s: processor time, rounded up to whole
+    seconds; wall time is limited to four times as much. Raises SandboxError if the process cannot be started.
     """
     token = secrets.token_hex(16).encode()
     cpu_s = max(1, math.ceil(timeout_s))
@@ -61,43 +60,43 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     try:
         with tempfile.TemporaryDirectory(prefix="moeedge-run-") as folder, _started(command, folder) as process:
             assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # it ended before it read; the report says so
+            with suppress(BrokenPipeError):  # it ended before reading; the report says so
                 process.stdin.write(token + source.encode("utf-8", "replace"))
-            with suppress(BrokenPipeError):  # what was not taken
+            with suppress(BrokenPipeError):  # of unread bytes
                 process.stdin.close()
             report = _read_report(process.stdout.fileno(), deadline_s)
-            in_time = len(report) <= _REPORT_BYTES and _await_exit(process.pid, deadline_s)
+            in_time = len(report) <= _REPORT_BYTES and _ends_before(process.pid, deadline_s)
     except OSError as error:
-        raise SandboxError(f"A process for a program's tests cannot be started ({error.strerror or error}).") from None
+        raise SandboxError(f"Cannot start a process for a program's tests ({error.strerror or error}).") from None
     return _judge(report, token, process.returncode, in_time, timeout_s)
 
 
 @contextmanager
 def _started(command: list[str], folder: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which does not outlive the block."""
-    # a fixed seed for hashes: the order of sets is the same on every run
+    """Starts a process in its own group and kills the group when the block ends."""
+    # a fixed hash seed keeps the order of sets on every run
     environment = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
     environment |= {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=nothing, cwd=folder, env=environment, start_new_session=True
+        command, stdin=pipe, stdout=pipe, stderr=null, cwd=folder, env=environment, start_new_session=True
     ) as process:
         try:
             yield process
         finally:
-            # not waited for yet, so that the number is still this group's
+            # the process was not waited for yet, so that its number still belongs to this group
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 @lru_cache
 def protection() -> Protection:
-    """What guards programs on this machine."""
+    """Returns the protection of programs on this machine."""
     return run_python("pass").protection
 
 
 def _read_report(descriptor: int, deadline_s: float) -> bytes:
-    """What comes until the other end closes, the time is over or there is too much of it."""
+    """Reads until the other end closes, the time is over or the report is too long."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
     report = b""
@@ -112,8 +111,8 @@ def _read_report(descriptor: int, deadline_s: float) -> bytes:
     return report
 
 
-def _await_exit(pid: int, deadline_s: float) -> bool:
-    """Whether the process ended before the deadline; it is left to be waited for."""
+def _ends_before(pid: int, deadline_s: float) -> bool:
+    """Returns whether the process ended before the deadline; does not reap it."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= deadline_s:
             return False

@@ -1,11 +1,11 @@
-"""What runs inside the sandbox's process: takes its rights away, runs the program, reports how it ended.
+"""The sandbox's process: gives up its rights, runs the program, reports how it ended.
 
 Started as `python -S -c <this text> CPU_S MEMORY_BYTES FILTER_HEX`, with a token of 32 bytes and the program on
-standard input. A report is the token, one letter and a text, on standard output:
+standard input. A report on standard output is the token, one letter and a text:
   K or A  the program starts, under the kernel's filter or under Python's audit hook
   P       it reached its end
-  F       it did not; the text says why
-Imports nothing of ours, so that it starts in some milliseconds.
+  F       it did not; the text is the reason
+Imports no module of moeedge, so that it starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _set_limits(cpu_s: int, memory_bytes: int) -> None:
         resource.setrlimit(getattr(resource, name), limit)
 
 
-def _ask_kernel(instructions: bytes) -> bool:
-    """Installs the filter; False where the kernel or the C library does not take it."""
+def _install_filter(instructions: bytes) -> bool:
+    """Installs the filter; returns False if the kernel or the C library does not support it."""
     try:
         import ctypes
 
@@ -62,7 +62,7 @@ def _ask_kernel(instructions: bytes) -> bool:
 
 
 def _refuse(event: str, arguments: tuple[object, ...]) -> None:
-    """The audit hook: the same prohibitions as far as Python itself sees them."""
+    """The audit hook: the same prohibitions for calls that Python reports."""
     if event == "open":
         flags = arguments[2] if len(arguments) > 2 else 0
         refused = isinstance(flags, int) and bool(flags & _WRITING)
@@ -86,25 +86,25 @@ def _reason(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Runs the program and leaves without Python's own farewell, which the program could have changed."""
+    """Runs the program and exits without Python's own shutdown, which the program could have changed."""
     cpu_s, memory_bytes, instructions = int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])
     with open(0, "rb", closefd=False) as given:
         token = given.read(_TOKEN_BYTES)
         source = given.read()
     report_fd = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
+        os.dup2(null, descriptor)
+    os.close(null)
     sys.argv[:] = [""]
     sys.path[:] = [folder for folder in sys.path if folder]
-    # kept here, because the program can replace what the modules hold
+    # kept here, because the program can replace the functions of the modules
     write, leave = os.write, os._exit
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
 
     _set_limits(cpu_s, memory_bytes)
-    by_kernel = _ask_kernel(instructions)
+    by_kernel = _install_filter(instructions)
     if not by_kernel:
         sys.addaudithook(_refuse)
     write(report_fd, token + (b"K" if by_kernel else b"A"))

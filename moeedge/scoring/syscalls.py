@@ -1,8 +1,11 @@
 """The system calls that a program under test may make, as a filter for Linux's seccomp.
 
-What computes is allowed: memory, reading files, the clock, its own signals. What reaches out is refused with an error
-that the program sees as PermissionError: sockets, new processes and threads, signals to others, files opened for
-writing, and every call that is not named here.
+Allowed is computation: memory, reading files, the clock, its own signals. Every other call fails with EPERM, which the
+program sees as PermissionError: sockets, new processes and threads, signals to others, files opened for writing.
+
+Assembled here instead of by libseccomp, which pip cannot install (pyseccomp needs the system's library); the assembler
+is twenty lines and needs no update, because system call numbers never change. bubblewrap needs a program of its own and
+user namespaces, which containers and some distributions forbid, and does not filter calls by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import platform
 import struct
 import sys
 
-# from unistd_64.h (x86_64) and asm-generic/unistd.h (aarch64) of Linux; a number never changes
+# Linux: unistd_64.h (x86_64) and asm-generic/unistd.h (aarch64)
 _X86_64 = {
     "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
     "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
@@ -39,8 +42,8 @@ _AARCH64 = {
     "munmap": 215, "mremap": 216, "mmap": 222, "fadvise64": 223, "mprotect": 226, "madvise": 233, "getrandom": 278,
     "membarrier": 283, "statx": 291, "rseq": 293, "faccessat2": 439,
 }  # fmt: skip
-# call: (number, index of the argument that must have none of these bits)
-_WRITING = 0o3 | 0o100 | 0o1000  # O_WRONLY and O_RDWR, O_CREAT, O_TRUNC: the same on both
+# (call number, index of the argument that must have none of these bits)
+_WRITING = 0o3 | 0o100 | 0o1000  # O_WRONLY and O_RDWR, O_CREAT, O_TRUNC: equal on both
 _OPEN_X86_64 = ((2, 1), (257, 2))  # open, openat
 _OPEN_AARCH64 = ((56, 2),)
 _ARGUMENT_LISTS = {"ioctl": (0x5401, 0x541B, 0x5450, 0x5451), "fcntl": (0, 1, 2, 3, 4, 1030)}
@@ -57,14 +60,14 @@ _NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16  # bytes in struct seccomp_dat
 
 
 def syscall_filter() -> bytes:
-    """The filter as an array of struct sock_filter for this machine; empty where we have none."""
+    """Returns the filter as an array of struct sock_filter for this machine; empty for an unsupported one."""
     machine = _MACHINES.get(platform.machine())
     if machine is None or sys.platform != "linux" or sys.byteorder != "little" or sys.maxsize < 2**32:
         return b""
     audit_machine, plain, openings, with_arguments = machine
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     allow = (_RETURN, 0, 0, _ALLOW)
-    # calls of another instruction set (32-bit ones on x86_64) have other numbers: the process ends
+    # kill calls of another instruction set (32-bit on x86_64), whose numbers differ
     code = [(_LOAD, 0, 0, _MACHINE_AT), (_IF_EQUAL, 1, 0, audit_machine), (_RETURN, 0, 0, _KILL_PROCESS)]
     code += [(_LOAD, 0, 0, _NUMBER_AT)]
     for number in plain.values():

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool
-from moeedge.planning.plan import SessionPlan
+from moeedge.planning.session_plan import SessionPlan
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Rows of quantised blocks, put elsewhere: their bytes are copied where whole blocks move, else they are made anew.
+"""Rows of quantised blocks moved to a wide tensor: bytes are copied if entire blocks move, else requantised.
 
 A block of zero bytes is a block of zeros in every type that this module writes, because its scale is zero.
 """
@@ -22,16 +22,16 @@ Bytes = NDArray[np.uint8]
 
 
 def row_bytes(type_: GgmlType, n: int) -> int:
-    """Bytes of a row of `n` weights."""
+    """Returns the bytes of a row of `n` weights."""
     block, size = gguf.GGML_QUANT_SIZES[type_]
     return int(n // block * size)
 
 
 @dataclass(frozen=True)
 class RowMover:
-    """Rows of one tensor in, rows of its wide form out.
+    """Turns rows of a tensor into rows of its wide form.
 
-    columns: [wide columns], the source's column or -1. scale: factor of all values.
+    columns: int64 [wide columns], the source's column or -1 for a zero. scale: factor of all values.
     """
 
     source_type: GgmlType
@@ -41,12 +41,12 @@ class RowMover:
 
     @cached_property
     def copies(self) -> bool:
-        """Whether bytes are copied: nothing is rounded."""
+        """Whether bytes are copied, without rounding."""
         return self.type == self.source_type and self.scale == 1.0 and self._block_map is not None
 
     @property
     def n_bytes(self) -> int:
-        """Of a wide row."""
+        """Bytes of a wide row."""
         return row_bytes(self.type, len(self.columns))
 
     @cached_property
@@ -62,7 +62,7 @@ class RowMover:
             live = np.flatnonzero(block_map >= 0)
             out[:, live] = source.reshape(len(source), -1, size)[:, block_map[live]]
             return out.reshape(len(source), -1)
-        # only blocks with something in them are quantised
+        # only blocks with a non-zero are quantised
         table = self.columns.reshape(-1, block)
         live = np.flatnonzero((table >= 0).any(axis=1))
         places = table[live].reshape(-1)
@@ -73,13 +73,13 @@ class RowMover:
 
 
 def quantize_rows(values: NDArray[np.float32], type_: GgmlType) -> Bytes:
-    """float32 [rows, n], n a multiple of the type's block -> uint8 [rows, row_bytes]; by llama.cpp's own quantizer."""
+    """Quantises float32 [rows, n], n a multiple of the type's block, to uint8 [rows, row_bytes] with llama.cpp."""
     values = np.ascontiguousarray(values, np.float32)
     n_rows, n = values.shape
     out = np.empty((n_rows, row_bytes(type_, n)), np.uint8)
-    if not values.size:  # it would divide by the number of columns
+    if not values.size:  # the quantizer would divide by zero columns
         return out
-    if type_ == GgmlType.F32:  # which the quantizer does not take
+    if type_ == GgmlType.F32:  # not supported by the quantizer
         return values.view(np.uint8).reshape(out.shape)
     written = _quantizer()(int(type_), values.ctypes.data, out.ctypes.data, 0, n_rows, n, None)
     if written != out.nbytes:

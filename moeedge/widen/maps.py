@@ -1,17 +1,17 @@
-"""Where the elements of a wide dimension come from: integer arrays with a source index per place, -1 for a zero.
+"""Maps from wide dimensions to the source: integer arrays with a source index per element, -1 for a zero.
 
-The residual stream is repeated side by side, and what reads it looks at the first repetition only. Repetitions keep the
-mean square that normalisation divides by; the part that stays zero lowers it, which weights and epsilon make up for.
+The residual stream is repeated, and tensors that read it use the first repetition only. Repetitions keep the mean
+square that normalisation divides by; the remaining zeros lower it, which weights and epsilon compensate.
 
     norm(x)_i = x_i * w_i / sqrt(sum(x^2) / n + eps)
 
-With r repetitions of n elements in N, the mean square is that of the source times rn/N; so w times sqrt(rn/N) and eps
-times rn/N give the same result. A head's query and key are normalised, too, over the head's size, under the same eps:
-r is chosen so that both factors agree as far as whole numbers allow.
+With r repetitions of n elements in N, the mean square is rn/N times the source's; w times sqrt(rn/N) and eps times rn/N
+give the same result. A head's query and key are also normalised, over the head size, with the same eps: r is chosen so
+that both factors agree as closely as integers allow.
 
-Rotary positions turn element i of a head's first half against element i of its second by the angle p * b^(-2i/d), d
-being the head's size. In a head of size D the angles stay with the base b^(D/d); where that is beyond float32, pairs
-are put s apart and the base is b^(D/(ds)).
+Rotary positions rotate element i of a head's first half with element i of its second half by the angle
+p * b^(-2i/d) for head size d. In a head of size D the base b^(D/d) keeps the angles; if that exceeds float32, pairs
+are placed s apart and the base is b^(D/(ds)).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from numpy.typing import NDArray
 
 Map = NDArray[np.int64]
 
-_LARGEST_BASE = 1e30  # float32 ends at 3.4e38
+_MAX_BASE = 1e30  # below float32's 3.4e38
 
 
 def corner(n: int, wide: int) -> Map:
-    """[wide]: the source first, zeros after it."""
+    """Returns [wide]: the source, then zeros."""
     return repeated(n, wide, 1)
 
 
 def repeated(n: int, wide: int, times: int) -> Map:
-    """[wide]: the source `times` side by side, zeros after it."""
+    """Returns [wide]: the source repeated `times`, then zeros."""
     places = np.full(wide, -1, np.int64)
     places[: n * times] = np.tile(np.arange(n), times)
     return places
 
 
 def product(outer: Map, inner: Map, n_inner: int) -> Map:
-    """[len(outer) * len(inner)]: a dimension of groups, mapped within and between groups; n_inner: of the source."""
+    """Returns [len(outer) * len(inner)]: groups mapped by `outer`, elements by `inner`; n_inner: source group size."""
     places = outer[:, None] * n_inner + inner[None, :]
     places[(outer[:, None] < 0) | (inner[None, :] < 0)] = -1
     return places.reshape(-1)
 
 
 def blocks(places: Map, size: int) -> Map | None:
-    """[len(places) / size]: the same for whole blocks of `size`, or None where a block would be cut or put together."""
+    """Returns [len(places) / size]: the map of blocks of `size`, or None if it splits or joins blocks."""
     if len(places) % size:
         return None
     table = places.reshape(-1, size)
@@ -59,9 +59,9 @@ def blocks(places: Map, size: int) -> Map | None:
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """Heads that share KV heads in equal groups, put into more heads, KV heads, or both.
+    """Heads that share KV heads in equal groups, placed in a model with more heads, KV heads, or both.
 
-    Where the wide model's groups are smaller than the source's, a KV head is copied for each part of its group.
+    If the wide model's groups are smaller than the source's, a KV head is copied for each part of its group.
     """
 
     heads: int
@@ -69,7 +69,7 @@ class GroupedHeads:
     wide_heads: int
     wide_heads_kv: int
 
-    def fit(self) -> bool:
+    def fits(self) -> bool:
         """Whether the wide model has room for the source's heads."""
         if self.wide_heads % self.wide_heads_kv:
             return False
@@ -85,16 +85,16 @@ class GroupedHeads:
 
     @property
     def _copies(self) -> int:
-        """Wide KV heads for each of the source."""
+        """Wide KV heads per KV head of the source."""
         return -(-self._group // self._wide_group)
 
     def kv(self) -> Map:
-        """[wide_heads_kv]: the source's KV head."""
+        """Returns [wide_heads_kv]: the source's KV head."""
         source = np.arange(self.wide_heads_kv) // self._copies
         return np.where(source < self.heads_kv, source, -1)
 
     def queries(self) -> Map:
-        """[wide_heads]: the source's head, whose KV head `kv` puts where this head looks."""
+        """Returns [wide_heads]: the source's head; its KV head is the one that `kv` places in this head's group."""
         wide_kv, member = np.divmod(np.arange(self.wide_heads), self._wide_group)
         source_kv, part = np.divmod(wide_kv, self._copies)
         member = part * self._wide_group + member
@@ -104,7 +104,7 @@ class GroupedHeads:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The elements of a query or key head of size `head_dim` in one of size `wide`."""
+    """Elements of a query or key head of size `head_dim` in a head of size `wide`."""
 
     head_dim: int
     wide: int
@@ -112,21 +112,21 @@ class Rotary:
 
     @property
     def _stride(self) -> int:
-        """Places from pair to pair: 1 unless the base would become too large."""
+        """Distance between pairs: 1 unless the base would become too large."""
         ratio = self.wide // self.head_dim
         divisors = (s for s in range(1, ratio + 1) if ratio % s == 0)
-        return next(s for s in divisors if self.base ** (ratio / s) <= _LARGEST_BASE or s == ratio)
+        return next(s for s in divisors if self.base ** (ratio / s) <= _MAX_BASE or s == ratio)
 
     @property
     def wide_base(self) -> float:
-        """For the wide model's metadata; llama.cpp's factor from pair to pair, a float32, stays what it was."""
+        """Base for the wide model's metadata that keeps llama.cpp's float32 factor between pairs."""
         if self.wide == self.head_dim:
             return self.base
         factor = float(np.float32(np.float32(self.base) ** (-2.0 / self.head_dim)))
         return float(factor ** (-self.wide / (2 * self._stride)))
 
     def places(self) -> Map:
-        """[wide]: the source's element; halves stay halves."""
+        """Returns [wide]: the source's element; halves stay halves."""
         half, wide_half = self.head_dim // 2, self.wide // 2
         first = np.full(wide_half, -1, np.int64)
         first[: half * self._stride : self._stride] = np.arange(half)
@@ -134,6 +134,6 @@ class Rotary:
 
 
 def repetitions(embd: int, wide_embd: int, head_dim: int, wide_head_dim: int) -> int:
-    """How often the residual stream is repeated: see the module's docstring."""
+    """Returns r of the module's docstring: how often the residual stream is repeated."""
     wanted = round(wide_embd * head_dim / (embd * wide_head_dim))
     return max(1, min(wanted, wide_embd // embd))

@@ -1,4 +1,4 @@
-"""What shape a model has, the shapes of known models, and which wider shape keeps its function."""
+"""The shape of a model, the shapes of known models, and which wider shape keeps a model's function."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from moeedge.errors import InputError
 from moeedge.widen.maps import GroupedHeads
 
-BLOCK = 32  # weights of a block of Q4_0 and Q8_0: no width may cut one
+BLOCK = 32  # weights per block of Q4_0 and Q8_0; widths are multiples
 ARCHITECTURES = ("qwen3moe", "qwen3")
-_MOST_LAYERS = 512  # llama.cpp loads no more (LLAMA_MAX_LAYERS)
-_WIDEST = 2**17  # of any matrix: twice that of the widest models, and what a slip of the keyboard exceeds
+_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+_MAX_WIDTH = 2**17  # twice that of the widest models; catches mistyped sizes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a transformer; experts and used are 0 where it is dense."""
+    """The sizes of a transformer; experts and used are 0 for a dense one."""
 
     embd: int
     ff: int  # of one expert, or of the dense feed-forward block
@@ -32,7 +32,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class KnownShape:
-    """A model of which people know the size; where it lies is where its config.json was read."""
+    """The shape of a public model, read from the config.json of `repo`."""
 
     shape: Shape
     repo: str
@@ -44,7 +44,7 @@ KNOWN: Mapping[str, KnownShape] = {
     "qwen3-235b-a22b": KnownShape(
         Shape(4096, 1536, 64, 4, 128, 94, 128, 8, 151936), "Qwen/Qwen3-235B-A22B", "qwen3moe"
     ),
-    # its attention has 16 heads, whose keys and values are unpacked from one latent vector: 16 of each
+    # latent attention: 16 heads, each with its own key and value unpacked from one vector
     "deepseek-v2-lite": KnownShape(
         Shape(2048, 1408, 16, 16, 128, 27, 64, 6, 102400), "deepseek-ai/DeepSeek-V2-Lite", "deepseek2"
     ),
@@ -69,7 +69,7 @@ SIZE_NAMES = {
 
 @dataclass(frozen=True)
 class RequestedSizes:
-    """The sizes that a user named; None: as in the shape to be like, or as in the source."""
+    """Sizes given by the user; None: as in the shape of --like, else as in the source."""
 
     embd: int | None = None
     ff: int | None = None
@@ -80,12 +80,12 @@ class RequestedSizes:
 
 
 def read_shape(keys: Mapping[str, Any], name: str) -> Shape:
-    """The shape that a file's metadata names; raises InputError where it is of another architecture."""
+    """Reads the shape from a file's metadata. Raises InputError for another architecture and for missing keys."""
     arch = keys.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise InputError(
             f"{name} has the architecture {arch}; only {' and '.join(ARCHITECTURES)} can be widened.",
-            "Widen the bundled pair, or a model of those.",
+            "Choose the bundled pair, or a model of these architectures.",
         )
     try:
         embd, heads = int(keys[f"{arch}.embedding_length"]), int(keys[f"{arch}.attention.head_count"])
@@ -103,38 +103,40 @@ def read_shape(keys: Mapping[str, Any], name: str) -> Shape:
             vocab=len(keys["tokenizer.ggml.tokens"]),
         )
     except (KeyError, TypeError) as error:
-        raise InputError(f"{name} does not say its shape ({error}).", "Use another file.") from None
+        raise InputError(f"The metadata of {name} lacks its shape ({error}).", "Use another file.") from None
     if keys.get(f"{arch}.attention.value_length", shape.head_dim) != shape.head_dim:
         raise InputError(f"{name} has keys and values of different sizes, which cannot be widened.")
     return shape
 
 
-def wider_shape(source: Shape, asked: RequestedSizes, like: str | None = None) -> tuple[Shape, list[str]]:
-    """The shape to write, and what a person should know about it.
+def wider_shape(source: Shape, requested: RequestedSizes, like: str | None = None) -> tuple[Shape, list[str]]:
+    """Returns the shape to write, and notes for the user.
 
-    What `asked` names must be possible; of `like` is taken what is. Raises InputError.
+    Sizes in `requested` must be possible; sizes of the known shape `like` are taken if possible. Raises InputError.
     """
-    named = {field.name: getattr(asked, field.name) for field in fields(asked) if getattr(asked, field.name)}
+    named = {
+        field.name: getattr(requested, field.name) for field in fields(requested) if getattr(requested, field.name)
+    }
     _check_named(source, named)
     wide, notes = source, list[str]()
     if like is not None:
         wide, notes = _like(source, like, named)
     wide = replace(wide, **named)
     heads = GroupedHeads(source.heads, source.heads_kv, wide.heads, wide.heads_kv)
-    if not heads.fit():
+    if not heads.fits():
         raise InputError(
             f"{source.heads} heads over {source.heads_kv} KV heads do not fit {wide.heads} over {wide.heads_kv}.",
-            "Give --heads a multiple of --heads-kv, and as many KV heads as the source at least.",
+            "Make --heads a multiple of --heads-kv, and give at least as many KV heads as the source has.",
         )
     widest = max(wide.embd, wide.ff, wide.heads * wide.head_dim)
-    if widest > _WIDEST:
-        raise InputError(f"A width of {widest:,} is more than any model has.", f"{_WIDEST:,} is the most.")
-    if wide.layers > _MOST_LAYERS:
-        raise InputError(f"llama.cpp loads no {wide.layers:,} layers.", f"{_MOST_LAYERS} is the most.")
+    if widest > _MAX_WIDTH:
+        raise InputError(f"A width of {widest:,} is too large.", f"Give at most {_MAX_WIDTH:,}.")
+    if wide.layers > _MAX_LAYERS:
+        raise InputError(f"llama.cpp cannot load {wide.layers:,} layers.", f"Give at most {_MAX_LAYERS}.")
     if wide.head_dim != source.head_dim:
         notes.append(
-            f"Heads grow from {source.head_dim} to {wide.head_dim}: attention adds up in another order, and logits "
-            f"differ by rounding. --head-dim {source.head_dim} keeps them to the bit."
+            f"Heads grow from {source.head_dim} to {wide.head_dim}: attention sums in another order, and logits differ "
+            f"by rounding. --head-dim {source.head_dim} keeps them bit for bit."
         )
     return wide, notes
 
@@ -142,53 +144,57 @@ def wider_shape(source: Shape, asked: RequestedSizes, like: str | None = None) -
 def _check_named(source: Shape, named: Mapping[str, int]) -> None:
     options = {"heads_kv": "--heads-kv", "head_dim": "--head-dim"}
     for name, size in named.items():
-        option, least = options.get(name, f"--{name}"), getattr(source, name)
-        if size < least:
-            raise InputError(f"{option} {size} is less than the source's {least}.", "A model can only become wider.")
-        if name in ("embd", "ff") and size % BLOCK:
-            raise InputError(f"{option} {size} is no multiple of {BLOCK}.", "Weights are packed in blocks of 32.")
-        if name == "head_dim" and size % least:
+        option, minimum = options.get(name, f"--{name}"), getattr(source, name)
+        if size < minimum:
             raise InputError(
-                f"{option} {size} is no multiple of the source's {least}.", "Positions turn pairs of a head's values."
+                f"{option} {size} is less than the source's {minimum}.", "Give a size that is not smaller."
+            )
+        if name in ("embd", "ff") and size % BLOCK:
+            raise InputError(
+                f"{option} {size} is no multiple of {BLOCK}.", "Choose a multiple: weights are packed in blocks of 32."
+            )
+        if name == "head_dim" and size % minimum:
+            raise InputError(
+                f"{option} {size} is no multiple of the source's {minimum}.",
+                "Choose a multiple: positions rotate pairs of a head's values.",
             )
 
 
 def _like(source: Shape, like: str, named: Mapping[str, int]) -> tuple[Shape, list[str]]:
-    """The source with every size of `like` that keeps the function, and what could not be taken over."""
+    """Returns the source with every size of `like` that keeps the function, and notes on the others."""
     known = KNOWN.get(like)
     if known is None:
-        raise InputError(f'No shape "{like}" is known.', f"Known: {', '.join(KNOWN)}.")
+        raise InputError(f"Unknown shape '{like}'.", f"Choose from: {', '.join(KNOWN)}.")
     shape = known.shape
     if bool(shape.experts) != bool(source.experts):
-        fitting = [name for name, one in KNOWN.items() if bool(one.shape.experts) == bool(source.experts)]
+        fitting = [name for name, other in KNOWN.items() if bool(other.shape.experts) == bool(source.experts)]
         kind = "experts" if source.experts else "no experts"
-        raise InputError(f"The source has {kind}, unlike {like}.", f"Take one of {', '.join(fitting)}.")
+        raise InputError(f"The source has {kind}, unlike {like}.", f"Choose from: {', '.join(fitting)}.")
     notes = []
     if known.architecture != ("qwen3moe" if source.experts else "qwen3"):
         notes.append(
-            f"{like} is of the architecture {known.architecture}, which computes something else: "
-            "its sizes are taken, the source's architecture stays."
+            f"{like} has the architecture {known.architecture}: its sizes are taken, the source's architecture stays."
         )
-    wide, stays = source, []
+    wide, kept = source, []
     for name in ("embd", "ff", "layers"):
         if name in named or getattr(shape, name) >= getattr(source, name):
             wide = replace(wide, **{name: getattr(shape, name)})
         else:
-            stays.append(name)
+            kept.append(name)
     head_dim = named.get("head_dim", shape.head_dim)
     if head_dim % source.head_dim:
         head_dim = source.head_dim
-        stays.append("head_dim")
-    # smaller heads, but more of them: matrices and KV cache have the same size
+        kept.append("head_dim")
+    # more, smaller heads keep the size of matrices and KV cache
     more = shape.head_dim // head_dim if shape.head_dim % head_dim == 0 else 1
     heads = GroupedHeads(source.heads, source.heads_kv, shape.heads * more, shape.heads_kv * more)
     wide = replace(wide, head_dim=head_dim)
-    if heads.fit():
+    if heads.fits():
         wide = replace(wide, heads=heads.wide_heads, heads_kv=heads.wide_heads_kv)
     else:
-        stays += [name for name in ("heads", "heads_kv") if name not in named]
-    stays += [name for name in ("experts", "used", "vocab") if getattr(shape, name) != getattr(source, name)]
-    if stays:
-        listed = ", ".join(f"{SIZE_NAMES[name]} {getattr(source, name)} ({getattr(shape, name)})" for name in stays)
-        notes.append(f"As in the source, not as in {like} (in brackets), or the function would change: {listed}.")
+        kept += [name for name in ("heads", "heads_kv") if name not in named]
+    kept += [name for name in ("experts", "used", "vocab") if getattr(shape, name) != getattr(source, name)]
+    if kept:
+        listed = ", ".join(f"{SIZE_NAMES[name]} {getattr(source, name)} ({getattr(shape, name)})" for name in kept)
+        notes.append(f"Kept from the source instead of {like} (in brackets), to keep the function: {listed}.")
     return wide, notes

@@ -1,8 +1,8 @@
-"""The plan, streamed to disk: one expert, or a group of rows, in memory at a time.
+"""Streams a wide file to disk, with one expert or one group of rows in memory at a time.
 
-The file grows beside its final name with ".part" at its end and is renamed when it is whole; whatever stops the writing
-removes it. Zeros are written, too: so the file takes the room and the disk traffic of a real model. A sparse file, on
-request, takes the room of its content; from the page cache it reads as the other does.
+The file grows next to its final name with the suffix ".part" and is renamed when it is complete; any failure deletes
+it. Zeros are written too, so that the file takes the room and disk traffic of a real model. A sparse file, on request,
+takes only the room of its content, but reads the same from the page cache.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from moeedge.widen.blocks import Bytes, row_bytes
 from moeedge.widen.layout import WidePlan, WideTensor
 from moeedge.widen.maps import Map
 
-_GROUP_BYTES = 32 * 2**20  # of rows that are in memory at once
-_HEADER_ROOM = 2 * 2**20  # more than a header grows by
+_GROUP_BYTES = 32 * 2**20  # of rows in memory at once
+_HEADER_ROOM = 2 * 2**20  # upper bound of a header's growth
 
-_VALUE_TYPES = {  # of keys that the source lacks
+_VALUE_TYPES = {  # for keys that the source lacks
     int: gguf.GGUFValueType.UINT32,
     float: gguf.GGUFValueType.FLOAT32,
     str: gguf.GGUFValueType.STRING,
@@ -38,36 +38,36 @@ OnBytes = Callable[[int], None]
 
 
 def check_target(out: Path, source: Path, *, force: bool) -> None:
-    """Raises InputError where `out` cannot or must not be written."""
+    """Raises InputError if `out` cannot or must not be written."""
     folder = out.parent
     if not folder.is_dir():
         raise InputError(f"There is no folder {folder}.", "Create it first.")
     if out.is_dir():
         raise InputError(f"{out} is a folder.", "Name a file in it.")
     if out.exists() and not out.is_file():
-        raise InputError(f"{out} is no regular file.", "Name another.")
+        raise InputError(f"{out} is no regular file.", "Name another file.")
     if out.exists() and out.samefile(source):
         raise InputError(f"{out} is the source.", "Name another file.")
     if out.exists() and not force:
-        raise InputError(f"{out} exists.", "Name another file, or say --force to replace it.")
+        raise InputError(f"{out} exists.", "Name another file, or replace it with --force.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"The folder {folder} may not be written to.", "Name a file elsewhere.")
+        raise InputError(f"Cannot write to the folder {folder}.", "Name a file elsewhere.")
 
 
 def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
-    """Raises DiskSpaceError where the file does not fit beside what is there."""
+    """Raises DiskSpaceError if the file does not fit on the disk."""
     needed = plan.source.stat().st_size + _HEADER_ROOM
     needed += sum(_content_bytes(tensor) for tensor in plan.tensors) if sparse else plan.data_bytes
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise DiskSpaceError(
             f"{out} needs {format_bytes(needed)}, and {format_bytes(free)} are free there.",
-            "Free some, name a file elsewhere, or ask for less (--sparse writes no zeros).",
+            "Free some space, name a file elsewhere, or write no zeros with --sparse.",
         )
 
 
 def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
-    """Writes the plan to `out`, replacing it; on_bytes hears of every group of bytes. Nothing is left on failure."""
+    """Writes the plan to `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
     try:
         with _part_file(out) as (part, file), plan.source.open("rb") as source:
             _write_header(plan, part)
@@ -84,7 +84,7 @@ def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes 
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskSpaceError(
-                f"{out} could not be written: {(error.strerror or 'no room').lower()}.",
+                f"Cannot write {out}: {(error.strerror or 'no room').lower()}.",
                 "Free some space and try again.",
             ) from None
         raise
@@ -92,9 +92,9 @@ def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes 
 
 @contextmanager
 def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """The file while it grows; it becomes `out` when the body ends well, and goes when it does not."""
+    """Yields the growing file, which becomes `out` if the body succeeds and is deleted otherwise."""
     part = out.with_name(f"{out.name}.part")
-    with part.open("ab") as lock:  # what a killed run left behind is written over
+    with part.open("ab") as lock:  # overwrites what a killed run left
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -109,7 +109,7 @@ def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
 
 
 def _write_header(plan: WidePlan, path: Path) -> None:
-    """Metadata and the list of tensors."""
+    """Writes the metadata and the list of tensors."""
     writer = gguf.GGUFWriter(path, plan.fields["general.architecture"].contents())
     changed = dict(plan.changed)
     dropped = {"general.architecture", "general.alignment", "general.size_label", "general.parameter_count"}
@@ -130,11 +130,11 @@ def _write_header(plan: WidePlan, path: Path) -> None:
 
 
 def _groups(tensor: WideTensor, source: IO[bytes]) -> Iterator[Bytes]:
-    """The wide tensor in groups of whole rows: uint8 [rows, bytes of a row]."""
+    """Yields the wide tensor in groups of rows: uint8 [rows, bytes of a row]."""
     origin, mover = tensor.source, tensor.mover
     narrow = row_bytes(mover.source_type, int(origin.shape[0]))
     n_rows = int(origin.shape[1]) if len(origin.shape) > 1 else 1
-    # dequantised rows are wider than the file's
+    # dequantised rows are larger than the file's
     group = max(1, _GROUP_BYTES // max(mover.n_bytes, 4 * int(origin.shape[0])))
     for matrix in range(tensor.n_matrices):
         start = int(origin.data_offset) + matrix * n_rows * narrow
@@ -149,7 +149,7 @@ def _groups(tensor: WideTensor, source: IO[bytes]) -> Iterator[Bytes]:
 
 
 def _read_rows(source: IO[bytes], start: int, n_bytes: int, rows: Map) -> Bytes:
-    """uint8 [len(rows), n_bytes]; `rows` ascends."""
+    """Reads rows, ascending, as uint8 [len(rows), n_bytes]."""
     first, last = int(rows[0]), int(rows[-1])
     source.seek(start + first * n_bytes)
     data = np.frombuffer(source.read((last - first + 1) * n_bytes), np.uint8).reshape(-1, n_bytes)
@@ -157,7 +157,7 @@ def _read_rows(source: IO[bytes], start: int, n_bytes: int, rows: Map) -> Bytes:
 
 
 def _write_group(file: IO[bytes], data: Bytes, *, sparse: bool) -> None:
-    """All bytes, or a hole after the last row that has content."""
+    """Writes all bytes, or up to the last non-zero row and then a hole."""
     if not sparse:
         file.write(data.data)
         return
@@ -168,12 +168,12 @@ def _write_group(file: IO[bytes], data: Bytes, *, sparse: bool) -> None:
 
 
 def _pad(file: IO[bytes]) -> None:
-    """Zeros up to where the next tensor begins."""
+    """Writes zeros up to the next tensor."""
     file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
 def _content_bytes(tensor: WideTensor) -> int:
-    """What a sparse file needs for the tensor, rounded up to pages."""
+    """Returns the bytes that a sparse file needs for the tensor, rounded up to pages."""
     live = np.flatnonzero(tensor.rows >= 0)
     n_rows = int(live[-1]) + 1 if len(live) else 0
     return tensor.n_matrices * (n_rows * tensor.mover.n_bytes + 4096)

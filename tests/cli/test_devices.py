@@ -20,7 +20,7 @@ def test_table_names_every_device_and_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.exit_code == 0
     for device in native.devices():  # workers' devices of earlier tests are not this machine's
         assert (device.name in result.stdout) == (device.kind != "RPC")
-    assert "emulated: memory and threads of its own" in result.stdout
+    assert "emulated: own memory and threads" in result.stdout
     assert "rpc://HOST:PORT" in result.stdout
     assert ("GGML_RPC=on" in result.stdout) == (not rpc.is_built_in())
 

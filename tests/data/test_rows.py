@@ -19,7 +19,7 @@ _GOOD = '{"prompt": "Hello"}\n'
     ("line", "reason"),
     [
         ('{"prompt": "Hel', r"not valid JSON \(Unterminated string"),
-        ("[1, 2]", "a JSON object is expected, not list"),
+        ("[1, 2]", "expected a JSON object, not list"),
         ('{"text": "Hello"}', 'none of "prompt", "turns", "messages"'),
         ('{"prompt": ""}', '"prompt" must be a non-empty string'),
         ('{"prompt": 3}', '"prompt" must be a non-empty string'),
@@ -41,15 +41,15 @@ def test_files_that_are_no_prompt_sets(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="There is no file"):
         load_dataset(str(tmp_path / "absent.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DatasetError, match="holds no prompts"):
+    with pytest.raises(DatasetError, match="no prompts"):
         load_dataset(str(tmp_path / "empty.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes(_GOOD.encode() + b'{"prompt": "caf\xe9"}\n')
     with pytest.raises(DatasetError, match="line 2: not UTF-8"):
         load_dataset(str(tmp_path / "latin.jsonl"))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(_GOOD.encode() * 99)[:-9])
-    with pytest.raises(DatasetError, match="cannot be read"):
+    with pytest.raises(DatasetError, match="Cannot read"):
         load_dataset(str(tmp_path / "cut.jsonl.gz"))
-    with pytest.raises(DatasetError, match="cannot be read"):
+    with pytest.raises(DatasetError, match="Cannot read"):
         (tmp_path / "folder.jsonl").mkdir()
         load_dataset(str(tmp_path / "folder.jsonl"))
 

@@ -12,8 +12,8 @@ from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.native.devices import DRY_RUN_GPU
 from moeedge.planning.memory_map import MemoryItem, MemoryPool, PlannedMachine, this_machine
-from moeedge.planning.plan import make_plan
 from moeedge.planning.planner import Planner
+from moeedge.planning.session_plan import make_plan
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.recurrent import make_mamba

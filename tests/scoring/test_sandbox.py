@@ -175,11 +175,11 @@ def test_a_process_that_cannot_start_is_no_failed_program(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(SandboxError, match=r"did not start \(exit code 3\)"):
         patch.setattr(sandbox, "_child_text", lambda: "raise SystemExit(3)")
         run_python("x = 1\n" * 200_000)  # more than a pipe holds
-    with monkeypatch.context() as patch, pytest.raises(SandboxError, match="cannot be started"):
+    with monkeypatch.context() as patch, pytest.raises(SandboxError, match="Cannot start"):
         patch.setattr("sys.executable", "/nowhere/python")
         run_python("pass")
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(SandboxError, match="cannot be started"):
+    with pytest.raises(SandboxError, match="Cannot start"):
         run_python("pass")
 
 

@@ -21,7 +21,7 @@ def grouped_heads(draw: st.DrawFn) -> GroupedHeads:
 
 @given(grouped_heads())
 def test_every_head_is_there_once_and_sees_its_keys(heads: GroupedHeads) -> None:
-    assert heads.fit()
+    assert heads.fits()
     queries, kv = heads.queries(), heads.kv()
     assert sorted(queries[queries >= 0]) == list(range(heads.heads))
     for place, head in enumerate(queries):
@@ -31,10 +31,10 @@ def test_every_head_is_there_once_and_sees_its_keys(heads: GroupedHeads) -> None
 
 
 def test_heads_without_room() -> None:
-    assert not GroupedHeads(4, 2, 4, 1).fit()
-    assert not GroupedHeads(4, 2, 6, 4).fit()  # not in equal groups
-    assert GroupedHeads(4, 2, 4, 4).fit()  # every head with keys of its own
-    assert not GroupedHeads(8, 2, 4, 4).fit()
+    assert not GroupedHeads(4, 2, 4, 1).fits()
+    assert not GroupedHeads(4, 2, 6, 4).fits()  # not in equal groups
+    assert GroupedHeads(4, 2, 4, 4).fits()  # every head with keys of its own
+    assert not GroupedHeads(8, 2, 4, 4).fits()
 
 
 @given(

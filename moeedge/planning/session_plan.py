@@ -1,4 +1,4 @@
-"""The answer of `moeedge plan`: the map, other contexts beside it, and what to do."""
+"""The answer of `moeedge plan`: the memory map, other context sizes, advice, and the command to run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
 from moeedge.units import format_bytes
 
-CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # tokens, up to what the model was trained with
+_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # tokens; those above the trained context are left out
 
-# bits per weight that llama.cpp's presets come to (tools/quantize/README.md of the pinned version, Llama-3.1-8B)
-PRESETS = {
+# bits per weight of llama.cpp's presets (tools/quantize/README.md of the pinned version, for Llama-3.1-8B)
+_PRESETS = {
     "Q8_0": 8.50,
     "Q6_K": 6.56,
     "Q5_K_M": 5.70,
@@ -24,28 +24,28 @@ PRESETS = {
     "Q2_K": 3.16,
     "IQ2_XXS": 2.38,
 }
-_SMALLER = 0.95  # of the file: less is no other quantization
+_MIN_SAVING = 0.95  # of the file's size; a larger file is no other quantization
 
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """Everything that is known before loading."""
+    """Everything known before loading."""
 
     model: ModelFacts
     draft: ModelFacts | None
     machine: PlannedMachine
     map: MemoryMap
     contexts: tuple[MemoryMap, ...]
-    largest_n_ctx: int  # tokens, with the cache on and, if one was asked for, of that ratio; 0: none fits
-    command: str  # that runs it so; empty where it does not fit
-    notes: tuple[str, ...]  # sentences
+    largest_n_ctx: int  # tokens, with the cache on and of the requested ratio, if any; 0: none fits
+    command: str  # that runs it; empty if it does not fit
+    notes: tuple[str, ...]  # sentences for the user
 
 
 def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> SessionPlan:
-    """The plan at the planner's context; the names are those that the user typed, for the command."""
+    """Returns the plan at the planner's context; the names, as the user typed them, go into the command."""
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
-    sizes = sorted({*(n for n in CONTEXTS if n <= trained), chosen.n_ctx})
+    sizes = sorted({*(n for n in _CONTEXTS if n <= trained), chosen.n_ctx})
     contexts = tuple(chosen if n == chosen.n_ctx else planner.map(n) for n in sizes)
     larger_than_memory = _ram(chosen).verdict != "fits" and planner.facts.file_bytes > _ram(chosen).free_bytes
     ratio = planner.config.placement.cache_ratio or 0.0
@@ -55,15 +55,15 @@ def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | Non
     advised = chosen
     if not planner.config.n_ctx and chosen.verdict != "fits" and largest:
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
-        advised = planner.map(max(rows, default=largest))  # not the very last token: something is left for experts
+        advised = planner.map(max(rows, default=largest))  # a step below the largest leaves room for experts
     command = "" if advised.verdict == "does not fit" else _command(planner, advised, model_name, draft_name)
     return SessionPlan(
         planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes)
     )
 
 
-def _ram(found: MemoryMap) -> MemoryPool:
-    return found.places[-1]
+def _ram(memory_map: MemoryMap) -> MemoryPool:
+    return memory_map.places[-1]
 
 
 def _about_files(planner: Planner) -> list[str]:
@@ -73,45 +73,45 @@ def _about_files(planner: Planner) -> list[str]:
             notes.append(f"moeedge pull {facts.file} downloads {format_bytes(facts.file_bytes)}.")
         elif facts is not None and facts.missing_bytes:
             notes.append(
-                f"{facts.file} is not whole: {format_bytes(facts.missing_bytes)} of its weights are missing. "
-                "The plan needs its header only."
+                f"{facts.file} is incomplete: {format_bytes(facts.missing_bytes)} of its weights are missing. "
+                "The plan needs only its header."
             )
     return notes
 
 
 def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
-    """What a person should know or could do; the first sentence says whether it fits where that is not plain."""
+    """Returns notes on what does not fit and what the user can do; the first one says whether the plan fits."""
     facts, ram = planner.facts, _ram(chosen)
     notes = [chosen.refused] if chosen.refused else []
     for place in chosen.places[:-1]:
         if place.verdict != "fits":
             notes.append(f"{place.name} lacks {format_bytes(-place.left_bytes)} at {chosen.n_ctx:,} tokens.")
     if ram.verdict == "does not fit":
-        notes.append(f"The memory lacks {format_bytes(ram.fixed_bytes - ram.free_bytes)} at {chosen.n_ctx:,} tokens.")
+        notes.append(f"The RAM lacks {format_bytes(ram.fixed_bytes - ram.free_bytes)} at {chosen.n_ctx:,} tokens.")
     if ram.verdict == "from disk":
         notes.append(
-            f"All of it together is larger than the free memory by {format_bytes(-ram.left_bytes)}: of the weights "
-            "that are used from the file, so much is read from the disk again and again, which is slow."
+            f"The total exceeds the free memory by {format_bytes(-ram.left_bytes)}: that much of the mapped weights is "
+            "read from the disk again and again, which is slow."
         )
     if chosen.verdict != "fits" and 0 < largest < chosen.n_ctx:
-        notes.append(f"A context of {largest:,} tokens would fit: -c {largest}.")
+        notes.append(f"A context of {largest:,} tokens fits: -c {largest}.")
     if ram.verdict != "fits":
         notes += _smaller_file(facts, ram)
         notes.append(f"RAM that holds it all: {format_bytes(ram.used_bytes)} free.")
     elif chosen.verdict != "fits":
-        notes.append("-ngl N leaves all but N layers to the CPU; -dev none plans without the device.")
+        notes.append("Leave all but N layers to the CPU with -ngl N, or plan without the device with -dev none.")
     return notes
 
 
 def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> list[str]:
-    """The best preset of llama.cpp that would leave nothing on the disk."""
+    """Suggests llama.cpp's largest preset whose file fits in memory."""
     weights = facts.experts_bytes + facts.dense_bytes
     room = weights + ram.left_bytes
-    for name, bits in PRESETS.items():
+    for name, bits in _PRESETS.items():
         n_bytes = round(bits * facts.n_weights / 8)
-        if n_bytes <= room and n_bytes < _SMALLER * weights:
-            return [f"A file in {name} would fit: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."]
-    return ["No smaller quantization alone would make it fit."]
+        if n_bytes <= room and n_bytes < _MIN_SAVING * weights:
+            return [f"A file in {name} fits: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."]
+    return ["No smaller quantization fits."]
 
 
 def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft_name: str | None) -> str:
@@ -119,7 +119,7 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
     words = ["moeedge", "chat"]
     words += ["-m", model_name] if model_name else []
     words += ["-md", draft_name] if draft_name else []
-    if config.n_ctx or not advised.whole_on_gpu:  # without -c a model that fits whole is given the rest for its context
+    if config.n_ctx or not advised.whole_on_gpu:  # without -c a model entirely on the GPU uses the rest for its context
         words += ["-c", str(advised.n_ctx)]
     if config.device != "auto":
         words += ["-dev", config.device]
@@ -134,5 +134,5 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
 
 
 def _round_down(ratio: float) -> str:
-    """Three digits, never more than fits."""
+    """Formats with three decimals, rounded down so that it fits."""
     return f"{math.floor(ratio * 1000 + 1e-9) / 1000:g}"
