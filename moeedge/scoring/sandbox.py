@@ -2,8 +2,8 @@
 
 Each program has its own process with limits on processor time, memory, files and processes, an empty folder, no
 standard input, and discarded output. The kernel's filter (syscalls.py) blocks the network, new processes, signals to
-others and every file opened for writing. If the kernel accepts no filter, Python's audit hook blocks them, which stops mistakes but
-not a program made to get past it. `SandboxResult.protection` names the one in use.
+others and every file opened for writing. If the kernel accepts no filter, Python's audit hook blocks them, which stops
+mistakes but not a program made to get past it. `SandboxResult.protection` names the one in use.
 
 Files can be read. The sandbox protects against programs that are wrong, not against attacks on this module.
 """
