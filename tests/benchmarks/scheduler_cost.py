@@ -1,11 +1,11 @@
-"""What scheduling costs: time per step of every policy, one observation and two plans, and what it buys.
+"""The cost of scheduling: time per step of every policy (one observation and two plans), and the hit rate for it.
 
     python -m tests.benchmarks.scheduler_cost --layers 48 --experts 128 --used 8 --gamma 8 --steps 200 --out RECORD.json
 
 Routing is synthetic and token-determined in part, drawn from a fixed seed; transfers take no time. Every policy runs
-once with every plan checked against the mover's rules, then several times timed, with the same plans. As each run does
-the same work at the same step, a step's time is the least of its runs: what other programs take is not the scheduler's.
-The figure is the median over steps; that over all samples stands beside it. One line per policy goes to standard
+once with every plan checked against the mover's rules, then several times timed, with the same plans. Each run does the
+same work at the same step, so a step's time is the minimum over the runs: it excludes the time of other programs. The
+figure is the median over steps; the median over all samples is printed with it. One line per policy goes to standard
 output, the record with all raw samples to --out.
 """
 
@@ -15,23 +15,27 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.records import read_environment
+from moeedge.counting import count_ids
 from moeedge.policies.base import CacheShape, Observation, Plan, PolicyConfig, check_plan
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import POLICIES, make_policy
+from moeedge.scheduler.driver import StepDriver
 
 VOCABULARY = 400
-SHARE_OF_TOKEN = 0.8  # of a token's experts that it uses every time
+SHARE_OF_TOKEN = 0.8  # share of a token's experts that it uses every time
 WARM_UP_STEPS = 40
 CAP = 4
 
-# of a 24 GB card beside a desktop CPU, with Qwen3-30B-A3B's experts: only proportions matter here
+# a 24 GB card and a desktop CPU, with Qwen3-30B-A3B's experts: only proportions matter here
 UNITS = CostModel(
     cpu_expert_s=np.r_[0.0, np.linspace(80e-6, 160e-6, 9)],
     device_expert_s=np.r_[0.0, np.linspace(8e-6, 12e-6, 9)],
@@ -58,7 +62,7 @@ class Cost:
     """Medians over steps, in microseconds."""
 
     policy: str
-    step_us: float  # observe and both plans: the least of the runs
+    step_us: float  # observe and both plans: minimum over the runs
     disturbed_us: float  # the same over all samples of all runs
     observe_us: float
     first_plan_us: float
@@ -78,7 +82,7 @@ class Run:
 
 
 def make_batches(n_layers: int, n_experts: int, n_used: int, n_tokens: int, n_steps: int, seed: int) -> list[Batch]:
-    """Tokens by Zipf's law, each with experts of its own that it mostly uses."""
+    """Returns batches of tokens by Zipf's law; each token has preferred experts."""
     rng = np.random.default_rng(seed)
     own = rng.random((VOCABULARY, n_layers, n_experts)).argsort(axis=2)[:, :, :n_used]
     popularity = 1.0 / np.arange(1, VOCABULARY + 1)
@@ -89,25 +93,40 @@ def make_batches(n_layers: int, n_experts: int, n_used: int, n_tokens: int, n_st
         stays = rng.random((n_tokens, n_layers, n_used)) < SHARE_OF_TOKEN
         np.put_along_axis(score, own[tokens], np.where(stays, 2.0, 0.0), axis=2)
         ids = score.argsort(axis=2)[:, :, -n_used:].transpose(1, 0, 2)
-        cells = np.arange(n_layers)[:, None, None] * n_experts + ids
-        counts = np.bincount(cells.reshape(-1), minlength=n_layers * n_experts).reshape(n_layers, n_experts)
         batches.append(
             Batch(
                 tokens.astype(np.int32),
                 np.ascontiguousarray(ids, dtype=np.int32),
-                counts.astype(np.uint32),
+                count_ids(ids, n_experts).astype(np.uint32),
                 int(rng.integers(0, n_tokens)),
             )
         )
     return batches
 
 
-def execute(plan: Plan, shape: CacheShape, resident: NDArray[np.uint8]) -> None:
-    """The mover's work for one group of slots."""
-    n_free = int(shape.capacity[0]) - int(np.count_nonzero(resident))
-    n_victims = min(max(len(plan.uploads) - n_free, 0), len(plan.victims))
-    resident[tuple(plan.victims[:n_victims].T)] = 0
-    resident[tuple(plan.uploads[: n_free + n_victims].T)] = 1
+class Slots:
+    """An ExpertStore of one group of slots whose transfers take no time."""
+
+    def __init__(self, shape: CacheShape, *, check: bool) -> None:
+        self.resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
+        self.uploads = 0
+        self._shape = shape
+        self._check = check
+
+    def residency(self) -> NDArray[np.uint8]:
+        return self.resident
+
+    def push(self, plan: Plan) -> None:
+        """Executes the plan, as the mover does."""
+        if self._check:
+            check_plan(plan, self._shape, self.resident, CAP)
+        n_slots = int(self._shape.capacity[0])
+        n_free = n_slots - int(np.count_nonzero(self.resident))
+        n_victims = min(max(len(plan.uploads) - n_free, 0), len(plan.victims))
+        self.resident[tuple(plan.victims[:n_victims].T)] = 0
+        self.resident[tuple(plan.uploads[: n_free + n_victims].T)] = 1
+        assert np.count_nonzero(self.resident) <= n_slots, "more experts than slots"
+        self.uploads += len(plan.uploads)
 
 
 def measure(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, n_runs: int = 5) -> Cost:
@@ -138,37 +157,32 @@ def measure(name: str, batches: list[Batch], shape: CacheShape, units: CostModel
 
 
 def _run(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, *, check: bool) -> Run:
-    policy = make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, cost_model=units))
-    resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
+    slots = Slots(shape, check=check)
+    driver = StepDriver(
+        make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, cost_model=units)), slots
+    )
     times: list[tuple[float, float, float]] = []
-    pairs = hits = uploads = 0
+    pairs = hits = 0
 
-    def plan(upcoming: list[int]) -> float:
-        nonlocal uploads
+    def timed(call: Callable[[], object]) -> float:
         start_s = time.perf_counter()
-        made = policy.plan(resident, upcoming)
-        taken_s = time.perf_counter() - start_s
-        if check:
-            check_plan(made, shape, resident, CAP)
-        execute(made, shape, resident)
-        assert np.count_nonzero(resident) <= shape.capacity[0], "more experts than slots"
-        uploads += len(made.uploads)
-        return taken_s
+        call()
+        return time.perf_counter() - start_s
 
     for step, batch in enumerate(batches):
         tokens = batch.tokens.tolist()
         observation = Observation(batch.counts, len(tokens), batch.n_accepted, batch.tokens, batch.ids)
         if step == WARM_UP_STEPS:
             times.clear()
-            pairs = hits = uploads = 0
-        first_s = plan(tokens[:1])
-        second_s = plan(tokens)
+            pairs = hits = slots.uploads = 0
+        first_s = timed(partial(driver.plan_next, tokens[:1]))
+        driver.push()
+        second_s = timed(partial(driver.plan_draft, tokens))
+        driver.push()
         pairs += int(batch.counts.sum())
-        hits += int(batch.counts[resident > 0].sum())
-        start_s = time.perf_counter()
-        policy.observe(observation)
-        times.append((time.perf_counter() - start_s, first_s, second_s))
-    return Run(np.array(times), hits / pairs, uploads / len(times))
+        hits += int(batch.counts[slots.resident > 0].sum())
+        times.append((timed(partial(driver.observe, observation)), first_s, second_s))
+    return Run(np.array(times), hits / pairs, slots.uploads / len(times))
 
 
 def main() -> None:
@@ -182,7 +196,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--unbalanced", action="store_true", help="without units, so without the balancer")
+    parser.add_argument("--unbalanced", action="store_true", help="without a cost model, so without the balancer")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""What splitting a MoE block between CPU and device costs beside computing it: the backend's own records.
+"""The cost of splitting a MoE block between CPU and device, from the backend's own records.
 
-Off unless asked for: python -m pytest -m bench tests/benchmarks/test_partition_overhead.py -s
+Run by hand: python -m pytest -m bench tests/benchmarks/test_partition_overhead.py -s
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.conftest import TinyFactory
@@ -22,14 +21,14 @@ from tests.support.stock import StockContext
 LIMIT_US = {1: 20.0, 9: 100.0}
 N_PREFIX = 16
 REPEATS = 40
-BUSY_PERCENT = 15.0  # of all cores, by anybody: above that the figures say more about the machine than about us
+ATTEMPTS = 5  # other programs add to the time
 
 pytestmark = pytest.mark.bench
 
 
 @pytest.fixture(params=["bundled", "qwen3-30b-a3b"])
 def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Path]:
-    """The bundled target, and blocks whose rows are as wide as Qwen3-30B-A3B's: gathering and scattering copy those."""
+    """The bundled target, and blocks with rows as wide as Qwen3-30B-A3B's: gathering and scattering copy rows."""
     if request.param == "bundled":
         yield request.getfixturevalue("bundled_pair")[0]
         return
@@ -37,7 +36,7 @@ def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Path]:
 
 
 def decode_rounds(context: StockContext, n_tokens: int, seed: int) -> None:
-    """Batches of `n_tokens` behind the same prefix."""
+    """Decodes batches of `n_tokens` after the same prefix."""
     rng = np.random.default_rng(seed)
     for _ in range(REPEATS):
         context.decode(rng.integers(0, 256, n_tokens).tolist())
@@ -57,7 +56,7 @@ def priority(real_time: bool) -> Iterator[None]:
 
 
 def measure(model: Path, n_tokens: int) -> np.ndarray:
-    """Records of the blocks that were split, graphs built before."""
+    """Returns the records of the blocks that were split, after a warm-up that builds the graphs."""
     with hybrid_context(model, 0.5) as (context, cache):
         RandomPlans(cache, 1).fill()
         context.decode(list(range(N_PREFIX)))
@@ -73,14 +72,13 @@ def measure(model: Path, n_tokens: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n_tokens", LIMIT_US)
 def test_overhead_per_block(n_tokens: int, model: Path) -> None:
-    """The better of both priorities: other programs only ever add to the time."""
-    busy = psutil.cpu_percent(interval=1.0)
+    """The best of both priorities and of a few attempts: other programs only ever add to the time."""
     medians_us = []
-    for real_time in (False, True):
+    for real_time in (False, True) * ATTEMPTS:
         try:
             with priority(real_time):
                 split = measure(model, n_tokens)
-        except (AttributeError, PermissionError):  # not Linux; not allowed
+        except (AttributeError, PermissionError):  # not Linux, or not permitted
             continue
         quartiles_us = np.percentile(split["partition_ns"], [25, 50, 75]) / 1e3
         medians_us.append(quartiles_us[1])
@@ -90,6 +88,6 @@ def test_overhead_per_block(n_tokens: int, model: Path) -> None:
             f"CPU {np.median(split['cpu_ns']) / 1e3:.1f} us, device {np.median(split['device_ns']) / 1e3:.1f} us, "
             f"waited {np.median(split['wait_ns']) / 1e3:.1f} us, {len(split)} blocks"
         )
-    if min(medians_us) >= LIMIT_US[n_tokens] and busy > BUSY_PERCENT:
-        pytest.skip(f"others keep the machine {busy:.0f} % busy: {min(medians_us):.1f} us is not judged")
+        if medians_us[-1] < LIMIT_US[n_tokens]:
+            break
     assert min(medians_us) < LIMIT_US[n_tokens]

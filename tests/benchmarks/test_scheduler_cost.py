@@ -1,4 +1,4 @@
-"""Benchmark, off unless asked for with -m bench: the scheduler's time per step at 48 layers of 128 experts."""
+"""Benchmark, run with -m bench: the scheduler's time per step at 48 layers of 128 experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT_US = 150.0
 
 @pytest.mark.bench
 def test_the_default_policy_schedules_a_step_in_150_us() -> None:
-    """The plans are checked against the mover's rules, and they have to be worth something."""
+    """All plans obey the mover's rules, and the hit rate is better than that of simpler policies."""
     batches = make_batches(48, 128, 8, 9, 240, seed=1)
     shape = CacheShape.uniform(48, 128, int(0.17 * 48 * 128))
     spac, lru, static = (measure(name, batches, shape, UNITS) for name in ("spac", "lru", "static"))
@@ -21,9 +21,9 @@ def test_the_default_policy_schedules_a_step_in_150_us() -> None:
 
 
 def test_a_short_run_keeps_the_rules() -> None:
-    """The same with small shapes and no limit of time, in every run of the suite: better than chance."""
+    """The same with small shapes and no time limit, in every run of the suite: better than chance."""
     batches = make_batches(6, 16, 2, 5, 60, seed=1)
     shape = CacheShape.uniform(6, 16, 20)
     for name in ("spac", "spac-paper", "lru", "static"):
         for units in (None, UNITS):
-            assert measure(name, batches, shape, units).pair_hit > 20 / (6 * 16)  # any 20 experts hit that
+            assert measure(name, batches, shape, units, n_runs=1).pair_hit > 20 / (6 * 16)  # that of 20 random experts

@@ -1,11 +1,10 @@
-"""Chat turns of random length for a long time, with experts on the emulated device: nothing grows, no slot is lost.
+"""Soak test: chat turns of random length for a long time, experts on the emulated device; no growth, no lost slots.
 
     python -m tests.soak.chat_soak --minutes 30 --out docs/benchmarks/soak-bundled.json
 
 After every turn the process's memory, threads and open files and the native counters are sampled. The record (schema
-moeedge-soak-1) holds what was concluded from all samples, `slopes` over the second two thirds, each with its limit, and
-`unbalanced`, the turns after which the counters did not add up; and the raw `samples`, column by column, of a long run
-an even choice of them.
+moeedge-soak-1) holds `slopes` over the last two thirds, each with its limit; `unbalanced`, the turns after which the
+counters do not add up; and the raw `samples`, column by column, evenly thinned out for a long run.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ N_CTX = 2048
 MAX_TURNS_PER_S = 100
 KEPT_SAMPLES = 600
 WARM_UP = 1 / 3  # of the run: caches of graphs and Python's own pools fill
-# growth that passes, over the 20 minutes and 5,000 turns behind a long run's warm-up: 1.6 KiB per turn, for what
-# settles late; a leak below that is not found. Shorter runs leave more to settle
+# permitted growth over the 20 minutes and 5,000 turns after the warm-up of a long run: 1.6 KiB per turn, because some
+# pools fill late; a smaller leak is not found
 RSS_LIMIT_BYTES = 8 << 20
 
 
@@ -66,7 +65,7 @@ class Sample:
 
     @property
     def balanced(self) -> bool:
-        """Whether what came and did not leave is what lies there, and nothing is in use between two turns."""
+        """Whether uploads minus evictions are the used slots, and no slot is in use between two turns."""
         return (
             self.uploads - self.evictions == self.slots_used
             and 0 <= self.slots_used - self.resident <= self.in_flight
@@ -76,7 +75,7 @@ class Sample:
 
 
 class Samples:
-    """Rows of numbers in memory that is touched beforehand: the samples themselves must not be what grows."""
+    """Samples as rows of an array that is allocated and touched beforehand, so that they do not count as growth."""
 
     def __init__(self, n_max: int) -> None:
         self._rows = np.full((n_max, len(fields(Sample))), -1.0)
@@ -87,12 +86,12 @@ class Samples:
         self._n += 1
 
     def take(self) -> list[Sample]:
-        """All of them, as they were appended."""
+        """Returns the samples in the order in which they were appended."""
         return [Sample(float(row[0]), *(int(value) for value in row[1:])) for row in self._rows[: self._n]]
 
 
 def questions(seed: int) -> Iterator[str]:
-    """The bundled prompts in random order, now and then many of them in one: prompts of 10 to 1000 tokens."""
+    """Yields bundled prompts in random order, sometimes several joined: prompts of 10 to 1000 tokens."""
     rng = random.Random(seed)
     prompts = (*load_toy().prompts, *load_sample().prompts)
     texts = [message.content for prompt in prompts for turn in prompt.turns for message in turn]
@@ -104,7 +103,7 @@ def questions(seed: int) -> Iterator[str]:
 def take(
     session: Session, cache: ExpertCache, process: psutil.Process, start_s: float, turns: int, tokens: int
 ) -> Sample:
-    """Waits until nothing is under way, then looks."""
+    """Waits until no transfer is in flight, then returns a sample."""
     cache.drain(10.0)
     gc.collect()
     stats = cache.stats()
@@ -148,7 +147,7 @@ def chat(session: Session, seconds: float, seed: int) -> list[Sample]:
             sampling = SamplingConfig(temperature=rng.choice((0.0, 0.8)), seed=rng.randrange(1 << 30))
             answer = Answer(session, prompt, n_predict=round(2 ** rng.uniform(0, 8)), sampling=sampling)
             for piece in answer:
-                if rng.random() < 1e-3:  # Ctrl-C in mid-answer
+                if rng.random() < 1e-3:  # Ctrl-C during an answer
                     answer.close()
                     break
                 assert isinstance(piece, str)
@@ -161,7 +160,7 @@ def chat(session: Session, seconds: float, seed: int) -> list[Sample]:
 
 
 def conclude(samples: list[Sample]) -> dict[str, Any]:
-    """Growth over the part behind the warm-up, along a straight line whose slope outliers hardly move."""
+    """Returns the growth after the warm-up, along a line whose slope is robust against outliers."""
     warm = [sample for sample in samples if sample.time_s >= WARM_UP * samples[-1].time_s]
     span_s = warm[-1].time_s - warm[0].time_s
     limits = {"rss_bytes": RSS_LIMIT_BYTES, "threads": 0, "fds": 0, "instances": 0}
@@ -190,14 +189,14 @@ def conclude(samples: list[Sample]) -> dict[str, Any]:
 
 
 def columns(samples: list[Sample]) -> dict[str, list[float]]:
-    """At most KEPT_SAMPLES of them, the last one included, one list per figure."""
+    """Returns at most KEPT_SAMPLES samples, with the last one, as one list per figure."""
     every = -(-len(samples) // KEPT_SAMPLES)
     kept = samples[::-1][::every][::-1]
     return {field.name: [round(getattr(sample, field.name), 1) for sample in kept] for field in fields(Sample)}
 
 
 def slope(times_s: list[float], values: np.ndarray) -> float:
-    """Median slope over pairs half the series apart, in units per second."""
+    """Returns the median slope over pairs that are half the series apart, in units per second."""
     half = len(values) // 2
     if half == 0:
         return 0.0
@@ -206,7 +205,7 @@ def slope(times_s: list[float], values: np.ndarray) -> float:
 
 
 def faults(conclusion: dict[str, Any]) -> list[str]:
-    """What is wrong, one sentence each; empty where nothing is."""
+    """Returns the failures, one sentence each."""
     found = [
         f"{name} grew by {row['growth']:.0f} (limit {row['limit']})"
         for name, row in conclusion["slopes"].items()
@@ -218,7 +217,7 @@ def faults(conclusion: dict[str, Any]) -> list[str]:
 
 
 def run(minutes: float, *, ratio: float = 0.17, threads: int = 1, seed: int = 1) -> dict[str, Any]:
-    """The whole soak on the bundled pair; the record."""
+    """Runs the soak on the bundled pair and returns the record."""
     config = EngineConfig(
         model=paths.bundled_target(),
         draft=paths.bundled_draft(),

@@ -1,4 +1,4 @@
-"""The soak test's own arithmetic, and a short soak: the long one is run by hand (see chat_soak.py)."""
+"""The arithmetic of the soak test, and a short soak; the long one is run by hand (see chat_soak.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUIET = Sample(0.0, 0, 0, 100 << 20, 5, 20, 2, 40, 30, 0, 0, 10, 10, 0, 0)
 
 
 def series(**growth: int) -> list[Sample]:
-    """A hundred turns in which the named figures grow by so much per turn."""
+    """Returns a hundred turns in which the named figures grow by the given amounts per turn."""
     return [
         replace(QUIET, time_s=float(i), turns=i, **{name: getattr(QUIET, name) + i * by for name, by in growth.items()})
         for i in range(100)
@@ -50,7 +50,7 @@ def test_a_lost_slot_is_found(change: dict[str, int]) -> None:
 
 @pytest.mark.slow
 def test_twenty_seconds(bundled_pair: tuple[Path, Path]) -> None:
-    """Too short to tell growth of memory; everything else must hold."""
+    """Too short to find growth of memory; everything else must hold."""
     record = run(20 / 60)
     assert record["turns"] > 3
     assert record["unbalanced"] == []

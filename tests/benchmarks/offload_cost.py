@@ -1,10 +1,10 @@
-"""What our backend costs: decode time by claims, interleaved in one process, and the share that sensing takes.
+"""The cost of our backend: decode time by offload scope, interleaved in one process, and the share of sensing.
 
-    python -m tests.benchmarks.claims_cost -m FILE.gguf --tokens 1,5,9,256 --repeats 60 --out RECORD.json
+    python -m tests.benchmarks.offload_cost -m FILE.gguf --tokens 1,5,9,256 --repeats 60 --out RECORD.json
 
-Every repetition decodes the same tokens in every mode, in random order, in one context and after the same prefix;
-logits must be equal bit for bit. "sensing" is what the native sensor spends plus one read of the counts, as a
-speculative step does. One line per batch size goes to standard output, the record with all raw samples to --out.
+Every repetition decodes the same tokens in every scope, in random order, in one context and after the same prefix;
+logits must be equal bit for bit. "sensing" is the native sensor's time plus one read of the counts, as in a
+speculative step. One line per batch size goes to standard output, the record with all raw samples to --out.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from moeedge.native.abi import Phase
 N_PREFIX = 64  # tokens in the KV cache before each measured decode
 
 
-def plan_with(context: Context, claims: OffloadScope) -> None:
-    """Makes llama.cpp plan its next graph with these claims."""
+def plan_with(context: Context, scope: OffloadScope) -> None:
+    """Makes llama.cpp plan its next graph with this offload scope."""
     assert context.sensor is not None, "the model has no experts"
     context.set_mode("stock")
     context.set_mode("moeedge")
-    context.sensor.set_offload_scope(claims)
+    context.sensor.set_offload_scope(scope)
 
 
 def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int) -> dict[str, object]:
-    """Raw samples in seconds by claims for batches of `n_tokens`, and the sensing share of WHOLE.
+    """Returns samples in seconds by scope for batches of `n_tokens`, and the share of sensing with scope ALL.
 
-    One context serves all modes: two contexts differ by several per cent for where their buffers lie.
+    One context serves all scopes: two contexts differ by several per cent, because their buffers have other addresses.
     """
     rng = np.random.default_rng(seed)
-    samples: dict[OffloadScope, list[float]] = {claims: [] for claims in OffloadScope}
+    samples: dict[OffloadScope, list[float]] = {scope: [] for scope in OffloadScope}
     sensing_s: list[float] = []
     with Context(model, n_ctx=N_PREFIX + n_tokens + 8, n_threads=n_threads, mode="stock") as context:
         sensor = context.sensor
@@ -57,8 +57,8 @@ def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int
         for repeat in range(-2, repeats):  # two rounds of warm-up
             tokens = rng.integers(0, model.info.n_vocab, n_tokens).tolist()
             stock_logits = None
-            for claims in (OffloadScope(value) for value in rng.permutation(list(OffloadScope))):
-                plan_with(context, claims)
+            for scope in (OffloadScope(value) for value in rng.permutation(list(OffloadScope))):
+                plan_with(context, scope)
                 decode(tokens)  # plans and allocates
                 before_s = sensor.stats().sense_s
                 decode_s, logits = decode(tokens)
@@ -69,22 +69,22 @@ def measure(model: Model, n_tokens: int, repeats: int, n_threads: int, seed: int
                 stock_logits = logits.copy() if stock_logits is None else stock_logits
                 assert np.array_equal(logits, stock_logits), "logits differ"
                 if repeat >= 0:
-                    samples[claims].append(decode_s)
-                    if claims == OffloadScope.ALL:
+                    samples[scope].append(decode_s)
+                    if scope == OffloadScope.ALL:
                         sensing_s.append(sensed_s + read_s)
     stock_s = samples[OffloadScope.NONE]
     step_s = statistics.median(samples[OffloadScope.ALL])
     sensed_s = statistics.median(sensing_s)
     return {
         "n_tokens": n_tokens,
-        "median_s": {claims.name: statistics.median(times) for claims, times in samples.items()},
+        "median_s": {scope.name: statistics.median(times) for scope, times in samples.items()},
         "speed_to_stock": {
-            claims.name: statistics.median([a / b for a, b in zip(stock_s, times, strict=True)])
-            for claims, times in samples.items()
+            scope.name: statistics.median([a / b for a, b in zip(stock_s, times, strict=True)])
+            for scope, times in samples.items()
         },
         "sensing_s": sensed_s,
         "sensing_share": sensed_s / step_s,
-        "samples_s": {claims.name: times for claims, times in samples.items()},
+        "samples_s": {scope.name: times for scope, times in samples.items()},
         "sensing_samples_s": sensing_s,
     }
 
@@ -103,7 +103,7 @@ def main() -> None:
         sizes = map(int, options.tokens.split(","))
         results = [measure(model, n, options.repeats, options.threads, options.seed) for n in sizes]
         record = {
-            "schema": "moeedge-claims-cost-1",
+            "schema": "moeedge-offload-cost-1",
             "environment": asdict(read_environment()),
             "model": {"file": model.path.name, **asdict(model.info)},
             "repeats": options.repeats,
@@ -111,7 +111,7 @@ def main() -> None:
         }
     for row in results:
         speeds = " ".join(f"{name} {speed:.3f}" for name, speed in row["speed_to_stock"].items())
-        step_ms = row["median_s"]["WHOLE"] * 1e3
+        step_ms = row["median_s"]["ALL"] * 1e3
         sensing_us = row["sensing_s"] * 1e6
         print(
             f"{row['n_tokens']:4d} tokens: {step_ms:.3f} ms; speed to stock: {speeds}; "
