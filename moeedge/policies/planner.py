@@ -217,11 +217,15 @@ class PooledPolicy:
     execution_model = ExecutionModel()
     required_inputs: frozenset[str] = frozenset()
 
-    def __init__(self, shape: CacheShape, config: PolicyConfig, *, evict: bool | None = None) -> None:
+    def __init__(
+        self, shape: CacheShape, config: PolicyConfig, *, cap: int | None = None, evict: bool | None = None
+    ) -> None:
+        """cap, evict: override the config's, for policies that read other ablations."""
+        cap = config.cap if cap is None else cap
         size = (shape.n_layers, shape.n_experts)
         self.shape = shape
-        self._cap = np.float32(config.cap)
-        self._planner = Planner(shape, config.cap, evict=config.evicts if evict is None else evict)
+        self._cap = np.float32(cap)
+        self._planner = Planner(shape, cap, evict=config.evicts if evict is None else evict)
         self._score: FloatArray = np.zeros(size, dtype=np.float32)
         self._utility: FloatArray = np.zeros(size, dtype=np.float32)
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)

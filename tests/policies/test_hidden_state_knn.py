@@ -72,7 +72,7 @@ def test_neighbours_are_weighed_by_the_rule(seed: int) -> None:
         for place, token in enumerate(tokens.tolist()):
             own = hidden_states[place] if place < len(hidden_states) else nothing
             past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
-    assert memory.n_kept == len(past)
+    assert memory.n_stored == len(past)
 
 
 def test_a_context_seen_before_is_foretold() -> None:
@@ -98,7 +98,7 @@ def test_a_context_seen_before_is_foretold() -> None:
 
 
 def test_the_newest_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_knn, "MOST_ROWS", 7)
+    monkeypatch.setattr(hidden_state_knn, "ROWS_MAX", 7)
     rng = np.random.default_rng(3)
     memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
@@ -115,7 +115,7 @@ def test_the_newest_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None
         for place, token in enumerate(tokens.tolist()):
             own = hidden_states[place] if place < len(hidden_states) else nothing
             past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
-    assert memory.n_kept == memory.n_rows == 7
+    assert memory.n_stored == memory.n_rows == 7
 
 
 def test_long_states_keep_their_neighbours() -> None:
@@ -143,7 +143,7 @@ def test_batches_without_states_and_memory_without_bytes_change_nothing() -> Non
     memory.learn(tokens, ids)  # nobody asked
     memory.expect(tokens.tolist(), hidden_states, out)
     memory.learn(tokens[:2], ids[:, :2])  # another batch than was asked about
-    assert memory.n_kept == 0
+    assert memory.n_stored == 0
     none = HiddenStateKNN(N_LAYERS, N_EXPERTS, 0)
     for _ in range(3):
         assert not none.expect(tokens.tolist(), hidden_states, out).any()
@@ -162,13 +162,13 @@ def test_states_that_are_no_numbers_tell_nothing() -> None:
         told = memory.expect(tokens.tolist(), hidden_states, out)
         assert not broken or not (told.any() or out.any())
         memory.learn(tokens, ids)
-    assert memory.n_kept == 10  # of two batches
+    assert memory.n_stored == 10  # of two batches
 
 
 def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_knn, "MOST_ROWS", 3)
+    monkeypatch.setattr(hidden_state_knn, "ROWS_MAX", 3)
     memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     tokens, hidden_states, ids = batch(np.random.default_rng(0), 9)
     memory.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
     memory.learn(tokens, ids)
-    assert memory.n_kept == 3
+    assert memory.n_stored == 3

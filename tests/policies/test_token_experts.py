@@ -51,7 +51,7 @@ def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
         ids = random_ids(rng, 4)
         ids[0] = routed(tokens)[0]  # layer 0 does follow it
         ahead.expect(rate, tokens.tolist(), 4.0, out)
-        ahead.judge(rate, count(ids, N_EXPERTS).reshape(-1).astype(np.float32) / 4, 4)
+        ahead.fit_trust(rate, count(ids, N_EXPERTS).reshape(-1).astype(np.float32) / 4, 4)
         ahead.learn(tokens, ids)
         assert step < 20 or np.all((ahead.trust >= 0) & (ahead.trust <= 1))
     assert ahead.trust[0] > 0.95

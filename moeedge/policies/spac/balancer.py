@@ -9,12 +9,12 @@ MoE-SpAc, section 3.3, Eq. 7-12, solved by the closed form of Appendix C.2, Eq. 
     n(tau) <= room(tau)                                               (Eq. 11, in slots)
 
 A higher tau leaves fewer experts hot: r_c rises, r_g and n fall, so T_cpu - T_gpu rises and its absolute value has one
-valley. The best integer is one of the two around the crossing, or the end of the feasible range nearest to it. No tau
-feasible: tau = K, which moves least.
+minimum. The best integer is next to the zero, or the end of the feasible range nearest to it. Without a feasible tau,
+tau = K, which uploads least.
 
 Eq. 10's right side is not monotonic (the larger of a rising and a falling time), so the feasible set need not be the
-contiguous range that Eq. 37 takes it for. The two candidates are therefore the feasible tau next to the crossing on
-either side, which is Eq. 39 where the set is contiguous and exact where it is not.
+contiguous range that Eq. 37 assumes. The two candidates are therefore the feasible tau next to the zero on either side,
+which is Eq. 39 where the set is contiguous and exact where it is not.
 """
 
 from __future__ import annotations
@@ -25,32 +25,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.floating[Any]]
+from moeedge.policies.base import BoolArray, CacheShape, FloatArray, IndexArray
+from moeedge.policies.cost_model import CostModel
+
+RealArray = NDArray[np.floating[Any]]
+
+# with these Eq. 11 holds by itself: the experts that are hot at tau = 1 are those that fit the slots
+_NO_LIMIT = np.array([np.inf])
+_NO_UPLOADS = np.zeros(1)
+_CLEARLY = 2.0  # a CPU that takes so many times as long as the device will not be the faster side a step later
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Workload:
-    """What each choice of tau would mean; [..., j] is tau = j + 1, K of them, in any leading shape, usually [n_layers].
+    """Work per threshold: [..., j] is tau = j + 1, K of them, with any leading shape, usually [n_layers].
 
     `cpu_s` must not fall and `device_s` and `n_uploads` must not rise with tau.
     """
 
-    cpu_s: FloatArray  # T_cpu
-    device_s: FloatArray  # T_gpu
-    n_uploads: FloatArray  # n(tau), hot experts that are absent
-    room: FloatArray  # slots that may be filled; broadcast against the others
+    cpu_s: RealArray  # T_cpu
+    device_s: RealArray  # T_gpu
+    n_uploads: RealArray  # n(tau), hot experts that are absent
+    room: RealArray  # slots that may be filled; broadcast against the others
 
     @classmethod
     def of_ratios(
         cls,
-        r_c: FloatArray,
-        r_g: FloatArray,
-        n_pairs: FloatArray,
-        n_distinct: FloatArray,
-        cpu_expert_s: float | FloatArray,
-        device_expert_s: float | FloatArray,
-        n_uploads: FloatArray,
-        room: FloatArray,
+        r_c: RealArray,
+        r_g: RealArray,
+        n_pairs: RealArray,
+        n_distinct: RealArray,
+        cpu_expert_s: float | RealArray,
+        device_expert_s: float | RealArray,
+        n_uploads: RealArray,
+        room: RealArray,
     ) -> Workload:
         """Eq. 7 and 8: from the ratios [..., K], the activated experts [...] and the unit times in seconds."""
         cpu_s = r_c * (n_pairs * cpu_expert_s)[..., None]
@@ -58,7 +66,7 @@ class Workload:
         return cls(cpu_s, device_s, n_uploads, room)
 
 
-def feasible(work: Workload, transfer_expert_s: float, draft_share_s: float) -> NDArray[np.bool_]:
+def feasible(work: Workload, transfer_expert_s: float, draft_share_s: float) -> BoolArray:
     """Eq. 10-12 and Eq. 37, bool [..., K].
 
     draft_share_s: gamma * T_u_draft / L_target, each layer's share of the drafting time.
@@ -69,20 +77,100 @@ def feasible(work: Workload, transfer_expert_s: float, draft_share_s: float) -> 
     return np.asarray(allowed & (work.n_uploads <= work.room), dtype=np.bool_)
 
 
-def thresholds(work: Workload, transfer_expert_s: float, draft_share_s: float) -> NDArray[np.float32]:
-    """tau* of Eq. 39, float32 [...] with integer values in 1..K. Of two equally good ones the lower: more is hot."""
+def thresholds(work: Workload, transfer_expert_s: float, draft_share_s: float) -> FloatArray:
+    """tau* of Eq. 39, float32 [...] with integer values in 1..K; of two equally good ones the lower (more is hot)."""
     fits = feasible(work, transfer_expert_s, draft_share_s)
     n_tau = fits.shape[-1]
     difference = work.cpu_s - work.device_s  # rises with tau
-    if fits[..., 0].all() and (difference[..., 0] > 0).all():  # the crossing lies below tau = 1, as with fast devices
+    if fits[..., 0].all() and (difference[..., 0] > 0).all():  # the zero is below tau = 1, as with fast devices
         return np.ones(fits.shape[:-1], dtype=np.float32)
     before = fits & (difference <= 0)
     after = fits & (difference > 0)
-    floor = n_tau - 1 - before[..., ::-1].argmax(axis=-1)  # the last feasible one before the crossing
-    ceiling = after.argmax(axis=-1)  # the first behind it
+    floor = n_tau - 1 - before[..., ::-1].argmax(axis=-1)  # the last feasible one before the zero
+    ceiling = after.argmax(axis=-1)  # the first after it
     gap = np.where(fits, np.abs(difference), np.inf).reshape(-1)
     first = np.arange(0, gap.size, n_tau).reshape(floor.shape)
-    # where one side is empty, argmax names an end of the range, which is worse or infeasible or the same tau
+    # where one side is empty, argmax returns an end of the range, which is worse or infeasible or the same tau
     best = np.where(gap.take(first + floor) <= gap.take(first + ceiling), floor, ceiling)
     best[~fits.any(axis=-1)] = n_tau - 1
     return np.asarray(best + 1, dtype=np.float32)
+
+
+class ExpectedWorkload:
+    """The workload of each threshold, derived from expected activations (policy spac). Call `solve` once per step.
+
+    MoE-SpAc takes r_c(tau), r_g(tau) and b from a warm-up and the last step (Appendix C.1). With expected activations
+    of every expert they follow for each layer and step: the pairs and the distinct experts on either side of tau. Unit
+    times are affine in the tokens per expert (fetching the weights, and a time per token), fitted to the cost model's
+    curves, so that a sum over experts needs only the number of experts and of pairs.
+
+    All layers share the link (Eq. 10), so its constraint applies to the entire step, as the number of uploads that fit
+    its time; if more are hot, the best are uploaded. Layer by layer, as printed, a layer with two uploads would raise
+    its tau while the link is idle for the others, and a cold cache with a slow link would stay empty (measured:
+    pair-hit 0.55 instead of 0.62 on gpt-oss-20b at 2 ms an expert, and 0.06 at 20 ms).
+    """
+
+    def __init__(self, shape: CacheShape, cap: int, cost_model: CostModel, gamma: int) -> None:
+        self._n_layers, self._cap = shape.n_layers, cap
+        self._layer_of = np.repeat(np.arange(shape.n_layers), shape.n_experts)
+        self._cpu_s = _affine(cost_model.cpu_expert_s)
+        self._device_s = _affine(cost_model.device_expert_s)
+        self._transfer_s = cost_model.transfer_expert_s
+        # a layer's further time for transfers: its share of drafting (Eq. 10) and its other operations
+        self._layer_rest_s = gamma * cost_model.draft_token_s / shape.n_layers + cost_model.layer_rest_s
+        self.is_stable = False  # the last solution was tau = 1 for every layer, clearly
+        self._ones: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
+
+    def solve(self, score: FloatArray, utility: FloatArray, all_pairs: float) -> tuple[FloatArray, int | None]:
+        """tau [n_layers], and the number of uploads that fit the time of a step (None: unlimited).
+
+        score      [n_layers, n_experts], expected activations
+        utility    [n_layers, n_experts], hot from 1 on
+        all_pairs  expected activations of each layer: batch times experts per token, the same for all
+        """
+        flat_utility, flat_score = utility.reshape(-1), score.reshape(-1)
+        hot = (flat_utility >= 1.0).nonzero()[0]
+        hot_score, layers = flat_score.take(hot), self._layer_of.take(hot)
+        pairs, distinct = _sums(layers, hot_score, self._n_layers)
+        (cpu_fixed_s, cpu_pair_s), (device_fixed_s, device_pair_s) = self._cpu_s, self._device_s
+        # below tau = 1 hardly any expert is expected twice: a pair is an expert
+        cpu_s = (cpu_fixed_s + cpu_pair_s) * (all_pairs - pairs)
+        device_s = device_fixed_s * distinct + device_pair_s * pairs
+        max_uploads = None
+        if self._transfer_s > 0:
+            step_s = float(np.maximum(cpu_s, device_s).sum()) + self._n_layers * self._layer_rest_s
+            max_uploads = max(int(step_s / self._transfer_s), 1)
+        # the usual case: at tau = 1 the CPU is already the slower side, and every higher tau gives it more work
+        self.is_stable = float((cpu_s - _CLEARLY * device_s).min()) > 0.0
+        if self.is_stable or (cpu_s > device_s).all():
+            return self._ones, max_uploads
+        level = flat_utility.take(hot).astype(np.intp)
+        bins = layers * self._cap + (self._cap - level)  # by layer, then level, K first
+        by_level = _sums(bins, hot_score, self._n_layers * self._cap)
+        # [n_layers, K]: at and above tau = j + 1
+        pairs_on, distinct_on = by_level.reshape(2, self._n_layers, self._cap).cumsum(axis=2)[:, :, ::-1]
+        device_s = device_fixed_s * distinct_on + device_pair_s * pairs_on
+        # experts that are hot at 1 but not at tau are computed by the CPU, too
+        back_s = cpu_fixed_s * (distinct[:, None] - distinct_on) + cpu_pair_s * (pairs[:, None] - pairs_on)
+        cpu_s = cpu_s[:, None] + np.maximum(back_s, 0.0)
+        return thresholds(Workload(cpu_s, device_s, _NO_UPLOADS, _NO_LIMIT), 0.0, 0.0), max_uploads
+
+
+def _sums(bins: IndexArray, score: FloatArray, n: int) -> NDArray[np.float64]:
+    """Expected activations of each bin, and distinct experts expected to be used, [2, n]."""
+    sums = np.empty((2, n))
+    sums[0] = np.bincount(bins, weights=score, minlength=n)
+    # an expert expected less than once is used by one token or none
+    np.minimum(sums[0], np.bincount(bins, minlength=n), out=sums[1])
+    return sums
+
+
+def _affine(curve_s: NDArray[Any]) -> tuple[float, float]:
+    """Least squares of time = a + b * tokens, both >= 0, over the curve's points from one token on."""
+    tokens = np.arange(1, curve_s.size, dtype=np.float64)
+    times = curve_s[1:]
+    if tokens.size == 1:
+        return float(times[0]), 0.0
+    slope = float(np.polyfit(tokens, times, 1)[0])
+    slope = min(max(slope, 0.0), float(times.sum() / tokens.sum()))
+    return float((times - slope * tokens).mean()), slope

@@ -13,8 +13,8 @@ Both boundaries start at floor(gamma / 2) and the transition uses those from bef
   "float"   the moving average is kept as a real number, so that it can rise again.
   "fixed"   no calibration: up = 3, down = 1 (Table 4, "w/o AdaBC").
 
-The printed rule only adds and subtracts ones, so the utility forgets how high a count was. `decayed_counts` is the
-plain alternative: an exponential moving average of the counts themselves.
+The printed rule only adds and subtracts ones, so the utility forgets how high a count was. `decayed_counts` is an
+alternative: an exponential moving average of the counts themselves.
 
 Shapes: `counts` is integer [n_layers, n_experts] (any leading shape works), the state's arrays have the same shape.
 """
@@ -37,10 +37,10 @@ _FLOOR_SLACK = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class UtilityConfig:
-    """Hyper-parameters of Algorithm 1; the defaults are the paper's (section 4.1)."""
+    """Hyper-parameters of Algorithm 1. The defaults are the paper's (section 4.1). Raises ValueError out of range."""
 
-    gamma: int = 8  # draft length; only sets where the boundaries start
-    cap: int = 4  # K: highest utility
+    gamma: int = 8  # draft length; sets the initial boundaries only
+    cap: int = 4  # K, the highest utility
     forgetting: float = 0.1  # lambda
     boundaries: Boundaries = "floor"
     fixed_up: int = 3
@@ -59,7 +59,7 @@ class UtilityConfig:
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class UtilityState:
-    """What Algorithm 1 remembers between steps, per layer and expert."""
+    """State of Algorithm 1 between steps, per layer and expert."""
 
     utility: NDArray[np.int16]  # s, 0..K
     up: FloatArray  # boundary of the upward transition, in activations
@@ -80,7 +80,7 @@ def initial_state(shape: tuple[int, ...], config: UtilityConfig) -> UtilityState
 
 
 def observe(state: UtilityState, counts: IntArray, config: UtilityConfig) -> UtilityState:
-    """One step of Algorithm 1 (lines 5-25): the state after seeing `counts` [n_layers, n_experts] of this step."""
+    """One step of Algorithm 1 (lines 5-25): the state after `counts` [n_layers, n_experts]."""
     if counts.shape != state.counts.shape:
         raise ValueError(f"counts have shape {counts.shape}, the state has {state.counts.shape}")
     now = counts.astype(np.int32)
@@ -104,11 +104,11 @@ def decayed_counts(average: FloatArray, counts: IntArray, beta: float) -> FloatA
 
 
 def hot(score: NDArray[Any], threshold: float) -> NDArray[np.bool_]:
-    """The hot-or-cold prediction for the next step: score >= threshold (section 2.3)."""
+    """Experts predicted hot for the next step: score >= threshold (section 2.3)."""
     return np.asarray(score >= threshold, dtype=np.bool_)
 
 
 def _calibrate(boundary: FloatArray, size: IntArray, config: UtilityConfig) -> FloatArray:
-    """Lines 18 and 22: the boundary drawn towards the size of the fluctuation."""
+    """Lines 18 and 22: moves the boundary towards the size of the fluctuation."""
     moved = (1.0 - config.forgetting) * boundary + config.forgetting * size
     return np.floor(moved + _FLOOR_SLACK) if config.boundaries == "floor" else np.asarray(moved, dtype=np.float64)
