@@ -1,4 +1,4 @@
-"""The native library seen from Python: attach our ggml backend to llama.cpp, read what its sensor saw."""
+"""The native library: attaches our ggml backend to llama.cpp, reads its routing sensor, drives its expert cache."""
 
 from __future__ import annotations
 

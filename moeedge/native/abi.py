@@ -1,29 +1,40 @@
-"""The C interface of include/moeedge.h in ctypes: structures and signatures, nothing else.
+"""The C interface of include/moeedge.h in ctypes: enums, structures with pointers, signatures.
 
-What an instance of our backend may ask for.
+Structures without pointers are dataclasses (see structs.py) next to the code that uses them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum, IntFlag
+from typing import Any
 
 import numpy as np
 
+ABI_VERSION = 5  # MOEEDGE_ABI_VERSION that this module is written for
+
 
 class Phase(IntEnum):
-    """What a decode call is for; the values are those of the native library (native/include/moeedge.h)."""
+    """enum moeedge_phase: the purpose of a decode call."""
 
-    AUTO = 0  # not told: more than one token counts as prefill, one as decode
+    AUTO = 0  # not set: more than one token counts as prefill, one as decode
     PREFILL = 1
     DECODE = 2  # plain decoding, one token
     DRAFT = 3
     VERIFY = 4
 
 
+class OffloadScope(IntEnum):
+    """enum moeedge_offload_scope: the operations that our backend takes from llama.cpp's scheduler."""
+
+    NONE = 0  # the context runs as in stock llama.cpp
+    MOE = 1  # the MoE blocks whose weights are in host memory, for use with a GPU
+    ALL = 2  # every operation of the CPU: one split per graph, so that sensing adds no splits
+
+
 class Residency(IntEnum):
-    """Where an expert is; the values of `ExpertCache.residency`."""
+    """enum moeedge_residency: where an expert is."""
 
     ABSENT = 0
     RESIDENT = 1
@@ -31,22 +42,28 @@ class Residency(IntEnum):
 
 
 class PrefillPath(IntEnum):
-    """How batches of many tokens are computed; the values are those of include/moeedge.h."""
+    """enum moeedge_prefill_path: how batches of many tokens are computed."""
 
     CPU = 0  # the graph as it is
     RESIDENT = 1  # resident experts on the device, the others on the CPU
-    STREAM = 2  # all experts on the device, brought there as needed
+    STREAM = 2  # all experts on the device, uploaded as needed
 
 
 class CaptureFlags(IntFlag):
-    """What small batches leave behind; the values are those of include/moeedge.h."""
+    """enum moeedge_capture_flags: the activations that are captured of small batches."""
 
     NOTHING = 0
-    INPUTS = 1  # what each layer's router reads
-    PROBS = 2  # what the router makes of it
+    INPUTS = 1  # the input of each layer's router
+    PROBS = 2  # the router's output
 
 
-ABI_VERSION = 4  # of include/moeedge.h, as the structures and signatures below have it
+class Status(IntEnum):
+    """enum moeedge_status, as far as Python distinguishes them."""
+
+    OUT_OF_MEMORY = -3
+    NO_DEVICE = -7
+    FILE_ERROR = -9
+    TIMEOUT = -10
 
 
 class FrameStruct(ctypes.Structure):
@@ -62,8 +79,8 @@ class FrameStruct(ctypes.Structure):
     ]
 
 
-class CapturedStruct(ctypes.Structure):
-    """struct moeedge_captured."""
+class ActivationsStruct(ctypes.Structure):
+    """struct moeedge_activations."""
 
     _fields_ = [
         ("serial", c_int64),
@@ -111,7 +128,7 @@ class CacheConfigStruct(ctypes.Structure):
     ]
 
 
-# struct moeedge_block_record, as a NumPy type
+# struct moeedge_block_record
 BLOCK_RECORD = np.dtype(
     [
         ("serial", np.int64),
@@ -131,72 +148,53 @@ BLOCK_RECORD = np.dtype(
 )
 
 
-class BackendRegistration(ctypes.Structure):
-    """The beginning of struct ggml_backend_reg, as far as we look."""
-
-    _fields_ = [("api_version", c_int)]
-
-
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "moeedge_ggml_version": (c_char_p, []),
-    "moeedge_llama_cpp_version": (c_char_p, []),
-    "moeedge_backend_api_version": (c_int, []),
-    "moeedge_abi_version": (c_int, []),
-    "moeedge_register": (c_int, []),
-    "moeedge_set_default_claims": (c_int, [c_int]),
-    "moeedge_newest_instance": (c_int64, []),
-    "moeedge_live_instances": (c_int, []),
-    "moeedge_instance_set_claims": (c_int, [c_int64, c_int]),
-    "moeedge_instance_set_phase": (c_int, [c_int64, c_int]),
-    "moeedge_instance_configure": (c_int, [c_int64, c_int, c_int, c_int, c_int]),
-    "moeedge_instance_read_counts": (c_int, [c_int64, POINTER(c_uint32)]),
-    "moeedge_instance_frames": (c_int, [c_int64, c_int64, POINTER(FrameStruct), c_int]),
-    "moeedge_instance_stats": (c_int, [c_int64, c_void_p]),
-    "moeedge_instance_threads": (c_int, [c_int64]),
-    "moeedge_imagined_gpu": (c_void_p, []),
-    "moeedge_memory_uses": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
-    "moeedge_instance_set_capture": (c_int, [c_int64, c_int, c_int, c_int, c_int]),
-    "moeedge_instance_captured": (c_int, [c_int64, c_int, POINTER(CapturedStruct)]),
-    "moeedge_instance_set_hook": (c_int, [c_int64, BLOCK_HOOK, c_void_p]),
-}
-
-# arrays go as addresses (c_void_p): these are called once or twice per step
-_CACHE_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "moeedge_last_error": (c_char_p, []),
-    "moeedge_cache_create": (c_int64, [POINTER(CacheConfigStruct)]),
-    "moeedge_cache_destroy": (c_int, [c_int64]),
-    "moeedge_cache_get_info": (c_int, [c_int64, c_void_p]),
-    "moeedge_cache_groups": (c_int, [c_int64, c_void_p, c_void_p, c_void_p]),
-    "moeedge_cache_plan": (c_int, [c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int]),
-    "moeedge_cache_demand": (
-        c_int,
-        [c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double],
-    ),
-    "moeedge_cache_set_batch": (c_int, [c_int64, c_int]),
-    "moeedge_cache_residency": (c_int, [c_int64, c_void_p]),
-    "moeedge_cache_get_stats": (c_int, [c_int64, c_void_p]),
-    "moeedge_cache_blocks": (c_int, [c_int64, c_int64, c_void_p, c_int]),
-    "moeedge_cache_drain": (c_int, [c_int64, c_double]),
-    "moeedge_cache_clear": (c_int, [c_int64]),
-    "moeedge_cache_set_prefill": (c_int, [c_int64, c_int, c_int]),
-    "moeedge_cache_acquire": (c_int, [c_int64, c_int, c_void_p, c_int, c_void_p]),
-    "moeedge_cache_release": (c_int, [c_int64, c_int, c_void_p, c_int]),
-    "moeedge_cache_read": (c_int, [c_int64, c_int, c_int, c_char_p, c_void_p, c_int64]),
-    "moeedge_instance_set_cache": (c_int, [c_int64, c_int64]),
+# Result and argument types. Arrays and output structures are passed by address (c_void_p), which is cheap enough for
+# every step.
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ggml_version": (c_char_p,),
+    "llama_cpp_version": (c_char_p,),
+    "backend_api_version": (c_int,),
+    "abi_version": (c_int,),
+    "register": (c_int,),
+    "last_error": (c_char_p,),
+    "set_default_offload_scope": (c_int, c_int),
+    "newest_instance": (c_int64,),
+    "live_instances": (c_int,),
+    "instance_set_offload_scope": (c_int, c_int64, c_int),
+    "instance_set_phase": (c_int, c_int64, c_int),
+    "instance_configure": (c_int, c_int64, c_int, c_int, c_int, c_int),
+    "instance_read_counts": (c_int, c_int64, c_void_p),
+    "instance_frames": (c_int, c_int64, c_int64, POINTER(FrameStruct), c_int),
+    "instance_get_stats": (c_int, c_int64, c_void_p),
+    "instance_threads": (c_int, c_int64),
+    "instance_set_capture": (c_int, c_int64, c_int, c_int, c_int, c_int),
+    "instance_get_activations": (c_int, c_int64, c_int, POINTER(ActivationsStruct)),
+    "instance_set_hook": (c_int, c_int64, BLOCK_HOOK, c_void_p),
+    "instance_set_cache": (c_int, c_int64, c_int64),
+    "cache_create": (c_int64, POINTER(CacheConfigStruct)),
+    "cache_destroy": (c_int, c_int64),
+    "cache_get_info": (c_int, c_int64, c_void_p),
+    "cache_groups": (c_int, c_int64, c_void_p, c_void_p, c_void_p),
+    "cache_plan": (c_int, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int),
+    "cache_demand": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double),
+    "cache_set_batch": (c_int, c_int64, c_int),
+    "cache_residency": (c_int, c_int64, c_void_p),
+    "cache_get_stats": (c_int, c_int64, c_void_p),
+    "cache_blocks": (c_int, c_int64, c_int64, c_void_p, c_int),
+    "cache_drain": (c_int, c_int64, c_double),
+    "cache_clear": (c_int, c_int64),
+    "cache_set_prefill": (c_int, c_int64, c_int, c_int),
+    "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),
+    "cache_release": (c_int, c_int64, c_int, c_void_p, c_int),
+    "cache_read": (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64),
+    "dry_run_gpu": (c_void_p,),
+    "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
 }
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Give the library's functions their signatures. Raises AttributeError for a library that lacks one."""
-    for name, (restype, argtypes) in {**_SIGNATURES, **_CACHE_SIGNATURES}.items():
-        function = getattr(library, name)
-        function.restype = restype
-        function.argtypes = argtypes
-
-
-class OffloadScope(IntEnum):
-    """What our backend asks llama.cpp's scheduler for; the values are those of include/moeedge.h."""
-
-    NONE = 0  # nothing: the context runs as stock llama.cpp does
-    MOE = 1  # the MoE blocks whose weights lie in host memory, for use beside a GPU
-    ALL = 2  # every operation of the CPU: one split per graph, so that sensing costs no seams
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(library, f"moeedge_{name}")
+        function.restype = result
+        function.argtypes = arguments

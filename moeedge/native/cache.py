@@ -1,10 +1,7 @@
-"""Where the bytes of one expert tensor lie in its GGUF file.
+"""The expert cache of one session: which experts are on a device, and which to move there next.
 
-The expert cache of one session: which experts lie on a device, and what to move there next.
-
-The cache moves experts in a thread of its own, from the model's files to slots on the device; an instance of our
-backend that it is attached to computes with those that have arrived. Nothing here waits for a transfer, but for
-`drain`, `clear` and `close`.
+The cache moves experts in its own thread, from the model's files to slots on the device; a context that it is attached
+to computes with the resident ones. Only `drain`, `demand`, `clear` and `close` wait for transfers.
 """
 
 from __future__ import annotations
@@ -15,14 +12,13 @@ from collections.abc import Sequence
 from ctypes import c_int32
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, PrefillPath
+from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, PrefillPath, Status
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
 from moeedge.native.structs import TEXT_64, TEXT_128, c_field, c_struct, counter, fill, from_c, gauge
@@ -48,14 +44,12 @@ class ExpertTensor:
         return self.name.split(".", 2)[2]
 
 
-MAX_BLOCKS = 4096  # block records that the native ring holds
-
-_OUT_OF_MEMORY, _NO_DEVICE, _FILE_ERROR, _TIMEOUT = -3, -7, -9, -10  # enum moeedge_status
+MAX_BLOCKS = 4096  # block records that the native ring holds (block-records.h)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What to cache where."""
+    """Device, experts and size of a cache."""
 
     device: str  # ggml's name of it, or "emulated"
     files: Sequence[Path]  # all parts of the model
@@ -65,8 +59,8 @@ class CacheConfig:
     ratio: float  # share of all experts that get a slot, 0..1
     n_stage: int = 0  # extra slots per group, for streaming prefill
     emulated_threads: int = 1
-    link_bytes_per_s: float = 0.0  # rate that the emulated device's transfers are slowed down to; 0: they are not
-    link_latency_s: float = 0.0  # what each of them takes besides
+    link_bytes_per_s: float = 0.0  # rate of the emulated device's transfers; 0: not limited
+    link_latency_s: float = 0.0  # fixed time of each of them
 
 
 @dataclass(frozen=True)
@@ -127,12 +121,12 @@ _CacheStatsStruct = c_struct(CacheStats)
 
 
 class ExpertCache:
-    """One cache; `open` makes it, `close` (or leaving the context) ends it."""
+    """An open expert cache; `close` (or leaving the context) ends it."""
 
     def __init__(self, library: ctypes.CDLL, cache: int) -> None:
         self._library = library
         self._cache = cache
-        # a thread that still moves bytes while the interpreter ends would be cut off in the middle
+        # the mover must end before the interpreter does
         self._finalizer = weakref.finalize(self, library.moeedge_cache_destroy, cache)
         self._attached: list[Sensor] = []
         self._last_block = 0
@@ -148,117 +142,105 @@ class ExpertCache:
         one slot per group fits), BackendError.
         """
         library = load()
-        raw, _keep = _to_struct(config)
+        raw, _referenced = _to_struct(config)
         cache: int = library.moeedge_cache_create(ctypes.byref(raw))
-        if cache < 0:
-            _fail(library, cache)
-        return cls(library, cache)
+        return cls(library, _check(library, cache))
 
     def __enter__(self) -> ExpertCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Detach, end the mover, free the device's memory. No decode may run. Calling it again does nothing."""
+        """Detach, end the mover, free the device's memory. No decode may run. May be called twice."""
         self._finalizer()
-
-    def _check(self, status: int) -> int:
-        if status < 0:
-            _fail(self._library, status)
-        return status
 
     def _read_info(self) -> CacheInfo:
         raw = _CacheInfoStruct()
-        self._check(self._library.moeedge_cache_get_info(self._cache, ctypes.byref(raw)))
+        _check(self._library, self._library.moeedge_cache_get_info(self._cache, ctypes.byref(raw)))
         return from_c(CacheInfo, raw)
 
-    def groups(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def groups(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
         """Group of each layer int32 [n_layers] (-1: no experts); slots int32 and bytes per expert int64 [n_groups]."""
         layer_group = np.zeros(self.info.n_layers, dtype=np.int32)
         capacity = np.zeros(self.info.n_groups, dtype=np.int32)
         expert_bytes = np.zeros(self.info.n_groups, dtype=np.int64)
         addresses = (array.ctypes.data for array in (layer_group, capacity, expert_bytes))
-        self._check(self._library.moeedge_cache_groups(self._cache, *addresses))
+        _check(self._library, self._library.moeedge_cache_groups(self._cache, *addresses))
         return layer_group, capacity, expert_bytes
 
     def plan(
         self,
-        uploads: npt.NDArray[np.int32],
-        priority: npt.NDArray[np.uint8],
-        victims: npt.NDArray[np.int32],
-        victim_utility: npt.NDArray[np.float32],
+        uploads: NDArray[np.int32],
+        priority: NDArray[np.uint8],
+        victims: NDArray[np.int32],
+        victim_utility: NDArray[np.float32],
     ) -> None:
-        """Replace what is still queued; what is in flight goes on.
+        """Replace the queue; transfers under way continue.
 
-        uploads: [n, 2] (layer, expert), moved by level, highest first, then by layer, then in this order; those that
-        are resident or in flight already are left out.
-        levels: [n].
-        victims: [m, 2] (layer, expert) that may be evicted for them, and victim_utility [m]: the lowest goes first.
+        uploads: int32 [n, 2] (layer, expert), moved by priority, highest first, then by layer, then in this order;
+            experts that are resident or in flight are left out.
+        priority: uint8 [n].
+        victims: int32 [m, 2] (layer, expert) that may be evicted for them; victim_utility: float32 [m], the lowest is
+            evicted first.
         """
-        uploads, victims = np.ascontiguousarray(uploads, np.int32), np.ascontiguousarray(victims, np.int32)
-        priority = np.ascontiguousarray(priority, np.uint8)
-        victim_utility = np.ascontiguousarray(victim_utility, np.float32)
-        if uploads.size != 2 * priority.size or victims.size != 2 * victim_utility.size:
-            raise ValueError("a plan needs one level per upload and one utility per victim")
-        self._check(
-            self._library.moeedge_cache_plan(
-                self._cache,
-                uploads.ctypes.data,
-                priority.ctypes.data,
-                priority.size,
-                victims.ctypes.data,
-                victim_utility.ctypes.data,
-                victim_utility.size,
-            )
+        uploads, priority = np.ascontiguousarray(uploads, np.int32), np.ascontiguousarray(priority, np.uint8)
+        victims, victim_utility = _victims(victims, victim_utility)
+        if uploads.size != 2 * priority.size:
+            raise ValueError("A plan needs one priority per upload.")
+        status = self._library.moeedge_cache_plan(
+            self._cache,
+            uploads.ctypes.data,
+            priority.ctypes.data,
+            priority.size,
+            victims.ctypes.data,
+            victim_utility.ctypes.data,
+            victim_utility.size,
         )
+        _check(self._library, status)
 
     def demand(
         self,
         layer: int,
-        experts: npt.NDArray[np.int32],
-        victims: npt.NDArray[np.int32],
-        victim_utility: npt.NDArray[np.float32],
+        experts: NDArray[np.int32],
+        victims: NDArray[np.int32],
+        victim_utility: NDArray[np.float32],
         timeout_s: float,
     ) -> int:
-        """Brings the absent ones of a layer's experts [n] before all that is queued, and waits; how many are resident.
+        """Load the absent ones of a layer's experts [n] before the queue and wait; returns how many are resident.
 
-        None of the experts is evicted; victims [m, 2] and those of the last plan are, the lowest utility first.
+        None of the experts is evicted; victims int32 [m, 2] and those of the last plan are, the lowest utility first.
         """
-        experts, victims = np.ascontiguousarray(experts, np.int32), np.ascontiguousarray(victims, np.int32)
-        victim_utility = np.ascontiguousarray(victim_utility, np.float32)
-        if victims.size != 2 * victim_utility.size:
-            raise ValueError("a demand needs one utility per victim")
-        return self._check(
-            self._library.moeedge_cache_demand(
-                self._cache,
-                layer,
-                experts.ctypes.data,
-                experts.size,
-                victims.ctypes.data,
-                victim_utility.ctypes.data,
-                victim_utility.size,
-                timeout_s,
-            )
+        experts = np.ascontiguousarray(experts, np.int32)
+        victims, victim_utility = _victims(victims, victim_utility)
+        n_resident = self._library.moeedge_cache_demand(
+            self._cache,
+            layer,
+            experts.ctypes.data,
+            experts.size,
+            victims.ctypes.data,
+            victim_utility.ctypes.data,
+            victim_utility.size,
+            timeout_s,
         )
+        return _check(self._library, n_resident)
 
     def set_batch(self, n_experts: int) -> None:
-        """How many experts of a layer go in one transfer at most.
+        """Set the most experts of a layer in one transfer.
 
-        0, as at first: each by itself, as many under way as the device takes; 1: each waited for before the next.
+        0 (the default): one, with as many transfers under way as the device takes; 1: one, and each transfer is awaited
+        before the next.
         """
-        self._check(self._library.moeedge_cache_set_batch(self._cache, n_experts))
+        _check(self._library, self._library.moeedge_cache_set_batch(self._cache, n_experts))
 
-    def residency(self) -> npt.NDArray[np.uint8]:
-        """Where each expert is (`Residency`), uint8 [n_layers, n_experts]; the next call reuses the array."""
-        self._check(self._library.moeedge_cache_residency(self._cache, self._residency.ctypes.data))
+    def residency(self) -> NDArray[np.uint8]:
+        """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
+        _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency.ctypes.data))
         return self._residency
 
     def _read_stats(self) -> Any:
-        self._check(self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(self._stats)))
+        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(self._stats)))
         return self._stats
 
     def stats(self) -> CacheStats:
@@ -273,62 +255,72 @@ class ExpertCache:
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
         records = np.zeros(MAX_BLOCKS, dtype=BLOCK_RECORD)
-        n_records = self._check(
-            self._library.moeedge_cache_blocks(self._cache, self._last_block, records.ctypes.data, MAX_BLOCKS)
+        n_records = _check(
+            self._library,
+            self._library.moeedge_cache_blocks(self._cache, self._last_block, records.ctypes.data, MAX_BLOCKS),
         )
         if n_records:
             self._last_block = int(records["serial"][n_records - 1])
         return records[:n_records]
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing can be moved any more; False if that took too long."""
+        """Wait until no transfer is under way and none can begin; False if that takes longer."""
         status = self._library.moeedge_cache_drain(self._cache, timeout_s)
-        return status != _TIMEOUT and self._check(status) == 0
+        return status != Status.TIMEOUT and _check(self._library, status) == 0
 
     def clear(self) -> None:
-        """Empty the queue and all slots, after what is in flight or in use."""
-        self._check(self._library.moeedge_cache_clear(self._cache))
+        """Empty the queue and all slots, after transfers under way and slots in use."""
+        _check(self._library, self._library.moeedge_cache_clear(self._cache))
 
     def set_prefill(self, path: PrefillPath | int, n_tokens_min: int) -> None:
-        """How batches of at least `n_tokens_min` tokens are computed."""
-        self._check(self._library.moeedge_cache_set_prefill(self._cache, int(path), n_tokens_min))
-
-    def acquire(self, layer: int, experts: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Pin resident experts as a computation does, for tests; their slots int32 [n], -1: not resident."""
-        wanted = np.asarray(experts, dtype=np.int32)
-        slots = np.empty(wanted.size, dtype=np.int32)
-        self._check(
-            self._library.moeedge_cache_acquire(self._cache, layer, wanted.ctypes.data, wanted.size, slots.ctypes.data)
-        )
-        return slots
-
-    def release(self, layer: int, slots: npt.NDArray[np.int32]) -> None:
-        """Give back what `acquire` pinned."""
-        self._check(self._library.moeedge_cache_release(self._cache, layer, slots.ctypes.data, slots.size))
-
-    def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
-        """A resident expert's bytes of one role ("ffn_up_exps.weight") as the device holds them, for tests."""
-        out = ctypes.create_string_buffer(size_bytes)
-        self._check(
-            self._library.moeedge_cache_read(
-                self._cache, layer, expert, role.encode(), ctypes.addressof(out), size_bytes
-            )
-        )
-        return out.raw
+        """Set how batches of at least `n_tokens_min` tokens are computed."""
+        _check(self._library, self._library.moeedge_cache_set_prefill(self._cache, int(path), n_tokens_min))
 
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on."""
-        self._check(self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
+        _check(self._library, self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
         self._attached.append(sensor)
 
     def detach(self) -> None:
-        """Let every attached context that still lives compute without a cache again."""
+        """Let every attached context that is still open compute without a cache again."""
         while self._attached:
             self._library.moeedge_instance_set_cache(self._attached.pop().instance, 0)
 
+    # checks: pin experts as a computation does and read their bytes
 
-def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, list[object]]:
-    """The C structure, and what it points to."""
+    def acquire(self, layer: int, experts: Sequence[int]) -> NDArray[np.int32]:
+        """Pin resident experts; returns their slots int32 [n], -1: not resident."""
+        wanted = np.asarray(experts, dtype=np.int32)
+        slots = np.empty(wanted.size, dtype=np.int32)
+        status = self._library.moeedge_cache_acquire(
+            self._cache, layer, wanted.ctypes.data, wanted.size, slots.ctypes.data
+        )
+        _check(self._library, status)
+        return slots
+
+    def release(self, layer: int, slots: NDArray[np.int32]) -> None:
+        """Unpin the slots of `acquire`."""
+        slots = np.ascontiguousarray(slots, np.int32)
+        _check(self._library, self._library.moeedge_cache_release(self._cache, layer, slots.ctypes.data, slots.size))
+
+    def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
+        """Bytes of one role ("ffn_up_exps.weight") of a resident expert, from the device."""
+        out = ctypes.create_string_buffer(size_bytes)
+        status = self._library.moeedge_cache_read(self._cache, layer, expert, role.encode(), out, size_bytes)
+        _check(self._library, status)
+        return out.raw
+
+
+def _victims(victims: NDArray[np.int32], utility: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The arrays as C reads them: int32 [m, 2] and float32 [m]."""
+    victims, utility = np.ascontiguousarray(victims, np.int32), np.ascontiguousarray(utility, np.float32)
+    if victims.size != 2 * utility.size:
+        raise ValueError("Each victim needs a utility.")
+    return victims, utility
+
+
+def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ...]]:
+    """The C structure, and the arrays that it points to."""
     files = (ctypes.c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
     tensors = (_ExpertTensorStruct * len(config.tensors))()
     for raw, tensor in zip(tensors, config.tensors, strict=True):
@@ -347,16 +339,18 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, list[object]]:
         ratio=config.ratio,
         n_stage=config.n_stage,
     )
-    return struct, [files, tensors]
+    return struct, (files, tensors)
 
 
-def _fail(library: ctypes.CDLL, status: int) -> NoReturn:
-    """Raise what a negative moeedge_status means."""
+def _check(library: ctypes.CDLL, status: int) -> int:
+    """The status if it is not negative, else raises its error."""
+    if status >= 0:
+        return status
     message = library.moeedge_last_error().decode()
-    if status == _NO_DEVICE:
+    if status == Status.NO_DEVICE:
         raise DeviceError(message, "List the devices with moeedge devices.")
-    if status == _FILE_ERROR:
+    if status == Status.FILE_ERROR:
         raise ModelFileError(message)
-    if status == _OUT_OF_MEMORY:
+    if status == Status.OUT_OF_MEMORY:
         raise EngineError(message, "Ask for less with --vram or --cache-ratio.")
     raise BackendError(message)

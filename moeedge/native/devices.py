@@ -1,7 +1,4 @@
-"""The devices of the llama.cpp in this process, asked of ggml itself.
-
-What a llama.cpp context takes of each kind of memory, and a GPU to plan for that is not there.
-"""
+"""The devices of the llama.cpp in this process, the memory that a context takes, and a dry-run GPU for planning."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Device:
     """One device of the installed llama.cpp."""
 
     name: str  # as -dev takes it
-    kind: str  # CPU, GPU, IGPU (shares the host's memory), ACCEL, or RPC (a worker's, in another process)
+    kind: str  # CPU, GPU, IGPU (shares the host's memory), ACCEL, or RPC (of a worker in another process)
     description: str
     free_bytes: int
     total_bytes: int  # 0: it reports no memory
@@ -56,9 +53,9 @@ def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def devices() -> list[Device]:
-    """The devices that the installed llama.cpp offers, ours left out, in its order.
+    """The devices that the installed llama.cpp offers, without ours, in its order.
 
-    Those of workers come without memory: asking one that has gone would end this process.
+    Those of workers are listed without memory: querying a worker that has ended would end this process.
     """
     return list(_devices())
 
@@ -93,9 +90,9 @@ def _devices() -> Iterator[Device]:
         )
 
 
-_BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h: no C interface has it yet
+_BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h; it has no C interface
 _MAX_USES = 64
-DRY_RUN_GPU = "imagined"  # the name by which the engine asks for it
+DRY_RUN_GPU = "dry-run"  # device name by which the planner asks for it
 
 
 @dataclass(frozen=True)
@@ -114,21 +111,21 @@ _MemoryUseStruct = c_struct(MemoryUse)
 
 
 def dry_run_gpu() -> int:
-    """The address of a ggml device that holds nothing and computes nothing; only for models loaded without weights."""
-    return int(load().moeedge_imagined_gpu())
+    """Address of a ggml device without memory and computation, for models that are loaded without weights."""
+    return int(load().moeedge_dry_run_gpu())
 
 
 def memory_uses(llama: Any, context: Any, *, simulated: bool) -> list[MemoryUse]:
-    """What `context` (llama_context *) takes, model included, exact to the byte.
+    """Memory of `context` (llama_context *) and its model, exact to the byte.
 
-    llama: the loaded libllama. simulated: the model was loaded without weights, so that nothing is allocated.
-    Raises BackendError where this llama.cpp does not tell.
+    llama: the loaded libllama. simulated: the model was loaded without weights, and no memory is allocated.
+    Raises BackendError where this llama.cpp does not report its memory.
     """
     breakdown = getattr(llama, _BREAKDOWN, None)
     if breakdown is None:
-        raise BackendError("The installed llama.cpp does not tell what it allocates.", "Install moeedge again.")
+        raise BackendError("The installed llama.cpp does not report its memory.", "Install moeedge again.")
     found = (_MemoryUseStruct * _MAX_USES)()
     count = load().moeedge_memory_uses(ctypes.cast(breakdown, ctypes.c_void_p), context, simulated, found, _MAX_USES)
     if count < 0:
-        raise BackendError(f"llama.cpp's account of its memory cannot be read (code {count}).")
+        raise BackendError(f"llama.cpp's memory report cannot be read (code {count}).")
     return [from_c(MemoryUse, use) for use in found[:count]]

@@ -1,7 +1,7 @@
-"""Load the native library beside llama.cpp's, check that the versions match, register our backend.
+"""Loading the native library: find it, check its versions against the installed llama.cpp, register our backend.
 
-The library is loaded by ctypes beside the libraries that `llama_cpp` has loaded; both sides must be of the versions
-that it was compiled against (see `attach`). The C interface is documented in include/moeedge.h.
+ctypes loads it next to the libraries that `llama_cpp` has loaded; both must have the versions that it was compiled
+against. include/moeedge.h documents the C interface.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.errors import BackendError, VersionMismatchError
-from moeedge.native.abi import ABI_VERSION, BackendRegistration, OffloadScope, declare
+from moeedge.native.abi import ABI_VERSION, OffloadScope, declare
 
 
 def library_path() -> Path:
-    """Where the compiled library lies; $MOEEDGE_LIBRARY names another build of it (a sanitizer's, for instance).
+    """Path of the compiled library; $MOEEDGE_LIBRARY names another build of it (with a sanitizer, for instance).
 
-    Raises BackendError where there is none.
+    Raises BackendError if there is none.
     """
     named = os.environ.get("MOEEDGE_LIBRARY")
     if named:
@@ -43,14 +43,6 @@ def _package_folders() -> list[Path]:
     except importlib.metadata.PackageNotFoundError:
         return []
     return [Path(str(file.locate())).parents[2] for file in files if file.name.startswith("libmoeedge")]
-
-
-def _check_versions(compiled_for: str, installed: str) -> None:
-    if compiled_for != installed:
-        raise VersionMismatchError(
-            f"moeedge was compiled for llama-cpp-python {compiled_for}, but {installed} is installed.",
-            f"Run pip install llama-cpp-python=={compiled_for}, or install moeedge again.",
-        )
 
 
 @cache
@@ -84,8 +76,8 @@ def _llama_lib_dir() -> Path:
 def load() -> ctypes.CDLL:
     """Load the native library and check it against the installed llama.cpp, without registering it.
 
-    Raises VersionMismatchError where llama-cpp-python or ggml's backend API is not the one it was compiled against, and
-    BackendError where either cannot be loaded.
+    Raises VersionMismatchError if llama-cpp-python or ggml's backend API is not the one it was compiled against, and
+    BackendError if either cannot be loaded.
     """
     _llama_cpp()
     ggml_library = ggml()
@@ -100,36 +92,40 @@ def load() -> ctypes.CDLL:
         built_for = 1
     if built_for != ABI_VERSION:
         raise VersionMismatchError(
-            f"moeedge's native library has version {built_for} of its interface, Python's side wants {ABI_VERSION}.",
+            f"moeedge's native library has interface version {built_for}, but moeedge needs {ABI_VERSION}.",
             "Install moeedge again with pip install . to compile it.",
         )
-    _check_versions(library.moeedge_llama_cpp_version().decode(), importlib.metadata.version("llama-cpp-python"))
-    _check_backend_api(library.moeedge_backend_api_version(), _installed_api_version(ggml_library))
-    return library
-
-
-def _check_backend_api(compiled_for: int, installed: int) -> None:
+    compiled_for, installed = (
+        library.moeedge_llama_cpp_version().decode(),
+        importlib.metadata.version("llama-cpp-python"),
+    )
     if compiled_for != installed:
         raise VersionMismatchError(
-            f"moeedge was compiled for ggml's backend API {compiled_for}, but llama.cpp here has {installed}.",
+            f"moeedge was compiled for llama-cpp-python {compiled_for}, but {installed} is installed.",
+            f"Run pip install llama-cpp-python=={compiled_for}, or install moeedge again.",
+        )
+    compiled_api, installed_api = library.moeedge_backend_api_version(), _installed_api_version(ggml_library)
+    if compiled_api != installed_api:
+        raise VersionMismatchError(
+            f"moeedge was compiled for ggml's backend API {compiled_api}, but llama.cpp here has {installed_api}.",
             "Install moeedge again with the llama-cpp-python that it names.",
         )
+    return library
 
 
 def _installed_api_version(ggml: ctypes.CDLL) -> int:
     """The backend API version that the first registered backend of this ggml states."""
-    ggml.ggml_backend_reg_get.restype = ctypes.POINTER(BackendRegistration)
+    ggml.ggml_backend_reg_get.restype = ctypes.POINTER(ctypes.c_int)  # the first member of struct ggml_backend_reg
     ggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
-    registration = ggml.ggml_backend_reg_get(0)
-    return int(registration.contents.api_version)
+    return int(ggml.ggml_backend_reg_get(0)[0])
 
 
 @cache
 def attach() -> None:
-    """Register our backend with the llama.cpp of this process; later calls do nothing.
+    """Register our backend with the llama.cpp of this process; later calls have no effect.
 
-    Must come before the first context is made. Contexts start with `Claims.NONE`, as stock, so that llama.cpp's
-    automatic choices (flash attention, fused operations) are made as without us; the engine raises the claims after.
+    Call it before the first context is made. Contexts start with `OffloadScope.NONE`, so that llama.cpp makes its
+    automatic choices (flash attention, fused operations) as in stock; the engine raises the scope afterwards.
     """
     library = load()
     _llama_cpp().llama_backend_init()
@@ -138,7 +134,7 @@ def attach() -> None:
             f"moeedge was compiled for ggml {library.moeedge_ggml_version().decode()}, and this process has another.",
             "Install moeedge again with the llama-cpp-python that it names.",
         )
-    library.moeedge_set_default_claims(int(OffloadScope.NONE))
+    library.moeedge_set_default_offload_scope(int(OffloadScope.NONE))
 
 
 def newest_instance() -> int:

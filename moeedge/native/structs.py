@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from ctypes import c_char, c_int64
+from ctypes import c_char, c_double, c_int64
 from typing import Any, TypeVar
 
 Record = TypeVar("Record")
@@ -33,8 +33,8 @@ def gauge(meaning: str, unit: str = "") -> Any:
 
 
 def _statistic(meaning: str, unit: str, *, is_counter: bool) -> Any:
-    # the structure counts nanoseconds where the dataclass has seconds
-    metadata = {"ctype": c_int64, "unit": unit, "meaning": meaning, "is_counter": is_counter}
+    ctype = c_double if unit == "s" else c_int64
+    metadata = {"ctype": ctype, "unit": unit, "meaning": meaning, "is_counter": is_counter}
     return dataclasses.field(default=0, metadata=metadata)
 
 
@@ -58,8 +58,6 @@ def from_c(record: type[Record], raw: ctypes.Structure) -> Record:
             value = value.decode()
         elif field.type in (bool, "bool"):
             value = bool(value)
-        elif field.metadata.get("unit") == "s":
-            value *= 1e-9
         values[field.name] = value
     return record(**values)
 

@@ -240,9 +240,9 @@ class _Opening:
             reads_hidden_states=self._reads_hidden_states(policy),
         )
         if within is not None:
-            self._target_capture().call(within)
+            self._target_capture().set_hook(within)
         if placement.drafting is not None and requested.execution.drafting == "vanilla":
-            self._draft_capture().call(placement.drafting.block)
+            self._draft_capture().set_hook(placement.drafting.block)
         memory = self._memory(cache)
         return Opened(placement, self.notes, calibration, memory[0] if memory else None)
 
@@ -275,7 +275,7 @@ class _Opening:
         if "router-scores" not in policy.required_inputs:
             return None
         capture = self._target_capture()
-        capture.keep(CaptureFlags.PROBS)
+        capture.enable(CaptureFlags.PROBS)
         return capture
 
     def _within(self, cache: ExpertCache, policy: Policy) -> LayerHook | None:

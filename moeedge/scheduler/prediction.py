@@ -90,7 +90,7 @@ class DraftRouterPredictor:
         self._n_known = 0
         self._has_more = False
         self._ids.fill(-1)
-        self._serial = self._capture.kept(CaptureFlags.INPUTS).serial
+        self._serial = self._capture.read(CaptureFlags.INPUTS).serial
 
     @property
     def hints(self) -> ExpertPrediction | None:
@@ -100,7 +100,7 @@ class DraftRouterPredictor:
 
     def look(self) -> bool:
         """Takes in the token that the draft decoded last, all layers; False where there is none, or nothing known."""
-        captured = self._capture.kept(CaptureFlags.INPUTS)
+        captured = self._capture.read(CaptureFlags.INPUTS)
         if captured.serial == self._serial:
             return False
         self._serial = captured.serial
@@ -207,7 +207,7 @@ def open_draft_foresight(
         foresight = DraftRouterPredictor(target.model, draft, capture, n_ahead)
     except ModelFileError as error:
         return None, str(error)
-    capture.keep(CaptureFlags.INPUTS)
+    capture.enable(CaptureFlags.INPUTS)
     return foresight, ""
 
 

@@ -51,7 +51,7 @@ class RoutingReader:
         """A copy [n_layers, n_tokens, n_experts]; None where they were not kept."""
         if self._scores is None:
             return None
-        captured = self._scores.kept(CaptureFlags.PROBS)
+        captured = self._scores.read(CaptureFlags.PROBS)
         if n_tokens > captured.rows.shape[1] or not (np.isin(captured.layer_tokens, (0, n_tokens))).all():
             return None
         values = captured.rows[:, :n_tokens].copy()

@@ -134,8 +134,8 @@ def test_watching_changes_no_logit(loaded: Loaded) -> None:
             capture = watched.capture_activations()
             assert capture is not None
             blocks: list[int] = []
-            capture.keep(CaptureFlags.INPUTS | CaptureFlags.PROBS if model.info.n_experts else CaptureFlags.INPUTS)
-            capture.call(lambda block, seen=blocks: seen.append(block.layer))  # type: ignore[misc]
+            capture.enable(CaptureFlags.INPUTS | CaptureFlags.PROBS if model.info.n_experts else CaptureFlags.INPUTS)
+            capture.set_hook(lambda block, seen=blocks: seen.append(block.layer))  # type: ignore[misc]
             for n, phase in ((20, Phase.PREFILL), (5, Phase.VERIFY), (1, Phase.DECODE)):
                 expected = plain.decode(PROMPT[:n], phase=phase, logits="all").copy()
                 assert np.array_equal(expected, watched.decode(PROMPT[:n], phase=phase, logits="all"))

@@ -372,12 +372,12 @@ def test_blocks_with_nothing_resident_are_misses(tiny: TinyFactory, n_tokens: in
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"device": "CUDA7"}, DeviceError, "no device CUDA7; there are emulated"),
-        ({"device": "CPU"}, DeviceError, "no device CPU"),
+        ({"device": "CUDA7"}, DeviceError, "CUDA7.*emulated"),
+        ({"device": "CPU"}, DeviceError, "device CPU"),
         ({"ratio": 1.5}, BackendError, "ratio from 0 to 1"),
         ({"ratio": float("nan")}, BackendError, "ratio from 0 to 1"),
         ({"tensors": []}, BackendError, "expert tensors"),
-        ({"n_experts": 9}, BackendError, "another number of experts"),
+        ({"n_experts": 9}, BackendError, "number of experts"),
         ({"n_layers": 3}, BackendError, r"blk\.3\.ffn_up_exps\.weight cannot be cached"),
         ({"files": [Path("nowhere.bin")]}, ModelFileError, "nowhere.bin cannot be opened"),
         ({"files": [Path(__file__)]}, ModelFileError, "ends before the experts of layer"),
@@ -393,11 +393,11 @@ def test_bad_plans_change_nothing(experts: ExpertFile) -> None:
         for uploads, victims in (([(4, 0)], []), ([(0, 8)], []), ([(-1, 0)], []), ([], [(0, -1)])):
             with pytest.raises(BackendError, match="does not have"):
                 ask(cache, uploads, victims=victims)
-        with pytest.raises(ValueError, match="one level per upload"):
+        with pytest.raises(ValueError, match="one priority per upload"):
             cache.plan(NO_PAIRS, np.zeros(1, np.uint8), NO_PAIRS, np.zeros(0, np.float32))
         with pytest.raises(BackendError, match="not resident"):
             cache.read(0, 0, "ffn_up_exps.weight", 4096)
-        with pytest.raises(BackendError, match="large batches"):
+        with pytest.raises(BackendError, match="prefill path"):
             cache.set_prefill(3, 65)
         assert cache.stats().plans == 0
         assert cache.acquire(9, [0, 1]).tolist() == [-1, -1]

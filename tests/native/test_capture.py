@@ -36,10 +36,10 @@ def test_routers_choose_what_the_model_chose(model: Model) -> None:
     with Context(model, n_ctx=64, n_threads=1) as context:
         capture = context.capture_activations()
         assert capture is not None and context.sensor is not None
-        capture.keep(CaptureFlags.INPUTS | CaptureFlags.PROBS)
-        assert capture.kept(CaptureFlags.INPUTS).serial == 0
+        capture.enable(CaptureFlags.INPUTS | CaptureFlags.PROBS)
+        assert capture.read(CaptureFlags.INPUTS).serial == 0
         context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
-        inputs, probs = capture.kept(CaptureFlags.INPUTS), capture.kept(CaptureFlags.PROBS)
+        inputs, probs = capture.read(CaptureFlags.INPUTS), capture.read(CaptureFlags.PROBS)
         frame = context.sensor.frames()[-1]
         assert inputs.serial == probs.serial == 1
         assert inputs.rows.shape[1] == probs.rows.shape[1] == CAPTURED_TOKENS
@@ -63,19 +63,19 @@ def test_the_hook_sees_each_block_before_it(model: Model) -> None:
     with Context(model, n_ctx=128, n_threads=1) as context:
         capture = context.capture_activations()
         assert capture is not None and context.sensor is not None
-        capture.keep(CaptureFlags.INPUTS)
-        capture.call(seen.append)
+        capture.enable(CaptureFlags.INPUTS)
+        capture.set_hook(seen.append)
         context.decode(TOKENS, phase=Phase.PREFILL)
         context.decode(TOKENS * 4, phase=Phase.VERIFY)
         assert not seen
         context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
-        frame, inputs = context.sensor.frames()[-1], capture.kept(CaptureFlags.INPUTS)
+        frame, inputs = context.sensor.frames()[-1], capture.read(CaptureFlags.INPUTS)
         assert [block.layer for block in seen] == list(model.info.expert_layers)
         for block in seen:
             assert block.phase == Phase.VERIFY and block.ids is not None and block.inputs is not None
             assert np.array_equal(block.ids, frame.ids[block.layer])
             assert np.array_equal(block.inputs, inputs.rows[block.layer, : len(TOKENS)])
-        capture.call(None)
+        capture.set_hook(None)
         context.decode(TOKENS[:1], phase=Phase.DECODE)
         assert len(seen) == len(model.info.expert_layers)
 
@@ -88,10 +88,10 @@ def test_a_dense_model(tiny_draft: Path, tiny: TinyFactory) -> None:
         assert context.mode == "stock"
         capture = context.capture_activations()
         assert capture is not None and context.capture_activations() is capture and context.mode == "moeedge"
-        capture.keep(CaptureFlags.INPUTS)
-        capture.call(seen.append)
+        capture.enable(CaptureFlags.INPUTS)
+        capture.set_hook(seen.append)
         context.decode(TOKENS[:1], phase=Phase.DRAFT)
-        inputs = capture.kept(CaptureFlags.INPUTS)
+        inputs = capture.read(CaptureFlags.INPUTS)
         assert inputs.layer_tokens.tolist() == [1] * model.info.n_layers
         assert [block.layer for block in seen] == list(range(model.info.n_layers))
         assert all(block.ids is None for block in seen)

@@ -67,7 +67,7 @@ def exercise(path: Path, n_threads: int) -> None:
         with churn(cache, seed=n_threads):
             for i in range(N_ROUNDS):
                 cache.set_prefill(list(PrefillPath)[i % 3], 20)
-                capture.call(partial(load, cache) if i % 2 else None)
+                capture.set_hook(partial(load, cache) if i % 2 else None)
                 error = np.abs(transcript(context) - expected).max()
                 assert error < limit, f"{path.name}: {error:.3g}"
                 capture.raise_error()

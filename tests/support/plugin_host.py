@@ -19,9 +19,14 @@ from tests.support.stock import StockContext, silence, transcript
 
 
 class Stats(ctypes.Structure):
-    """struct moeedge_stats of include/moeedge.h."""
+    """struct moeedge_sensor_stats of include/moeedge.h."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("graphs", "blocks", "prepare_ns", "sense_ns", "compute_ns"))
+    _fields_ = (
+        ("graphs", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("sense_s", ctypes.c_double),
+        ("compute_s", ctypes.c_double),
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -41,7 +46,7 @@ def main(arguments: list[str]) -> None:
             instance = ctypes.c_int64(library.moeedge_newest_instance())
             rows[Path(path).stem] = transcript(context)
             stats = Stats()
-            assert library.moeedge_instance_stats(instance, ctypes.byref(stats)) == 0
+            assert library.moeedge_instance_get_stats(instance, ctypes.byref(stats)) == 0
             graphs.append(stats.graphs)
     assert library.moeedge_live_instances() == 0, "every context freed its instance"
     assert not any(name.partition(".")[0] == "moeedge" for name in sys.modules)

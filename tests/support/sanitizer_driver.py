@@ -28,14 +28,14 @@ def exercise(path: Path, claims: OffloadScope, *, n_threads: int = 1) -> None:
         capture = ActivationCapture(sensor.instance, n_layers=n_layers, n_embd=n_embd, n_experts=n_experts)
         for phase, change in enumerate((OffloadScope.ALL, OffloadScope.NONE, OffloadScope.MOE), start=1):
             sensor.set_phase(phase)
-            capture.keep(
+            capture.enable(
                 (CaptureFlags.INPUTS | CaptureFlags.PROBS, CaptureFlags.PROBS, CaptureFlags.NOTHING)[phase % 3]
             )
-            capture.call(look if phase > 1 else None)
+            capture.set_hook(look if phase > 1 else None)
             transcript(context, seed=phase)
             capture.raise_error()
             if phase % 3 < 2:
-                captured = capture.kept(CaptureFlags.PROBS)
+                captured = capture.read(CaptureFlags.PROBS)
                 for layer, n_tokens in enumerate(captured.layer_tokens):
                     assert captured.rows[layer, :n_tokens].sum() == captured.rows[layer, :n_tokens].sum()
             for frame in sensor.frames():
@@ -54,8 +54,8 @@ def exercise(path: Path, claims: OffloadScope, *, n_threads: int = 1) -> None:
             except BackendError:
                 continue
             raise AssertionError("a bad argument was taken")
-        capture.keep(CaptureFlags.INPUTS)
-        capture.call(look)  # the context is freed with both
+        capture.enable(CaptureFlags.INPUTS)
+        capture.set_hook(look)  # the context is freed with both
     try:
         sensor.read_counts()
     except BackendError:
@@ -85,7 +85,7 @@ def misuse() -> None:
     assert library.moeedge_instance_configure(0, 1, 1, 1, 1) < 0
     assert library.moeedge_instance_threads(-5) < 0
     assert library.moeedge_instance_set_capture(0, 1, 1, 1, 1) < 0
-    assert library.moeedge_set_default_claims(9) < 0
+    assert library.moeedge_set_default_offload_scope(9) < 0
     library.ggml_backend_init.restype = ctypes.c_void_p
     assert library.ggml_backend_init()
 
@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
         assert library.moeedge_instance_configure(instance, 3, 16, 17, 1) < 0, "more experts used than there are"
         # a sensor that is smaller than the model: what does not fit is left out
         assert library.moeedge_instance_configure(instance, 2, 4, 2, 8) == 0
-        assert library.moeedge_instance_set_claims(instance, int(OffloadScope.ALL)) == 0
+        assert library.moeedge_instance_set_offload_scope(instance, int(OffloadScope.ALL)) == 0
         transcript(unsensed, seed=5)
     misuse()
     assert native.load().moeedge_live_instances() == 0

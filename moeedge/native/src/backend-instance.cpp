@@ -1,0 +1,81 @@
+#include "backend-instance.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "graph-compute.h"
+
+namespace moeedge {
+
+struct instance_list {
+    std::mutex              mutex;
+    std::vector<instance *> live; // ascending id
+    int64_t                 last_id               = 0;
+    int                     default_offload_scope = MOEEDGE_OFFLOAD_SCOPE_MOE;
+};
+
+// never destroyed: a program may free its contexts after static destructors ran
+static instance_list & instances() {
+    static instance_list * list = new instance_list;
+    return *list;
+}
+
+void instances_add(instance * self) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    list.live.push_back(self);
+    self->id = ++list.last_id;
+    self->offload_scope.store(list.default_offload_scope);
+}
+
+void instances_remove(instance * self) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    list.live.erase(std::remove(list.live.begin(), list.live.end(), self), list.live.end());
+}
+
+instance * instances_find(int64_t id) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    for (instance * self : list.live) {
+        if (self->id == id) {
+            return self;
+        }
+    }
+    return nullptr;
+}
+
+int64_t instances_newest_of(std::thread::id creator) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    for (auto it = list.live.rbegin(); it != list.live.rend(); ++it) {
+        if ((*it)->creator == creator) {
+            return (*it)->id;
+        }
+    }
+    return 0;
+}
+
+int instances_count() {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    return (int) list.live.size();
+}
+
+void instances_detach(const expert_cache * cache) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    for (instance * self : list.live) {
+        if (self->cache.get() == cache) {
+            set_cache(self, nullptr);
+        }
+    }
+}
+
+void instances_set_default_offload_scope(int scope) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    list.default_offload_scope = scope;
+}
+
+} // namespace moeedge

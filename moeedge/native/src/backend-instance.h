@@ -1,0 +1,84 @@
+// Instance: the backend's context struct, one per llama.cpp context. It holds a private copy of the backend's device, because
+// ggml's scheduler asks a device, not a backend, which operations it supports: so each context has its own offload scope.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "activation-capture.h"
+#include "expert-cache.h"
+#include "ggml-backend-impl.h"
+#include "hybrid-executor.h"
+#include "moe-blocks.h"
+#include "router-inputs.h"
+#include "routing-sensor.h"
+
+namespace moeedge {
+
+// findings of one of llama.cpp's graphs
+struct parsed_graph {
+    std::vector<moe_block>    blocks;
+    std::vector<placed_chain> placed; // one per block while a cache is attached
+    std::vector<router_input> inputs; // while activations are captured or a hook is set
+};
+
+struct instance {
+    int64_t             id = 0;
+    std::thread::id     creator;
+    ggml_backend_device device; // copy of the registered device; its context is this instance
+    ggml_backend_t      cpu     = nullptr;
+    ggml_backend_dev_t  cpu_dev = nullptr;
+    bool                has_gpu = false; // another device of the process may offload large batches
+
+    std::atomic<int> offload_scope{ MOEEDGE_OFFLOAD_SCOPE_MOE };
+    int              phase     = MOEEDGE_PHASE_AUTO;
+    int              n_threads = 0;
+
+    std::unique_ptr<routing_sensor> sensor; // null until configured
+    int64_t                         n_graphs   = 0;
+    int64_t                         n_blocks   = 0;
+    int64_t                         sense_ns   = 0;
+    int64_t                         compute_ns = 0;
+
+    std::unique_ptr<activation_capture> capture; // null: no activations are captured
+    moeedge_block_hook                  hook      = nullptr;
+    void *                              hook_user = nullptr;
+
+    std::shared_ptr<expert_cache>    cache;  // null: all experts on the CPU
+    std::unique_ptr<hybrid_executor> hybrid; // of the cache
+
+    std::unordered_map<uint64_t, parsed_graph> parsed;   // by ggml's id of the graph
+    std::vector<bool>                          is_split; // per block of the current graph: the executor computed it
+
+    // why optimize_graph failed; it cannot return a status, so the next graph_compute does
+    enum ggml_status optimize_status = GGML_STATUS_SUCCESS;
+
+    // scratch for graphs that are sensed from inside, kept to avoid allocations
+    struct probe {
+        instance *        self;
+        const moe_block * block;
+    };
+    std::vector<probe>         probes; // user data of the sensor's nodes
+    std::vector<ggml_tensor *> nodes;
+    std::vector<uint8_t>       arena; // the sensor's nodes
+    std::vector<int32_t>       hook_ids;
+    std::vector<float>         hook_input;
+};
+
+// live instances, guarded by a mutex; the only global state
+void       instances_add(instance * self);
+void       instances_remove(instance * self);
+instance * instances_find(int64_t id);
+int64_t    instances_newest_of(std::thread::id creator); // 0: none
+int        instances_count();
+void       instances_detach(const expert_cache * cache); // from all instances; none of them may compute
+void       instances_set_default_offload_scope(int scope);
+
+ggml_backend_reg_t backend_reg();
+
+} // namespace moeedge

@@ -1,0 +1,57 @@
+// Cache device: the device that holds the slots, and the backend instances that compute and transfer there.
+//
+// "emulated" is the CPU with memory and threads of its own: it shows everything about a device except its speed on a machine
+// without one.
+
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "device-health.h"
+#include "ggml-backend.h"
+#include "moeedge.h"
+
+namespace moeedge {
+
+class cache_device : public std::enable_shared_from_this<cache_device> {
+  public:
+    cache_device() = default;
+    ~cache_device();
+    cache_device(const cache_device &)             = delete;
+    cache_device & operator=(const cache_device &) = delete;
+
+    // null with the reason in `error`
+    static std::shared_ptr<cache_device> open(const moeedge_cache_config & config, std::string & error);
+
+    // backend instances; each has its own stream where the device has streams. They are freed with the device
+    ggml_backend_t compute  = nullptr;
+    ggml_backend_t transfer = nullptr; // the mover's; null: transfers are plain copies
+    ggml_backend_t stream   = nullptr; // for staging slots; null without them, too
+
+    ggml_backend_dev_t         dev          = nullptr;
+    ggml_backend_buffer_type_t buft         = nullptr;
+    ggml_backend_buffer_type_t staging_buft = nullptr; // pinned where the device offers it, else the CPU's
+    bool                       is_emulated  = false;
+    bool                       is_host      = false; // its buffers are host memory
+    bool                       is_async     = false; // graph_compute_async returns before it is done (CUDA, not RPC)
+    int                        n_threads    = 0;     // of the host's cores, in use while it computes
+    std::string                name;
+    std::string                description;
+
+    std::shared_ptr<device_health> health;
+
+    bool        is_remote() const { return health->is_remote; }
+    std::string lost_message() const { return "The device " + name + " is lost: " + health->reason() + "."; }
+
+  private:
+    bool find(const moeedge_cache_config & config, std::string & error);
+    void start(bool has_stage);
+
+    bool is_started = false;
+};
+
+// of a worker in another process, which reports itself as a GPU
+bool is_rpc(ggml_backend_dev_t dev);
+
+} // namespace moeedge

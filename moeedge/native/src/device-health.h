@@ -1,0 +1,56 @@
+// Device health: a device that fails while in use, and how the process goes on without it.
+//
+// ggml's RPC client ends the process when its worker dies: the thread that carries the traffic of an endpoint calls
+// ggml_abort. We hook that call: the thread is parked for good and every remote device is marked as lost. A thread that
+// waits for an answer of that worker then waits forever, inside ggml; so such calls are made in threads that can be
+// abandoned, and those threads own the memory that they use. Every other abort behaves as before.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace moeedge {
+
+class device_health : public std::enable_shared_from_this<device_health> {
+  public:
+    device_health(const void * dev, bool remote) : is_remote(remote), device(dev) {}
+    // of a ggml device; a remote one that was lost before is lost from the start: ggml never connects to it again
+    static std::shared_ptr<device_health> create(const void * device, bool is_remote);
+
+    bool        is_lost() const { return lost.load(std::memory_order_acquire); }
+    std::string reason() const;
+
+    // from any thread; only the first call has an effect
+    void mark_lost(const char * why);
+    // called by the thread that marks the device as lost; at once if it is lost already
+    void on_lost(std::function<void()> call);
+
+    // Runs `work`, which talks to the device, and waits for it; false if the device is lost before it is done. The work of
+    // a remote device runs in another thread, which may never end: it must own what it uses. Exceptions of the work arrive
+    // at the caller.
+    bool run(std::function<void()> work, std::chrono::seconds timeout = std::chrono::hours(24));
+
+    // a flag that one thread sets and another waits for; wait returns false if the device is lost, or if a remote worker
+    // did not answer in time (one that is stopped keeps its connection), which marks it as lost
+    void set(bool & flag);
+    bool wait(const bool & flag, std::chrono::seconds timeout = std::chrono::hours(24));
+
+    const bool is_remote;
+
+  private:
+    const void * const                 device;
+    std::atomic<bool>                  lost{ false };
+    mutable std::mutex                 mutex;
+    std::condition_variable            changed;
+    std::string                        why_lost;
+    std::vector<std::function<void()>> calls;
+};
+
+} // namespace moeedge

@@ -1,0 +1,237 @@
+#include "expert-cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+namespace moeedge {
+
+// of a worker that is asked to free its memory
+static constexpr auto free_timeout = std::chrono::seconds(30);
+
+static bool is_valid(const moeedge_cache_config & config) {
+    const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
+    // a comparison with NaN is false
+    const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0 &&
+                            config.link_latency_s >= 0.0;
+    return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0;
+}
+
+// slots per group: the same share of each, at least one unless the share is 0
+static std::vector<int> wanted_slots(const expert_layout & layout, double ratio) {
+    std::vector<int> wanted;
+    for (const expert_group & group : layout.groups) {
+        const int n_experts = group.n_layers * layout.n_experts;
+        const int n_slots   = (int) std::lround(ratio * n_experts);
+        wanted.push_back(ratio > 0.0 ? std::clamp(n_slots, 1, n_experts) : 0);
+    }
+    return wanted;
+}
+
+// the model's layout, its files and the device; null with the reason
+static std::shared_ptr<cache_core> open_core(const moeedge_cache_config & config, std::string & error, int & status) {
+    auto core = std::make_shared<cache_core>();
+    status    = MOEEDGE_STATUS_BAD_ARGUMENT;
+    if (!core->layout.read(config, error)) {
+        return nullptr;
+    }
+    status = MOEEDGE_STATUS_FILE_ERROR;
+    if (!core->source.open(config, core->layout, error)) {
+        return nullptr;
+    }
+    status       = MOEEDGE_STATUS_NO_DEVICE;
+    core->device = cache_device::open(config, error);
+    return core->device ? core : nullptr;
+}
+
+// pools, staging memory and table; talks to the device
+static bool allocate(cache_core & core, const std::vector<int> & wanted, int n_stage) {
+    cache_device & device = *core.device;
+    core.pools.reset(new slot_pools(core.device, core.layout, n_stage));
+    core.moving.reset(new expert_uploader(device, device.transfer, core.source, core.layout, *core.pools));
+    if (n_stage > 0) {
+        core.streaming.reset(new expert_uploader(device, device.stream, core.source, core.layout, *core.pools));
+    }
+    if (!core.moving->allocate() || (n_stage > 0 && !core.streaming->allocate()) || !core.pools->allocate(wanted)) {
+        return false;
+    }
+    std::vector<int> capacity;
+    for (size_t g = 0; g < wanted.size(); g++) {
+        capacity.push_back(core.pools->capacity((int) g));
+    }
+    core.table.reset(new residency_table(core.layout, capacity));
+    return true;
+}
+
+// Frees the core's memory on the device unless an abandoned thread still holds it. The thread that talks to the device owns
+// the last reference, so that it is the one that waits.
+static void release_core(std::shared_ptr<cache_core> core) {
+    const std::shared_ptr<device_health> health = core->device->health;
+    health->run([last = std::move(core)]() mutable { last.reset(); }, free_timeout);
+}
+
+std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & config, std::string & error, int & status) {
+    if (!is_valid(config)) {
+        status = MOEEDGE_STATUS_BAD_ARGUMENT;
+        error  = "The expert cache needs a device, files, expert tensors, a ratio from 0 to 1 and no negative sizes.";
+        return nullptr;
+    }
+    std::shared_ptr<cache_core> core = open_core(config, error, status);
+    if (!core) {
+        return nullptr;
+    }
+    const std::shared_ptr<cache_device> device       = core->device;
+    const std::vector<int>              wanted       = wanted_slots(core->layout, config.ratio);
+    auto                                is_allocated = std::make_shared<bool>(false);
+    const bool is_answered = device->health->run(
+        [core, wanted, n_stage = config.n_stage, is_allocated] { *is_allocated = allocate(*core, wanted, n_stage); });
+    if (!is_answered) {
+        status = MOEEDGE_STATUS_DEVICE_LOST;
+        error  = device->lost_message();
+        return nullptr;
+    }
+    if (!*is_allocated) {
+        status = MOEEDGE_STATUS_OUT_OF_MEMORY;
+        error  = "The device " + device->name + " has no memory for even one expert.";
+        release_core(std::move(core));
+        return nullptr;
+    }
+    if (device->is_emulated) {
+        core->link_bytes_per_s = config.link_bytes_per_s;
+        core->link_latency_s   = config.link_latency_s;
+    }
+    device->health->on_lost([weak = std::weak_ptr<cache_core>(core)] {
+        if (auto live = weak.lock()) {
+            live->table->stop();
+        }
+    });
+    int64_t slots_wanted = 0;
+    for (const int n : wanted) {
+        slots_wanted += n;
+    }
+    status = MOEEDGE_STATUS_OK;
+    return std::make_shared<expert_cache>(std::move(core), slots_wanted, config.n_stage);
+}
+
+expert_cache::expert_cache(std::shared_ptr<cache_core> c, int64_t n_wanted, int n)
+    : n_stage(n), core(std::move(c)), slots_wanted(n_wanted), mover(new expert_mover(core)) {}
+
+expert_cache::~expert_cache() {
+    close();
+    try {
+        release_core(std::move(core));
+    } catch (const std::exception &) { // no memory for the thread that frees: the device keeps its buffers
+    }
+}
+
+void expert_cache::close() {
+    std::lock_guard<std::mutex> lock(closing);
+    mover.reset();
+}
+
+// computing side
+
+int expert_cache::group_of(int layer) const {
+    return layer >= 0 && layer < core->layout.n_layers ? core->layout.group_of[layer] : -1;
+}
+
+ggml_tensor * expert_cache::pool(int group, const char * role) const {
+    const int index = core->layout.role_index(group, role);
+    return index < 0 ? nullptr : core->pools->tensor(group, index);
+}
+
+int expert_cache::acquire(int layer, const int32_t * experts, int n, int32_t * slots) {
+    if (group_of(layer) < 0) {
+        std::fill(slots, slots + n, not_resident);
+        return 0;
+    }
+    return core->table->acquire(layer, experts, n, slots);
+}
+
+void expert_cache::release(int layer, const int32_t * slots, int n) {
+    if (group_of(layer) >= 0) {
+        core->table->release(layer, slots, n);
+    }
+}
+
+bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots) {
+    struct request {
+        std::vector<int32_t> experts, slots;
+        bool                 is_done = false;
+    };
+    auto asked = std::make_shared<request>();
+    asked->experts.assign(experts, experts + n);
+    asked->slots.assign(slots, slots + n);
+    const bool is_answered = run_on_device([kept = core, layer, asked] {
+        expert_uploader & uploader = *kept->streaming;
+        int64_t           ticket   = 0;
+        for (size_t i = 0; i < asked->experts.size() && ticket >= 0; i++) {
+            ticket = uploader.send(layer, asked->experts[i], asked->slots[i]);
+        }
+        uploader.wait(ticket);
+        asked->is_done = ticket >= 0;
+    });
+    return is_answered && asked->is_done;
+}
+
+// planning side
+
+void expert_cache::get_info(moeedge_cache_info & out) const {
+    const expert_uploader * streaming = core->streaming.get();
+    out                               = {};
+    out.n_groups                      = (int32_t) core->layout.groups.size();
+    out.n_layers                      = core->layout.n_layers;
+    out.n_experts                     = core->layout.n_experts;
+    out.n_stage                       = n_stage;
+    for (int g = 0; g < out.n_groups; g++) {
+        out.n_slots += core->pools->capacity(g);
+    }
+    out.slots_wanted  = slots_wanted;
+    out.pool_bytes    = core->pools->bytes();
+    out.staging_bytes = (int64_t) (core->moving->staging_bytes() + (streaming ? streaming->staging_bytes() : 0));
+    out.unpinned      = core->moving->is_unpinned() || (streaming && streaming->is_unpinned());
+    out.is_host       = device().is_host;
+    out.lost          = is_lost();
+    std::snprintf(out.device, sizeof(out.device), "%s", device().name.c_str());
+    std::snprintf(out.description, sizeof(out.description), "%s", device().description.c_str());
+}
+
+void expert_cache::get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const {
+    const expert_layout & layout = core->layout;
+    std::copy(layout.group_of.begin(), layout.group_of.end(), layer_group);
+    for (size_t g = 0; g < layout.groups.size(); g++) {
+        capacity[g]     = core->pools->capacity((int) g);
+        expert_bytes[g] = (int64_t) layout.groups[g].expert_bytes;
+    }
+}
+
+void expert_cache::get_stats(moeedge_cache_stats & out) {
+    out = {};
+    core->table->add_stats(out);
+    records.add_stats(out);
+    out.lost = is_lost();
+}
+
+int expert_cache::read(int layer, int expert, const char * role, void * out, int64_t size) {
+    const int group = group_of(layer);
+    const int index = group < 0 ? -1 : core->layout.role_index(group, role);
+    int32_t   slot  = not_resident;
+    if (index < 0 || size != (int64_t) core->layout.groups[group].roles[index].bytes ||
+        acquire(layer, &expert, 1, &slot) == 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    ggml_tensor * pool   = core->pools->tensor(group, index);
+    const size_t  offset = (size_t) slot * (size_t) size;
+    auto          bytes  = std::make_shared<std::vector<char>>(size);
+    const bool    is_read =
+        run_on_device([kept = core, bytes, pool, offset] { ggml_backend_tensor_get(pool, bytes->data(), offset, bytes->size()); });
+    release(layer, &slot, 1);
+    if (!is_read) {
+        return MOEEDGE_STATUS_DEVICE_LOST;
+    }
+    std::memcpy(out, bytes->data(), bytes->size());
+    return MOEEDGE_STATUS_OK;
+}
+
+} // namespace moeedge

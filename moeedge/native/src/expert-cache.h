@@ -1,0 +1,93 @@
+// Expert cache of one session: slot pools on a device, the table of which expert is in which slot, and the thread that moves
+// them.
+//
+// Groups   layers whose experts have the same tensors (role, type, shape) form a group. A slot of a group holds one expert
+//          of any of its layers, in one pool tensor per role: [ne0, ne1, n_slots], biases [ne0, n_slots].
+// Protocol the computing thread pins the slots of a block with acquire, computes, and releases them. The mover ends an
+//          expert's residency before it writes to its slot, starts it only after the bytes have arrived, and never takes a
+//          pinned slot; so no expert is ever computed from half-written bytes.
+// Lost     a device that fails (a remote worker that dies) makes is_lost() true for good and wakes all waiting threads; its
+//          backend objects are leaked on purpose, since freeing them would wait for an answer forever.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "block-records.h"
+#include "expert-mover.h"
+#include "ggml-backend.h"
+#include "ggml.h"
+#include "moeedge.h"
+
+namespace moeedge {
+
+class expert_cache {
+  public:
+    static constexpr int not_resident = residency_table::no_slot;
+
+    // null with the reason in `error` and `status` (moeedge_status)
+    static std::shared_ptr<expert_cache> create(const moeedge_cache_config & config, std::string & error, int & status);
+    expert_cache(std::shared_ptr<cache_core> core, int64_t slots_wanted, int n_stage);
+    ~expert_cache();
+    // ends the mover, also while the cache has other owners; no expert is resident from then on
+    void close();
+
+    // computing side
+
+    // group of a layer's experts, -1: the layer has none
+    int           group_of(int layer) const;
+    // pool tensor of a role ("ffn_up_exps.weight") in a group, [ne0, ne1, n_slots + n_stage]; null if there is none
+    ggml_tensor * pool(int group, const char * role) const;
+
+    // slots[i] = slot of experts[i] if resident, now pinned, else not_resident; duplicates are pinned as often as they occur.
+    // Returns how many are resident. O(n), no allocation.
+    int  acquire(int layer, const int32_t * experts, int n, int32_t * slots);
+    // unpins the slots of acquire; entries of not_resident are skipped
+    void release(int layer, const int32_t * slots, int n);
+    // whether any expert of the layer is resident (relaxed: a hint)
+    bool has_resident(int layer) const { return group_of(layer) >= 0 && core->table->has_resident(layer); }
+
+    const cache_device & device() const { return *core->device; }
+
+    // staging slots for streaming: n_stage of them per group, the first is first_stage(group)
+    const int n_stage;
+    int       first_stage(int group) const { return core->pools->capacity(group); }
+    // writes experts [n] of a layer to staging slots [n] with the streaming instance, and waits for it; called by one
+    // thread at a time, which is not the mover. False: failed or lost.
+    bool stage(int layer, const int32_t * experts, int n, const int32_t * slots);
+
+    bool        is_lost() const { return device().health->is_lost(); }
+    void        mark_lost(const char * reason) { device().health->mark_lost(reason); } // from any thread
+    std::string lost_message() const { return device().lost_message(); }
+    // runs work that waits for the device, see device_health::run
+    bool        run_on_device(std::function<void()> work) { return device().health->run(std::move(work)); }
+
+    // how prefill batches are computed: moeedge_cache_set_prefill
+    std::atomic<int> prefill_path{ MOEEDGE_PREFILL_PATH_CPU };
+    std::atomic<int> prefill_tokens_min{ 65 };
+
+    // counters and records of the computing side
+    block_records records;
+
+    // planning side; see the moeedge_cache_* functions (moeedge.h)
+
+    residency_table & table() { return *core->table; }
+    void              get_info(moeedge_cache_info & out) const;
+    void              get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
+    void              set_batch(int n_experts) { core->batch.store(n_experts); }
+    void              get_stats(moeedge_cache_stats & out);
+    int               read(int layer, int expert, const char * role, void * out, int64_t size); // moeedge_status
+
+  private:
+    std::shared_ptr<cache_core>   core;
+    const int64_t                 slots_wanted;
+    std::mutex                    closing;
+    std::unique_ptr<expert_mover> mover; // null once closed
+};
+
+} // namespace moeedge

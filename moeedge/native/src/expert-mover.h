@@ -1,0 +1,43 @@
+// Expert mover: the thread that uploads experts to the device as the residency table asks for them.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "expert-uploader.h"
+#include "residency-table.h"
+
+namespace moeedge {
+
+// the parts of a cache that the mover works with; it shares their ownership, since the thread of a lost device may be
+// abandoned
+struct cache_core {
+    expert_layout                    layout;
+    expert_source                    source;
+    std::shared_ptr<cache_device>    device;
+    std::unique_ptr<slot_pools>      pools;
+    std::unique_ptr<residency_table> table;
+    std::unique_ptr<expert_uploader> moving;    // the mover's
+    std::unique_ptr<expert_uploader> streaming; // for staging slots; null if there are none
+    double                           link_bytes_per_s = 0;
+    double                           link_latency_s   = 0;
+    std::atomic<int>                 batch{ 0 };            // see moeedge_cache_set_batch
+    bool                             has_mover_ended = false; // see device_health::wait
+};
+
+class expert_mover {
+  public:
+    explicit expert_mover(std::shared_ptr<cache_core> core);
+    // ends the thread after the uploads under way, or abandons it where it waits for a lost device
+    ~expert_mover();
+    expert_mover(const expert_mover &)             = delete;
+    expert_mover & operator=(const expert_mover &) = delete;
+
+  private:
+    std::shared_ptr<cache_core> core;
+    std::thread                 thread;
+};
+
+} // namespace moeedge

@@ -1,0 +1,93 @@
+#include "expert-source.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace moeedge {
+
+expert_source::~expert_source() {
+    for (int file : files) {
+        ::close(file);
+    }
+}
+
+// bytes of a file, -1 if unknown
+static int64_t size_of(int file) {
+    struct stat status;
+    return fstat(file, &status) == 0 ? (int64_t) status.st_size : -1;
+}
+
+bool expert_source::open(const moeedge_cache_config & config, const expert_layout & of, std::string & error) {
+    layout = &of;
+    std::vector<int64_t> sizes;
+    for (int i = 0; i < config.n_files; i++) {
+        const int file = ::open(config.files[i], O_RDONLY | O_CLOEXEC);
+        if (file < 0) {
+            error = std::string(config.files[i]) + " cannot be opened: " + std::strerror(errno) + ".";
+            return false;
+        }
+        files.push_back(file);
+        sizes.push_back(size_of(file));
+    }
+    for (int layer = 0; layer < of.n_layers; layer++) {
+        for (size_t r = 0; r < of.slices[layer].size(); r++) {
+            const expert_slice & slice = of.slices[layer][r];
+            const int64_t        bytes = (int64_t) of.groups[of.group_of[layer]].roles[r].bytes;
+            if (slice.offset + (of.n_experts - 1) * slice.stride + bytes > sizes[slice.file]) {
+                error = std::string(config.files[slice.file]) + " ends before the experts of layer " +
+                        std::to_string(layer) + " do.";
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool expert_source::read(int layer, int role, int expert, size_t begin, size_t size, void * out) const {
+    const expert_slice & slice  = layout->slices[layer][role];
+    int64_t              offset = slice.offset + expert * slice.stride + (int64_t) begin;
+    char *               to     = (char *) out;
+    while (size > 0) {
+        const ssize_t n = pread(files[slice.file], to, size, offset);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            return false;
+        }
+        to += n;
+        offset += n;
+        size -= (size_t) n;
+    }
+    return true;
+}
+
+bool expert_source::is_dense(int layer) const {
+    const expert_group & group = layout->groups[layout->group_of[layer]];
+    for (size_t r = 0; r < group.roles.size(); r++) {
+        if (layout->slices[layer][r].stride != (int64_t) group.roles[r].bytes) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void expert_source::announce(int layer, int expert) const {
+#if defined(POSIX_FADV_WILLNEED)
+    const expert_group & group = layout->groups[layout->group_of[layer]];
+    for (size_t r = 0; r < group.roles.size(); r++) {
+        const expert_slice & slice = layout->slices[layer][r];
+        posix_fadvise(files[slice.file], slice.offset + expert * slice.stride, (off_t) group.roles[r].bytes,
+                      POSIX_FADV_WILLNEED);
+    }
+#else
+    (void) layer;
+    (void) expert;
+#endif
+}
+
+} // namespace moeedge

@@ -1,0 +1,39 @@
+// Expert source: the bytes of single experts, read from the model's own files.
+//
+// llama.cpp may keep experts repacked for the CPU's kernels, in a form that no device can use. Reads are positioned ones
+// into the caller's memory: unlike a second mapping they add nothing to the process's resident memory, and a file that is
+// truncated while in use makes a read fail instead of ending the process.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "expert-layout.h"
+
+namespace moeedge {
+
+class expert_source {
+  public:
+    expert_source() = default;
+    ~expert_source();
+    expert_source(const expert_source &)             = delete;
+    expert_source & operator=(const expert_source &) = delete;
+
+    // opens the files and checks that they hold all of the layout; false with the reason in `error`
+    bool open(const moeedge_cache_config & config, const expert_layout & layout, std::string & error);
+
+    // `size` bytes of an expert's role from byte `begin` on, continuing into the next experts; false if the file cannot be
+    // read
+    bool read(int layer, int role, int expert, size_t begin, size_t size, void * out) const;
+    // whether the next expert's bytes follow an expert's directly, in every role
+    bool is_dense(int layer) const;
+    // asks the system to read an expert's bytes soon; does not wait
+    void announce(int layer, int expert) const;
+
+  private:
+    const expert_layout * layout = nullptr;
+    std::vector<int>      files; // descriptors
+};
+
+} // namespace moeedge

@@ -1,0 +1,69 @@
+// Expert uploader: writes experts from the model's files into slots, with a backend instance of its own.
+//
+// Host memory (emulated): read straight into the slot. Devices with streams: through a ring of staging chunks, pinned where
+// offered, so that reading a chunk overlaps with the transfer of the earlier ones. Remote workers: chunk by chunk, each
+// acknowledged before the next, since computation shares the connection in the order of arrival.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "slot-pools.h"
+#include "expert-source.h"
+
+namespace moeedge {
+
+class expert_uploader {
+  public:
+    // transfers with `backend`; all that is given must outlive the expert_uploader
+    expert_uploader(const cache_device & device, ggml_backend_t backend, const expert_source & source, const expert_layout & layout,
+             const slot_pools & pools);
+    ~expert_uploader();
+    expert_uploader(const expert_uploader &)             = delete;
+    expert_uploader & operator=(const expert_uploader &) = delete;
+
+    // allocates the staging ring; false if there is no memory
+    bool allocate();
+    // called before each chunk for a remote worker; waits until no computation uses the connection
+    void set_yield_to_compute(std::function<void()> call) { yield_to_compute = std::move(call); }
+
+    // starts to write `n` consecutive experts to consecutive slots; returns a ticket for wait, or -1 if the file cannot be
+    // read (earlier tickets stay valid). Waits while the ring is full.
+    int64_t send(int layer, int expert, int slot, int n = 1);
+    // waits until everything up to the ticket has arrived
+    void wait(int64_t ticket);
+
+    int    depth() const; // uploads that are started before the oldest is awaited
+    size_t staging_bytes() const;
+    bool   is_unpinned() const { return unpinned; } // the device offers pinned memory, and the host has none left
+
+  private:
+    struct chunk {
+        char *               data  = nullptr;
+        ggml_backend_event_t event = nullptr; // null: the device has none
+        int64_t              sent  = 0;       // ticket of the bytes that it carries
+    };
+
+    bool send_role(int layer, int role, int expert, int slot, int n);
+    void send_and_wait(const chunk & c, size_t size, ggml_tensor * pool, size_t offset);
+    bool send_piece(int layer, int role, int expert, size_t begin, size_t size, ggml_tensor * pool, size_t offset);
+
+    const cache_device &  device;
+    ggml_backend_t        backend;
+    const expert_source & source;
+    const expert_layout & layout;
+    const slot_pools &    pools;
+
+    std::function<void()> yield_to_compute = [] {};
+    ggml_backend_buffer_t buffer   = nullptr;
+    bool                  unpinned = false;
+    std::vector<chunk>    chunks;
+    size_t                chunk_bytes = 0;
+    int64_t               n_sent      = 0; // tickets: pieces sent so far
+    int64_t               n_arrived   = 0;
+};
+
+} // namespace moeedge

@@ -1,0 +1,329 @@
+#include "graph-compute.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ggml-impl.h"
+#include "backend-instance.h"
+#include "timing.h"
+
+namespace moeedge {
+
+// Small batches are read after the graph is done: no thread waits. The allocator must then keep ids and weights of all
+// layers, which spreads the activations of a large batch over more memory than the caches hold (3.5 % of prefill). So large
+// batches are read from inside the graph, by one node per block; the cost of its barrier is negligible there.
+static constexpr int64_t n_tokens_read_after = 32;
+
+// a step has two graphs per layer where a GPU computes the rest; llama.cpp keeps few batch sizes at a time
+static constexpr size_t n_parsed_max = 1024;
+
+static bool is_read_after(const std::vector<moe_block> & blocks) {
+    return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_read_after;
+}
+
+static bool reads_inputs(const instance * self) {
+    return self->capture || self->hook;
+}
+
+static bool is_small(const std::vector<router_input> & inputs) {
+    return !inputs.empty() && inputs.front().n_tokens <= activation_capture::n_tokens_max;
+}
+
+void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    if (graph->n_nodes == 0) {
+        return;
+    }
+    ggml_tensor * last = graph->nodes[graph->n_nodes - 1];
+    if (reads_inputs(self)) {
+        std::vector<router_input> inputs;
+        find_router_inputs(graph, inputs);
+        for (const router_input & found : is_small(inputs) ? inputs : std::vector<router_input>()) {
+            params->add_alloc_dep(params->user_data, found.input, last);
+            if (found.probs) {
+                params->add_alloc_dep(params->user_data, found.probs, last);
+            }
+        }
+    }
+    std::vector<moe_block> blocks;
+    if (self->sensor) {
+        find_blocks(graph, blocks);
+    }
+    if (!is_read_after(blocks)) {
+        return;
+    }
+    for (const moe_block & block : blocks) {
+        params->add_alloc_dep(params->user_data, block.ids, last);
+        if (block.weights) {
+            params->add_alloc_dep(params->user_data, block.weights, last);
+        }
+    }
+}
+
+static void sense_block(instance * self, const moe_block & block) {
+    if (!self->sensor) {
+        return;
+    }
+    self->sensor->observe(block.layer, self->phase, block.ids, block.weights);
+    self->n_blocks++;
+}
+
+// computed by the CPU backend's threads like any operation; the bytes are few enough for one thread
+static void sense_block_node(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (ith == 0) {
+        const int64_t           begin_ns = now_ns();
+        const instance::probe * probe    = (const instance::probe *) userdata;
+        sense_block(probe->self, *probe->block);
+        probe->self->sense_ns += now_ns() - begin_ns;
+    }
+    GGML_UNUSED(dst);
+    GGML_UNUSED(nth);
+}
+
+// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
+// so that the CPU backend fuses what it fuses in stock
+static ggml_cgraph extend_graph(instance * self, const std::vector<moe_block> & blocks, const ggml_cgraph * graph) {
+    const size_t n_blocks = blocks.size();
+    self->arena.resize(std::max(self->arena.size(), (n_blocks + 1) * (ggml_tensor_overhead() + GGML_MEM_ALIGN)));
+    ggml_context * ctx = ggml_init({ self->arena.size(), self->arena.data(), /* .no_alloc = */ true });
+
+    self->probes.resize(n_blocks); // sized before pointers into it are taken
+    self->nodes.clear();
+    int i_from = 0;
+    for (size_t b = 0; b < n_blocks; b++) {
+        const moe_block & block = blocks[b];
+        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
+        i_from = block.i_first;
+
+        self->probes[b]      = { self, &block };
+        ggml_tensor * args[] = { block.ids };
+        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, 1, sense_block_node, /* n_tasks = */ 1,
+                                              &self->probes[b]);
+        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        self->nodes.push_back(node);
+    }
+    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
+    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
+
+    ggml_cgraph extended = *graph;
+    extended.nodes       = self->nodes.data();
+    extended.n_nodes     = (int) self->nodes.size();
+    extended.size        = extended.n_nodes;
+    extended.uid         = 0;
+    return extended;
+}
+
+// llama.cpp reuses graphs, so findings are kept by ggml's id of the graph
+static parsed_graph & parse_graph(instance * self, const ggml_cgraph * graph) {
+    if (self->parsed.size() > n_parsed_max) {
+        self->parsed.clear();
+    }
+    const auto [entry, is_new] = self->parsed.try_emplace(graph->uid);
+    parsed_graph & found       = entry->second;
+    if (!is_new && graph->uid != 0) {
+        return found;
+    }
+    find_blocks(graph, found.blocks);
+    found.placed.clear();
+    found.inputs.clear();
+    if (reads_inputs(self)) {
+        find_router_inputs(graph, found.inputs);
+    }
+    if (!self->hybrid) {
+        return found;
+    }
+    for (const moe_block & block : found.blocks) {
+        found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {} });
+        if (!self->hybrid->place(found.placed.back())) {
+            self->cache->records.add_unknown();
+        }
+    }
+    return found;
+}
+
+// nodes [begin, end) of the graph on the CPU
+static enum ggml_status compute_part(instance * self, const ggml_cgraph * graph, int begin, int end) {
+    if (begin == end) {
+        return GGML_STATUS_SUCCESS;
+    }
+    ggml_cgraph part = *graph;
+    part.nodes += begin;
+    part.n_nodes = end - begin;
+    part.uid     = 0;
+    return ggml_backend_graph_compute(self->cpu, &part);
+}
+
+// Calls the hook for the block (of a dense layer, if `block` is null) whose experts are computed next.
+static void call_hook(instance * self, const moe_block * block, const router_input * input) {
+    moeedge_block about = {};
+    about.phase         = self->phase;
+    about.layer         = block ? block->layer : input->layer;
+    if (input) {
+        about.n_tokens = (int32_t) input->n_tokens;
+        about.n_embd   = (int32_t) input->input->ne[0];
+        self->hook_input.resize(ggml_nelements(input->input));
+        read_rows(input->input, input->n_tokens, input->stride, self->hook_input.data());
+        about.input = self->hook_input.data();
+    }
+    if (block) {
+        about.n_used   = (int32_t) block->ids->ne[0];
+        about.n_tokens = (int32_t) block->ids->ne[1];
+        read_ids(block->ids, self->hook_ids);
+        about.ids = self->hook_ids.data();
+    }
+    self->hook(self->hook_user, &about);
+}
+
+static const router_input * input_of(const parsed_graph & parsed, const moe_block & block) {
+    for (const router_input & found : parsed.inputs) {
+        if (found.layer == block.layer && found.n_tokens == block.ids->ne[1]) {
+            return &found;
+        }
+    }
+    return nullptr;
+}
+
+// how a graph is computed
+struct graph_paths {
+    bool is_hybrid;  // the executor gets the blocks
+    bool has_hook;   // the hook is called before each block
+    bool sense_here; // ids do not outlive the block
+};
+
+// Stops the graph before the experts of each such block, calls the hook, gives the block to the executor and continues after
+// it. The selected experts' ids and the router's input are in host memory there.
+static enum ggml_status compute_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph,
+                                         const graph_paths & paths) {
+    hybrid_executor * hybrid    = paths.is_hybrid ? self->hybrid.get() : nullptr;
+    const int         n_min     = hybrid ? self->cache->prefill_tokens_min.load(std::memory_order_relaxed) : 0;
+    const bool        is_stream = hybrid && self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_PATH_STREAM;
+    int               i_from    = 0;
+    self->is_split.assign(parsed.blocks.size(), false);
+    for (size_t b = 0; b < parsed.blocks.size(); b++) {
+        const moe_block &    block  = parsed.blocks[b];
+        const placed_chain * placed = hybrid && parsed.placed[b].group >= 0 ? &parsed.placed[b] : nullptr;
+        if (paths.has_hook) {
+            const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+            i_from = block.i_first;
+            call_hook(self, &block, input_of(parsed, block));
+        }
+        const bool is_streamed = is_stream && placed && block.ids->ne[1] >= n_min;
+        const bool is_split    = is_streamed || (placed && self->cache->has_resident(block.layer));
+        self->is_split[b]      = is_split;
+        if (!is_split && !paths.sense_here) {
+            continue;
+        }
+        const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        i_from = block.i_first;
+        if (paths.sense_here) {
+            const int64_t begin_ns = now_ns();
+            sense_block(self, block);
+            if (!is_split && placed) {
+                hybrid->record_cpu_block(placed->chain, self->phase); // its ids do not outlive the graph
+            }
+            self->sense_ns += now_ns() - begin_ns;
+        }
+        if (!is_split || self->cache->is_lost()) {
+            continue;
+        }
+        switch (is_streamed ? hybrid->compute_streamed(*placed, self->phase) : hybrid->compute(*placed, self->phase)) {
+            case BLOCK_NOT_COMPUTED: break;
+            case BLOCK_DONE:         i_from = placed->chain.i_end; break;
+            case BLOCK_ABORTED:      return hybrid->status();
+        }
+    }
+    return compute_part(self, graph, i_from, graph->n_nodes);
+}
+
+// stops a dense model's graph before each FFN to call the hook
+static enum ggml_status compute_dense_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph) {
+    int i_from = 0;
+    for (const router_input & found : parsed.inputs) {
+        const enum ggml_status status = compute_part(self, graph, i_from, found.i_node);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        i_from = found.i_node;
+        call_hook(self, nullptr, &found);
+    }
+    return compute_part(self, graph, i_from, graph->n_nodes);
+}
+
+// counts blocks that the executor did not compute as misses
+static void record_cpu_blocks(instance * self, const parsed_graph & parsed) {
+    for (size_t b = 0; b < parsed.placed.size(); b++) {
+        if (parsed.placed[b].group >= 0 && !self->is_split[b]) {
+            self->hybrid->record_cpu_block(parsed.placed[b].chain, self->phase);
+        }
+    }
+}
+
+static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) {
+    int64_t              begin_ns = now_ns();
+    const parsed_graph & parsed   = parse_graph(self, graph);
+    const bool           is_after = is_read_after(parsed.blocks);
+    const bool           no_device = !self->hybrid || self->cache->is_lost();
+    // prompts of any length take the path that was measured for them; splitting pays off for decoding only
+    const bool is_prompt = self->phase == MOEEDGE_PHASE_PREFILL ||
+                           (self->hybrid && !parsed.blocks.empty() &&
+                            parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
+    const bool is_hybrid = !no_device && !parsed.blocks.empty() &&
+                           (!is_prompt || self->cache->prefill_path.load() != MOEEDGE_PREFILL_PATH_CPU);
+    const bool has_hook = self->hook && self->phase != MOEEDGE_PHASE_PREFILL && is_small(parsed.inputs);
+    self->sense_ns += now_ns() - begin_ns;
+    if (!is_after && !is_hybrid) {
+        ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
+        return ggml_backend_graph_compute(self->cpu, &extended);
+    }
+    enum ggml_status status;
+    if (has_hook && parsed.blocks.empty()) {
+        status = compute_dense_in_parts(self, parsed, graph);
+    } else if (has_hook || is_hybrid) {
+        status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after });
+    } else {
+        status = ggml_backend_graph_compute(self->cpu, graph);
+    }
+    if (status != GGML_STATUS_SUCCESS || !is_after) {
+        return status;
+    }
+    begin_ns = now_ns();
+    for (const moe_block & block : parsed.blocks) {
+        sense_block(self, block);
+    }
+    if (self->capture && is_small(parsed.inputs)) {
+        for (const router_input & found : parsed.inputs) {
+            self->capture->take(found);
+        }
+    }
+    if (is_hybrid) {
+        record_cpu_blocks(self, parsed);
+    }
+    self->sense_ns += now_ns() - begin_ns;
+    return status;
+}
+
+enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
+    const int64_t          begin_ns = now_ns();
+    const enum ggml_status status   = self->sensor || reads_inputs(self) ? compute_and_sense(self, graph) :
+                                                                        ggml_backend_graph_compute(self->cpu, graph);
+    self->n_graphs++;
+    self->compute_ns += now_ns() - begin_ns;
+    return status;
+}
+
+void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+    self->parsed.clear(); // they name the old cache's pools
+    self->hybrid.reset();
+    self->cache = std::move(cache);
+    if (self->cache) {
+        self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
+        self->hybrid->set_n_threads(self->n_threads);
+    }
+}
+
+} // namespace moeedge

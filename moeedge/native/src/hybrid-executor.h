@@ -1,0 +1,96 @@
+// Hybrid executor: computes the experts of one MoE block on two devices at once. Pairs whose expert is in a slot go to the
+// device, the others to the CPU; both run the block's chain, and the columns meet in the chain's output.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "device-worker.h"
+#include "expert-cache.h"
+#include "expert-chain.h"
+#include "subgraph-set.h"
+
+namespace moeedge {
+
+// a chain and the tensors that replace its tables
+struct placed_chain {
+    expert_chain chain;
+    int          group = -1;    // of the cache; -1: its experts stay on the CPU
+    table_list   host_tables;   // as the graph has them
+    table_list   device_tables; // slot pools
+};
+
+enum block_outcome {
+    BLOCK_NOT_COMPUTED, // the graph's own nodes have to compute it
+    BLOCK_DONE,         // the chain's output is computed
+    BLOCK_ABORTED,      // the CPU backend was told to stop, or failed
+};
+
+class hybrid_executor {
+  public:
+    // The most pairs that a device gets at once. CUDA's kernels for experts keep an integer per column in a block's shared
+    // memory, which has 48 KiB on older cards, and abort when it is short; and a device's buffer for columns stays small.
+    static constexpr size_t n_pairs_max = 2048;
+
+    hybrid_executor(std::shared_ptr<expert_cache> cache, ggml_backend_t cpu, ggml_backend_dev_t cpu_dev);
+    ~hybrid_executor();
+    hybrid_executor(const hybrid_executor &)             = delete;
+    hybrid_executor & operator=(const hybrid_executor &) = delete;
+
+    // sets the chain's pools; false if the cache has none for it
+    bool place(placed_chain & placed) const;
+    // threads of the CPU backend, of which the emulated device takes its share
+    void set_n_threads(int n_threads);
+    // why the last compute was aborted
+    enum ggml_status status() const { return last_status; }
+    // input and ids of the chain are computed and in host memory
+    block_outcome compute(const placed_chain & placed, int phase);
+    // a batch whose experts are all computed on the device, those without a slot by way of the staging slots
+    block_outcome compute_streamed(const placed_chain & placed, int phase);
+    // counts a block that ran on the CPU as it is
+    void record_cpu_block(const expert_chain & chain, int phase);
+
+  private:
+    using index_list = std::vector<int32_t>; // of pairs: token * n_used + place
+
+    // experts without a slot that are staged together, and their pairs
+    struct stream_chunk {
+        index_list experts, slots, pairs;
+    };
+    void cut_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks);
+    bool stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record);
+
+    int  count_unique(const index_list & pairs);
+    void read_input(const expert_chain & chain, bool keep);
+    void gather(const expert_chain & chain, const index_list & pairs, const subgraph & sub, float * input) const;
+    void scatter(const expert_chain & chain, const index_list & pairs, const float * columns) const;
+    bool compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                        const float * gathered = nullptr);
+    bool submit(const placed_chain & placed, const index_list & pairs);
+    bool finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
+    bool is_timed_alone();
+    bool compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
+
+    std::shared_ptr<expert_cache>  cache;
+    ggml_backend_dev_t             cpu_dev;
+    ggml_backend_t                 cpu;                // the instance's: all threads
+    ggml_backend_t                 cpu_part = nullptr; // with the threads that an emulated device leaves; null: use cpu
+    std::shared_ptr<device_worker> worker;
+    std::unique_ptr<subgraph_set>  cpu_graphs;
+    std::unique_ptr<subgraph_set>  device_graphs;
+
+    // scratch of the current block
+    index_list            experts, slots; // per pair
+    index_list            on_device, on_cpu;
+    int64_t               n_computed = 0; // blocks
+    std::vector<uint32_t> seen; // per expert: the round in which it was counted
+    uint32_t              round         = 0;
+    const char *          input_data    = nullptr; // the chain's input
+    std::vector<char>     input_copy;              // of it, where the output is written before all of it is read
+    const float *         staged_input  = nullptr; // columns that the device was given last
+    enum ggml_status      last_status   = GGML_STATUS_SUCCESS;
+};
+
+} // namespace moeedge

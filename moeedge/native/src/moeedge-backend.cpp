@@ -1,0 +1,334 @@
+// The ggml backend: context struct in backend-instance.h, ops in graph-compute.cpp; backend, device and registry here.
+//
+// Claims    by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
+// Forwards  the graph's nodes unchanged to an inner CPU backend instance: results are bit-identical to stock's. Expert ids and
+//           router weights are read from memory, after the graph or (large batches) by extra nodes in it. With an expert
+//           cache attached the experts of a block run on its device and on the CPU.
+// Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts the same operations and
+//           buffers as the CPU, repacked weights included.
+// Errors    no exception passes to ggml: each entry point returns a status, null or false instead.
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "backend-instance.h"
+#include "cache-device.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "graph-compute.h"
+
+namespace moeedge {
+
+// stock's GPU backends offload host weights from this batch size on (GGML_OP_OFFLOAD_MIN_BATCH's default)
+static constexpr int64_t offload_min_tokens = 32;
+
+static instance * instance_of(ggml_backend_t backend) {
+    return (instance *) backend->context;
+}
+
+// backend interface
+
+static const char * backend_get_name(ggml_backend_t backend) {
+    return "MOEEDGE";
+
+    GGML_UNUSED(backend);
+}
+
+static void backend_free(ggml_backend_t backend) {
+    instance * self = instance_of(backend);
+    instances_remove(self);
+    set_cache(self, nullptr);
+    ggml_backend_free(self->cpu);
+    delete self;
+    delete backend;
+}
+
+// the status of `call`, or that of the exception which it throws
+template <typename F> static enum ggml_status guarded(F call) {
+    try {
+        return call();
+    } catch (const std::bad_alloc &) {
+        return GGML_STATUS_ALLOC_FAILED;
+    } catch (const std::exception & error) {
+        GGML_LOG_ERROR("moeedge: %s\n", error.what());
+        return GGML_STATUS_FAILED;
+    } catch (...) {
+        return GGML_STATUS_FAILED;
+    }
+}
+
+static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    instance * self = instance_of(backend);
+    if (self->optimize_status != GGML_STATUS_SUCCESS) { // the allocator does not keep the tensors that we read
+        return std::exchange(self->optimize_status, GGML_STATUS_SUCCESS);
+    }
+    return guarded([&] { return compute_graph(self, graph); });
+}
+
+static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    instance *             self   = instance_of(backend);
+    const enum ggml_status status = guarded([&] {
+        optimize_graph(self, graph, params);
+        return GGML_STATUS_SUCCESS;
+    });
+    if (status != GGML_STATUS_SUCCESS) {
+        self->optimize_status = status;
+    }
+}
+
+static const ggml_backend_i backend_i = {
+    /* .get_name                = */ backend_get_name,
+    /* .free                    = */ backend_free,
+    /* .set_tensor_async        = */ nullptr,
+    /* .get_tensor_async        = */ nullptr,
+    /* .set_tensor_2d_async     = */ nullptr,
+    /* .get_tensor_2d_async     = */ nullptr,
+    /* .cpy_tensor_async        = */ nullptr,
+    /* .synchronize             = */ nullptr,
+    /* .graph_plan_create       = */ nullptr,
+    /* .graph_plan_free         = */ nullptr,
+    /* .graph_plan_update       = */ nullptr,
+    /* .graph_plan_compute      = */ nullptr,
+    /* .graph_compute           = */ backend_graph_compute,
+    /* .event_record            = */ nullptr,
+    /* .event_wait              = */ nullptr,
+    /* .graph_optimize          = */ backend_graph_optimize,
+};
+
+static ggml_guid_t backend_guid() {
+    static ggml_guid guid = { 0x6d, 0x6f, 0x65, 0x65, 0x64, 0x67, 0x65, 0x01, 0x9b, 0x52, 0x4e, 0xc7, 0x11, 0x8a, 0xd0, 0x33 };
+    return &guid;
+}
+
+static void * cpu_proc_address(const instance * self, const char * name) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(self->cpu_dev), name);
+}
+
+// llama.cpp calls these two for every backend whose registry offers them
+static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
+    instance * self = instance_of(backend);
+    self->n_threads = n_threads;
+    auto set        = (ggml_backend_set_n_threads_t) cpu_proc_address(self, "ggml_backend_set_n_threads");
+    if (set) {
+        set(self->cpu, n_threads);
+    }
+    if (self->hybrid) {
+        self->hybrid->set_n_threads(n_threads);
+    }
+}
+
+static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
+    instance * self = instance_of(backend);
+    auto set        = (ggml_backend_set_abort_callback_t) cpu_proc_address(self, "ggml_backend_set_abort_callback");
+    if (set) {
+        set(self->cpu, callback, data);
+    }
+}
+
+// device interface
+
+static const char * device_get_name(ggml_backend_dev_t dev) {
+    return "MOEEDGE";
+
+    GGML_UNUSED(dev);
+}
+
+static const char * device_get_description(ggml_backend_dev_t dev) {
+    return "Mixture-of-Experts blocks, placed by moeedge";
+
+    GGML_UNUSED(dev);
+}
+
+static void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
+    // the device has no memory of its own: weights stay where llama.cpp put them
+    *free  = 0;
+    *total = 0;
+
+    GGML_UNUSED(dev);
+}
+
+static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
+    return GGML_BACKEND_DEVICE_TYPE_ACCEL;
+
+    GGML_UNUSED(dev);
+}
+
+static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    props->name        = device_get_name(dev);
+    props->description = device_get_description(dev);
+    props->type        = device_get_type(dev);
+    device_get_memory(dev, &props->memory_free, &props->memory_total);
+    props->caps = {};
+    // as the CPU's: llama.cpp maps the file into our buffers only if the device allows it
+    props->caps.buffer_from_host_ptr = true;
+    props->caps.mmap_support         = true;
+}
+
+static bool is_gpu(ggml_backend_dev_t dev) {
+    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
+static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) try {
+    auto self     = std::make_unique<instance>();
+    auto backend  = std::make_unique<ggml_backend>();
+    self->creator = std::this_thread::get_id();
+    self->cpu_dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    self->cpu     = self->cpu_dev ? ggml_backend_dev_init(self->cpu_dev, nullptr) : nullptr;
+    if (self->cpu == nullptr) {
+        GGML_LOG_ERROR("moeedge: this process has no ggml CPU backend\n");
+        return nullptr;
+    }
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        ggml_backend_dev_t found = ggml_backend_dev_get(i);
+        self->has_gpu |= is_gpu(found) && !is_rpc(found); // llama.cpp never computes on a remote worker of ours
+    }
+    self->device         = *dev;
+    self->device.context = self.get();
+    *backend             = {
+        /* .guid    = */ backend_guid(),
+        /* .iface   = */ backend_i,
+        /* .device  = */ &self->device,
+        /* .context = */ self.get(),
+    };
+    instances_add(self.get());
+    self.release(); // backend_free deletes both
+    return backend.release();
+
+    GGML_UNUSED(params);
+} catch (const std::exception & error) {
+    GGML_LOG_ERROR("moeedge: %s\n", error.what());
+    return nullptr;
+}
+
+static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
+    return ggml_backend_cpu_buffer_type();
+
+    GGML_UNUSED(dev);
+}
+
+static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t dev, void * ptr, size_t size, size_t max_tensor_size) {
+    return ggml_backend_cpu_buffer_from_ptr(ptr, size);
+
+    GGML_UNUSED(dev);
+    GGML_UNUSED(max_tensor_size);
+}
+
+// from this number of tokens on, a GPU of llama.cpp may take a block
+static int64_t big_batch_tokens(const instance * self) {
+    const expert_cache * cache = self->cache.get();
+    if (cache == nullptr || cache->is_lost()) {
+        return offload_min_tokens;
+    }
+    if (cache->prefill_path.load() != MOEEDGE_PREFILL_PATH_CPU) {
+        return INT64_MAX;
+    }
+    return self->phase == MOEEDGE_PHASE_PREFILL ? offload_min_tokens : cache->prefill_tokens_min.load();
+}
+
+static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    const instance * self = (const instance *) dev->context;
+    if (self == nullptr) {
+        return false; // the registered device does not compute: its instances do
+    }
+    switch (self->offload_scope.load(std::memory_order_relaxed)) {
+        case MOEEDGE_OFFLOAD_SCOPE_ALL:
+            break;
+        case MOEEDGE_OFFLOAD_SCOPE_MOE:
+            if (!is_block_node(op)) {
+                return false;
+            }
+            // a GPU computes big batches from host weights, and only if nobody above the CPU offload_scope them
+            if (self->has_gpu && block_node_tokens(op) >= big_batch_tokens(self)) {
+                return false;
+            }
+            break;
+        default:
+            return false;
+    }
+    return ggml_backend_dev_supports_op(self->cpu_dev, op);
+}
+
+static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    const instance * self = (const instance *) dev->context;
+    return self ? ggml_backend_dev_supports_buft(self->cpu_dev, buft) : ggml_backend_buft_is_host(buft);
+}
+
+static const ggml_backend_device_i device_i = {
+    /* .get_name             = */ device_get_name,
+    /* .get_description      = */ device_get_description,
+    /* .get_memory           = */ device_get_memory,
+    /* .get_type             = */ device_get_type,
+    /* .get_props            = */ device_get_props,
+    /* .init_backend         = */ device_init_backend,
+    /* .get_buffer_type      = */ device_get_buffer_type,
+    /* .get_host_buffer_type = */ nullptr,
+    /* .buffer_from_host_ptr = */ device_buffer_from_host_ptr,
+    /* .supports_op          = */ device_supports_op,
+    /* .supports_buft        = */ device_supports_buft,
+    /* .offload_op           = */ nullptr,
+    /* .event_new            = */ nullptr,
+    /* .event_free           = */ nullptr,
+    /* .event_synchronize    = */ nullptr,
+};
+
+// registry interface
+
+static const char * reg_get_name(ggml_backend_reg_t reg) {
+    return "MOEEDGE";
+
+    GGML_UNUSED(reg);
+}
+
+static size_t reg_get_device_count(ggml_backend_reg_t reg) {
+    return 1;
+
+    GGML_UNUSED(reg);
+}
+
+static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
+    GGML_ASSERT(index == 0);
+
+    static ggml_backend_device device = {
+        /* .iface   = */ device_i,
+        /* .reg     = */ reg,
+        /* .context = */ nullptr,
+    };
+    return &device;
+
+    GGML_UNUSED(index);
+}
+
+static void * reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
+    if (std::strcmp(name, "ggml_backend_set_n_threads") == 0) {
+        return (void *) backend_set_n_threads;
+    }
+    if (std::strcmp(name, "ggml_backend_set_abort_callback") == 0) {
+        return (void *) backend_set_abort_callback;
+    }
+    return nullptr;
+
+    GGML_UNUSED(reg);
+}
+
+static const ggml_backend_reg_i reg_i = {
+    /* .get_name         = */ reg_get_name,
+    /* .get_device_count = */ reg_get_device_count,
+    /* .get_device       = */ reg_get_device,
+    /* .get_proc_address = */ reg_get_proc_address,
+};
+
+ggml_backend_reg_t backend_reg() {
+    static ggml_backend_reg reg = {
+        /* .api_version = */ GGML_BACKEND_API_VERSION,
+        /* .iface       = */ reg_i,
+        /* .context     = */ nullptr,
+    };
+    return &reg;
+}
+
+} // namespace moeedge

@@ -1,0 +1,279 @@
+#include "residency-table.h"
+
+#include <algorithm>
+
+#include "timing.h"
+
+namespace moeedge {
+
+// how many uploads ahead the file is read: enough requests to keep a disk busy while one is awaited
+static constexpr size_t n_uploads_read_ahead = 4;
+
+residency_table::residency_table(const expert_layout & layout, const std::vector<int> & capacity)
+    : n_experts(layout.n_experts), group_of(layout.group_of), groups(layout.groups.size()), n_resident(layout.n_layers) {
+    const size_t n_flat_ids = (size_t) layout.n_layers * layout.n_experts;
+    asked.assign(n_flat_ids, 0);
+    offered.assign(n_flat_ids, 0);
+    state.assign(n_flat_ids, MOEEDGE_RESIDENCY_ABSENT);
+    slot.assign(n_flat_ids, no_slot);
+    for (size_t g = 0; g < groups.size(); g++) {
+        groups[g].expert_bytes = (int64_t) layout.groups[g].expert_bytes;
+        groups[g].owner.assign(capacity[g], -1);
+        groups[g].pins.assign(capacity[g], 0);
+        for (int s = capacity[g] - 1; s >= 0; s--) {
+            groups[g].free.push_back(s);
+        }
+    }
+}
+
+// computing side
+
+int residency_table::acquire(int layer, const int32_t * experts, int n, int32_t * slots) {
+    std::lock_guard<std::mutex> lock(mutex);
+    group_state &               group   = groups[group_of[layer]];
+    int                         n_found = 0;
+    for (int i = 0; i < n; i++) {
+        const size_t flat_id = (size_t) layer * n_experts + experts[i];
+        if (is_stopped || (uint32_t) experts[i] >= (uint32_t) n_experts || state[flat_id] != MOEEDGE_RESIDENCY_RESIDENT) {
+            slots[i] = no_slot;
+            continue;
+        }
+        slots[i] = slot[flat_id];
+        group.pins[slots[i]]++;
+        n_found++;
+    }
+    n_pins += n_found;
+    return n_found;
+}
+
+void residency_table::release(int layer, const int32_t * slots, int n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    group_state &               group = groups[group_of[layer]];
+    for (int i = 0; i < n; i++) {
+        if (slots[i] == no_slot) {
+            continue;
+        }
+        n_pins--;
+        if (--group.pins[slots[i]] == 0 && !group.deferred.empty()) {
+            restore_deferred(group, slots[i]);
+        }
+    }
+    if (n_pins == 0) {
+        changed.notify_all();
+    }
+}
+
+bool residency_table::has_resident(int layer) const {
+    return n_resident[layer].load(std::memory_order_relaxed) > 0 && !is_stopped.load(std::memory_order_relaxed);
+}
+
+// a plan, a demand or a free slot gives the mover work; to be followed by work.notify_one()
+void residency_table::mark_work() {
+    is_mover_idle = false;
+    ready_ns      = now_ns();
+}
+
+// a victim that the mover passed over may go now
+void residency_table::restore_deferred(group_state & group, int32_t freed) {
+    for (size_t i = 0; i < group.deferred.size(); i++) {
+        if (slot[group.deferred[i].flat_id] == freed) {
+            group.victims.push_back(group.deferred[i]); // it was removed from there: no allocation
+            std::push_heap(group.victims.begin(), group.victims.end());
+            group.deferred[i] = group.deferred.back();
+            group.deferred.pop_back();
+            mark_work();
+            work.notify_one();
+            return;
+        }
+    }
+}
+
+// mover's side
+
+take_result residency_table::take(std::vector<upload> & out, int n_max, bool may_wait) {
+    std::unique_lock<std::mutex> lock(mutex);
+    out.clear();
+    while (!is_stopped) {
+        if (group_state * group = next_group()) {
+            out.push_back(start(*group));
+            const int layer = out.front().id.layer;
+            while ((int) out.size() < n_max && skip_to_absent(*group) && layer_of(group->queue[group->head].flat_id) == layer &&
+                   find_room(*group)) {
+                out.push_back(start(*group));
+            }
+            pair_in_order(out);
+            counts.transfers++;
+            return TAKE_UPLOADS;
+        }
+        if (!may_wait) {
+            return TAKE_NONE;
+        }
+        is_mover_idle = true;
+        changed.notify_all();
+        work.wait(lock);
+    }
+    return TAKE_STOPPED;
+}
+
+// Gives neighbours in the file neighbouring slots: they go in one piece.
+void residency_table::pair_in_order(std::vector<upload> & uploads) {
+    if (uploads.size() < 2) {
+        return;
+    }
+    std::vector<int> slots;
+    for (const upload & each : uploads) {
+        slots.push_back(each.slot);
+    }
+    std::sort(slots.begin(), slots.end());
+    std::sort(uploads.begin(), uploads.end(), [](const upload & a, const upload & b) { return a.id.expert < b.id.expert; });
+    for (size_t i = 0; i < uploads.size(); i++) {
+        uploads[i].slot = slots[i];
+        slot[(size_t) uploads[i].id.layer * n_experts + uploads[i].id.expert] = slots[i];
+    }
+}
+
+// among the groups that have room, the one whose first upload comes first: by priority, then by layer
+residency_table::group_state * residency_table::next_group() {
+    group_state * best = nullptr;
+    for (group_state & group : groups) {
+        if (!skip_to_absent(group) || !find_room(group)) {
+            continue;
+        }
+        const queued & mine = group.queue[group.head];
+        if (best == nullptr || mine.priority > best->queue[best->head].priority ||
+            (mine.priority == best->queue[best->head].priority && mine.flat_id < best->queue[best->head].flat_id)) {
+            best = &group;
+        }
+    }
+    return best;
+}
+
+bool residency_table::skip_to_absent(group_state & group) {
+    while (group.head < group.queue.size() && state[group.queue[group.head].flat_id] != MOEEDGE_RESIDENCY_ABSENT) {
+        group.head++;
+    }
+    return group.head < group.queue.size();
+}
+
+// whether there is a free slot, or a victim at the heap's front that can be evicted
+bool residency_table::find_room(group_state & group) {
+    if (!group.free.empty()) {
+        return true;
+    }
+    while (!group.victims.empty()) {
+        const victim & next = group.victims.front();
+        if (state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && group.pins[slot[next.flat_id]] == 0) {
+            return true;
+        }
+        if (state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT) {
+            group.deferred.push_back(next);
+        }
+        std::pop_heap(group.victims.begin(), group.victims.end());
+        group.victims.pop_back();
+    }
+    return false;
+}
+
+upload residency_table::start(group_state & group) {
+    if (group.free.empty()) {
+        const int32_t flat_id = group.victims.front().flat_id;
+        std::pop_heap(group.victims.begin(), group.victims.end());
+        group.victims.pop_back();
+        evict(group, flat_id);
+    }
+    const size_t  i_read_ahead = group.head + n_uploads_read_ahead;
+    const int32_t flat_id   = group.queue[group.head++].flat_id;
+    upload        out     = { id_of(flat_id), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
+    if (i_read_ahead < group.queue.size()) {
+        out.read_ahead = id_of(group.queue[i_read_ahead].flat_id);
+    }
+    group.free.pop_back();
+    state[flat_id] = MOEEDGE_RESIDENCY_IN_FLIGHT;
+    slot[flat_id]  = out.slot;
+    if (n_in_flight++ == 0) {
+        busy_from_ns = now_ns();
+    }
+    return out;
+}
+
+void residency_table::evict(group_state & group, int32_t flat_id) {
+    group.free.push_back(slot[flat_id]);
+    group.owner[slot[flat_id]] = -1;
+    state[flat_id]             = MOEEDGE_RESIDENCY_ABSENT;
+    slot[flat_id]              = no_slot;
+    n_resident[layer_of(flat_id)].fetch_sub(1, std::memory_order_relaxed);
+    counts.evictions++;
+}
+
+void residency_table::finish(const upload & done, bool has_arrived) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int                   layer = done.id.layer;
+    group_state &               group = groups[group_of[layer]];
+    const int32_t               flat_id = layer * n_experts + done.id.expert;
+    if (has_arrived) {
+        state[flat_id]           = MOEEDGE_RESIDENCY_RESIDENT;
+        group.owner[done.slot] = flat_id;
+        n_resident[layer].fetch_add(1, std::memory_order_relaxed);
+        counts.uploads++;
+        counts.bytes_moved += done.bytes;
+    } else {
+        state[flat_id] = MOEEDGE_RESIDENCY_ABSENT;
+        slot[flat_id]  = no_slot;
+        group.free.push_back(done.slot);
+        counts.failed++;
+    }
+    if (--n_in_flight == 0) {
+        counts.transfer_ns += now_ns() - busy_from_ns;
+    }
+    if (n_in_flight == 0 || n_demands > 0) {
+        changed.notify_all();
+    }
+}
+
+void residency_table::wait_until(std::chrono::steady_clock::time_point time) {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!is_stopped && std::chrono::steady_clock::now() < time) {
+        work.wait_until(lock, time);
+    }
+}
+
+void residency_table::wait_unpinned(std::chrono::milliseconds at_most) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_for(lock, at_most, [this] { return is_stopped || n_pins == 0; });
+}
+
+void residency_table::stop() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        is_stopped = true;
+    }
+    work.notify_all();
+    changed.notify_all();
+}
+
+// counters
+
+void residency_table::copy_residency(uint8_t * out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::copy(state.begin(), state.end(), out);
+}
+
+void residency_table::add_stats(moeedge_cache_stats & stats) {
+    std::lock_guard<std::mutex> lock(mutex);
+    stats.uploads     = counts.uploads;
+    stats.evictions   = counts.evictions;
+    stats.cancelled   = counts.cancelled;
+    stats.failed      = counts.failed;
+    stats.bytes_moved = counts.bytes_moved;
+    stats.transfers   = counts.transfers;
+    stats.transfer_s  = (double) (counts.transfer_ns + (n_in_flight > 0 ? now_ns() - busy_from_ns : 0)) * 1e-9;
+    stats.plans       = counts.plans;
+    stats.slots_used  = counts.uploads - counts.evictions;
+    stats.in_flight   = n_in_flight;
+    stats.pinned      = n_pins;
+    for (const group_state & group : groups) {
+        stats.queued += (int64_t) (group.queue.size() - group.head);
+    }
+}
+
+} // namespace moeedge

@@ -1,0 +1,152 @@
+// Residency table: which expert is in which slot, which experts are to be moved, and which slots must not be touched.
+//
+// One mutex guards all state; every section under it is short and none allocates except to take over a plan. An expert is
+// absent, in flight (it has a slot whose bytes are not valid yet) or resident. A slot is free, or belongs to one expert; a
+// pinned slot is in use by a computation and stays. Experts are named by their flat index, layer * n_experts + expert.
+//
+// residency-table.cpp has the computing side and the mover's side, residency-plan.cpp the planning side.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "expert-layout.h"
+
+namespace moeedge {
+
+struct expert_id {
+    int layer, expert;
+};
+
+struct upload {
+    expert_id id;
+    int       slot;
+    int64_t   bytes;
+    int64_t   ready_ns;   // it could have begun then
+    expert_id read_ahead; // an expert that follows some uploads later, layer -1: none
+};
+
+// experts that may be evicted: pairs [n, 2] (layer, expert), the lowest utility first
+struct victim_list {
+    const int32_t * pairs;
+    const float *   utility;
+    int             n;
+};
+
+enum take_result { TAKE_UPLOADS, TAKE_NONE, TAKE_STOPPED };
+
+class residency_table {
+  public:
+    static constexpr int no_slot = -1;
+
+    // capacity [n_groups], in slots
+    residency_table(const expert_layout & layout, const std::vector<int> & capacity);
+
+    // computing side; see expert_cache
+
+    int  acquire(int layer, const int32_t * experts, int n, int32_t * slots);
+    void release(int layer, const int32_t * slots, int n);
+    bool has_resident(int layer) const;
+
+    // planning side; see the moeedge_cache_* functions. They return a moeedge_status, demand a count as well
+
+    int  plan(const int32_t * uploads, const uint8_t * priority, int n_uploads, const victim_list & victims);
+    int  demand(int layer, const int32_t * experts, int n, const victim_list & victims, double timeout_s);
+    int  drain(double timeout_s);
+    int  clear();
+    void copy_residency(uint8_t * out);
+    void add_stats(moeedge_cache_stats & stats);
+
+    // mover's side
+
+    // The uploads to do next, whose experts are now in flight: the first one, and up to `n_max` of its layer in all, experts
+    // and slots both ascending. Waits for one if `may_wait`.
+    take_result take(std::vector<upload> & out, int n_max, bool may_wait);
+    void        finish(const upload & done, bool has_arrived);
+    // waits until that time, or until stopped
+    void        wait_until(std::chrono::steady_clock::time_point time);
+    // waits until no slot is pinned, but not longer than that
+    void        wait_unpinned(std::chrono::milliseconds at_most);
+
+    // no expert is taken, found or pinned any more
+    void stop();
+
+  private:
+    struct queued {
+        int32_t flat_id;
+        uint8_t priority;
+    };
+    struct victim {
+        int32_t flat_id;
+        float   utility;
+        int32_t rank; // in the plan, for equal utilities
+        bool    by_demand = false; // may go only while that demand waits
+        bool    operator<(const victim & other) const; // as the standard heap orders: the greatest is evicted first
+    };
+    struct group_state {
+        int64_t              expert_bytes = 0;
+        std::vector<int32_t> owner;    // [n_slots] flat index, -1: free or in flight
+        std::vector<int32_t> pins;     // [n_slots]
+        std::vector<int32_t> free;     // slots, the next one last
+        std::vector<queued>  queue;    // from `head` on
+        size_t               head = 0;
+        std::vector<victim>  victims;  // heap
+        std::vector<victim>  deferred; // victims that were passed over because they are pinned
+    };
+    struct new_plan {
+        std::vector<std::vector<queued>> queues;  // [n_groups]
+        std::vector<std::vector<victim>> victims; // [n_groups]
+    };
+
+    int       layer_of(int32_t flat_id) const { return flat_id / n_experts; }
+    expert_id id_of(int32_t flat_id) const { return { flat_id / n_experts, flat_id % n_experts }; }
+    int       flat_id_of(int layer, int expert) const; // -1: that expert does not exist
+    bool      sort_plan(const int32_t * uploads, const uint8_t * priority, int n_uploads, const victim_list & victims,
+                        new_plan & out);
+    void      cancel_queue(group_state & group);
+    void      mark_work();
+
+    group_state * next_group();
+    bool          skip_to_absent(group_state & group);
+    bool          find_room(group_state & group);
+    upload        start(group_state & group);
+    void          pair_in_order(std::vector<upload> & uploads);
+    void          evict(group_state & group, int32_t flat_id);
+    void          restore_deferred(group_state & group, int32_t freed);
+    bool          is_idle() const;
+
+    template <typename F> static void remove_victims(group_state & group, F is_removed);
+
+    const int        n_experts;
+    std::vector<int> group_of; // [n_layers]
+
+    std::mutex           plan_mutex; // one plan at a time
+    std::vector<int64_t> asked;      // [flat_ids] the last plan that uploads it; under plan_mutex
+    std::vector<int64_t> offered;    // [flat_ids] the last plan that names it as a victim; under plan_mutex
+    int64_t              n_plans = 0;
+
+    std::mutex                    mutex;   // guards the members below
+    std::condition_variable       work;    // for the mover
+    std::condition_variable       changed; // for drain, clear and demand
+    std::vector<group_state>      groups;
+    std::vector<uint8_t>          state; // [flat_ids] moeedge_residency
+    std::vector<int32_t>          slot;  // [flat_ids] no_slot: absent
+    std::vector<std::atomic<int>> n_resident; // [n_layers], read without the mutex
+    std::atomic<bool>             is_stopped{ false };
+    bool                          is_mover_idle = false; // it found no upload to start
+    int64_t                       n_in_flight   = 0;
+    int64_t                       n_pins        = 0;
+    int                           n_demands     = 0; // callers that wait for single experts
+    int64_t                       busy_from_ns  = 0;
+    int64_t                       ready_ns      = 0; // when a plan or a free slot came last
+    struct {
+        int64_t uploads, evictions, cancelled, failed, bytes_moved, transfers, transfer_ns, plans;
+    } counts = {};
+};
+
+} // namespace moeedge

@@ -1,0 +1,183 @@
+#include "subgraph-set.h"
+
+#include <cstring>
+
+#include "ggml-alloc.h"
+#include "ggml-impl.h"
+
+namespace moeedge {
+
+// a step and, if it has a scale, the four that pick it
+static constexpr size_t tensors_per_step = 5;
+// more than decoding with one draft length needs; prefill has a new number of pairs for every batch
+static constexpr size_t n_built_max = 512;
+// buffers grow in steps, so that a slightly larger batch does not discard all graphs
+static constexpr size_t buffer_step_bytes = 1 << 20;
+
+subgraph::~subgraph() {
+    ggml_free(ctx);
+}
+
+subgraph_set::subgraph_set(ggml_backend_dev_t device, ggml_backend_buffer_type_t type, runner device_run)
+    : dev(device), buft(type), run(std::move(device_run)) {}
+
+subgraph_set::~subgraph_set() {
+    ggml_backend_buffer_free(buffer);
+}
+
+size_t subgraph_set::buffer_bytes() const {
+    return buffer ? ggml_backend_buffer_get_size(buffer) : 0;
+}
+
+subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables) {
+    key.assign((const char *) &n_pairs, sizeof(n_pairs));
+    key.push_back(one_token ? '1' : 'n');
+    key += chain.shape;
+    if (chain.has_scales) { // scales are inside the graph, as views: they cannot be exchanged
+        key.append((const char *) tables.data(), tables.size() * sizeof(tables[0]));
+    }
+    auto found = built.find(key);
+    if (found == built.end()) {
+        if (built.size() >= n_built_max) {
+            built.clear();
+        }
+        std::unique_ptr<subgraph> sub = build(chain, n_pairs, one_token, tables);
+        if (sub && !is_supported(*sub)) {
+            sub.reset();
+        } else if (!sub || !place(sub)) {
+            return nullptr; // memory may be free at the next call
+        }
+        found = built.emplace(key, std::move(sub)).first;
+    }
+    subgraph * sub = found->second.get();
+    if (sub == nullptr) {
+        return nullptr;
+    }
+    for (const subgraph::table_use & use : sub->uses) {
+        // written only when it changes: a device may reuse its recording of an unchanged graph
+        if (use.node->src[use.src] != tables[use.table]) {
+            use.node->src[use.src] = tables[use.table];
+        }
+    }
+    return sub;
+}
+
+// a view of a table's factors, picked by id: [1, d1, d2]
+static ggml_tensor * build_scale(ggml_context * ctx, ggml_tensor * table, ggml_tensor * ids, int64_t d1, int64_t d2) {
+    ggml_tensor * factors = ggml_reshape_2d(ctx, table, 1, ggml_nelements(table));
+    ggml_tensor * rows    = ggml_get_rows(ctx, factors, ggml_reshape_1d(ctx, ids, ggml_nelements(ids)));
+    return ggml_reshape_3d(ctx, rows, 1, d1, d2);
+}
+
+static ggml_tensor * build_node(ggml_context * ctx, const ggml_tensor * original, ggml_tensor * const * srcs, int64_t d1, int64_t d2) {
+    if (original->op == GGML_OP_VIEW) {
+        return ggml_view_3d(ctx, srcs[0], original->ne[0], d1, d2, srcs[0]->nb[1], srcs[0]->nb[2], original->view_offs);
+    }
+    if (original->op == GGML_OP_RESHAPE) {
+        return ggml_reshape_3d(ctx, srcs[0], original->ne[0], d1, d2);
+    }
+    ggml_tensor * node = ggml_new_tensor_3d(ctx, original->type, original->ne[0], d1, d2);
+    node->op           = original->op;
+    std::memcpy(node->op_params, original->op_params, sizeof(node->op_params));
+    for (int s = 0; s < 3; s++) {
+        node->src[s] = srcs[s];
+    }
+    return node;
+}
+
+std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables) {
+    const size_t  n_tensors = (chain.steps.size() + 1) * tensors_per_step;
+    const int64_t d1        = one_token ? n_pairs : 1;
+    const int64_t d2        = one_token ? 1 : n_pairs;
+
+    auto sub = std::make_unique<subgraph>();
+    sub->ctx = ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true });
+    if (sub->ctx == nullptr) {
+        return nullptr;
+    }
+    const bool shares_column = one_token && chain.input->ne[1] == 1;
+    sub->input = ggml_new_tensor_3d(sub->ctx, GGML_TYPE_F32, chain.input->ne[0], shares_column ? 1 : d1, d2);
+    sub->ids   = ggml_new_tensor_2d(sub->ctx, GGML_TYPE_I32, d1, d2);
+    ggml_set_input(sub->input);
+    ggml_set_input(sub->ids);
+
+    std::vector<ggml_tensor *> done;
+    for (const chain_step & step : chain.steps) {
+        ggml_tensor * srcs[3] = {};
+        for (int s = 0; s < 3; s++) {
+            const operand & from = step.src[s];
+            switch (from.kind) {
+                case OPERAND_NONE:  break;
+                case OPERAND_STEP:  srcs[s] = done[from.index]; break;
+                case OPERAND_INPUT: srcs[s] = sub->input; break;
+                case OPERAND_IDS:   srcs[s] = sub->ids; break;
+                case OPERAND_TABLE: srcs[s] = tables[from.index]; break;
+                case OPERAND_SCALE: srcs[s] = build_scale(sub->ctx, tables[from.index], sub->ids, d1, d2); break;
+            }
+        }
+        ggml_tensor * node = build_node(sub->ctx, step.node, srcs, d1, d2);
+        for (int s = 0; s < 3; s++) {
+            if (step.src[s].kind == OPERAND_TABLE) {
+                sub->uses.push_back({ node, s, step.src[s].index });
+            }
+        }
+        done.push_back(node);
+    }
+    sub->out   = done.back();
+    sub->graph = ggml_new_graph_custom(sub->ctx, n_tensors, false);
+    ggml_set_output(sub->out);
+    ggml_build_forward_expand(sub->graph, sub->out);
+    return sub;
+}
+
+bool subgraph_set::is_supported(const subgraph & sub) const {
+    for (int i = 0; i < ggml_graph_n_nodes(sub.graph); i++) {
+        if (!ggml_backend_dev_supports_op(dev, ggml_graph_node(sub.graph, i))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+size_t subgraph_set::needed_bytes(const subgraph & sub) const {
+    const size_t alignment = ggml_backend_buft_get_alignment(buft);
+    size_t       bytes     = 0;
+    for (ggml_tensor * t = ggml_get_first_tensor(sub.ctx); t; t = ggml_get_next_tensor(sub.ctx, t)) {
+        if (t->view_src == nullptr) {
+            bytes += GGML_PAD(ggml_backend_buft_get_alloc_size(buft, t), alignment);
+        }
+    }
+    return bytes + alignment;
+}
+
+bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
+    auto is_placed = std::make_shared<bool>(false);
+    if (!run([this, at = sub.get(), is_placed] { *is_placed = try_place(*at); })) {
+        sub.release(); // the abandoned thread may still read it
+        return false;
+    }
+    return *is_placed;
+}
+
+// gives the tensors their addresses, in a larger buffer if need be
+bool subgraph_set::try_place(subgraph & sub) {
+    const size_t bytes = needed_bytes(sub);
+    if (bytes > buffer_bytes()) {
+        built.clear(); // they are in the old buffer
+        ggml_backend_buffer_free(buffer);
+        buffer = ggml_backend_buft_alloc_buffer(buft, GGML_PAD(bytes + bytes / 2, buffer_step_bytes));
+        if (buffer == nullptr) {
+            return false;
+        }
+    }
+    ggml_tallocr alloc = ggml_tallocr_new(buffer);
+    for (ggml_tensor * t = ggml_get_first_tensor(sub.ctx); t; t = ggml_get_next_tensor(sub.ctx, t)) {
+        const ggml_status status = t->view_src ? ggml_backend_view_init(t) : ggml_tallocr_alloc(&alloc, t);
+        if (status != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+    }
+    return true;
+}
+
+} // namespace moeedge
