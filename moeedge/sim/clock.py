@@ -1,14 +1,12 @@
-"""Simulated time: one heap of (time, number, process); the number makes ties deterministic.
+"""Discrete events: a clock, signals between processes, and streams of work with a log of what they did.
 
-A process is a generator. It yields how long it wants to sleep (nanoseconds, an integer), or a Signal that it waits for:
+A process is a generator. It yields the nanoseconds that it sleeps (an integer), or a Signal that it waits for:
 
     def worker():
-        yield 50            # 50 ns later
-        yield signal        # when signal.fire() was called; at once if it was before
+        yield 50            # resumes 50 ns later
+        yield signal        # resumes once signal.fire() was called; at once if it was called before
 
-Times are integers, so that the same input gives the same events on every machine.
-
-What happened, when and where: spans of time on the streams of a machine, and their log.
+Times are integers and the heap orders equal times by a counter, so the same input gives the same events everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 Process = Generator["int | Signal", None, None]
+STREAMS = ("draft", "gpu", "cpu", "link", "host")
 
 
 def to_ns(seconds: float) -> int:
@@ -26,18 +25,18 @@ def to_ns(seconds: float) -> int:
 
 
 class Signal:
-    """Something that happens once."""
+    """An event that fires once; processes wait for it."""
 
     def __init__(self) -> None:
         self.fired = False
         self._waiting: list[Process] = []
 
     def wait(self, process: Process) -> None:
-        """Lets `process` go on when this fires."""
+        """Resumes `process` when the signal fires."""
         self._waiting.append(process)
 
     def fire(self, clock: Clock) -> None:
-        """It happened: whoever waits goes on, in the order in which it came to wait."""
+        """Resumes all waiting processes now, in the order in which they began to wait."""
         self.fired = True
         waiting, self._waiting = self._waiting, []
         for process in waiting:
@@ -45,49 +44,46 @@ class Signal:
 
 
 class Clock:
-    """Runs processes in the order of time."""
+    """Runs processes in the order of time: one heap of (time, counter, process)."""
 
     def __init__(self) -> None:
         self.now_ns = 0
-        self._number = 0
+        self._count = 0
         self._heap: list[tuple[int, int, Process]] = []
 
     def schedule(self, process: Process, when_ns: int) -> None:
-        """Lets `process` go on at `when_ns`, behind whatever was scheduled for that time before."""
+        """Resumes `process` at `when_ns`, after all that were scheduled for that time before. ValueError if past."""
         if when_ns < self.now_ns:
             raise ValueError(f"{when_ns} ns is over: it is {self.now_ns} ns")
-        heapq.heappush(self._heap, (when_ns, self._number, process))
-        self._number += 1
+        heapq.heappush(self._heap, (when_ns, self._count, process))
+        self._count += 1
 
     def start(self, process: Process) -> None:
-        """A new process, from now on."""
+        """Starts a new process now."""
         self.schedule(process, self.now_ns)
 
     def run(self) -> None:
-        """Until nothing is left to happen; processes that still wait for a signal are dropped."""
+        """Runs until the heap is empty; processes that still wait for a signal are dropped."""
         while self._heap:
             self.now_ns, _, process = heapq.heappop(self._heap)
             self._advance(process)
 
     def _advance(self, process: Process) -> None:
         try:
-            requested = next(process)
-            while isinstance(requested, Signal) and requested.fired:
-                requested = next(process)
+            awaited = next(process)
+            while isinstance(awaited, Signal) and awaited.fired:
+                awaited = next(process)
         except StopIteration:
             return
-        if isinstance(requested, Signal):
-            requested.wait(process)
+        if isinstance(awaited, Signal):
+            awaited.wait(process)
         else:
-            self.schedule(process, self.now_ns + requested)
-
-
-STREAMS = ("draft", "gpu", "cpu", "link", "host")
+            self.schedule(process, self.now_ns + awaited)
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work of a stream; what concerns no layer or expert holds -1."""
+    """One piece of work on a stream; -1 where no layer is concerned."""
 
     stream: str  # of STREAMS
     kind: str  # draft, dense, experts, upload, demand, plan
@@ -99,24 +95,24 @@ class Span:
 
     @property
     def ns(self) -> int:
-        """How long it took."""
+        """Duration in nanoseconds."""
         return self.end_ns - self.start_ns
 
     def line(self) -> str:
-        """One line of the log: tab-separated, in the order of the fields."""
+        """One tab-separated line of the log, without its end."""
         return f"{self.start_ns}\t{self.end_ns}\t{self.stream}\t{self.kind}\t{self.step}\t{self.layer}\t{self.n}"
 
 
 @dataclass
 class Log:
-    """Spans in the order in which they were decided on, if `kept`; the busy time of each stream in any case."""
+    """The busy time of each stream and, if `kept`, all spans in the order in which they were decided."""
 
     kept: bool = True
     spans: list[Span] = field(default_factory=list)
     busy_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0))
 
     def add(self, span: Span) -> None:
-        """Notes one piece of work; empty ones leave no trace."""
+        """Adds one span; empty ones are left out."""
         if span.ns <= 0:
             return
         self.busy_ns[span.stream] += span.ns
@@ -124,17 +120,17 @@ class Log:
             self.spans.append(span)
 
     def of_step(self, step: int) -> list[Span]:
-        """The spans of one step, transfers that began in it included."""
+        """The spans of one step, including transfers that began in it."""
         return [span for span in self.spans if span.step == step]
 
     def text(self) -> str:
-        """The whole log: a header and one line per span."""
+        """The log as a tab-separated table: a header and a line per span."""
         header = "start_ns\tend_ns\tstream\tkind\tstep\tlayer\tn\n"
         return header + "".join(span.line() + "\n" for span in self.spans)
 
 
 class Stream:
-    """Work that is done one after the other, first in first out: the GPU, the CPU pool."""
+    """A device that works on one piece after the other, first in, first out: the GPU, the CPU's threads."""
 
     def __init__(self, name: str, log: Log) -> None:
         self.name = name
@@ -142,7 +138,7 @@ class Stream:
         self._log = log
 
     def submit(self, now_ns: int, ns: int, kind: str, step: int, layer: int = -1, n: int = 0) -> int:
-        """Queues work of `ns`; when it will be done."""
+        """Queues work of `ns` nanoseconds and returns when it ends."""
         start_ns = max(now_ns, self.free_ns)
         self.free_ns = start_ns + ns
         self._log.add(Span(self.name, kind, start_ns, self.free_ns, step, layer, n))

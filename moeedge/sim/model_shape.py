@@ -1,19 +1,17 @@
-"""What a simulation needs to know of a model: how many experts of how many bytes, and what else a step reads.
+"""Sizes of a model, and synthetic routing for models of which no trace is at hand.
 
-Built in are the models of the papers (sim/data/models.json, with sources); the shape of a file is read from its header
-by whoever may read files (cli/simulate.py).
+The models of the papers are built in (sim/data/models.json, with sources); sim/calibrated.py reads the sizes of a file.
 
-Synthetic routing: which experts the tokens of a text pick, for models of which no trace is at hand (seeded).
-
-Every layer gives each expert a score per token, and the k best are picked. The score is a sum of four Gaussian terms:
+Synthetic routing is seeded. Every layer gives each expert a score per token and picks the k best. The score is a sum of
+four Gaussian terms:
 
   popularity  drawn once: some experts are used more than others
-  topic       drifts slowly (memory of `topic_tokens` tokens): what the text is about
+  topic       drifts slowly (memory of `topic_tokens` tokens): the subject of the text
   phrase      drifts fast (`phrase_tokens`): neighbouring tokens share experts
-  token       fresh for every token, of variance 1
+  token       drawn anew for every token, of variance 1
 
-The three variances and two memories are fitted to what is published of a model: distinct experts over B consecutive
-tokens and the overlap of adjacent tokens (sim/data/models.json says to what and how well).
+The three variances and two memories are fitted to published figures of a model: distinct experts over B consecutive
+tokens and the overlap of adjacent tokens (sim/data/models.json names the figures and the fit).
 """
 
 from __future__ import annotations
@@ -32,99 +30,8 @@ from moeedge.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftShape:
-    """The draft model: all of `bytes` is read for every token."""
-
-    name: str
-    bytes: float  # read per token
-    memory_bytes: float  # what it takes of the device
-    n_layers: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes in bytes, of the weights as stored."""
-
-    name: str
-    n_layers: int  # all
-    n_expert_layers: int
-    n_experts: int
-    k: int
-    expert_bytes: float
-    expert_flops: float  # per token
-    dense_layer_bytes: float  # attention, router, norms, shared experts: read once per step and layer
-    head_bytes: float  # the output matrix
-    draft: DraftShape | None = None
-    routing: Routing | None = None  # where no trace is at hand
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.n_experts or not 1 <= self.n_expert_layers <= self.n_layers:
-            raise ValueError(f"{self.name}: {self.k} of {self.n_experts} experts in {self.n_expert_layers} layers")
-        if min(self.expert_bytes, self.expert_flops) <= 0:
-            raise ValueError(f"{self.name}: an expert has weights")
-
-    @property
-    def total_experts(self) -> int:
-        """Experts of all layers."""
-        return self.n_expert_layers * self.n_experts
-
-
-def builtin_models() -> dict[str, ModelShape]:
-    """The models of sim/data/models.json by name."""
-    table = read_data("models.json")["models"]
-    return {name: _shape(name, entry) for name, entry in table.items()}
-
-
-def find_model(name: str) -> ModelShape:
-    """One of the built-in models. Raises InputError for an unknown name."""
-    models = builtin_models()
-    if name not in models:
-        raise InputError(f'There is no model "{name}".', f"Choose from {', '.join(models)}, or name a GGUF file.")
-    return models[name]
-
-
-def read_data(name: str) -> dict[str, Any]:
-    """A data file of this package."""
-    text = (resources.files("moeedge.sim") / "data" / name).read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of the user's. Raises InputError for whatever is not one."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror or 'read error'}.", "Check the path.") from None
-    except ValueError:
-        raise InputError(f"{path} is not JSON.", "See docs/simulation.md for the format.") from None
-    if not isinstance(loaded, dict):
-        raise InputError(f"{path} holds no JSON object.", "See docs/simulation.md for the format.")
-    return loaded
-
-
-def only_known(entry: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """The entry without its sources ("source", "sources", "about"); unknown keys raise ValueError."""
-    known = {item.name for item in fields(kind)}
-    kept = {key: value for key, value in entry.items() if key not in ("source", "sources", "about")}
-    unknown = sorted(set(kept) - known)
-    if unknown:
-        raise ValueError(f'unknown key "{unknown[0]}"')
-    return kept
-
-
-def _shape(name: str, entry: dict[str, Any]) -> ModelShape:
-    values = only_known(entry, ModelShape)
-    if values.get("draft"):
-        values["draft"] = DraftShape(**only_known(values["draft"], DraftShape))
-    if values.get("routing"):
-        values["routing"] = Routing(**only_known(values["routing"], Routing))
-    return ModelShape(name=name, **values)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Variances in units of the token's own, memories in tokens."""
+    """Synthetic routing: variances in units of the token's own, memories in tokens."""
 
     popularity: float
     topic: float
@@ -141,35 +48,112 @@ class Routing:
     def draw(
         self, n_layers: int, n_experts: int, k: int, lengths: list[int], rng: np.random.Generator
     ) -> list[NDArray[np.int32]]:
-        """Texts of the given lengths, ids [T, n_layers, k] each, the best first; popularity is common to all texts."""
-        cells = (n_layers, n_experts)
-        popular = math.sqrt(self.popularity) * rng.standard_normal(cells, dtype=np.float32)
+        """Expert ids int32 [n_tokens, n_layers, k] of texts of these lengths, the best expert first.
+
+        All texts share one popularity.
+        """
+        popular = math.sqrt(self.popularity) * rng.standard_normal((n_layers, n_experts), dtype=np.float32)
         return [self._text(popular, k, length, rng) for length in lengths]
 
     def _text(self, popular: NDArray[np.float32], k: int, n_tokens: int, rng: np.random.Generator) -> NDArray[np.int32]:
-        terms = [(self.topic, self.topic_tokens), (self.phrase, self.phrase_tokens)]
-        hidden_states = [rng.standard_normal(popular.shape, dtype=np.float32) for _ in terms]
+        processes = [  # deviation of a term, the share of its state that a token keeps, and the state
+            (math.sqrt(variance), math.exp(-1.0 / memory), rng.standard_normal(popular.shape, dtype=np.float32))
+            for variance, memory in ((self.topic, self.topic_tokens), (self.phrase, self.phrase_tokens))
+        ]
         ids = np.empty((n_tokens, popular.shape[0], k), dtype=np.int32)
         for token in range(n_tokens):
             score = popular + rng.standard_normal(popular.shape, dtype=np.float32)
-            for index, (variance, memory) in enumerate(terms):
-                kept = math.exp(-1.0 / memory)
-                fresh = rng.standard_normal(popular.shape, dtype=np.float32)
-                hidden_states[index] = (
-                    np.float32(kept) * hidden_states[index] + np.float32(math.sqrt(1 - kept * kept)) * fresh
-                )
-                score += np.float32(math.sqrt(variance)) * hidden_states[index]
+            for deviation, kept, state in processes:
+                drawn = rng.standard_normal(popular.shape, dtype=np.float32)
+                state[:] = np.float32(kept) * state + np.float32(math.sqrt(1 - kept * kept)) * drawn
+                score += np.float32(deviation) * state
             best = np.argpartition(score, -k, axis=1)[:, -k:]
             order = np.argsort(-np.take_along_axis(score, best, axis=1), axis=1, kind="stable")
             ids[token] = np.take_along_axis(best, order, axis=1)
         return ids
 
 
-def unique_experts(ids: NDArray[np.int32], n_tokens: int) -> float:
-    """Mean distinct experts per layer over windows of `n_tokens` consecutive tokens of ids [T, n_layers, k]."""
-    starts = range(0, len(ids) - n_tokens + 1, n_tokens)
-    counts = []
-    for start in starts:
-        window = np.sort(ids[start : start + n_tokens].transpose(1, 0, 2).reshape(ids.shape[1], -1), axis=1)
-        counts.append(1 + np.count_nonzero(np.diff(window, axis=1), axis=1).mean())
-    return float(np.mean(counts))
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """The draft model."""
+
+    name: str
+    bytes: float  # all are read for every token
+    memory_bytes: float  # on the device
+    n_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model; bytes are those of the weights as stored."""
+
+    name: str
+    n_layers: int  # with and without experts
+    n_expert_layers: int
+    n_experts: int
+    k: int
+    expert_bytes: float
+    expert_flops: float  # per token
+    dense_layer_bytes: float  # attention, router, norms, shared experts: read once per step and layer
+    head_bytes: float  # the output matrix
+    draft: DraftShape | None = None
+    routing: Routing | None = None  # None: simulations need a trace
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= self.n_experts or not 1 <= self.n_expert_layers <= self.n_layers:
+            raise ValueError(f"{self.name}: {self.k} of {self.n_experts} experts in {self.n_expert_layers} layers")
+        if min(self.expert_bytes, self.expert_flops) <= 0:
+            raise ValueError(f"{self.name}: an expert has weights")
+
+
+def builtin_models() -> dict[str, ModelShape]:
+    """The models of sim/data/models.json by name."""
+    table = read_data("models.json")["models"]
+    return {name: _shape(name, entry) for name, entry in table.items()}
+
+
+def find_model(name: str) -> ModelShape:
+    """One of the built-in models. Raises InputError for an unknown name."""
+    models = builtin_models()
+    if name not in models:
+        raise InputError(f"Unknown model '{name}'.", f"Choose from {', '.join(models)}, or name a GGUF file.")
+    return models[name]
+
+
+def read_data(name: str) -> dict[str, Any]:
+    """The contents of a data file in moeedge/sim/data."""
+    text = (resources.files("moeedge.sim") / "data" / name).read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a user's file. Raises InputError for anything else."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror or 'read error'}.", "Check the path.") from None
+    except ValueError:
+        raise InputError(f"{path} is not JSON.", "See docs/simulation.md for the format.") from None
+    if not isinstance(loaded, dict):
+        raise InputError(f"{path} holds no JSON object.", "See docs/simulation.md for the format.")
+    return loaded
+
+
+def only_known(entry: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """The fields of dataclass `kind` in a JSON object, without its sources. Raises ValueError for unknown keys."""
+    known = {item.name for item in fields(kind)}
+    kept = {key: value for key, value in entry.items() if key not in ("source", "sources", "about")}
+    unknown = sorted(set(kept) - known)
+    if unknown:
+        raise ValueError(f'unknown key "{unknown[0]}"')
+    return kept
+
+
+def _shape(name: str, entry: dict[str, Any]) -> ModelShape:
+    values = only_known(entry, ModelShape)
+    if values.get("draft"):
+        values["draft"] = DraftShape(**only_known(values["draft"], DraftShape))
+    if values.get("routing"):
+        values["routing"] = Routing(**only_known(values["routing"], Routing))
+    return ModelShape(name=name, **values)

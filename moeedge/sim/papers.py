@@ -1,38 +1,38 @@
-"""The simulator against the papers: fit what they leave open on two rows, predict the others.
+"""The simulator against the papers: fit two constants that they leave open on two rows, predict the others.
 
-MoE-SpAc's Table 2 leaves open the bandwidth of the CPU and the acceptance of the draft: the first follows from its row
-llama.cpp, the second from llama.cpp with speculation. Everything else comes from data files with sources. Published
-figures and how each system is run are in sim/data/papers.json.
+MoE-SpAc's Table 2 leaves open the bandwidth of the CPU and the acceptance of the draft. The first follows from its row
+llama.cpp, the second from llama.cpp with speculation. All other constants come from data files with sources. Published
+figures and the way each system is run are in sim/data/papers.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moeedge.notifications import Notification, Notify, ignore
 from moeedge.sim.clock import to_ns
-from moeedge.sim.machine import Framework, Hardware, find_hardware, from_hardware
 from moeedge.sim.model_shape import find_model, only_known, read_data
-from moeedge.sim.noisy_predictor import Accuracy
-from moeedge.sim.simulate import Result, Setup, Source, simulate, synthetic
+from moeedge.sim.noisy_predictor import PredictorAccuracy
+from moeedge.sim.simulate import SimulationConfig, SimulationResult, simulate, synthetic_trace
+from moeedge.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs
+from moeedge.trace.format import Trace
 
-Tell = Callable[[str], None]
-_TOKENS = 520  # of text
+_TOKENS = 520  # of a synthetic text
 _STEPS = 80  # verifications per simulation, at most
 _ROUNDS = 4  # of the fit of the acceptance
-_CLOSE = 0.25  # the aim: predicted within so much of published
+_CLOSE = 0.25  # the aim: predicted over published is within so much of 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One published figure and what the simulation says."""
+    """One published figure and the simulated one."""
 
     table: str
     name: str
-    result: Result
+    result: SimulationResult
     published_ts: float | None = None  # None: the paper has a picture or a shape, no number
-    fitted: bool = False  # the figure was used
+    fitted: bool = False  # the figure was used in the fit
 
     @property
     def predicted_ts(self) -> float:
@@ -46,7 +46,7 @@ class Compared:
 
     @property
     def close(self) -> bool:
-        """Within 25 % of what is published."""
+        """Whether the prediction is within 25 % of the published figure."""
         return self.ratio is not None and abs(self.ratio - 1) <= _CLOSE
 
     def row(self) -> dict[str, Any]:
@@ -58,68 +58,66 @@ class Compared:
 
 @dataclass(frozen=True)
 class Fit:
-    """What Table 2 leaves open."""
+    """The constants that Table 2 leaves open."""
 
     cpu_bytes_per_s: float
     acceptance: float
 
 
 class Papers:
-    """Runs one table after the other; texts are drawn once per model."""
+    """Runs one table after the other; texts are drawn once per model. notify: called before every simulation."""
 
-    def __init__(self, *, seed: int = 0, tell: Tell = lambda text: None) -> None:
+    def __init__(self, *, seed: int = 0, notify: Notify = ignore) -> None:
         self.data = read_data("papers.json")
         self._seed = seed
-        self._tell = tell
-        self._texts: dict[str, Source] = {}
+        self._notify = notify
+        self._texts: dict[str, Trace] = {}
 
     def fit(self) -> Fit:
-        """Bandwidth of the CPU from one row, acceptance from the other."""
+        """The bandwidth of the CPU from one row of Table 2, the acceptance from another."""
         table = self.data["table2"]
-        hardware, setup = find_hardware(table["hardware"]), self._setup(table)
+        model, published_ts = table["model"], table["published_ts"]
+        hardware, config = find_hardware(table["hardware"]), self._config(table)
         name = table["fit_cpu"]
-        result = self._run(name, hardware, table["model"], setup)
-        cpu_s = result.account.ns["cpu"] * 1e-9 / result.account.tokens  # in proportion to 1 / bandwidth
-        wanted_s = 1 / table["published_ts"][name] - (result.tpot_s - cpu_s)
-        cpu_bytes_per_s = hardware.cpu_bytes_per_s * cpu_s / wanted_s
-        hardware = replace(hardware, cpu_bytes_per_s=cpu_bytes_per_s)
+        result = self._run(name, hardware, model, config)
+        cpu_s = result.time.per_token_s("cpu")  # in proportion to 1 / bandwidth
+        wanted_s = 1 / published_ts[name] - (result.tpot_s - cpu_s)
+        hardware = replace(hardware, cpu_bytes_per_s=hardware.cpu_bytes_per_s * cpu_s / wanted_s)
         name = table["fit_acceptance"]
-        acceptance = setup.acceptance
+        acceptance = config.acceptance
         for _ in range(_ROUNDS):
-            result = self._run(name, hardware, table["model"], replace(setup, acceptance=acceptance))
-            n_tokens = result.account.tokens / result.account.steps
-            wanted = n_tokens * table["published_ts"][name] / result.tg_ts
-            reached = expected_tokens(setup.gamma, acceptance)
-            acceptance = acceptance_for(setup.gamma, reached * wanted / n_tokens)
-        return Fit(cpu_bytes_per_s, acceptance)
+            result = self._run(name, hardware, model, replace(config, acceptance=acceptance))
+            n_tokens = result.time.tokens / result.time.steps
+            wanted = n_tokens * published_ts[name] / result.tg_ts
+            reached = expected_tokens(config.gamma, acceptance)
+            acceptance = acceptance_for(config.gamma, reached * wanted / n_tokens)
+        return Fit(hardware.cpu_bytes_per_s, acceptance)
 
     def table2(self, fit: Fit) -> list[Compared]:
         """All ten rows, in the published order."""
         table = self.data["table2"]
-        hardware = self._hardware(table["hardware"], fit)
-        setup = replace(self._setup(table), acceptance=fit.acceptance)
-        fitted = (table["fit_cpu"], table["fit_acceptance"])
+        hardware, config = self._fitted(table, fit)
         return [
             Compared(
                 table="table2",
                 name=name,
-                result=self._run(name, hardware, table["model"], setup),
+                result=self._run(name, hardware, table["model"], config),
                 published_ts=published_ts,
-                fitted=name in fitted,
+                fitted=name in (table["fit_cpu"], table["fit_acceptance"]),
             )
             for name, published_ts in table["published_ts"].items()
         ]
 
     def table3(self, fit: Fit) -> list[Compared]:
-        """Another model on the same machine: nothing is fitted."""
+        """Another model on the same machine: no further constant is fitted."""
         table = self.data["table3"]
-        hardware = self._hardware(table["hardware"], fit)
-        setup = replace(self._setup(table), acceptance=table["acceptance"])
+        hardware, config = self._fitted(table, fit)
+        config = replace(config, acceptance=table["acceptance"])
         return [
             Compared(
                 table="table3",
                 name=name,
-                result=self._run(name, hardware, table["model"], setup),
+                result=self._run(name, hardware, table["model"], config),
                 published_ts=published_ts,
             )
             for name, published_ts in table["published_ts"].items()
@@ -128,34 +126,37 @@ class Papers:
     def table4(self, fit: Fit) -> list[Compared]:
         """MoE-SpAc without one of its parts."""
         table, of = self.data["table4"], self.data["table2"]
-        hardware = self._hardware(of["hardware"], fit)
-        setup = replace(self._setup(of), acceptance=fit.acceptance)
+        hardware, config = self._fitted(of, fit)
         rows = []
         for name, published_ts in table["published_ts"].items():
             other = table["run_as"].get(name)  # a system that the paper falls back to
             ablations = frozenset() if other or name == "full" else frozenset({name})
-            result = self._run(other or "MoE-SpAc", hardware, of["model"], replace(setup, ablations=ablations))
-            row = Compared(table="table4", name=name, result=result, published_ts=published_ts)
-            rows.append(replace(row, fitted=other in (of["fit_cpu"], of["fit_acceptance"])))
+            row = Compared(
+                table="table4",
+                name=name,
+                result=self._run(other or "MoE-SpAc", hardware, of["model"], replace(config, ablations=ablations)),
+                published_ts=published_ts,
+                fitted=other in (of["fit_cpu"], of["fit_acceptance"]),
+            )
+            rows.append(row)
         return rows
 
     def figure5(self, fit: Fit) -> list[Compared]:
         """Speed against the cache ratio; the paper's picture gives no numbers."""
         figure, of = self.data["figure5"], self.data["table2"]
-        hardware = self._hardware(of["hardware"], fit)
-        setup = replace(self._setup(of), acceptance=fit.acceptance)
+        hardware, config = self._fitted(of, fit)
         return [
             Compared(
                 table="figure5",
                 name=name,
-                result=self._run(name, hardware, of["model"], replace(setup, cache_ratio=ratio)),
+                result=self._run(name, hardware, of["model"], replace(config, cache_ratio=ratio)),
             )
             for name in figure["systems"]
             for ratio in figure["cache_ratios"]
         ]
 
     def cutoff(self) -> list[Compared]:
-        """SP-MoE's speed against its cutoff layer, for its three pairs."""
+        """SP-MoE's speed against its cutoff layer, for its three pairs of models."""
         rows = []
         for model in self.data["cutoff"]["models"]:
             n_layers = find_model(model).n_expert_layers
@@ -164,58 +165,62 @@ class Papers:
         return rows
 
     def elsewhere(self) -> list[Compared]:
-        """The same programs in other publications: how well their constants hold there."""
-        rows = []
-        for model, entry in self.data["cutoff"]["models"].items():
-            name = f"{self.data['cutoff']['system']}, baseline, {model}"
-            result = self._cut_at(model, 0)
-            rows.append(Compared(table="elsewhere", name=name, result=result, published_ts=1 / entry["baseline_s"]))
-        elsewhere = self.data["elsewhere"]
+        """The same programs in other publications: a check of their constants."""
+        figure, elsewhere = self.data["cutoff"], self.data["elsewhere"]
+        rows = [
+            Compared(
+                table="elsewhere",
+                name=f"{figure['system']}, baseline, {model}",
+                result=self._cut_at(model, 0),
+                published_ts=1 / entry["baseline_s"],
+            )
+            for model, entry in figure["models"].items()
+        ]
         hardware = find_hardware(elsewhere["hardware"])
         for entry in elsewhere["rows"]:
-            setup = Setup(policy="", cache_ratio=entry["cache_ratio"], gamma=0, seed=self._seed, max_steps=_STEPS)
-            result = self._run(entry["system"], hardware, entry["model"], setup)
-            name = f"{entry['system']}, {entry['model']}"
-            rows.append(Compared(table="elsewhere", name=name, result=result, published_ts=1 / entry["published_s"]))
+            row = Compared(
+                table="elsewhere",
+                name=f"{entry['system']}, {entry['model']}",
+                result=self._run(entry["system"], hardware, entry["model"], self._config(entry | {"gamma": 0})),
+                published_ts=1 / entry["published_s"],
+            )
+            rows.append(row)
         return rows
 
-    def _cut_at(self, model: str, layer: int) -> Result:
+    def _cut_at(self, model: str, layer: int) -> SimulationResult:
         """SP-MoE on one of its pairs, prefetching for so many layers."""
         figure = self.data["cutoff"]
         entry = figure["models"][model]
-        setup = Setup(
-            policy="",
-            cache_ratio=entry["cache_ratio"],
-            gamma=figure["gamma"],
+        config = replace(
+            self._config(entry | {"gamma": figure["gamma"]}),
             acceptance=entry["acceptance"],
-            accuracy=Accuracy(critical=entry["critical"]),
-            seed=self._seed,
-            max_steps=_STEPS,
+            accuracy=PredictorAccuracy(critical=entry["critical"]),
             options=(("cutoff_layer", layer),),
         )
         hardware = find_hardware(entry["hardware"])
         hardware = replace(hardware, link_bytes_per_s=find_model(model).expert_bytes / entry["expert_s"])
-        return self._run(figure["system"], hardware, model, setup, draft_s=entry["draft_s"])
+        return self._run(figure["system"], hardware, model, config, draft_s=entry["draft_s"])
 
     def _run(
-        self, system: str, hardware: Hardware, model: str, setup: Setup, *, draft_s: float | None = None
-    ) -> Result:
-        """One system of the table "systems", in its own framework."""
+        self, system: str, hardware: HardwareSpec, model: str, config: SimulationConfig, *, draft_s: float | None = None
+    ) -> SimulationResult:
+        """One system of the table "systems", in its own framework. draft_s: of a token, instead of the roofline's."""
         entry = self.data["systems"][system]
         overheads = only_known(self.data["frameworks"][entry["framework"]], Framework) | entry.get("transfer", {})
-        self._tell(f"{system}, {model}, ratio {setup.cache_ratio:g}, gamma {setup.gamma}")
+        self._notify(Notification(f"{system}, {model}, ratio {config.cache_ratio:g}, gamma {config.gamma}"))
         shape = find_model(model)
-        machine = from_hardware(hardware, shape, Framework(**overheads))
+        costs = roofline_costs(hardware, shape, Framework(**overheads))
         if draft_s is not None:
-            machine = replace(machine, draft_ns=to_ns(draft_s))
+            costs = replace(costs, draft_ns=to_ns(draft_s))
         if model not in self._texts:
-            self._texts[model] = synthetic(shape, _TOKENS, 1, self._seed)
+            self._texts[model] = synthetic_trace(shape, _TOKENS, 1, self._seed)
         if "reach" in entry:
-            setup = replace(setup, accuracy=replace(setup.accuracy, reach=entry["reach"]))
-        return simulate(machine, self._texts[model], replace(setup, policy=entry["policy"]))
+            config = replace(config, accuracy=replace(config.accuracy, reach=entry["reach"]))
+        return simulate(costs, self._texts[model], replace(config, policy=entry["policy"]))
 
-    def _setup(self, table: dict[str, Any]) -> Setup:
-        return Setup(
+    def _config(self, table: dict[str, Any]) -> SimulationConfig:
+        """The configuration of a table or row; `_run` adds the policy."""
+        return SimulationConfig(
             policy="",
             cache_ratio=table["cache_ratio"],
             gamma=table["gamma"],
@@ -223,17 +228,18 @@ class Papers:
             max_steps=_STEPS,
         )
 
-    def _hardware(self, name: str, fit: Fit) -> Hardware:
-        return replace(find_hardware(name), cpu_bytes_per_s=fit.cpu_bytes_per_s)
+    def _fitted(self, table: dict[str, Any], fit: Fit) -> tuple[HardwareSpec, SimulationConfig]:
+        hardware = replace(find_hardware(table["hardware"]), cpu_bytes_per_s=fit.cpu_bytes_per_s)
+        return hardware, replace(self._config(table), acceptance=fit.acceptance)
 
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
-    """Omega of Leviathan et al. 2023 (MoE-SpAc, Eq. 1): tokens that a verification of gamma drafts gives."""
+    """Expected tokens per verification of gamma drafts: Omega of Leviathan et al. 2023 (MoE-SpAc, Eq. 1)."""
     return sum(acceptance**n for n in range(gamma + 1))
 
 
 def acceptance_for(gamma: int, n_tokens: float) -> float:
-    """The acceptance at which a verification gives so many tokens: the inverse of `expected_tokens`."""
+    """The acceptance at which a verification of gamma drafts gives `n_tokens`: the inverse of `expected_tokens`."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -242,7 +248,7 @@ def acceptance_for(gamma: int, n_tokens: float) -> float:
 
 
 def same_order(rows: list[Compared]) -> tuple[int, int]:
-    """How many pairs of rows come in the published order, and how many pairs there are."""
+    """The number of pairs of rows in the published order, and of all pairs."""
     known = [(row.published_ts, row.predicted_ts) for row in rows if row.published_ts is not None]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[i + 1 :]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)

@@ -1,18 +1,16 @@
-"""Replays a trace: every policy decides on its batches, with transfers that take no time.
+"""Replays a trace: every policy plans for its batches, with transfers that take no time.
 
-Before each batch a policy plans as it does in the engine, once with the token that the target added and once with the
-drafts, where the trace knows tokens. What it uploads is there at once. Then the batch comes, and what is resident
-counts as found: of the (token, expert) pairs, and of the distinct experts. So a replay says what a policy foresees and
-how much it moves for that; whether a link can keep up is the simulator's question, except that `max_uploads` can limit
-what plans may move, alike for all policies.
+Before each batch a policy plans as it does in the engine: once with the token that the target added, and once with the
+drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are resident
+are hits. So a replay says how well a policy predicts and how much it moves for that. Whether a link can keep up is the
+simulator's question, except that `max_uploads` can limit what plans move, the same for all policies.
 
-Systems that compute everything on the device (`Traits.device_only`) load each missing expert when it is needed: one
-transfer, which counts as an upload but not as found; what they then keep of it costs no second one. Those that plan
-before every layer are given what they would know by then at once (scheduler/policy.py): with slots per layer that
-comes to the same. Where a policy wants hidden states of layers, which traces lack, it goes by its cache alone, unless
-moeedge/sim/foresight.py is asked to stand in for them (`ReplayConfig.accuracy`): where transfers take no time a
-predictor that is nearly always right makes any cache nearly the oracle, so that such rows compare accuracies that
-were put in. When what was foretold arrives is the simulator's question.
+Systems that compute everything on the device (`ExecutionModel.device_only`) load each missing expert when it is needed:
+one transfer, which counts as an upload but not as a hit; experts that they then keep cost no second one. Policies that
+plan before every layer get all predictions at once: with slots per layer that comes to the same. Traces lack the hidden
+states of layers; policies that read them go by their caches alone, unless noisy predictions of a stated accuracy take
+their place (sim/noisy_predictor.py). Where transfers take no time, a predictor that is nearly always right makes any
+cache nearly the oracle, so such rows compare the stated accuracies.
 
 All policies and cache ratios go through the trace together, chunk by chunk: windows are counted once.
 """
@@ -20,45 +18,31 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig, check_plan
+from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, PolicyConfig, check_plan
 from moeedge.policies.registry import make_policy
-from moeedge.sim.bounds import BOUNDS, Belady, NextUse, Oracle
-from moeedge.sim.noisy_predictor import NoisyPredictor, source_of
+from moeedge.scheduler.driver import StepDriver
+from moeedge.sim.batches import HitStats, cache_shape, observation_of
+from moeedge.sim.bounds import Belady, NextUse, Oracle
+from moeedge.sim.noisy_predictor import NoisyPredictor, PredictionSource, PredictorAccuracy, popularity_of
 from moeedge.sim.slots import Slots
 from moeedge.trace.schedule import Batch, Chunk, Schedule
 
 # An expert of which so many activations are expected is called hot. Activations come in bunches: of one expected the
-# chance of any is below 1 - 1/e. Of 0.5 to 1.3 the best on gpt-oss-20b and Gemma, optimistic and pessimistic
+# chance of any is below 1 - 1/e. The best of 0.5 to 1.3 on gpt-oss-20b and Gemma, optimistic and pessimistic
 HOT_FROM = 0.8
-
-
-@dataclass(frozen=True)
-class HitStats:
-    """Sums over all batches that are not prompts."""
-
-    pairs: int
-    pairs_found: int
-    experts: int  # distinct ones, summed over batches and layers
-    experts_found: int
-    uploads: int
-    on_demand: int  # of the uploads: loaded when they were needed
-    upload_bytes: int | None
-    judged: int  # (batch, layer, expert) triples called hot or cold
-    judged_right: int
 
 
 @dataclass(frozen=True)
 class ReplayRow:
     """One policy, cache ratio and model of rejected tokens.
 
-    Shares are of what all batches used; uploads are per layer with experts and batch. None: not known, or not of this
-    policy.
+    Shares are of all batches; uploads are per layer with experts and batch. None: not known, or not of this policy.
     """
 
     policy: str
@@ -74,10 +58,10 @@ class ReplayRow:
     oracle_hit_rate_pairs: float
     belady_hit_rate_unique: float
     slots: int
-    prediction_source: str | None  # of the noisy predictor that stands in for hidden states
+    prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
-    token_ids: bool  # the trace knows them
-    draft_hidden_states: bool  # the same
+    token_ids: bool  # the trace holds them
+    draft_hidden_states: bool  # the trace holds them
     profile: bool  # made from texts held out
     steps: int
     texts: int
@@ -93,171 +77,6 @@ class ReplayRow:
         return asdict(self)
 
 
-@dataclass(eq=False)
-class HitCounter:
-    """Counts what a residency found, chunk by chunk."""
-
-    shape: CacheShape
-    expert_bytes: NDArray[np.int64] | None  # [n_layers]
-    pairs: int = 0
-    pairs_found: int = 0
-    experts: int = 0
-    experts_found: int = 0
-    judged: int = 0
-    judged_right: int = 0
-    on_demand: int = 0
-    bytes: int = 0
-    _layers: NDArray[np.intp] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._layers = np.flatnonzero(self.shape.group >= 0)
-
-    def add(self, chunk: Chunk, there: NDArray[np.bool_], hot: NDArray[np.bool_] | None) -> None:
-        """there  [n_batches, n_layers, n_experts] resident as each batch began
-        hot    the same shape, called hot before; the first batch of a text is not judged: nothing of it was known
-        """
-        counted = chunk.counted
-        counts, there = (chunk.counts, there) if counted.all() else (chunk.counts[counted], there[counted])
-        used = counts > 0
-        self.pairs += int(counts.sum())
-        self.pairs_found += int(counts[there].sum())
-        self.experts += int(np.count_nonzero(used))
-        self.experts_found += int(np.count_nonzero(used & there))
-        if hot is not None:
-            judged = np.flatnonzero(counted & [not batch.is_first for batch in chunk.batches])
-            right = hot[judged] == (chunk.counts[judged] > 0)
-            self.judged += judged.size * self._layers.size * self.shape.n_experts
-            self.judged_right += int(np.count_nonzero(right[:, self._layers]))
-
-    def add_missing(self, missing: NDArray[np.bool_]) -> None:
-        """Experts [n_layers, n_experts] that were loaded on demand."""
-        if self.expert_bytes is None:
-            self.on_demand += int(np.count_nonzero(missing))
-        else:
-            per_layer = np.count_nonzero(missing, axis=1)
-            self.on_demand += int(per_layer.sum())
-            self.bytes += int(per_layer @ self.expert_bytes)
-
-    def add_uploads(self, cells: NDArray[np.intp]) -> None:
-        """Flat cells that a plan moved."""
-        if self.expert_bytes is not None and cells.size:
-            self.bytes += int(self.expert_bytes[cells // self.shape.n_experts].sum())
-
-    def found(self, n_planned: int) -> HitStats:
-        """The sums; `n_planned` uploads came from plans."""
-        return HitStats(
-            self.pairs,
-            self.pairs_found,
-            self.experts,
-            self.experts_found,
-            n_planned + self.on_demand,
-            self.on_demand,
-            None if self.expert_bytes is None else self.bytes,
-            self.judged,
-            self.judged_right,
-        )
-
-
-class PolicyReplay:
-    """One policy with its slots."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        shape: CacheShape,
-        *,
-        max_uploads: float | None = None,
-        expert_bytes: NDArray[np.int64] | None = None,
-        checked_cap: int | None = None,
-    ) -> None:
-        """max_uploads: what plans may move per layer and batch. checked_cap: check every plan, with this K."""
-        self.policy = policy
-        self.slots = Slots(shape)
-        self.tally = HitCounter(shape, expert_bytes)
-        self._shape = shape
-        self._checked_cap = checked_cap
-        self._per_step = None if max_uploads is None else max_uploads * np.count_nonzero(shape.group >= 0)
-        self._credit = 0.0  # uploads that the link has carried until now and that were not asked for
-        self._loaded: NDArray[np.bool_] | None = None  # what the last batch of a device-only system loaded
-        self._n_planned = 0
-
-    def run(self, chunk: Chunk, hints: Sequence[ExpertPrediction | None] | None = None) -> None:
-        """All batches of the chunk; `hints` has an entry for each."""
-        there = np.zeros(chunk.counts.shape, dtype=np.bool_)
-        hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
-        device_only = self.policy.execution_model.device_only
-        for index, batch in enumerate(chunk.batches):
-            if batch.is_first:
-                self.policy.reset()
-            if not batch.prefill:
-                plan = self._prepare(batch, None if hints is None else hints[index])
-                np.copyto(there[index], self.slots.resident, casting="unsafe")
-                if plan.expected is None:
-                    np.greater_equal(plan.utility, 1.0, out=hot[index])
-                else:
-                    np.greater_equal(plan.expected, HOT_FROM, out=hot[index])
-                if device_only:
-                    self._loaded = (batch.counts > 0) & ~there[index]
-                    self.tally.add_missing(self._loaded)
-            self.policy.observe(
-                Observation(
-                    batch.counts,
-                    batch.ids.shape[1],
-                    batch.n_accepted,
-                    batch.tokens,
-                    batch.ids,
-                    None,
-                    prefill=batch.prefill,
-                )
-            )
-        self.tally.add(chunk, there, hot)
-
-    def found(self) -> HitStats:
-        """The sums over all chunks."""
-        return self.tally.found(self._n_planned)
-
-    def _prepare(self, batch: Batch, hints: ExpertPrediction | None) -> Plan:
-        """Plans as the engine does before a batch; returns the last plan."""
-        if self._per_step is not None:
-            self._credit = min(self._credit, 1.0) + self._per_step
-        tokens = [] if batch.tokens is None else batch.tokens.tolist()
-        if len(tokens) <= 1:
-            return self._plan(tokens, hints)
-        self._plan(tokens[:1], None)
-        if batch.hidden_states is not None and "draft-states" in self.policy.required_inputs:
-            hints = ExpertPrediction.of_hidden_states(batch.hidden_states, len(batch.ids))
-        return self._plan(tokens, hints)
-
-    def _plan(self, upcoming: list[int], hints: ExpertPrediction | None) -> Plan:
-        plan = self.policy.plan(self.slots.resident, upcoming, hints)
-        if self._checked_cap is not None:
-            check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
-        if self._per_step is None:
-            moved = self.slots.execute(plan)
-        else:
-            moved = self.slots.execute(plan, int(self._credit))
-            self._credit -= moved.size
-        if self._loaded is not None and moved.size:
-            moved = moved[~self._loaded.reshape(-1)[moved]]
-        self._n_planned += moved.size
-        self.tally.add_uploads(moved)
-        return plan
-
-
-class _BoundReplay:
-    """An oracle in a lane's place."""
-
-    def __init__(self, bound: Oracle | Belady, shape: CacheShape) -> None:
-        self._bound = bound
-        self.tally = HitCounter(shape, None)
-
-    def run(self, chunk: Chunk) -> None:
-        self.tally.add(chunk, self._bound.run(chunk), None)
-
-    def found(self) -> HitStats:
-        return replace(self.tally.found(self._bound.n_uploads), upload_bytes=None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
     """What is replayed on a schedule."""
@@ -268,7 +87,7 @@ class ReplayConfig:
     max_uploads: float | None = None  # per layer and batch, of what plans move
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
-    accuracy: dict[str, float] = field(default_factory=dict)  # of the stand-ins for hidden states
+    accuracy: PredictorAccuracy = PredictorAccuracy(draft_router=None, next_gate=None)
 
     def __post_init__(self) -> None:
         if not self.ratios:
@@ -279,115 +98,222 @@ class ReplayConfig:
             raise ValueError(f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
 
 
-def cache_shape(schedule: Schedule, ratio: float) -> CacheShape:
-    """One pool of slots for all layers of which experts were recorded."""
-    meta = schedule.trace.meta
-    layers = schedule.trace.expert_layers()
-    group = np.full(meta.n_layers, -1, dtype=np.int32)
-    group[layers] = 0
-    n_slots = int(ratio * len(layers) * meta.n_experts + 1e-9)
-    return CacheShape(meta.n_layers, meta.n_experts, group, np.array([n_slots], dtype=np.int32))
+@dataclass
+class ReplayStats:
+    """Hits of a policy or bound, what it moved, and how well it told hot from cold."""
+
+    hits: HitStats = field(default_factory=HitStats)
+    on_demand: int = 0  # of the uploads: loaded when they were needed
+    bytes: int = 0  # of the uploads, where the sizes of experts are known
+    judged: int = 0  # (batch, layer, expert) triples called hot or cold
+    judged_right: int = 0
+
+    def add(self, chunk: Chunk, resident: NDArray[np.bool_]) -> None:
+        """Adds the hits of a chunk; resident [n_batches, n_layers, n_experts] as each batch began."""
+        if chunk.counted.all():
+            self.hits.add(chunk.counts, resident)
+        else:
+            self.hits.add(chunk.counts[chunk.counted], resident[chunk.counted])
+
+
+class PolicyReplay:
+    """One policy with its slots: an expert store whose link carries a limited number of uploads.
+
+    max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. checked_cap: check every plan against this K.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: CacheShape,
+        *,
+        max_uploads: float | None = None,
+        expert_bytes: NDArray[np.int64] | None = None,
+        checked_cap: int | None = None,
+    ) -> None:
+        self.slots = Slots(shape)
+        self.stats = ReplayStats()
+        self._driver = StepDriver(policy, self)
+        self._shape = shape
+        self._expert_layers = np.flatnonzero(shape.group >= 0)
+        self._device_only = policy.execution_model.device_only
+        self._expert_bytes = expert_bytes
+        self._checked_cap = checked_cap
+        self._uploads_per_batch = None if max_uploads is None else max_uploads * self._expert_layers.size
+        self._credit = 0.0  # uploads that the link could have carried until now and did not
+        self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
+
+    def run(self, chunk: Chunk, predictions: Sequence[ExpertPrediction | None] | None = None) -> None:
+        """Replays all batches of the chunk; `predictions` has an entry for each."""
+        resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        for index, batch in enumerate(chunk.batches):
+            if batch.is_first:
+                self._driver.begin_text()
+            if not batch.prefill:
+                plan = self._prepare(batch, None if predictions is None else predictions[index])
+                np.copyto(resident[index], self.slots.resident, casting="unsafe")
+                if plan.expected is None:
+                    np.greater_equal(plan.utility, 1.0, out=hot[index])
+                else:
+                    np.greater_equal(plan.expected, HOT_FROM, out=hot[index])
+                if self._device_only:
+                    self._load_on_demand((batch.counts > 0) & ~resident[index])
+            self._driver.observe(observation_of(batch))
+        self.stats.add(chunk, resident)
+        self._judge(chunk, hot)
+
+    def residency(self) -> NDArray[np.uint8]:
+        """uint8 [n_layers, n_experts], 1 for an expert in a slot."""
+        return self.slots.resident
+
+    def push(self, plan: Plan) -> None:
+        """Carries out as much of a plan as the link allows."""
+        if self._checked_cap is not None:
+            check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
+        if self._uploads_per_batch is None:
+            moved = self.slots.push(plan)
+        else:
+            moved = self.slots.push(plan, int(self._credit))
+            self._credit -= moved.size
+        if self._loaded is not None and moved.size:
+            moved = moved[~self._loaded.reshape(-1)[moved]]
+        self._count_uploads(moved)
+
+    def _prepare(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
+        """Plans and pushes as the engine does before a batch; returns the last plan."""
+        if self._uploads_per_batch is not None:
+            self._credit = min(self._credit, 1.0) + self._uploads_per_batch
+        tokens = [] if batch.tokens is None else batch.tokens.tolist()
+        if len(tokens) > 1:
+            self._driver.plan_next(tokens[:1])
+            self._driver.push()
+        plan = self._driver.plan_draft(tokens, prediction, batch.hidden_states)
+        self._driver.push()
+        return plan
+
+    def _load_on_demand(self, missing: NDArray[np.bool_]) -> None:
+        self._loaded = missing
+        flat_ids = np.flatnonzero(missing)
+        self.stats.on_demand += flat_ids.size
+        self._count_uploads(flat_ids)
+
+    def _count_uploads(self, flat_ids: NDArray[np.intp]) -> None:
+        self.stats.hits.uploads += flat_ids.size
+        if self._expert_bytes is not None and flat_ids.size:
+            self.stats.bytes += int(self._expert_bytes[flat_ids // self._shape.n_experts].sum())
+
+    def _judge(self, chunk: Chunk, hot: NDArray[np.bool_]) -> None:
+        """Counts experts rightly called hot or cold; the first batch of a text is not judged: all of it is new."""
+        judged = np.flatnonzero(chunk.counted & [not batch.is_first for batch in chunk.batches])
+        right = hot[judged] == (chunk.counts[judged] > 0)
+        self.stats.judged += judged.size * self._expert_layers.size * self._shape.n_experts
+        self.stats.judged_right += int(np.count_nonzero(right[:, self._expert_layers]))
+
+
+class BoundReplay:
+    """A bound with its slots."""
+
+    def __init__(self, bound: Oracle | Belady) -> None:
+        self.stats = ReplayStats()
+        self._bound = bound
+
+    def run(self, chunk: Chunk) -> None:
+        """Replays all batches of the chunk."""
+        self.stats.add(chunk, self._bound.run(chunk))
+        self.stats.hits.uploads = self._bound.n_uploads
 
 
 def replay(
     schedule: Schedule, config: ReplayConfig, *, on_batches: Callable[[int], None] = lambda _n: None
 ) -> list[ReplayRow]:
-    """A row for every policy and cache ratio, the bounds behind the policies; ratio by ratio, as they are named.
+    """A row for every cache ratio and policy, in the order of `config`; after each ratio's policies the bounds.
 
-    on_batches: told how many batches are done. Raises ValueError for an unknown policy.
+    on_batches: called with the number of batches that are done. Raises ValueError for an unknown policy.
     """
     trace = schedule.trace
     policy_config = PolicyConfig(gamma=schedule.gamma, profile=config.profile)
-    foresight = NoisyPredictor(trace, config.seed, config.accuracy)
+    predictor = NoisyPredictor(popularity_of(trace), config.accuracy, config.seed)
     next_use = NextUse(schedule.chunks())
-    lanes: list[tuple[PolicyReplay, str | None]] = []
-    bounds: list[_BoundReplay] = []
-    shapes = [cache_shape(schedule, ratio) for ratio in config.ratios]
-    for shape in shapes:
+    arms: list[_Arm] = []
+    for ratio in config.ratios:
+        shape = cache_shape(trace, ratio)
         for name in config.policies:
             policy = make_policy(name, shape, policy_config)
-            lane = PolicyReplay(policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes)
-            source = source_of(policy.required_inputs)
-            lanes.append((lane, source if source in config.accuracy else None))
+            policy_replay = PolicyReplay(
+                policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes
+            )
+            arms.append(_Arm(name, ratio, shape, policy_replay, config.accuracy.source_for(policy.required_inputs)))
         n_slots = int(shape.capacity[0])
-        bounds.append(_BoundReplay(Oracle(next_use.n_cells, n_slots), shape))
-        bounds.append(_BoundReplay(Belady(next_use, n_slots), shape))
-    sources = list(dict.fromkeys(source for _, source in lanes if source is not None))
+        arms.append(_Arm("oracle", ratio, shape, BoundReplay(Oracle(next_use.n_cells, n_slots))))
+        arms.append(_Arm("belady", ratio, shape, BoundReplay(Belady(next_use, n_slots))))
+    sources = sorted({arm.source for arm in arms if arm.source is not None})
     for chunk in schedule.chunks():
-        told = {source: foresight.foretell(chunk, source) for source in sources}
-        for lane, source in lanes:
-            lane.run(chunk, None if source is None else told[source])
-        for bound in bounds:
-            bound.run(chunk)
+        predictions = {source: predictor.predict_chunk(chunk, source) for source in sources}
+        for arm in arms:
+            if isinstance(arm.replay, BoundReplay):
+                arm.replay.run(chunk)
+            else:
+                arm.replay.run(chunk, None if arm.source is None else predictions[arm.source])
         on_batches(chunk.first + len(chunk.batches))
-    rows = []
-    n = len(config.policies)
-    for index, shape in enumerate(shapes):
-        oracle, belady = (bound.found() for bound in bounds[2 * index : 2 * index + 2])
-        reference = _Reference(schedule, config, config.ratios[index], shape, oracle, belady)
-        for name, (lane, source) in zip(config.policies, lanes[n * index : n * (index + 1)], strict=True):
-            rows.append(reference.row(name, lane.found(), source, foresight))
-        rows += [
-            reference.row(name, found, None, foresight) for name, found in zip(BOUNDS, (oracle, belady), strict=True)
-        ]
-    return rows
-
-
-@dataclass(frozen=True, eq=False)
-class _Reference:
-    """What the rows of one cache ratio share."""
-
-    schedule: Schedule
-    config: ReplayConfig
-    ratio: float
-    shape: CacheShape
-    oracle: HitStats
-    belady: HitStats
-
-    def row(self, name: str, found: HitStats, source: str | None, foresight: NoisyPredictor) -> ReplayRow:
-        schedule = self.schedule
-        layer_steps = max(schedule.n_steps * int(np.count_nonzero(self.shape.group >= 0)), 1)
-        oracle = _share(self.oracle.pairs_found, self.oracle.pairs)
-        hits = _share(found.pairs_found, found.pairs)
-        n_bytes = found.upload_bytes
-        return ReplayRow(
-            policy=name,
-            cache_ratio=self.ratio,
-            rejected_token_model=schedule.rejected_token_model,
-            hit_rate_pairs=hits,
-            hit_rate_unique=_share(found.experts_found, found.experts),
-            uploads_per_layer_step=round(found.uploads / layer_steps, 6),
-            hot_cold_accuracy=_share(found.judged_right, found.judged) if found.judged else None,
-            on_demand_per_layer_step=round(found.on_demand / layer_steps, 6),
-            bytes_per_step=None if n_bytes is None else round(n_bytes / max(schedule.n_steps, 1), 1),
-            share_of_oracle=round(hits / oracle, 6) if oracle else None,
-            oracle_hit_rate_pairs=oracle,
-            belady_hit_rate_unique=_share(self.belady.experts_found, self.belady.experts),
-            slots=int(self.shape.capacity[0]),
-            prediction_source=source,
-            predictor_accuracy=None if source is None else foresight.accuracy[source],
-            token_ids=schedule.has_tokens,
-            draft_hidden_states=schedule.trace.hidden_states is not None,
-            profile=self.config.profile is not None,
-            steps=schedule.n_steps,
-            texts=schedule.n_texts,
-            gamma=schedule.gamma,
-            acceptance=None if schedule.acceptance is None else round(schedule.acceptance, 6),
-            tokens_per_step=round(schedule.tokens_per_step, 6),
-            max_uploads=self.config.max_uploads,
-            seed=self.config.seed,
-            model=schedule.trace.meta.model,
-        )
-
-
-def _share(part: int, whole: int) -> float:
-    return round(part / whole, 6) if whole else 0.0
+    bounds = {(arm.ratio, arm.name): arm.replay.stats for arm in arms if isinstance(arm.replay, BoundReplay)}
+    return [
+        _row(schedule, config, arm, oracle=bounds[arm.ratio, "oracle"], belady=bounds[arm.ratio, "belady"])
+        for arm in arms
+    ]
 
 
 def profile_of(schedule: Schedule) -> NDArray[np.int64]:
-    """Activations [n_layers, n_experts] of all batches, prompts included."""
+    """Activations int64 [n_layers, n_experts] of all batches, including prompts."""
     meta = schedule.trace.meta
     total = np.zeros((meta.n_layers, meta.n_experts), dtype=np.int64)
     for chunk in schedule.chunks():
         total += chunk.counts.sum(axis=0)
     return total
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """One row to be: a policy or a bound at one cache ratio."""
+
+    name: str
+    ratio: float
+    shape: CacheShape
+    replay: PolicyReplay | BoundReplay
+    source: PredictionSource | None = None
+
+
+def _row(schedule: Schedule, config: ReplayConfig, arm: _Arm, *, oracle: ReplayStats, belady: ReplayStats) -> ReplayRow:
+    stats = arm.replay.stats
+    n_layers = int(np.count_nonzero(arm.shape.group >= 0))
+    layer_steps = max(schedule.n_steps * n_layers, 1)
+    hit_rate, oracle_hit_rate = round(stats.hits.hit_rate_pairs, 6), round(oracle.hits.hit_rate_pairs, 6)
+    knows_bytes = config.expert_bytes is not None and isinstance(arm.replay, PolicyReplay)
+    return ReplayRow(
+        policy=arm.name,
+        cache_ratio=arm.ratio,
+        rejected_token_model=schedule.rejected_token_model,
+        hit_rate_pairs=hit_rate,
+        hit_rate_unique=round(stats.hits.hit_rate_unique, 6),
+        uploads_per_layer_step=round(stats.hits.uploads / layer_steps, 6),
+        hot_cold_accuracy=round(stats.judged_right / stats.judged, 6) if stats.judged else None,
+        on_demand_per_layer_step=round(stats.on_demand / layer_steps, 6),
+        bytes_per_step=round(stats.bytes / max(schedule.n_steps, 1), 1) if knows_bytes else None,
+        share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
+        oracle_hit_rate_pairs=oracle_hit_rate,
+        belady_hit_rate_unique=round(belady.hits.hit_rate_unique, 6),
+        slots=int(arm.shape.capacity[0]),
+        prediction_source=arm.source,
+        predictor_accuracy=None if arm.source is None else config.accuracy.of(arm.source),
+        token_ids=schedule.has_tokens,
+        draft_hidden_states=schedule.trace.hidden_states is not None,
+        profile=config.profile is not None,
+        steps=schedule.n_steps,
+        texts=schedule.n_texts,
+        gamma=schedule.gamma,
+        acceptance=None if schedule.acceptance is None else round(schedule.acceptance, 6),
+        tokens_per_step=round(schedule.tokens_per_step, 6),
+        max_uploads=config.max_uploads,
+        seed=config.seed,
+        model=schedule.trace.meta.model,
+    )

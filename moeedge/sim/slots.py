@@ -1,4 +1,4 @@
-"""The device's memory without time: carries plans out as the engine's mover does, at once."""
+"""The device's slots without time: a plan's uploads are there at once, by the rules of the engine's mover."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ IndexArray = NDArray[np.intp]
 
 
 class Slots:
-    """`resident` uint8 [n_layers, n_experts]: 1 where an expert lies in a slot."""
+    """An expert store (scheduler/driver.py); `resident` is uint8 [n_layers, n_experts], 1 for an expert in a slot."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
         self.resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
-        self._flat = self.resident.reshape(-1)  # the same bytes
+        self._flat = self.resident.reshape(-1)  # a view
         self._held = [0] * shape.n_groups
-        self.n_uploads = 0
 
-    def execute(self, plan: Plan, limit: int | None = None) -> IndexArray:
-        """Uploads in order, each into a free slot or over its group's next victim; the flat cells that were uploaded.
+    def residency(self) -> NDArray[np.uint8]:
+        """`resident`, which the next plan changes."""
+        return self.resident
 
-        An upload that finds neither is left out. limit: so many at most, the first.
+    def push(self, plan: Plan, limit: int | None = None) -> IndexArray:
+        """Uploads in order, each into a free slot or that of its group's next victim; returns the flat ids uploaded.
+
+        An upload that finds neither is left out. limit: the most uploads that are carried out.
         """
-        n = self.shape.n_experts
-        up = _cells(plan.uploads, n)
+        up = _flat_ids(plan.uploads, self.shape.n_experts)
         if up.size == 0:
             return up
-        down = _cells(plan.victims, n)
+        down = _flat_ids(plan.victims, self.shape.n_experts)
         if self.shape.n_groups == 1:
             return self._fill(0, up if limit is None else up[:limit], down)
         return self._fill_groups(up, down, limit)
 
     def _fill(self, group: int, up: IndexArray, down: IndexArray) -> IndexArray:
-        free = int(self.shape.capacity[group]) - self._held[group]
-        up = up[: max(free, 0) + down.size]
-        n_out = max(up.size - max(free, 0), 0)
+        free = max(int(self.shape.capacity[group]) - self._held[group], 0)
+        up = up[: free + down.size]
+        n_out = max(up.size - free, 0)
         self._flat[down[:n_out]] = 0
         self._flat[up] = 1
         self._held[group] += up.size - n_out
-        self.n_uploads += up.size
         return up
 
     def _fill_groups(self, up: IndexArray, down: IndexArray, limit: int | None) -> IndexArray:
-        """The same for several pools: which uploads find a slot follows from their rank within their pool."""
+        """The same for several pools: the rank of an upload within its pool says whether it finds a slot."""
         n = self.shape.n_experts
         up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
         fits = np.zeros(up.size, dtype=np.bool_)
         for group, capacity in enumerate(self.shape.capacity.tolist()):
-            mine = np.flatnonzero(up_group == group)
+            in_group = np.flatnonzero(up_group == group)
             room = max(capacity - self._held[group], 0) + int(np.count_nonzero(down_group == group))
-            fits[mine[:room]] = True
+            fits[in_group[:room]] = True
         if limit is not None:
             fits[np.flatnonzero(fits)[limit:]] = False
         for group in range(self.shape.n_groups):
@@ -60,7 +61,7 @@ class Slots:
         return up[fits]
 
 
-def _cells(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
-    """Flat cells of layers and experts [n, 2]."""
-    cells: IndexArray = pairs[:, 0] * np.intp(n_experts) + pairs[:, 1]
-    return cells
+def _flat_ids(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
+    """Flat ids of layers and experts [n, 2]."""
+    flat_ids: IndexArray = pairs[:, 0] * np.intp(n_experts) + pairs[:, 1]
+    return flat_ids

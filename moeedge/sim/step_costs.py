@@ -1,0 +1,191 @@
+"""Times of the pieces of work of a step, in nanoseconds, for one model on one machine.
+
+They follow from a machine's bandwidths and a model's sizes (`roofline_costs`), or from what `moeedge calibrate`
+measured (`measured_costs`). Built-in machines are in sim/data/hardware.json, each constant with its source:
+
+    {"name": "...", "gpu_bytes_per_s": ..., ..., "sources": {"gpu_bytes_per_s": "..."}}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.policies.cost_model import CostModel
+from moeedge.sim.clock import to_ns
+from moeedge.sim.model_shape import ModelShape, only_known, read_data, read_json
+
+TOKENS_MAX = 256  # of one expert: where the curves end
+_EXPERT_TENSORS = 3  # gate, up, down
+_DENSE_TENSORS = 9  # four of attention and two norms of it, two norms of the layer, the router
+NsArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareSpec:
+    """Bandwidths that programs reach, not those of the data sheet; the data file names their sources."""
+
+    name: str
+    gpu_bytes_per_s: float
+    gpu_flops: float
+    gpu_memory_bytes: float
+    cpu_bytes_per_s: float
+    cpu_flops: float
+    link_bytes_per_s: float
+    link_latency_s: float  # of one transfer of any size
+    layer_overhead_s: float  # of a layer's launches, in addition to its memory traffic
+    sync_s: float  # handing a layer's hidden states to the CPU and back
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_bytes_per_s", "gpu_flops", "cpu_bytes_per_s", "cpu_flops", "link_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0")
+        for name in ("gpu_memory_bytes", "link_latency_s", "layer_overhead_s", "sync_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """Overheads of the program around a policy; the defaults are those of llama.cpp and of moeedge."""
+
+    layer_overhead_s: float = 0.0  # of every layer of the target, in addition to the hardware's own
+    draft_layer_overhead_s: float = 0.0  # the same of the draft model
+    expert_overhead_s: float = 0.0  # of every expert of a layer, used or not: a loop over them
+    transfer_factor: float = 1.0  # time of a transfer over that of its bytes
+    whole_layers: bool = True  # layer offload moves all experts of a layer, not only those in use
+    dense_travels: bool = False  # layer offload moves attention and the rest of a layer, too
+    head_travels: bool = False  # layer offload moves the output matrix, too, which comes after the last layer
+    tensor_s: float = 0.0  # of every tensor that layer offload moves, in addition to its bytes
+
+
+@dataclass(frozen=True, eq=False)
+class StepCosts:
+    """Nanoseconds of each piece of work. Curves are indexed by the tokens that an expert serves; [0] is 0."""
+
+    cpu_ns: NsArray  # [TOKENS_MAX + 1], an expert on the CPU
+    device_ns: NsArray  # [TOKENS_MAX + 1], an expert on the device
+    block_ns: int  # of a block that the device computes at least in part
+    sync_ns: int  # of a block that CPU and device share
+    transfer_ns: int  # an expert to the device, without the latency
+    demand_ns: int  # the same while the computation waits for it
+    latency_ns: int  # of a transfer
+    dense_ns: int  # a layer without its experts
+    head_ns: int  # the output matrix, once per step
+    draft_ns: int  # a token of the draft model
+    schedule_ns: int  # observing and planning, per step
+    dense_demand_ns: int = 0  # the rest of an absent layer, moved on demand
+    head_demand_ns: int = 0  # the output matrix, moved on demand, once per step
+    whole_layers: bool = True  # see Framework
+
+    def __post_init__(self) -> None:
+        for curve in (self.cpu_ns, self.device_ns):
+            if curve.shape != (TOKENS_MAX + 1,) or curve[0] != 0:
+                raise ValueError("a curve must reach from 0 tokens to TOKENS_MAX")
+
+    def with_link(self, factor: float) -> StepCosts:
+        """The same with a link that is `factor` times as fast."""
+        scaled = ("transfer_ns", "demand_ns", "dense_demand_ns", "head_demand_ns")
+        return replace(self, **{name: round(getattr(self, name) / factor) for name in scaled})
+
+    def cost_model(self, cap: int) -> CostModel:
+        """The costs that a policy's balancer gets, in seconds.
+
+        The shares r_c and r_g, which a warm-up measures, are straight lines: half of the work at tau = 1, all at K.
+        """
+        share = np.linspace(0.0, 1.0, cap + 1)
+        return CostModel(
+            cpu_expert_s=self.cpu_ns[:17].astype(np.float64) * 1e-9,
+            device_expert_s=self.device_ns[:17].astype(np.float64) * 1e-9,
+            transfer_expert_s=(self.transfer_ns + self.latency_ns) * 1e-9,
+            draft_token_s=self.draft_ns * 1e-9,
+            block_overhead_s=self.block_ns * 1e-9,
+            layer_rest_s=self.dense_ns * 1e-9,
+            r_c=0.5 + 0.5 * share,
+            r_g=0.5 * (1 - share),
+        )
+
+
+def builtin_hardware() -> dict[str, HardwareSpec]:
+    """The machines of sim/data/hardware.json by name."""
+    table = read_data("hardware.json")["hardware"]
+    return {name: HardwareSpec(name=name, **only_known(entry, HardwareSpec)) for name, entry in table.items()}
+
+
+def find_hardware(text: str) -> HardwareSpec:
+    """A built-in machine, or one from a JSON file of the same fields. Raises InputError for anything else."""
+    known = builtin_hardware()
+    if text in known:
+        return known[text]
+    if not text.endswith(".json"):
+        hint = f"Choose from {', '.join(known)}, or name a file that ends in .json."
+        raise InputError(f"Unknown hardware '{text}'.", hint)
+    path = Path(text)
+    entry: dict[str, Any] = {"name": path.stem} | read_json(path)
+    try:
+        return HardwareSpec(**only_known(entry, HardwareSpec))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path} describes no hardware: {error}.", "See docs/simulation.md for the format.") from None
+
+
+def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framework | None = None) -> StepCosts:
+    """Costs from sizes: the longer of bytes over bandwidth and operations over speed, plus stated overheads."""
+    framework = framework or Framework()
+    tokens = np.arange(TOKENS_MAX + 1)
+
+    def curve(bytes_per_s: float, flops: float) -> NsArray:
+        times = np.maximum(shape.expert_bytes / bytes_per_s, tokens * shape.expert_flops / flops)
+        times[0] = 0.0
+        rounded: NsArray = np.rint(times * 1e9).astype(np.int64)
+        return rounded
+
+    overhead_s = hardware.layer_overhead_s + framework.layer_overhead_s
+    overhead_s += shape.n_experts * framework.expert_overhead_s
+    draft_s = 0.0
+    if shape.draft is not None:
+        draft_layer_s = hardware.layer_overhead_s + framework.draft_layer_overhead_s
+        draft_s = shape.draft.bytes / hardware.gpu_bytes_per_s + shape.draft.n_layers * draft_layer_s
+    link_s = framework.transfer_factor / hardware.link_bytes_per_s  # per byte
+    transfer_s = shape.expert_bytes * link_s
+    dense_travel_s = shape.dense_layer_bytes * link_s + _DENSE_TENSORS * framework.tensor_s
+    head_travel_s = shape.head_bytes * link_s + framework.tensor_s
+    return StepCosts(
+        cpu_ns=curve(hardware.cpu_bytes_per_s, hardware.cpu_flops),
+        device_ns=curve(hardware.gpu_bytes_per_s, hardware.gpu_flops),
+        block_ns=0,  # its launches are in the overhead of the layer
+        sync_ns=to_ns(hardware.sync_s),
+        transfer_ns=to_ns(transfer_s),
+        demand_ns=to_ns(transfer_s + _EXPERT_TENSORS * framework.tensor_s),
+        latency_ns=to_ns(hardware.link_latency_s),
+        dense_ns=to_ns(shape.dense_layer_bytes / hardware.gpu_bytes_per_s + overhead_s),
+        head_ns=to_ns(shape.head_bytes / hardware.gpu_bytes_per_s),
+        draft_ns=to_ns(draft_s),
+        schedule_ns=0,
+        dense_demand_ns=to_ns(dense_travel_s) if framework.dense_travels else 0,
+        head_demand_ns=to_ns(head_travel_s) if framework.head_travels else 0,
+        whole_layers=framework.whole_layers,
+    )
+
+
+def measured_costs(units: CostModel, *, schedule_s: float = 0.0) -> StepCosts:
+    """Costs from a calibration: the head is part of `layer_rest_s`, latencies are part of the times."""
+    tokens = np.arange(TOKENS_MAX + 1)
+    transfer_ns = to_ns(units.transfer_expert_s)
+    return StepCosts(
+        cpu_ns=np.rint([units.cpu_s(float(n)) * 1e9 for n in tokens]).astype(np.int64),
+        device_ns=np.rint([units.device_s(float(n)) * 1e9 for n in tokens]).astype(np.int64),
+        block_ns=to_ns(units.block_overhead_s),
+        sync_ns=0,
+        transfer_ns=transfer_ns,
+        demand_ns=transfer_ns,
+        latency_ns=0,
+        dense_ns=to_ns(units.layer_rest_s),
+        head_ns=0,
+        draft_ns=to_ns(units.draft_token_s),
+        schedule_ns=to_ns(schedule_s),
+    )
