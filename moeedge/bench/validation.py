@@ -31,8 +31,8 @@ from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.stats import StepRecord
 from moeedge.sim.execution import Execution
-from moeedge.sim.machine import from_units
-from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
+from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.sim.step_costs import measured_costs
 from moeedge.trace.format import Trace
 from moeedge.trace.schedule import as_computed
 
@@ -209,37 +209,35 @@ def _simulate(
     last = outcomes[-1]
     own = median_units([outcome.units for outcome in outcomes])
     units = replace(pooled, r_c=own.r_c, r_g=own.r_g)  # these depend on the policy's utilities
-    machine = from_units(units, schedule_s=median(outcome.schedule_s for outcome in outcomes))
+    costs = measured_costs(units, schedule_s=median(outcome.schedule_s for outcome in outcomes))
     policy = make_policy(
         combination.policy,
         last.shape,
         PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=units),
     )
     execution = Execution(
-        machine,
+        costs,
         last.shape,
         policy,
         as_computed(last.trace).batches(),
-        stand_in=NoisyPredictorInTime(last.shape.n_layers, last.shape.n_experts, Accuracy(), 0),
+        predictor=NoisyPredictor(np.ones((last.shape.n_layers, last.shape.n_experts)), PredictorAccuracy(), 0),
         execution_model=replace(
             policy.execution_model, device_only=base.placement.execution.misses == "load", layerwise=False
         ),
         warm_steps=last.warm_steps,
     )
-    account = execution.run()
-    tokens = max(account.tokens, 1)
+    time = execution.run()
     measured_s = median(outcome.decode_s for outcome in outcomes)
-    simulated_s = account.total_ns * 1e-9 / tokens
     return Comparison(
         **asdict(combination),
         measured_tpot_s=measured_s,
-        tpot_s=simulated_s,
-        tg_ts=1 / simulated_s,
-        error=simulated_s / measured_s - 1,
+        tpot_s=time.tpot_s,
+        tg_ts=1 / time.tpot_s,
+        error=time.tpot_s / measured_s - 1,
         tokens=last.tokens,
         steps=last.sample.steps,
         hit_rate_pairs_measured=last.hit_rate,
-        hit_rate_pairs=account.pairs_hit / max(account.pairs, 1),
+        hit_rate_pairs=time.hits.hit_rate_pairs,
         draft_measured_s=median(outcome.draft_s for outcome in outcomes),
-        draft_s=account.ns["draft"] * 1e-9 / tokens,
+        draft_s=time.per_token_s("draft"),
     )

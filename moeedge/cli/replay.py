@@ -12,6 +12,7 @@ from moeedge.cli.trace import NExperts, TraceFile
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
+    from moeedge.sim.noisy_predictor import PredictorAccuracy
     from moeedge.sim.replay import ReplayConfig, ReplayRow
     from moeedge.trace.format import Trace
     from moeedge.trace.schedule import Schedule
@@ -69,8 +70,7 @@ def replay(
 
 def _policies(text: str) -> tuple[str, ...]:
     """The names of the list, each once and in its order, the bounds left out. Raises InputError."""
-    from moeedge.policies.registry import POLICIES, SIMULATED, expand_names
-    from moeedge.sim.bounds import BOUNDS
+    from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 
     known = [name for name in POLICIES | SIMULATED if name not in BOUNDS]
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -120,7 +120,7 @@ def _config(
     sizes = whole.expert_bytes() if expert_bytes is None else np.full(whole.meta.n_layers, expert_bytes, dtype=np.int64)
     profile = None
     if profiled is not None and profiled.text_rows().size:
-        profile = profile_of(cut_schedule(profiled, gamma=0, acceptance=0.0, rejected_token_model="optimistic", seed=0))
+        profile = profile_of(cut_schedule(profiled, gamma=0))
     return ReplayConfig(
         policies=policies,
         ratios=ratios,
@@ -128,31 +128,32 @@ def _config(
         max_uploads=max_uploads,
         expert_bytes=sizes,
         profile=profile,
-        accuracy=_accuracies(predictor_accuracy),
+        accuracy=_accuracy(predictor_accuracy),
     )
 
 
-def _accuracies(text: str | None) -> dict[str, float]:
-    """Accuracies by stand-in. Raises InputError."""
-    from moeedge.sim.noisy_predictor import ACCURACY
+def _accuracy(text: str | None) -> PredictorAccuracy:
+    """The accuracies in NAME=SHARE,... or the default ones. Raises InputError."""
+    from moeedge.sim.noisy_predictor import PredictorAccuracy
 
     if text is not None and text.strip() == "default":
-        return {str(name): value for name, value in ACCURACY.items()}
-    found: dict[str, float] = {}
+        return PredictorAccuracy()
+    accuracies: dict[str, float | None] = {"draft-router": None, "next-gate": None}
     for part in (text or "").split(","):
         name, _, value = part.strip().partition("=")
         if not name:
             continue
         try:
-            found[name] = float(value)
+            accuracy = float(value)
         except ValueError:
-            found[name] = -1.0
-        if name not in ACCURACY or not 0 <= found[name] <= 1:
+            accuracy = -1.0
+        if name not in accuracies or not 0 <= accuracy <= 1:
             raise InputError(
-                f'--predictor-accuracy cannot use "{part.strip()}".',
-                f"Give NAME=SHARE, separated by commas; the names are {', '.join(ACCURACY)}.",
+                f"--predictor-accuracy cannot use '{part.strip()}'.",
+                f"Give NAME=SHARE, separated by commas; the names are {', '.join(accuracies)}.",
             )
-    return found
+        accuracies[name] = accuracy
+    return PredictorAccuracy(draft_router=accuracies["draft-router"], next_gate=accuracies["next-gate"])
 
 
 def _run(plan: list[Schedule], config: ReplayConfig) -> list[ReplayRow]:

@@ -15,9 +15,10 @@ from moeedge.cli.common import Output, cli_errors, numbers, whole_numbers, words
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.sim.machine import Machine
     from moeedge.sim.model_shape import ModelShape
-    from moeedge.sim.simulate import Result, Setup, Source
+    from moeedge.sim.simulate import SimulationConfig, SimulationResult
+    from moeedge.sim.step_costs import StepCosts
+    from moeedge.trace.format import Trace
 
 
 def simulate(
@@ -58,15 +59,15 @@ def simulate(
             check_picture(gantt, "--gantt")
         if event_log is not None:
             check_output(event_log)
-        source, shape = _source(trace, model, n_tokens, seed)
-        machine, name = _machine(hardware, model, shape)
+        routing, shape = _trace(trace, model, n_tokens, seed)
+        costs, name = _costs(hardware, model, shape)
         about = {
             "hardware": name,
             "model": shape.name if shape else model,
             "trace": trace.name if trace else "stand-in",
         }
-        setups = list(
-            _setups(
+        configs = list(
+            _configs(
                 policies=expand_names(words(policy, "--policy")),
                 ratios=numbers(cache_ratio, "--cache-ratio"),
                 gammas=whole_numbers(gamma, "--gamma"),
@@ -82,11 +83,11 @@ def simulate(
             )
         )
         wants_log = gantt is not None or event_log is not None
-        results: list[Result] = []
+        results: list[SimulationResult] = []
         try:
-            with count_bar(stderr_console(), "simulating", "rows", len(setups)) as bar:
-                for setup in setups:
-                    results.append(run(machine, source, setup, keep_log=wants_log))
+            with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
+                for config in configs:
+                    results.append(run(costs, routing, config, keep_log=wants_log))
                     bar.add()
         finally:  # Ctrl-C keeps the rows that there are
             rows = [result.row(**about) for result in results]
@@ -97,49 +98,51 @@ def simulate(
         _write(results, gantt, event_log)
 
 
-def _source(trace: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Source, ModelShape]:
-    """What drives the simulation, and the model's sizes where it has a name or a file."""
+def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Trace, ModelShape]:
+    """The trace of a file, or a synthetic one, and the model's sizes. Raises InputError."""
     from moeedge.sim.model_shape import builtin_models, find_model
-    from moeedge.sim.simulate import Source, synthetic
+    from moeedge.sim.simulate import synthetic_trace
     from moeedge.trace.importers import read_trace
 
     is_file = model.endswith(".gguf")
-    if trace is None:
+    if path is None:
         if is_file:
             raise InputError("A model file says nothing of its routing.", "Name a --trace, see moeedge profile.")
         shape = find_model(model)
-        return synthetic(shape, n_tokens, 1, seed), shape
+        return synthetic_trace(shape, n_tokens, 1, seed), shape
     known = builtin_models()
-    source = Source(read_trace(trace, known[model].n_experts if model in known else None))
+    trace = read_trace(path, known[model].n_experts if model in known else None)
     if is_file:
         from moeedge.sim.calibrated import shape_of_file
 
-        shape = shape_of_file(Path(model), source.trace.meta.n_expert_used)
+        shape = shape_of_file(Path(model), trace.meta.n_expert_used)
     else:
         shape = find_model(model)
-    if source.n_experts != shape.n_experts or len(source.expert_layers) != shape.n_expert_layers:
+    n_layers, n_experts = len(trace.expert_layers()), trace.meta.n_experts
+    if n_experts != shape.n_experts or n_layers != shape.n_expert_layers:
         raise InputError(
-            f"The trace has {len(source.expert_layers)} layers of {source.n_experts} experts, {shape.name} has "
+            f"The trace has {n_layers} layers of {n_experts} experts, {shape.name} has "
             f"{shape.n_expert_layers} of {shape.n_experts}.",
             "Name the model of the trace.",
         )
-    return source, shape
+    return trace, shape
 
 
-def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Machine, str]:
-    from moeedge.sim.machine import find_hardware, from_hardware
+def _costs(hardware: str, model: str, shape: ModelShape) -> tuple[StepCosts, str]:
+    """The costs of a machine, and its name."""
+    from moeedge.sim.step_costs import find_hardware, roofline_costs
 
     if hardware == "this" or hardware.endswith(".json"):
-        from moeedge.sim.calibrated import hardware_named, newest_calibration, read_calibration
+        from moeedge.sim.calibrated import calibration_file, read_calibration
 
-        if hardware_named(hardware):
-            kept = newest_calibration(Path(model).name) if hardware == "this" else read_calibration(Path(hardware))
-            return kept.machine, kept.file.stem
-    found = find_hardware(hardware)
-    return from_hardware(found, shape), found.name
+        file = calibration_file(hardware, Path(model).name)
+        if file is not None:
+            return read_calibration(file), file.stem
+    spec = find_hardware(hardware)
+    return roofline_costs(spec, shape), spec.name
 
 
-def _setups(
+def _configs(
     *,
     policies: list[str],
     ratios: list[float],
@@ -147,14 +150,14 @@ def _setups(
     caps: list[int],
     links: list[float],
     common: dict[str, Any],
-) -> Iterator[Setup]:
-    from moeedge.sim.simulate import Setup
+) -> Iterator[SimulationConfig]:
+    from moeedge.sim.simulate import SimulationConfig
 
     for name, ratio, gamma, cap, link in itertools.product(policies, ratios, gammas, caps, links):
-        yield Setup(policy=name, cache_ratio=ratio, gamma=gamma, cap=cap, link_factor=link, **common)
+        yield SimulationConfig(policy=name, cache_ratio=ratio, gamma=gamma, cap=cap, link_factor=link, **common)
 
 
-def _write(results: list[Result], gantt: Path | None, event_log: Path | None) -> None:
+def _write(results: list[SimulationResult], gantt: Path | None, event_log: Path | None) -> None:
     if gantt is not None:
         from moeedge.ui.plots import draw_gantt
         from moeedge.ui.sim_views import typical_step

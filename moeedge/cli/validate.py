@@ -46,10 +46,10 @@ def papers(
     with cli_errors():
         from moeedge.sim.papers import Papers
         from moeedge.ui import sim_views as view
-        from moeedge.ui.console import say, stderr_console, stdout_console
+        from moeedge.ui.console import notifier, stderr_console, stdout_console
 
-        progress, console = stderr_console(), stdout_console()
-        runs = Papers(seed=seed, tell=lambda text: say(progress, text))
+        console = stdout_console()
+        runs = Papers(seed=seed, notify=notifier(stderr_console()))
         rows = []
         tables = output is Output.TABLE
         wanted = [one for one in Part if one is not Part.ALL] if part is Part.ALL else [part]

@@ -1,7 +1,8 @@
 """Predictions of a stated accuracy, in place of those from hidden states, which traces lack.
 
-Each (token, layer, slot) of a batch is right with a stated probability. A wrong one is an expert drawn by the popularity
-of the layer's experts, which by chance may be one of the token's. Seeded, and the same for every policy and cache ratio.
+Each (token, layer, slot) of a batch is right with a stated probability. A wrong one is an expert drawn by popularity
+among the layer's experts, which by chance may be one of the token's. Predictions are seeded, and the same for every
+policy and cache ratio.
 
   draft-router  SP-MoE: the draft's attention outputs through the target's routers. 0.88 is the accuracy of the top
                 expert in SP-MoE's Figure 7(b) ("88.94 % ... on average across layers" for DeepSeek-Lite, about 88 % for
@@ -62,6 +63,9 @@ class PredictorAccuracy:
         """The source that serves a policy with these inputs; the draft's, if it reads both. None: none does."""
         wanted = next((source for source, name in _INPUTS.items() if name in required_inputs), None)
         return wanted if wanted is not None and self.of(wanted) is not None else None
+
+
+NO_PREDICTOR = PredictorAccuracy(draft_router=None, next_gate=None)
 
 
 class NoisyPredictor:
@@ -155,7 +159,7 @@ class NoisyPredictor:
         total = self._popularity.sum(axis=1, keepdims=True)
         uniform = 1.0 / self._popularity.shape[1]
         share = np.where(total > 0, self._popularity / np.maximum(total, 1.0), uniform)
-        cumulative = np.arange(len(total))[:, None] + np.minimum(np.cumsum(share, axis=1), 1.0)
+        cumulative: NDArray[np.float64] = np.minimum(np.cumsum(share, axis=1), 1.0) + np.arange(len(total))[:, None]
         return cumulative.reshape(-1)
 
 

@@ -29,7 +29,13 @@ from moeedge.policies.registry import make_policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, cache_shape, observation_of
 from moeedge.sim.bounds import Belady, NextUse, Oracle
-from moeedge.sim.noisy_predictor import NoisyPredictor, PredictionSource, PredictorAccuracy, popularity_of
+from moeedge.sim.noisy_predictor import (
+    NO_PREDICTOR,
+    NoisyPredictor,
+    PredictionSource,
+    PredictorAccuracy,
+    popularity_of,
+)
 from moeedge.sim.slots import Slots
 from moeedge.trace.schedule import Batch, Chunk, Schedule
 
@@ -87,7 +93,7 @@ class ReplayConfig:
     max_uploads: float | None = None  # per layer and batch, of what plans move
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
-    accuracy: PredictorAccuracy = PredictorAccuracy(draft_router=None, next_gate=None)
+    accuracy: PredictorAccuracy = NO_PREDICTOR
 
     def __post_init__(self) -> None:
         if not self.ratios:

@@ -40,8 +40,8 @@ class TraceSummary:
     overlap: float | None  # share of a token's experts that the next token of its text uses too
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON, with the key of trace files for k."""
+        return {"n_experts_used" if name == "n_expert_used" else name: value for name, value in asdict(self).items()}
 
 
 def summarize(trace: Trace) -> TraceSummary:

@@ -10,10 +10,9 @@ import numpy as np
 from rich.console import Console
 
 from moeedge.policies.registry import TABLE
-from moeedge.sim.bounds import BOUNDS
 from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.sim.replay import ReplayRow
-from moeedge.sim.simulate import Result
+from moeedge.sim.simulate import SimulationResult
 from moeedge.ui.console import visible
 from moeedge.ui.plots import Chart
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
@@ -158,13 +157,13 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def typical_step(result: Result) -> Chart:
+def typical_step(result: SimulationResult) -> Chart:
     """The step whose time is the median of all steps."""
     order = np.argsort(result.step_s, kind="stable")
     middle = int(order[len(order) // 2])
-    setup = result.setup
+    config = result.config
     title = (
-        f"{setup.policy}, ratio {setup.cache_ratio:g}, gamma {result.gamma}: "
+        f"{config.policy}, ratio {config.cache_ratio:g}, gamma {result.gamma}: "
         f"{result.step_s[middle] * _MS:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
     )
     return Chart(title, result.log.of_step(result.first_step + middle))
@@ -233,9 +232,9 @@ def print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
 
 def print_ratios(rows: Sequence[Compared], console: Console) -> None:
     """Figure 5: a line per system, a column per cache ratio."""
-    ratios = list(dict.fromkeys(row.result.setup.cache_ratio for row in rows))
+    ratios = list(dict.fromkeys(row.result.config.cache_ratio for row in rows))
     names = list(dict.fromkeys(row.name for row in rows))
-    speed = {(row.name, row.result.setup.cache_ratio): row.predicted_ts for row in rows}
+    speed = {(row.name, row.result.config.cache_ratio): row.predicted_ts for row in rows}
     columns = [text_column("", 0), *value_columns([f"{ratio:.0%}" for ratio in ratios], ".1f")]
     lines = [(name, *(speed[name, ratio] for ratio in ratios)) for name in names]
     console.print()

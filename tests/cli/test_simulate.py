@@ -68,8 +68,8 @@ def test_a_trace_drives_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--hardware", "abacus"), "There is no hardware"),
-        (("--model", "gpt-9"), "There is no model"),
+        (("--hardware", "abacus"), "Unknown hardware 'abacus'"),
+        (("--model", "gpt-9"), "Unknown model 'gpt-9'"),
         (("--policy", "magic"), "unknown policy"),
         (("--gamma", "2.5"), "whole numbers"),
         (("--cache-ratio", "much"), "takes numbers"),
@@ -98,7 +98,7 @@ def test_all_means_every_system() -> None:
 def test_an_interrupt_keeps_the_rows_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = simulation.simulate, itertools.count()
 
-    def interrupted(*arguments: Any, **named: Any) -> simulation.Result:
+    def interrupted(*arguments: Any, **named: Any) -> simulation.SimulationResult:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return real(*arguments, **named)

@@ -38,7 +38,7 @@ def hits(name: str, steps: Counts, n_slots: int) -> tuple[int, int]:
     for counts in steps:
         plan = policy.plan(slots.resident, [])
         check_plan(plan, shape, slots.resident, 4)
-        slots.execute(plan)
+        slots.push(plan)
         assert np.count_nonzero(slots.resident) <= n_slots
         there = slots.resident > 0
         pairs += int(counts[there].sum())
@@ -125,7 +125,7 @@ def test_the_future_ends() -> None:
         for counts in (*steps, *steps):
             plan = policy.plan(slots.resident, [])
             check_plan(plan, shape, slots.resident, 4)
-            slots.execute(plan)
+            slots.push(plan)
             policy.observe(Observation(counts, 4, 3))
         assert len(policy.plan(slots.resident, []).uploads) == 0
 

@@ -19,7 +19,8 @@ from moeedge.native.abi import Phase
 from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
-from moeedge.sim.replay import PolicyReplay, ReplayConfig, cache_shape
+from moeedge.sim.batches import cache_shape
+from moeedge.sim.replay import PolicyReplay, ReplayConfig
 from moeedge.sim.replay import replay as replay_all
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, texts_of
@@ -57,16 +58,16 @@ def windows_of(
 
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
     """With every plan checked."""
-    shape = cache_shape(schedule, ratio)
+    shape = cache_shape(schedule.trace, ratio)
     lane = PolicyReplay(policy, shape, checked_cap=4)
     for chunk in schedule.chunks():
         lane.run(chunk)
-    found = lane.found()
-    return Replayed(found.pairs_found / found.pairs, found.uploads / schedule.n_steps / shape.n_layers)
+    hits = lane.stats.hits
+    return Replayed(hits.hit_rate_pairs, hits.uploads / schedule.n_steps / shape.n_layers)
 
 
 def run(name: str, schedule: Schedule, config: PolicyConfig | None = None, ratio: float = RATIO) -> Replayed:
-    return replay(make_policy(name, cache_shape(schedule, ratio), config), schedule, ratio)
+    return replay(make_policy(name, cache_shape(schedule.trace, ratio), config), schedule, ratio)
 
 
 def compare(schedule: Schedule, names: tuple[str, ...]) -> dict[str, Replayed]:
@@ -125,7 +126,7 @@ def test_lookahead_on_the_bundled_pair(bundled_steps: Schedule) -> None:
     assert found["spac"].pair_hit > 0.1 + max(found[name].pair_hit for name in OTHERS)
     assert found["spac"].pair_hit > 0.8 * best
 
-    policy = make_policy("spac", cache_shape(bundled_steps, RATIO))
+    policy = make_policy("spac", cache_shape(bundled_steps.trace, RATIO))
     replay(policy, bundled_steps)
     assert replay(policy, bundled_steps).pair_hit >= 0.9 * best
 
@@ -168,7 +169,7 @@ def test_a_slow_device_gets_less_and_a_slow_link_moves_less(data_folder: Path) -
     steps = windows_of(data_folder, "gptoss20b_decode", "optimistic", 8)
 
     def of(device_s: float, transfer_s: float) -> tuple[Replayed, float]:
-        policy = make_policy("spac", cache_shape(steps, RATIO), of_speed(device_s, transfer_s))
+        policy = make_policy("spac", cache_shape(steps.trace, RATIO), of_speed(device_s, transfer_s))
         found = replay(policy, steps)
         return found, float(policy.plan(np.zeros((24, 32), dtype=np.bool_), []).tau.mean())
 

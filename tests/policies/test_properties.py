@@ -153,7 +153,7 @@ def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig
             check_plan(policy.plan(truth, upcoming, hints(shape, rng)), shape, truth, cap)
             plan = policy.plan(slots.resident, upcoming, hints(shape, rng))
             check_plan(plan, shape, slots.resident, cap)
-            slots.execute(plan)
+            slots.push(plan)
             assert within_capacity(slots, shape)
         plan_layers(policy, shape, slots, cap, rng)
         if rng.random() < 0.1:
@@ -169,7 +169,7 @@ def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: 
         plan = policy.plan_layer(layer, slots.resident, hints(shape, rng))
         check_plan(plan, shape, slots.resident, cap)
         assert layer not in plan.victims[:, 0], "a layer that computes loses an expert"
-        slots.execute(plan)
+        slots.push(plan)
         assert within_capacity(slots, shape)
 
 
@@ -190,7 +190,7 @@ def test_what_is_on_its_way_is_no_victim(name: str, seed: int) -> None:
         plan = policy.plan(resident, [1, 2], hints(shape, rng))
         assert all(resident[layer, expert] == 1 for layer, expert in plan.victims.tolist())
         assert not any(resident[layer, expert] for layer, expert in plan.uploads.tolist())
-        slots.execute(policy.plan(slots.resident, []))
+        slots.push(policy.plan(slots.resident, []))
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
@@ -202,7 +202,7 @@ def test_layers_grow_beyond_their_shares_into_free_slots_only(name: str, shape: 
     for observation in observations(shape, seed, 24):  # adapmoe shares out anew after 16
         policy.observe(observation)
         before = slots.resident.sum(axis=1, dtype=int)
-        slots.execute(policy.plan(slots.resident, [1, 2], hints(shape, rng)))
+        slots.push(policy.plan(slots.resident, [1, 2], hints(shape, rng)))
         shares = policy._planner.shares  # type: ignore[attr-defined]
         lent = np.maximum(slots.resident.sum(axis=1, dtype=int) - np.maximum(before, shares), 0)
         for group, capacity in enumerate(shape.capacity.tolist()):
@@ -233,11 +233,11 @@ def test_same_input_same_plans(name: str) -> None:
             for _ in range(2):
                 plan = policy.plan(slots.resident, [1, 2, 3], hints(shape, rng))
                 plans += copied(plan)
-                slots.execute(plan)
+                slots.push(plan)
             if isinstance(policy, LayerPolicy):
                 plan = policy.plan_layer(2, slots.resident, hints(shape, rng))
                 plans += copied(plan)
-                slots.execute(plan)
+                slots.push(plan)
         runs.append(plans)
     assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -271,7 +271,7 @@ def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     ids = np.tile(np.array([1, 4, 6], dtype=np.int32), (3, 2, 1))
     for _ in range(12):
         policy.observe(Observation(count(ids, 8), 2, 1, np.array([7, 8], dtype=np.int32), ids))
-        slots.execute(policy.plan(slots.resident, []))
+        slots.push(policy.plan(slots.resident, []))
     assert slots.resident[:, [1, 4, 6]].all()
 
 

@@ -54,7 +54,7 @@ def resident_after(policy: Policy, shape: CacheShape, string: list[int]) -> list
     seen = []
     for expert in string:
         policy.observe(step_of(np.full((1, 1, 1), expert, dtype=np.int32)))
-        slots.execute(policy.plan(slots.resident, []))
+        slots.push(policy.plan(slots.resident, []))
         seen.append(set(np.flatnonzero(slots.resident[0]).tolist()))
     return seen
 
@@ -165,7 +165,7 @@ def test_moe_infinity_follows_the_most_similar_text() -> None:
     text = np.array([[[4]], [[7]]], dtype=np.int32)  # a third begins like the second
     policy.observe(step_of(text))
     slots = Slots(shape)
-    slots.execute(policy.plan(slots.resident, []))
+    slots.push(policy.plan(slots.resident, []))
     assert slots.resident[0, 4] and slots.resident[1, 5] and slots.resident[1, 7]
 
 
@@ -346,13 +346,11 @@ def test_sp_moe_keeps_what_it_just_brought() -> None:
     policy = make_policy("sp-moe", shape)
     slots = Slots(shape)
     policy.observe(step_of(np.array([[[0], [1], [2]]], dtype=np.int32)))
-    slots.execute(policy.plan(slots.resident, []))
-    slots.execute(
-        policy.plan(slots.resident, [1, 2], ExpertPrediction(np.array([[[5]]], dtype=np.int32), "draft-router"))
-    )
+    slots.push(policy.plan(slots.resident, []))
+    slots.push(policy.plan(slots.resident, [1, 2], ExpertPrediction(np.array([[[5]]], dtype=np.int32), "draft-router")))
     assert set(np.flatnonzero(slots.resident[0])) == {1, 2, 5}
     policy.observe(step_of(np.array([[[6]]], dtype=np.int32)))
-    slots.execute(policy.plan(slots.resident, []))
+    slots.push(policy.plan(slots.resident, []))
     assert set(np.flatnonzero(slots.resident[0])) == {2, 5, 6}
 
 
@@ -362,7 +360,7 @@ def test_llama_cpp_keeps_the_last_layers_and_accelerate_the_first() -> None:
         slots = Slots(shape)
         policy = make_policy(name, shape)
         for _ in range(2):
-            slots.execute(policy.plan(slots.resident, []))
+            slots.push(policy.plan(slots.resident, []))
         assert np.flatnonzero(slots.resident.all(axis=1)).tolist() == layers, name
         assert np.count_nonzero(slots.resident) == 2 * N_EXPERTS
         assert len(policy.plan(slots.resident, []).uploads) == 0
@@ -375,7 +373,7 @@ def test_fiddler_places_the_most_popular_for_good() -> None:
     plan = policy.plan(np.zeros((2, 4), dtype=np.uint8), [])
     assert {tuple(pair) for pair in plan.uploads.tolist()} == {(0, 0), (1, 1), (1, 2)}
     slots = Slots(shape)
-    slots.execute(plan)
+    slots.push(plan)
     policy.observe(step_of(np.full((2, 9, 1), 3, dtype=np.int32), 4))
     assert len(policy.plan(slots.resident, []).uploads) == 0
 

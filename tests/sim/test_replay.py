@@ -16,9 +16,10 @@ from moeedge.native.abi import Phase
 from moeedge.policies.base import Observation, PolicyConfig
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
+from moeedge.sim.batches import cache_shape
 from moeedge.sim.bounds import Belady, NextUse, Oracle
-from moeedge.sim.noisy_predictor import NoisyPredictor
-from moeedge.sim.replay import PolicyReplay, ReplayConfig, ReplayRow, cache_shape, profile_of, replay
+from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy, popularity_of
+from moeedge.sim.replay import PolicyReplay, ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
@@ -48,7 +49,7 @@ def by_name(rows: list[ReplayRow]) -> dict[str, ReplayRow]:
 
 def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, int]:
     """Pair and unique hit rates and uploads, by a replay without chunks, arrays of batches or slots."""
-    trace, shape = schedule.trace, cache_shape(schedule, ratio)
+    trace, shape = schedule.trace, cache_shape(schedule.trace, ratio)
     policy = make_policy(name, shape, PolicyConfig(gamma=schedule.gamma))
     resident: set[tuple[int, int]] = set()
     loaded: set[tuple[int, int]] = set()  # on demand, in the last batch
@@ -169,7 +170,7 @@ def test_both_models_accept_the_same_drafts() -> None:
 @given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
 def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
     schedule = cut_schedule(walk(24, seed), gamma=gamma, acceptance=0.7, rejected_token_model="pessimistic", seed=seed)
-    shape = cache_shape(schedule, ratio)
+    shape = cache_shape(schedule.trace, ratio)
     future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
     config = PolicyConfig(gamma=gamma, future=future)
     rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
@@ -178,10 +179,10 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
         lane = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
         for chunk in schedule.chunks():
             lane.run(chunk)
-        clairvoyant[name] = lane.found()
+        clairvoyant[name] = lane.stats.hits
     oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
-    assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.pairs_found / oracle.pairs, abs=1e-6)
-    assert rows["belady"].hit_rate_unique == pytest.approx(belady.experts_found / belady.experts, abs=1e-6)
+    assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.hit_rate_pairs, abs=1e-6)
+    assert rows["belady"].hit_rate_unique == pytest.approx(belady.hit_rate_unique, abs=1e-6)
     for name in CACHES:
         assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
         assert rows[name].hit_rate_unique <= rows["belady"].hit_rate_unique
@@ -229,15 +230,15 @@ def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -
     schedule = cut_schedule(
         walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, rejected_token_model="pessimistic", seed=0
     )
-    shape = cache_shape(schedule, 0.3)
-    foresight = NoisyPredictor(schedule.trace, 0)
+    shape = cache_shape(schedule.trace, 0.3)
+    predictor = NoisyPredictor(popularity_of(schedule.trace), PredictorAccuracy(), 0)
     found = []
     for _ in range(2):
         lane = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
         for chunk in schedule.chunks():
-            lane.run(chunk, foresight.foretell(chunk, "next-gate"))
+            lane.run(chunk, predictor.predict_chunk(chunk, "next-gate"))
         assert np.count_nonzero(lane.slots.resident) <= int(shape.capacity[0])
-        found.append((lane.found(), lane.slots.resident.tolist()))
+        found.append((lane.stats, lane.slots.resident.tolist()))
     assert found[0] == found[1]
 
 
@@ -248,7 +249,7 @@ def test_loads_on_demand_count_once() -> None:
         policies=("mixtral-offloading",),
         ratios=(0.5,),
         expert_bytes=np.array([10, 10]),
-        accuracy={"next-gate": 0.0},
+        accuracy=PredictorAccuracy(next_gate=0.0),
     )
     row = replay(schedule, config)[0]
     missed = (1.0 - row.hit_rate_unique) * sum(int(np.count_nonzero(c.counts[c.counted])) for c in schedule.chunks())
@@ -270,16 +271,16 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
 def test_stand_ins_are_as_right_as_they_say() -> None:
     trace = walk(400, 0, n_experts=64)
     schedule = cut_schedule(trace, gamma=3, acceptance=0.7)
-    foresight = NoisyPredictor(trace, 0, {"draft-router": 0.7})
+    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(draft_router=0.7), 0)
     right = said = 0
     for chunk in schedule.chunks():
-        for batch, hints in zip(chunk.batches, foresight.foretell(chunk, "draft-router"), strict=True):
+        for batch, hints in zip(chunk.batches, predictor.predict_chunk(chunk, "draft-router"), strict=True):
             assert (hints is None) == batch.prefill
             if hints is not None:
                 assert (hints.layer_ids[:, -1] == -1).all()
                 right += int((hints.layer_ids == batch.ids)[:, :-1].sum())
                 said += batch.ids[:, :-1].size
-        gate = foresight.foretell(chunk, "next-gate")[1]
+        gate = predictor.predict_chunk(chunk, "next-gate")[1]
         assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
     assert right / said == pytest.approx(0.7, abs=0.03)
 
@@ -294,7 +295,7 @@ def test_layers_without_experts_have_no_part() -> None:
     trace = walk(40, 0)
     trace.ids[:, 0] = trace.sentinel
     schedule = cut_schedule(trace, gamma=2, acceptance=0.7)
-    assert cache_shape(schedule, 0.5).capacity.tolist() == [4]
+    assert cache_shape(trace, 0.5).capacity.tolist() == [4]
     rows = by_name(replay(schedule, ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
     assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
 
@@ -311,7 +312,7 @@ def test_mistakes() -> None:
         with pytest.raises(ValueError):
             ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="accuracy"):
-        NoisyPredictor(walk(5, 0), 0, {"next-gate": 2.0})
+        PredictorAccuracy(next_gate=2.0)
 
 
 PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", "none"))

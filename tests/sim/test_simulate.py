@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from moeedge.policies.registry import ALL_POLICIES
 from moeedge.sim.execution import CAUSES
-from moeedge.sim.machine import Machine, builtin_hardware, find_hardware, from_hardware, from_units
-from moeedge.sim.model_shape import ModelShape, Routing, builtin_models, find_model, read_data, unique_experts
-from moeedge.sim.simulate import Setup, Source, simulate, synthetic
+from moeedge.sim.model_shape import ModelShape, Routing, builtin_models, find_model, read_data
+from moeedge.sim.simulate import SimulationConfig, simulate, synthetic_trace
+from moeedge.sim.step_costs import StepCosts, builtin_hardware, find_hardware, measured_costs, roofline_costs
+from moeedge.trace.format import Trace
 
 SMALL = ModelShape(
     name="small",
@@ -27,24 +29,24 @@ SMALL = ModelShape(
     draft=find_model("qwen3-30b-a3b").draft,
     routing=find_model("qwen3-30b-a3b").routing,
 )
-SETUP = Setup(policy="spac", cache_ratio=0.25, gamma=4)
+CONFIG = SimulationConfig(policy="spac", cache_ratio=0.25, gamma=4)
 
 
 @pytest.fixture(scope="module")
-def texts() -> Source:
-    return synthetic(SMALL, 120, 2, seed=0)
+def texts() -> Trace:
+    return synthetic_trace(SMALL, 120, 2, seed=0)
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
-    return from_hardware(find_hardware("rtx4090-pcie4"), SMALL)
+def costs() -> StepCosts:
+    return roofline_costs(find_hardware("rtx4090-pcie4"), SMALL)
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Source, machine: Machine) -> None:
-    result = simulate(machine, texts, replace(SETUP, policy=policy))
-    assert sum(result.account.ns[cause] for cause in CAUSES) == result.account.total_ns
-    assert result.step_s.sum() == pytest.approx(result.account.total_ns * 1e-9)
+def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs: StepCosts) -> None:
+    result = simulate(costs, texts, replace(CONFIG, policy=policy))
+    assert sum(result.time.ns[cause] for cause in CAUSES) == result.time.total_ns
+    assert result.step_s.sum() == pytest.approx(result.time.total_ns * 1e-9)
     row = result.row(hardware="h", model="m", trace="t")
     parts = ("draft_s", "dense_s", "device_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "host_s")
     assert sum(row[part] for part in parts) == pytest.approx(row["tpot_s"])
@@ -53,58 +55,64 @@ def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Source, mach
 
 
 @pytest.mark.parametrize("policy", ["spac", "sp-moe", "fate"])
-def test_the_same_seed_gives_the_same_events_byte_for_byte(policy: str, machine: Machine) -> None:
+def test_the_same_seed_gives_the_same_events_byte_for_byte(policy: str, costs: StepCosts) -> None:
     logs = []
     for seed in (0, 0, 1):
-        source = synthetic(SMALL, 80, 1, seed)
-        logs.append(simulate(machine, source, replace(SETUP, policy=policy, seed=seed), keep_log=True).log.text())
+        text = synthetic_trace(SMALL, 80, 1, seed)
+        logs.append(simulate(costs, text, replace(CONFIG, policy=policy, seed=seed), keep_log=True).log.text())
     assert logs[0].encode() == logs[1].encode()
     assert logs[0] != logs[2]
 
 
-def test_streams_do_one_thing_at_a_time(texts: Source, machine: Machine) -> None:
-    spans = simulate(machine, texts, replace(SETUP, policy="moe-infinity"), keep_log=True).log.spans
+def test_streams_do_one_thing_at_a_time(texts: Trace, costs: StepCosts) -> None:
+    spans = simulate(costs, texts, replace(CONFIG, policy="moe-infinity"), keep_log=True).log.spans
     for stream in ("gpu", "cpu", "link", "draft"):
         own = sorted((span.start_ns, span.end_ns) for span in spans if span.stream == stream)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)), stream
 
 
-def test_a_faster_link_and_a_larger_cache_help(texts: Source, machine: Machine) -> None:
-    by_link = [simulate(machine, texts, replace(SETUP, policy="sp-moe", link_factor=f)).tpot_s for f in (0.25, 1, 4)]
-    by_ratio = [simulate(machine, texts, replace(SETUP, policy="static", cache_ratio=r)).tpot_s for r in (0.1, 0.5, 1)]
+def test_a_faster_link_and_a_larger_cache_help(texts: Trace, costs: StepCosts) -> None:
+    by_link = [simulate(costs, texts, replace(CONFIG, policy="sp-moe", link_factor=f)).tpot_s for f in (0.25, 1, 4)]
+    by_ratio = [simulate(costs, texts, replace(CONFIG, policy="static", cache_ratio=r)).tpot_s for r in (0.1, 0.5, 1)]
     assert by_link == sorted(by_link, reverse=True)
     assert by_ratio == sorted(by_ratio, reverse=True)
 
 
-def test_llama_cpp_takes_as_long_as_its_bytes(texts: Source, machine: Machine) -> None:
+def test_llama_cpp_takes_as_long_as_its_bytes(texts: Trace, costs: StepCosts) -> None:
     """Two of four layers on the CPU: k experts each at the machine's speed, and nothing else to wait for."""
-    row = simulate(machine, texts, replace(SETUP, policy="llama-cpp", cache_ratio=0.5)).row()
+    row = simulate(costs, texts, replace(CONFIG, policy="llama-cpp", cache_ratio=0.5)).row()
     hardware = find_hardware("rtx4090-pcie4")
     expected_s = 2 * SMALL.k * SMALL.expert_bytes / hardware.cpu_bytes_per_s
     assert row["stall_cpu_s"] == pytest.approx(expected_s, rel=1e-5)  # whole nanoseconds
     assert row["gamma"] == 0  # it has no draft
 
 
-def test_the_oracle_hits_most(texts: Source, machine: Machine) -> None:
-    fast = machine.with_link(1e6)
+def test_the_oracle_hits_most(texts: Trace, costs: StepCosts) -> None:
+    fast = costs.with_link(1e6)
     hits = {
-        policy: simulate(fast, texts, replace(SETUP, policy=policy)).row()["hit_rate_pairs"]
+        policy: simulate(fast, texts, replace(CONFIG, policy=policy)).row()["hit_rate_pairs"]
         for policy in ("oracle", "spac", "lru", "static", "spac-paper")
     }
     assert max(hits.values()) == hits["oracle"]
 
 
-def test_calibrated_times_are_taken_as_they_are(machine: Machine) -> None:
-    again = from_units(machine.units(4))
+def test_calibrated_times_are_taken_as_they_are(costs: StepCosts) -> None:
+    again = measured_costs(costs.cost_model(4))
     assert (again.cpu_ns[1], again.device_ns[1], again.draft_ns) == (
-        machine.cpu_ns[1],
-        machine.device_ns[1],
-        machine.draft_ns,
+        costs.cpu_ns[1],
+        costs.device_ns[1],
+        costs.draft_ns,
     )
-    assert again.transfer_ns == machine.transfer_ns + machine.latency_ns
+    assert again.transfer_ns == costs.transfer_ns + costs.latency_ns
 
 
-def test_the_stand_in_has_the_published_numbers_of_distinct_experts() -> None:
+def unique_experts(ids: NDArray[np.int32], n_tokens: int) -> float:
+    """Mean distinct experts per layer over windows of `n_tokens` consecutive tokens of ids [T, n_layers, k]."""
+    windows = [ids[start : start + n_tokens] for start in range(0, len(ids) - n_tokens + 1, n_tokens)]
+    return float(np.mean([np.unique(window[:, layer]).size for window in windows for layer in range(ids.shape[1])]))
+
+
+def test_synthetic_routing_has_the_published_numbers_of_distinct_experts() -> None:
     """Qwen3-30B-A3B at k = 6, from the production study: within 5 %."""
     routing = find_model("qwen3-30b-a3b").routing
     assert routing is not None
@@ -138,4 +146,4 @@ def test_sizes_follow_from_the_configurations() -> None:
 @pytest.mark.parametrize("wrong", [{"cache_ratio": 1.5}, {"gamma": -1}, {"acceptance": 2.0}, {"link_factor": 0.0}])
 def test_an_impossible_setup_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
-        replace(SETUP, **wrong)  # type: ignore[arg-type]
+        replace(CONFIG, **wrong)  # type: ignore[arg-type]

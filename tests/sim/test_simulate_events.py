@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.sim.clock import Clock, Log, Signal
 from moeedge.sim.execution import CAUSES, Execution, TimeBreakdown
-from moeedge.sim.machine import TOKENS_MAX, Machine
 from moeedge.sim.mover import RESIDENT, Mover
-from moeedge.sim.noisy_predictor import Accuracy, NoisyPredictorInTime
+from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.sim.step_costs import TOKENS_MAX, StepCosts
 from moeedge.trace.schedule import Batch
 
 CPU, DEVICE, MOVE, LATENCY, DENSE, HEAD, DRAFT, SYNC = 1000, 100, 400, 10, 50, 7, 300, 20
 
 
-def machine(**changes: object) -> Machine:
+def costs(**changes: object) -> StepCosts:
     tokens = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64)
     values: dict[str, object] = {
         "cpu_ns": tokens * CPU,
@@ -35,7 +35,7 @@ def machine(**changes: object) -> Machine:
         "draft_ns": DRAFT,
         "schedule_ns": 0,
     }
-    return Machine(**(values | changes))  # type: ignore[arg-type]
+    return StepCosts(**(values | changes))  # type: ignore[arg-type]
 
 
 def plan(shape: CacheShape, uploads: Sequence[tuple[int, int]], victims: Sequence[tuple[int, int]] = ()) -> Plan:
@@ -76,11 +76,11 @@ def run(
     counts = np.array([[n_drafts + 1, n_drafts + 1, 0, 0]], dtype=np.int32)
     steps = [Batch(ids, counts, None, n_drafts, prefill=False, is_first=index == 0) for index in range(2)]
     execution = Execution(
-        machine(**changes),
+        costs(**changes),
         shape,
         Fixed(shape, uploads, execution_model),
         steps,
-        stand_in=NoisyPredictorInTime(1, 4, Accuracy(), 0),
+        predictor=NoisyPredictor(np.ones((1, 4)), PredictorAccuracy(), 0),
         warm_steps=1,
     )
     account = execution.run()
@@ -123,7 +123,7 @@ def test_the_past_is_over() -> None:
 def test_without_residents_the_cpu_computes_everything() -> None:
     account = run(ExecutionModel(), [])
     assert account.total_ns == DENSE + 2 * CPU + HEAD
-    assert account.ns["cpu"] == 2 * CPU and account.pairs_hit == 0
+    assert account.ns["cpu"] == 2 * CPU and account.hits.pairs_hit == 0
 
 
 def test_cpu_and_device_work_at_the_same_time() -> None:
@@ -135,7 +135,7 @@ def test_cpu_and_device_work_at_the_same_time() -> None:
         "device": DEVICE,
         "cpu": CPU - DEVICE,
     }
-    assert (account.pairs, account.pairs_hit) == (2, 1)
+    assert (account.hits.pairs, account.hits.pairs_hit) == (2, 1)
 
 
 def test_what_is_all_there_needs_no_cpu() -> None:
@@ -148,14 +148,14 @@ def test_misses_are_moved_on_demand_while_hits_are_computed() -> None:
     account = run(ExecutionModel(device_only=True), [(0, 0)])
     assert account.total_ns == DENSE + LATENCY + MOVE + DEVICE + HEAD
     assert account.ns["load"] == LATENCY + MOVE - DEVICE
-    assert account.uploads == 1
+    assert account.hits.uploads == 1
 
 
 def test_an_absent_layer_is_streamed_as_a_whole() -> None:
     execution_model = ExecutionModel(device_only=True, layerwise=True)
     account = run(execution_model, [(0, 0)], dense_demand_ns=5)
     assert account.total_ns == DENSE + LATENCY + 4 * MOVE + 5 + 2 * DEVICE + HEAD
-    assert account.uploads == 4 and account.pairs_hit == 0
+    assert account.hits.uploads == 4 and account.hits.pairs_hit == 0
 
 
 def test_only_experts_in_use_cross_where_a_layer_is_not_moved_whole() -> None:
@@ -167,7 +167,7 @@ def test_a_batch_of_uploads_waits_once() -> None:
     times = {}
     for batched in (False, True):
         clock, shape = Clock(), CacheShape.uniform(1, 4, 4)
-        mover = Mover(clock, Log(), machine(), shape, batched=batched)
+        mover = Mover(clock, Log(), costs(), shape, batched=batched)
         mover.push(plan(shape, [(0, 0), (0, 1), (0, 2)]))
         clock.start(mover.process())
         clock.run()
@@ -185,7 +185,7 @@ def test_slots_are_never_exceeded_and_nothing_in_use_leaves(
     plans: list[tuple[list[tuple[int, int]], int, list[tuple[int, int]]]], capacity: int
 ) -> None:
     clock, shape = Clock(), CacheShape.uniform(3, 5, capacity)
-    mover = Mover(clock, Log(), machine(), shape, batched=False)
+    mover = Mover(clock, Log(), costs(), shape, batched=False)
 
     def driver() -> Iterator[int | Signal]:
         for uploads, wait_ns, used in plans:
@@ -208,9 +208,10 @@ def test_gates_look_over_dense_layers() -> None:
     """As in the engine: at the next layers that have experts, however many dense ones lie between."""
     ids = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8
     ids[[1, 2, 4]] = -1
-    stand_in = NoisyPredictorInTime(6, 8, Accuracy(next_gate=1.0, reach=2), 0)
-    stand_in.begin(ids)
-    foretold = stand_in.of_gates(0).layer_ids
-    assert np.array_equal(foretold[[3, 5]], ids[[3, 5]])
-    assert (foretold[[0, 1, 2, 4]] == -1).all()
-    assert (stand_in.of_gates(5).layer_ids == -1).all()
+    predictor = NoisyPredictor(np.ones((6, 8)), PredictorAccuracy(next_gate=1.0, reach=2), 0)
+    predictor.begin(ids)
+    first, last = predictor.of_gates(0), predictor.of_gates(5)
+    assert first is not None and last is not None
+    assert np.array_equal(first.layer_ids[[3, 5]], ids[[3, 5]])
+    assert (first.layer_ids[[0, 1, 2, 4]] == -1).all()
+    assert (last.layer_ids == -1).all()

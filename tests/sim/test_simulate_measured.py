@@ -16,7 +16,7 @@ from moeedge.errors import InputError
 from moeedge.llama import gguf_file
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration
-from moeedge.sim.calibrated import is_calibration, newest_calibration, read_calibration, shape_of_file
+from moeedge.sim.calibrated import calibration_file, read_calibration, shape_of_file
 from tests.conftest import TinyFactory
 
 
@@ -43,13 +43,13 @@ def calibration(cpu_s: float | None) -> str:
     return Calibration(units=measured, step_s={}, plain_step_s={}, prefill_ts={}, n_tokens=5, seconds=1.0).to_json()
 
 
-def test_a_kept_file_makes_a_machine(tmp_path: Path) -> None:
+def test_a_kept_calibration_gives_costs(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
     file.write_text(calibration(1e-4))
-    assert is_calibration(file)
-    machine = read_calibration(file).machine
-    assert machine.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
-    assert (machine.transfer_ns, machine.draft_ns, machine.dense_ns, machine.block_ns) == (50_000, 10**6, 30_000, 2000)
+    assert calibration_file(str(file), "") == file
+    costs = read_calibration(file)
+    assert costs.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
+    assert (costs.transfer_ns, costs.draft_ns, costs.dense_ns, costs.block_ns) == (50_000, 10**6, 30_000, 2000)
     file.write_text(calibration(None))
     with pytest.raises(InputError, match="no unit times"):
         read_calibration(file)
@@ -61,13 +61,15 @@ def test_a_disturbed_measurement_does_not_count() -> None:
 
 
 def test_the_newest_measurement_of_a_model_is_taken() -> None:
-    with pytest.raises(InputError, match="Nothing was measured"):
-        newest_calibration("model.gguf")
+    with pytest.raises(InputError, match="No calibration is kept"):
+        calibration_file("this", "model.gguf")
     folder = paths.cache_dir() / "calibration"
     folder.mkdir(parents=True)
     for name, cpu_s in (("model.gguf-a.json", 1e-4), ("model.gguf-b.json", 2e-4), ("other.gguf-c.json", 3e-4)):
         (folder / name).write_text(calibration(cpu_s))
-    assert newest_calibration("model.gguf").machine.cpu_ns[1] == 200_000
+    file = calibration_file("this", "model.gguf")
+    assert file is not None and read_calibration(file).cpu_ns[1] == 200_000
+    assert calibration_file("rtx3090", "model.gguf") is None
 
 
 def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> None:
@@ -76,7 +78,7 @@ def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> Non
     tensors = gguf_file.read_tensors(path)
     experts = sum(one.size_bytes for one in tensors if "_exps." in one.name)
     blocks = sum(one.size_bytes for one in tensors if one.name.startswith("blk.")) - experts
-    assert shape.expert_bytes * shape.total_experts == experts
+    assert shape.expert_bytes * shape.n_expert_layers * shape.n_experts == experts
     assert shape.dense_layer_bytes * shape.n_layers == pytest.approx(blocks)
     with pytest.raises(InputError, match="no experts"):
         shape_of_file(tiny("qwen3"), 2)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.policies.registry import ALL_POLICIES
-from moeedge.sim.machine import Framework, find_hardware, from_hardware
 from moeedge.sim.model_shape import builtin_models, find_model, read_data
 from moeedge.sim.papers import Fit, Papers, acceptance_for, expected_tokens, same_order
+from moeedge.sim.step_costs import Framework, find_hardware, roofline_costs
 
 # what `moeedge validate papers` fits on two rows of Table 2
 FITTED = Fit(cpu_bytes_per_s=51.0e9, acceptance=0.861)
@@ -102,10 +102,10 @@ def test_the_cutoff_of_mixtral_and_phi_is_u_shaped() -> None:
 
 def test_a_looping_program_costs_by_its_experts_and_hooks_by_their_tensors() -> None:
     shape, hardware = find_model("qwen3-30b-a3b"), find_hardware("rtx4090-pcie4")
-    plain = from_hardware(hardware, shape)
-    looping = from_hardware(hardware, shape, Framework(expert_overhead_s=1e-6))
+    plain = roofline_costs(hardware, shape)
+    looping = roofline_costs(hardware, shape, Framework(expert_overhead_s=1e-6))
     assert looping.dense_ns - plain.dense_ns == pytest.approx(128_000, abs=1)
-    hooked = from_hardware(hardware, shape, Framework(dense_travels=True, head_travels=True, tensor_s=1e-5))
+    hooked = roofline_costs(hardware, shape, Framework(dense_travels=True, head_travels=True, tensor_s=1e-5))
     assert hooked.demand_ns - plain.demand_ns == 30_000
     assert hooked.dense_demand_ns == pytest.approx(shape.dense_layer_bytes / 25 + 90_000, abs=1)
     assert hooked.head_demand_ns == pytest.approx(shape.head_bytes / 25 + 10_000, abs=1)
