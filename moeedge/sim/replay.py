@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, PolicyConfig, check_plan
+from moeedge.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, cache_shape, observation_of
-from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.noisy_predictor import (
     NO_PREDICTOR,
     NoisyPredictor,
@@ -218,16 +218,34 @@ class PolicyReplay:
 
 
 class BoundReplay:
-    """A bound with its slots."""
+    """A bound with its slots: MIN with bypass where `next_use` is given (Belady), else the one-step oracle."""
 
-    def __init__(self, bound: Oracle | Belady) -> None:
+    def __init__(self, shape: CacheShape, next_use: NextUse | None = None) -> None:
         self.stats = ReplayStats()
-        self._bound = bound
+        n = shape.n_layers * shape.n_experts
+        self._capacity = int(shape.capacity.sum())
+        self._resident = np.zeros(n, dtype=np.bool_)  # by flat id
+        self._next_use = next_use
+        self._coming = np.full(n, NEVER, dtype=np.int32)  # the batch that uses each expert next
 
     def run(self, chunk: Chunk) -> None:
         """Replays all batches of the chunk."""
-        self.stats.add(chunk, self._bound.run(chunk))
-        self.stats.hits.uploads = self._bound.n_uploads
+        resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        for index in range(len(chunk.counts)):
+            began = resident[index].reshape(-1)
+            if self._next_use is not None:
+                began[:] = self._resident
+                used, following = self._next_use.of(chunk.first + index)
+                self._coming[used] = following
+                self._hold(belady_residency(self._resident, used, self._coming, self._capacity))
+            elif chunk.counted[index]:
+                self._hold(oracle_residency(chunk.counts[index].reshape(-1), self._resident, self._capacity))
+                began[:] = self._resident
+        self.stats.add(chunk, resident)
+
+    def _hold(self, resident: NDArray[np.bool_]) -> None:
+        self.stats.hits.uploads += int(np.count_nonzero(resident & ~self._resident))
+        self._resident = resident
 
 
 def replay(
@@ -240,7 +258,7 @@ def replay(
     trace = schedule.trace
     policy_config = PolicyConfig(gamma=schedule.gamma, profile=config.profile)
     predictor = NoisyPredictor(popularity_of(trace), config.accuracy, config.seed)
-    next_use = NextUse(schedule.chunks())
+    next_use = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
     arms: list[_Arm] = []
     for ratio in config.ratios:
         shape = cache_shape(trace, ratio)
@@ -250,9 +268,8 @@ def replay(
                 policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes
             )
             arms.append(_Arm(name, ratio, shape, policy_replay, config.accuracy.source_for(policy.required_inputs)))
-        n_slots = int(shape.capacity[0])
-        arms.append(_Arm("oracle", ratio, shape, BoundReplay(Oracle(next_use.n_cells, n_slots))))
-        arms.append(_Arm("belady", ratio, shape, BoundReplay(Belady(next_use, n_slots))))
+        arms.append(_Arm("oracle", ratio, shape, BoundReplay(shape)))
+        arms.append(_Arm("belady", ratio, shape, BoundReplay(shape, next_use)))
     sources = sorted({arm.source for arm in arms if arm.source is not None})
     for chunk in schedule.chunks():
         predictions = {source: predictor.predict_chunk(chunk, source) for source in sources}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from moeedge.policies.registry import TABLE
+from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.sim.replay import ReplayRow
 from moeedge.sim.simulate import SimulationResult

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.policies.base import Observation, PolicyConfig
+from moeedge.policies.base import CacheShape, Observation, PolicyConfig
+from moeedge.policies.bounds import NextUse
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from moeedge.sim.batches import cache_shape
-from moeedge.sim.bounds import Belady, NextUse, Oracle
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy, popularity_of
-from moeedge.sim.replay import PolicyReplay, ReplayConfig, ReplayRow, profile_of, replay
+from moeedge.sim.replay import BoundReplay, PolicyReplay, ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
@@ -192,9 +192,7 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
 @given(seed=st.integers(0, 10_000), capacity=st.integers(0, 4))
 def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
     """Every way to keep what is there or was just used, tried on six steps of one layer of four experts."""
-    schedule = cut_schedule(
-        walk(6, seed, n_layers=1, n_experts=4), gamma=0, acceptance=0.0, rejected_token_model="optimistic", seed=0
-    )
+    schedule = cut_schedule(walk(6, seed, n_layers=1, n_experts=4), gamma=0)
     chunks = list(schedule.chunks())
     batches = [batch for chunk in chunks for batch in chunk.batches]
     reached = {frozenset[int](): 0}
@@ -207,12 +205,11 @@ def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
                 for kept in itertools.combinations(sorted(resident | used), size):
                     following[frozenset(kept)] = max(following.get(frozenset(kept), 0), hits)
         reached = following
-    next_use = NextUse(chunks)
-    belady = Belady(next_use, capacity)
-    found = sum(
-        int((there & (chunk.counts > 0))[chunk.counted].sum()) for chunk in chunks for there in [belady.run(chunk)]
-    )
-    assert found == max(reached.values())
+    shape = CacheShape.uniform(1, 4, capacity)
+    belady = BoundReplay(shape, NextUse((chunk.counts, chunk.counted) for chunk in chunks))
+    for chunk in chunks:
+        belady.run(chunk)
+    assert belady.stats.hits.unique_hit == max(reached.values())
 
 
 def test_oracle_is_the_sum_of_the_largest_counts() -> None:
@@ -221,8 +218,10 @@ def test_oracle_is_the_sum_of_the_largest_counts() -> None:
     best = sum(
         int(np.sort(batch.counts.reshape(-1))[-5:].sum()) for c in chunks for batch in c.batches if not batch.prefill
     )
-    oracle = Oracle(16, 5)
-    assert sum(int((chunk.counts * oracle.run(chunk))[chunk.counted].sum()) for chunk in chunks) == best
+    oracle = BoundReplay(CacheShape.uniform(2, 8, 5))
+    for chunk in chunks:
+        oracle.run(chunk)
+    assert oracle.stats.hits.pairs_hit == best
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
