@@ -27,8 +27,8 @@ from moeedge.scheduler.stats import PlacementStats
 
 POLICY = "sp-moe"
 _ENTIRE_LAYER = 1 << 16  # experts per transfer: more than any layer has
-_ON_DEMAND = ("needed", "loaded", "late", "stops", "waited_s", "uncached")  # counters of LayerHook
-_DRAFTING = ("plans", "planned_s", "stops", "waited_s")  # counters of Drafting
+_ON_DEMAND = ("needed", "loaded", "late", "stops", "waited_s", "uncached")  # counters of OnDemandLoader
+_DRAFTING = ("plans", "planned_s", "stops", "waited_s")  # counters of DraftPrefetch
 
 
 def figure_12(cutoff: int) -> list[BenchMode]:
@@ -124,7 +124,7 @@ def run_ablation(
         stock = open_arms(config, [MODES[REFERENCE]], models, stack)
         arms = open_arms(config, variants, models, stack)
         placement = arms[-1].session.placement
-        if placement is None or placement.drafting is None:
+        if placement is None or placement.draft_prefetch is None:
             raise _no_prefetch(arms[-1].session)
         for note in dict.fromkeys(note for arm in arms for note in arm.session.info.notes):
             notify(Notification(note))
@@ -149,7 +149,7 @@ def run_ablation(
 
 
 def _no_prefetch(session: Session) -> InputError:
-    notes = [note for note in session.info.notes if "foretells nothing" in note]
+    notes = [note for note in session.info.notes if "predicts no experts here" in note]
     return InputError(
         notes[0] if notes else "No device holds experts.",
         "Give a draft of the target's hidden size, or leave out -md; without a device, use -dev emulated.",
@@ -203,7 +203,7 @@ class _Result:
             planned_s=per_step["draft_planned_s"],
             draft_stops_per_step=per_step["draft_stops"],
             draft_waited_s=per_step["draft_waited_s"],
-            predicted_right=placement.foretold_share,
+            predicted_right=placement.predicted_share,
             draft_s=sum(sample.draft_s for sample in samples) / steps,
             verify_s=sum(sample.verify_s for sample in samples) / steps,
             equal=self._equal,
@@ -218,7 +218,7 @@ class _Result:
     def _counters(self) -> dict[str, float]:
         """Returns what was counted between the layers of target and draft, since the session began."""
         placement = self._session.placement
-        assert placement is not None and placement.within is not None
-        counters = {name: float(getattr(placement.within, name)) for name in _ON_DEMAND}
-        drafting = placement.drafting
+        assert placement is not None and placement.on_demand is not None
+        counters = {name: float(getattr(placement.on_demand, name)) for name in _ON_DEMAND}
+        drafting = placement.draft_prefetch
         return counters | {f"draft_{name}": float(getattr(drafting, name, 0)) for name in _DRAFTING}

@@ -76,7 +76,7 @@ class BenchArm:
         generation = session.generate(
             prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
         )
-        next(generation, None)  # the first token ends the prefill
+        next(iter(generation), None)  # the first token ends the prefill
         prefilled = session.placement_stats()
         for _ in generation:
             pass
@@ -104,7 +104,7 @@ class BenchArm:
     def drain_transfers(self) -> None:
         """Ends the transfers of a sample, untimed, so that they do not slow down the arm that is measured next."""
         if self.session.placement is not None:
-            self.session.placement.rest(_PAUSE_S)
+            self.session.placement.drain_transfers(_PAUSE_S)
 
 
 def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:

@@ -133,6 +133,7 @@ def _observe(session: Session, batch: Sequence[int], *, n_verified: int, verify_
     if session.placement is None or session.target.sensor is None:
         return
     counts = session.target.sensor.read_counts()
-    record = StepRecord(list(batch[-1:]), 0, 0, n_verified, 0.0, draft_s=0.0, verify_s=verify_s, observe_s=0.0)
-    session.placement.schedule(counts, batch, record)
-    session.placement.prefetch()
+    record = StepRecord(tokens=list(batch[-1:]), n_verified=n_verified, verify_s=verify_s)
+    session.placement.observe(counts, batch, record)
+    session.placement.plan_next(record.tokens)
+    session.placement.push()

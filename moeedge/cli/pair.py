@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from moeedge.hub.local import LocalModel
 import os
 from collections.abc import Sequence
-from typing import cast
 
 from moeedge.errors import InputError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
-from moeedge.scheduler.config import PrefillPath
+from moeedge.native.abi import PrefillPath
 from moeedge.units import parse_size
 
 Draft = Path | Literal["ngram"] | None
@@ -190,7 +189,7 @@ def placement_config(
         ablations=frozenset(ablate),
         utility_cap=utility_cap,
         forgetting=forgetting,
-        prefill=cast(PrefillPath, prefill_path),  # PlacementConfig looks at it
+        prefill=PrefillPath(prefill_path),
         calibrate=not no_calibrate,
         measure_anew=measure_anew,
     )

@@ -46,9 +46,9 @@ def worker(
     """
     limit_openmp_spin(RPC_SCHEME)  # who asks may be of this machine
     with cli_errors():
+        from moeedge.engine.types import MAX_N_THREADS
         from moeedge.hardware import rpc
         from moeedge.llama import library
-        from moeedge.llama.context import MAX_N_THREADS
         from moeedge.units import format_bytes
 
         if not 0 <= threads <= MAX_N_THREADS:

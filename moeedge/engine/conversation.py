@@ -6,18 +6,14 @@ One turn of a chat: conversation to prompt tokens, the engine's tokens to text t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
-from moeedge.llama.text import StreamDecoder
 from moeedge.paths import replace_file
 
 if TYPE_CHECKING:
-    from moeedge.engine.session import Session
-    from moeedge.engine.types import GenerationStats, SamplingConfig, StopReason
     from moeedge.llama.model import Model
 
 
@@ -113,8 +109,8 @@ class Conversation:
     def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`, whole or not at all. Raises InputError where that is impossible."""
         try:
-            with replace_file(path) as beside:
-                beside.write_text(self.to_json(model=model), encoding="utf-8")
+            with replace_file(path) as new_file:
+                new_file.write_text(self.to_json(model=model), encoding="utf-8")
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}.") from None
 
@@ -156,59 +152,3 @@ def prompt_tokens(model: Model, conversation: Conversation, *, raw: bool = False
     """The token ids that ask for the next answer: through the model's chat template, or the bare text with `raw`."""
     text = conversation.raw_text() if raw else model.render_chat(conversation.chat_messages())
     return model.tokenize(text)
-
-
-class Answer:
-    """One answer while it is generated. Iterate over it for the text, in pieces that never split a character.
-
-    `text` grows with the pieces; `tokens`, `stats` and `stop_reason` are those of the engine's generation.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        prompt: Sequence[int],
-        *,
-        n_predict: int,
-        sampling: SamplingConfig,
-        cancel: Callable[[], bool] | None = None,
-    ) -> None:
-        self._model = session.model
-        self._generation = session.generate(prompt, n_predict=n_predict, sampling=sampling, cancel=cancel)
-        self.text = ""
-
-    @property
-    def stats(self) -> GenerationStats:
-        """The sums so far."""
-        return self._generation.stats
-
-    @property
-    def tokens(self) -> list[int]:
-        """The ids generated so far."""
-        return self._generation.tokens
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence for each thing that the user should be told: context full, context shifted."""
-        return self._generation.notes
-
-    @property
-    def stop_reason(self) -> StopReason | None:
-        """Why it ended; None while it runs."""
-        return self._generation.stop_reason
-
-    def close(self) -> None:
-        """End the answer here; what was said stays."""
-        self._generation.close()
-
-    def __iter__(self) -> Iterator[str]:
-        decoder = StreamDecoder()
-        for step in self._generation:
-            piece = decoder.feed(b"".join(self._model.piece(token) for token in step.tokens))
-            if piece:
-                self.text += piece
-                yield piece
-        rest = decoder.flush()
-        if rest:
-            self.text += rest
-            yield rest

@@ -1,4 +1,4 @@
-"""Where draft tokens come from: a small model, the text so far (n-grams), or nowhere."""
+"""Sources of draft tokens: a small model, n-grams of the text so far, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.llama.context import Context
 from moeedge.native.abi import Phase
 
-_WITH_STATES = 4  # tokens: of all that are decoded while states are kept llama.cpp computes the logits, too
+# llama.cpp computes the logits of all tokens whose hidden states it keeps: longer batches are decoded without
+_MAX_TOKENS_WITH_STATES = 4
+
+OnToken = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -22,36 +25,56 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
-    # float32 [n_tokens, n_embd], of the token emitted last and the drafts but the last one; None where not asked for
+    # float32 [n_tokens, n_embd], of the token emitted last and all drafts but the last; None where they are not kept
     hidden_states: NDArray[np.float32] | None = None
 
 
 class DraftSource(Protocol):
-    """Proposes what may follow a history; what it keeps about the history it brings up to date itself."""
+    """Proposes tokens that may follow a history. It brings its own state of the history up to date."""
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
-        """Takes in the prompt (its last token is not decoded yet); long work for a model, so it is timed as prefill."""
+        """Takes in the prompt, all but its last token; a model may take long, so the time counts as prefill."""
 
-    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
-        """At most `gamma` tokens that may follow `history`."""
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+    ) -> Proposal:
+        """At most `gamma` tokens that may follow `history`.
+
+        on_token: called with the last token of the history and the drafts so far, before each further draft is
+        computed. keep_hidden_states: the proposal is to hold those of a draft model.
+        """
 
     def rollback(self, n_valid: int) -> None:
-        """The first `n_valid` tokens of history plus proposal stand; the rest was refused."""
+        """The first `n_valid` tokens of history plus proposal are accepted, the others rejected."""
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        """The history lost `n_discard` tokens behind its first `n_keep`."""
+        """The history lost `n_discard` tokens after its first `n_keep`."""
 
-    def settle(self, history: Sequence[int]) -> None:
-        """A step was cut off: only `history` stands."""
+    def restore(self, history: Sequence[int]) -> None:
+        """A step was cut off: only `history` is valid."""
 
 
 class NoDraft:
-    """Plain decoding."""
+    """Plain decoding; also the base of sources that keep no state of their own."""
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         pass
 
-    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+    ) -> Proposal:
         return Proposal()
 
     def rollback(self, n_valid: int) -> None:
@@ -60,40 +83,46 @@ class NoDraft:
     def shift(self, n_keep: int, n_discard: int) -> None:
         pass
 
-    def settle(self, history: Sequence[int]) -> None:
+    def restore(self, history: Sequence[int]) -> None:
         pass
 
 
 class ModelDraft:
     """A draft model that samples from its own distribution under the target's sampling settings.
 
-    Between steps its KV cache holds a prefix of the accepted history. After a full acceptance the last drafted token is
-    missing there, since nothing had to be computed from it; the next proposal decodes it first.
+    Between steps its KV cache holds a prefix of the accepted history. After a full acceptance it lacks the last drafted
+    token, from which nothing was computed; the next proposal decodes it first.
     """
 
     def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
         self.context = context
-        # called with the last token of the history and the drafts so far, before each further one is computed
-        self.on_token: Callable[[Sequence[int]], None] | None = None
-        # asked before each proposal: whether it is to hold the hidden states that drafting leaves behind
-        self.keeps_hidden_states: Callable[[], bool] = lambda: False
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
-        held = self.context.keep_prefix(history[:-1])
-        self.context.prefill(history[held:-1], logits="none", cancel=cancel)
+        n_held = self.context.keep_prefix(history[:-1])
+        self.context.prefill(history[n_held:-1], logits="none", cancel=cancel)
 
-    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+    ) -> Proposal:
         proposal = Proposal()
-        hidden_states = (
-            np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32) if self.keeps_hidden_states() else None
-        )
+        if gamma == 0:
+            return proposal
+        hidden_states: NDArray[np.float32] | None = None
         seen = sampler.recent(history)
         pending = history[self.context.n_past :]
-        if hidden_states is not None and len(pending) > _WITH_STATES:
-            self.context.decode(pending[:-1], phase=Phase.DRAFT, logits="none")
-            pending = pending[-1:]
+        if keep_hidden_states:
+            hidden_states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32)
+            if len(pending) > _MAX_TOKENS_WITH_STATES:
+                self.context.decode(pending[:-1], phase=Phase.DRAFT, logits="none")
+                pending = pending[-1:]
         while True:
             if hidden_states is None:
                 logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
@@ -106,14 +135,13 @@ class ModelDraft:
             proposal.candidates.append(candidates)
             seen.append(token)
             if len(proposal.tokens) == gamma or self._is_eog(token):
-                return (
-                    proposal
-                    if hidden_states is None
-                    else replace(proposal, hidden_states=hidden_states[: len(proposal.tokens)])
-                )
-            if self.on_token is not None:
-                self.on_token([history[-1], *proposal.tokens])
+                break
+            if on_token is not None:
+                on_token([history[-1], *proposal.tokens])
             pending = [token]
+        if hidden_states is None:
+            return proposal
+        return replace(proposal, hidden_states=hidden_states[: len(proposal.tokens)])
 
     def rollback(self, n_valid: int) -> None:
         self.context.trim(n_valid)
@@ -124,27 +152,36 @@ class ModelDraft:
         else:
             self.context.trim(n_keep)
 
-    def settle(self, history: Sequence[int]) -> None:
+    def restore(self, history: Sequence[int]) -> None:
         self.context.keep_prefix(history)
 
 
-class NgramDraft:
-    """Prompt lookup: what followed the latest earlier occurrence of the last 4, 3, 2 or 1 tokens.
+class NgramDraft(NoDraft):
+    """Prompt lookup: the tokens after the latest earlier occurrence of the last 4, 3, 2 or 1 tokens.
 
-    Saxena, "Prompt lookup decoding", 2023. The proposal is deterministic, so each token's distribution is certain.
+    Saxena, "Prompt lookup decoding", 2023. The proposal is deterministic, so each token's distribution is certain. Only
+    accepted tokens are indexed, so that a rollback changes nothing.
     """
 
     LONGEST = 4
 
     def __init__(self) -> None:
         self._indexed: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its latest occurrence
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after its latest occurrence
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         self._indexed = []
         self._after = {}
 
-    def propose(self, history: Sequence[int], gamma: int, sampler: Sampler) -> Proposal:
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+    ) -> Proposal:
         # the last token is not indexed yet: an n-gram must be found before the end, not at it
         for end in range(len(self._indexed) + 1, len(history)):
             self._indexed.append(history[end - 1])
@@ -157,16 +194,10 @@ class NgramDraft:
         return Proposal()
 
     def _copy(self, history: Sequence[int], start: int, gamma: int) -> Proposal:
-        """`gamma` tokens from `start` on; a repetition that reaches the end of the history goes on in itself."""
+        """`gamma` tokens from `start` on; a repetition that reaches the end of the history continues with itself."""
         period = len(history) - start
         tokens = [history[start + i % period] for i in range(gamma)]
         return Proposal(tokens, [Candidates.certain(token) for token in tokens])
 
-    def rollback(self, n_valid: int) -> None:
-        pass  # only accepted tokens are ever indexed
-
     def shift(self, n_keep: int, n_discard: int) -> None:
         self.begin([])  # the next proposal indexes what is left
-
-    def settle(self, history: Sequence[int]) -> None:
-        pass

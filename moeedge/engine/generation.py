@@ -9,14 +9,15 @@ from dataclasses import replace
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.engine.types import GenerationStats, StopReason
 from moeedge.llama.context import Cancelled
+from moeedge.llama.text import StreamDecoder
 from moeedge.scheduler.stats import StepRecord
 
 
 class Generation:
-    """Iterate over it for the StepRecords; nothing is computed before the first one is asked for.
+    """Iterate over it for the StepRecords, or over `pieces` for the text; no step is computed before it is asked for.
 
-    `tokens` are the visible ones so far (a stop token is left out), `stop_reason` is None while it runs, `notes` holds
-    a sentence for each thing that the user should be told (context full, context shifted).
+    `tokens` are the visible ones so far (without a stop token), `text` is what `pieces` gave so far, `stop_reason` is
+    None while it runs, `notes` holds a sentence for each thing to report to the user: context full, context shifted.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Generation:
         cancel: Callable[[], bool] | None,
     ) -> None:
         self.tokens: list[int] = []
+        self.text = ""
         self.stop_reason: StopReason | None = None
         self.notes: list[str] = []
         self.stats = GenerationStats(prompt_tokens=len(loop.history), seed=loop.sampler.seed)
@@ -43,64 +45,61 @@ class Generation:
         self._context_shift = context_shift
         self._ignore_eos = ignore_eos
         self._cancel = cancel
-        self._called_s = time.perf_counter()
+        self._start_s = time.perf_counter()
         self._steps = self._run()
 
     def __iter__(self) -> Iterator[StepRecord]:
-        return self
+        return self._steps
 
-    def __next__(self) -> StepRecord:
-        return next(self._steps)
+    def pieces(self) -> Iterator[str]:
+        """The text in pieces that never split a character."""
+        model = self._loop.target.model
+        decoder = StreamDecoder()
+        for step in self._steps:
+            piece = decoder.feed(b"".join(model.piece(token) for token in step.tokens))
+            if piece:
+                self.text += piece
+                yield piece
+        piece = decoder.flush()
+        if piece:
+            self.text += piece
+            yield piece
 
     def close(self) -> None:
-        """Ends the answer here; what was said stays in `tokens` and in the KV cache."""
+        """Ends the answer here; what was emitted stays in `tokens` and in the KV cache."""
         self._steps.close()
         if self.stop_reason is None:
             self._interrupt()
 
     def _run(self) -> Generator[StepRecord, None, None]:
+        loop, stats = self._loop, self.stats
         try:
-            yield self._prefill()
+            start_s = time.perf_counter()
+            record = loop.prefill()
+            now_s = time.perf_counter()
+            stats.prefill_tokens = loop.n_prefilled
+            stats.prefill_s = now_s - start_s
+            stats.ttft_s = now_s - self._start_s
+            yield self._emit(record)
             while self.stop_reason is None:
                 if self._cancel is not None and self._cancel():
                     self._interrupt()
                 elif self._make_room():
-                    yield self._step()
+                    start_s = time.perf_counter()
+                    if stats.steps == 0:
+                        loop.begin()
+                        begun_s = time.perf_counter()
+                        stats.prefill_s += begun_s - start_s
+                        start_s = begun_s
+                    sense_s = loop.sense_s
+                    record = loop.step(self._draft_room())
+                    stats.add_step(record, decode_s=time.perf_counter() - start_s, sense_s=loop.sense_s - sense_s)
+                    yield self._emit(record)
         except (KeyboardInterrupt, Cancelled):
             self._interrupt()
 
-    def _prefill(self) -> StepRecord:
-        stats, loop = self.stats, self._loop
-        start_s = time.perf_counter()
-        record = loop.prefill()
-        now_s = time.perf_counter()
-        stats.prefill_tokens = loop.prefilled
-        stats.prefill_s = now_s - start_s
-        stats.ttft_s = now_s - self._called_s
-        return self._emit(record)
-
-    def _step(self) -> StepRecord:
-        stats, loop = self.stats, self._loop
-        if stats.steps == 0:
-            start_s = time.perf_counter()
-            loop.begin()
-            stats.prefill_s += time.perf_counter() - start_s  # the first token was out before
-        start_s = time.perf_counter()
-        sensed_s = loop.sense_s
-        record = loop.step(self._draft_room())
-        stats.decode_s += time.perf_counter() - start_s
-        stats.steps += 1
-        stats.drafted += record.n_drafted
-        stats.accepted += record.n_accepted
-        stats.experts_sum += record.experts_unique
-        stats.observe_s += record.observe_s
-        stats.sense_s += loop.sense_s - sensed_s
-        stats.draft_s += record.draft_s
-        stats.verify_s += record.verify_s
-        return self._emit(record)
-
     def _emit(self, record: StepRecord) -> StepRecord:
-        """Takes the step's tokens into the answer, cut at a stop token or at the asked length."""
+        """Adds the step's tokens to the answer, cut at a stop token or at the requested length."""
         tokens = record.tokens
         if not self._ignore_eos:
             for i, token in enumerate(tokens):
@@ -110,7 +109,7 @@ class Generation:
                     break
         room = self._room()
         if room is not None and len(tokens) >= room:
-            # at exactly the asked length a stop token right behind it still counts as the end
+            # a stop token right after the requested length still counts as the end
             if len(tokens) > room or self.stop_reason is None:
                 self.stop_reason = "length"
             tokens = tokens[:room]
@@ -123,7 +122,7 @@ class Generation:
         return None if self._n_predict < 0 else self._n_predict - len(self.tokens)
 
     def _draft_room(self) -> int:
-        """gamma, shortened so that drafts fit the context and are not made beyond the asked length."""
+        """gamma, shortened so that drafts fit the context and the requested length."""
         gamma = min(self._gamma, self._n_ctx - len(self._loop.history))
         room = self._room()
         return max(0, gamma if room is None else min(gamma, room - 1))
@@ -136,7 +135,7 @@ class Generation:
         n_discard = (self._n_ctx - self._n_keep) // 2
         if self._context_shift and n_discard > 0 and loop.shift(self._n_keep, n_discard):
             self.notes.append(
-                f"The context of {self._n_ctx:,} tokens was full: {n_discard:,} tokens behind the first "
+                f"The context of {self._n_ctx:,} tokens was full: {n_discard:,} tokens after the first "
                 f"{self._n_keep:,} were dropped."
             )
             return True
@@ -145,6 +144,6 @@ class Generation:
         return False
 
     def _interrupt(self) -> None:
-        """Leaves both KV caches with nothing but the accepted text."""
+        """Leaves both KV caches with the accepted text only."""
         self.stop_reason = "interrupted"
-        self._loop.settle()
+        self._loop.restore()

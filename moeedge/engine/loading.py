@@ -131,7 +131,7 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
 
     headers: target and draft, if they are loaded already.
     """
-    if config.placement.asked or config.n_gpu_layers is not None or device.free_bytes == 0:
+    if config.placement.has_size or config.n_gpu_layers is not None or device.free_bytes == 0:
         return False
     with ExitStack() as stack:
         if headers is None:

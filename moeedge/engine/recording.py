@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import moeedge
-from moeedge.engine.conversation import Answer
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import ContextTooSmallError
@@ -339,12 +338,12 @@ class _Run:
             messages += turn
             text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
             prompt = model.tokenize(text)
-            answer = Answer(self.session, prompt, n_predict=n_predict, sampling=sampling, cancel=self.cancel)
+            answer = self.session.generate(prompt, n_predict=n_predict, sampling=sampling, cancel=self.cancel)
             if self.session.target.sensor is not None:
                 self.session.target.sensor.frames()  # of an earlier answer: not ours
             self.collector.begin(prompt)
             told = 0
-            for _ in answer:
+            for _ in answer.pieces():
                 self.on_step(index, len(answer.tokens) - told)
                 told = len(answer.tokens)
             self.answers += 1

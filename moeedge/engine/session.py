@@ -1,4 +1,4 @@
-"""A session: target, draft and their contexts, loaded once; it answers one prompt after the other."""
+"""A session: target and draft, loaded once, with their contexts; it answers one prompt after the other."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from moeedge.llama.context_size import choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Notification, Notify, ignore
-from moeedge.scheduler.manager import ExpertPlacement
-from moeedge.scheduler.opening import Opened, check_policy, open_placement
+from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.manager import PlacementManager
+from moeedge.scheduler.opening import check_policy, open_placement
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 Observer = Callable[[StepRecord, "Session"], None]
@@ -35,12 +36,12 @@ class Session:
     """Make one with `Session.open`; it is a context manager.
 
     target, draft_context: the llama.cpp contexts; draft_context is None without a draft model.
-    draft: where drafts come from. gamma: the draft length, may be changed between answers (0: plain decoding).
+    draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0).
-    counts: activations of the last verification or prefill, uint32 [n_layers, n_experts]; None for a dense model.
-    placement: schedules and prefetches experts; None without a device.
-    calibration: what was measured for it; None where nothing was.
+    placement: places experts; None without a device. calibration: what was measured for it, or None.
+    notify: called before anything that takes a while, and when something goes off during an answer, e.g. a lost
+    device; may be replaced.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Session:
         draft: DraftSource,
         draft_context: Context | None,
         info: EngineInfo,
-        opened: Opened,
+        placement: PlacementManager | None,
+        calibration: Calibration | None,
         resources: ExitStack,
-        *,
         notify: Notify,
     ) -> None:
         self.config = config
@@ -63,13 +64,13 @@ class Session:
         self.gamma = info.gamma
         self.n_keep = 1 if target.model.adds_bos else 0
         self.observers: list[Observer] = []
+        self.placement = placement
+        self.calibration = calibration
         self.notify = notify
-        self.placement: ExpertPlacement | None = opened.placement
-        if self.placement is not None:
-            self.placement.notify = self._report
-        self.calibration = opened.calibration
         self._loop: SpeculativeLoop | None = None
         self._resources = resources
+        if placement is not None:
+            placement.notify = self._report
 
     @classmethod
     def open(
@@ -80,11 +81,10 @@ class Session:
         draft_model: Model | None = None,
         notify: Notify = ignore,
     ) -> Session:
-        """Loads the model, checks and loads the draft, makes the contexts; raises MoeedgeError with a mend.
+        """Loads the models, makes their contexts and opens the placement of experts.
 
-        A model that is given is shared with other sessions: it is not loaded again and stays open afterwards.
-        notify: called before anything that takes a while, and when something goes off in the middle of an answer (a
-        lost device); the attribute of the same name may be replaced later.
+        model, draft_model: loaded already and shared with other sessions; they stay open afterwards. Raises
+        MoeedgeError with a hint.
         """
         check_policy(config.placement)
         device = resolve_device(config)
@@ -105,17 +105,17 @@ class Session:
             if draft_model is not None:
                 draft_context = stack.enter_context(_make_context(config, draft_model, target.n_ctx))
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
-            info = _describe(config, target, draft, draft_model, notes)
-            opened = open_placement(config, device, target, draft_context, gamma=info.gamma, notify=notify)
-            if opened.placement is not None:
-                stack.callback(opened.placement.close)
-                if isinstance(draft, ModelDraft):
-                    draft.keeps_hidden_states = opened.placement.reads_hidden_states_now
-                    if opened.placement.drafting is not None:
-                        draft.on_token = opened.placement.drafted
-            notes.extend(opened.notes)
-            info = _placed(info, opened)
-            return cls(config, target, draft, draft_context, info, opened, stack.pop_all(), notify=notify)
+            draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
+            gamma = 0 if draft_name == "none" else config.gamma
+            placement, calibration = None, None
+            if config.mode == "moeedge" and target.sensor is not None:
+                placement, calibration = open_placement(
+                    config.placement, device, target, draft_context, gamma=gamma, notify=notify, notes=notes
+                )
+            if placement is not None:
+                stack.callback(placement.close)
+            info = _describe(config, target, draft_name, gamma, placement, notes)
+            return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
 
     @property
     def model(self) -> Model:
@@ -124,10 +124,11 @@ class Session:
 
     @property
     def counts(self) -> Counts | None:
+        """Activations of the last verification or prefill, uint32 [n_layers, n_experts]; None for a dense model."""
         return self._loop.counts if self._loop is not None else None
 
     def set_mode(self, mode: Mode) -> None:
-        """Switches between our backend and stock's path, for comparisons within one process."""
+        """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
         if self.placement is not None:
             if mode == "stock":
                 self.placement.detach()
@@ -146,11 +147,10 @@ class Session:
         cancel: Callable[[], bool] | None = None,
         ignore_eos: bool = False,
     ) -> Generation:
-        """Answers `prompt_tokens`; what the KV caches hold of them from the last call is not computed again.
+        """Answers `prompt_tokens`, except those at their start that the KV caches still hold from the last call.
 
-        n_predict: the most tokens, -1 until the model stops. cancel: asked between steps and between the pieces of a
-        long prompt; True ends the answer.
-        ignore_eos: stop tokens are kept and do not stop (benchmarks).
+        n_predict: maximum number of tokens, -1: until the model stops. cancel: asked between steps and between the
+        pieces of a long prompt; True ends the answer. ignore_eos: stop tokens do not stop the answer (benchmarks).
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
         prompt = [int(token) for token in prompt_tokens]
@@ -193,13 +193,13 @@ class Session:
         self.notify(notification)
 
     def placement_stats(self) -> PlacementStats | None:
-        """Counters of expert placement since the session began; None without a device."""
+        """Figures of expert placement since the session began; None without a device."""
         return self.placement.stats() if self.placement is not None else None
 
     def reset(self) -> None:
-        """Empties both KV caches; experts stay where they are."""
+        """Empties both KV caches; experts stay on the device."""
         if self.placement is not None:
-            self.placement.reset()
+            self.placement.begin_text()
         self.target.clear()
         if self.draft_context is not None:
             self.draft_context.clear()
@@ -222,11 +222,11 @@ class Session:
 
 
 def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
-    """Tokens; raises InputError where that many do not fit the memory that the KV caches will lie in."""
+    """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
     free_bytes = None  # of this machine
     if kv_on_gpu(config, device, models[0]):
         reading = devices.read_memory(device)
-        if reading is None:  # llama.cpp's GPU is not the one for experts: let llama.cpp say what does not fit
+        if reading is None:  # llama.cpp uses another GPU than the experts: it reports what does not fit
             return config.n_ctx or models[0].info.n_ctx_train
         free_bytes = reading.free_bytes
     n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes)
@@ -246,11 +246,15 @@ def _make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
 
 
 def _describe(
-    config: EngineConfig, target: Context, draft: DraftSource, draft_model: Model | None, notes: list[str]
+    config: EngineConfig,
+    target: Context,
+    draft_name: str,
+    gamma: int,
+    placement: PlacementManager | None,
+    notes: list[str],
 ) -> EngineInfo:
     info = target.model.info
-    speculates = not isinstance(draft, NoDraft)
-    name = "ngram" if isinstance(draft, NgramDraft) else "none"
+    memory = placement.device_memory() if placement is not None else None
     return EngineInfo(
         model=config.model.name,
         architecture=info.architecture,
@@ -260,25 +264,13 @@ def _describe(
         n_expert_used=info.n_expert_used,
         n_ctx=target.n_ctx,
         n_threads=target.n_threads,
-        gamma=config.gamma if speculates else 0,
-        draft=draft_model.path.name if draft_model is not None else name,
-        device="none",
-        policy="none",
+        gamma=gamma,
+        draft=draft_name,
+        device=placement.device if placement is not None else "none",
+        policy=placement.policy.name if placement is not None else "none",
         notes=notes,
-    )
-
-
-def _placed(info: EngineInfo, opened: Opened) -> EngineInfo:
-    """`info` with where experts are."""
-    placement = opened.placement
-    if placement is None:
-        return info
-    return replace(
-        info,
-        device=placement.device,
-        policy=placement.policy.name,
-        cache_ratio=placement.cache_ratio,
-        cache_slots=placement.cache.info.n_slots,
-        pool_bytes=placement.cache.info.pool_bytes,
-        vram_bytes=opened.vram_bytes,
+        cache_ratio=placement.cache_ratio if placement is not None else 0.0,
+        cache_slots=placement.cache.info.n_slots if placement is not None else 0,
+        pool_bytes=placement.cache.info.pool_bytes if placement is not None else 0,
+        vram_bytes=memory[0] if memory is not None else None,
     )

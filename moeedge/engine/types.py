@@ -1,15 +1,22 @@
-"""What goes into the engine and what comes out: frozen configurations and plain records, no behaviour beyond checks."""
+"""Configurations of the engine, validated once, where they are made, and the records that it returns."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moeedge.llama.context import MAX_N_CTX, MAX_N_THREADS
-from moeedge.llama.model import Mode
 from moeedge.scheduler.config import PlacementConfig
+
+if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp
+    from moeedge.llama.model import Mode
+    from moeedge.scheduler.stats import StepRecord
+
+# Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
+# mistyped size would take all memory or wrap around.
+MAX_N_CTX = 2**24
+MAX_N_THREADS = 512  # GGML_MAX_N_THREADS; ggml crashes beyond it
 
 StopReason = Literal["eos", "length", "context", "interrupted"]
 
@@ -23,11 +30,11 @@ class SamplingConfig:
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0  # 1: none
-    repeat_last_n: int = 64  # tokens of history that the penalty looks at
-    seed: int | None = None  # None: a fresh one, reported in the stats
+    repeat_last_n: int = 64  # tokens of history that the penalty covers; -1: all
+    seed: int | None = None  # None: a random one, reported in the stats
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # a NaN, too
+        if not self.temperature >= 0:  # written so that NaN is refused, too
             raise ValueError(f"temperature must be >= 0, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, not {self.top_k}")
@@ -41,15 +48,15 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that a session needs to load; paths are resolved by the caller."""
+    """Everything that a session needs to load; the caller resolves paths."""
 
     model: Path
     draft: Path | Literal["ngram"] | None = None
-    n_ctx: int = 0  # tokens; 0: what the model was trained with
-    n_threads: int = 0  # 0: the physical cores
+    n_ctx: int = 0  # tokens; 0: the length that the model was trained with
+    n_threads: int = 0  # 0: one per physical core
     gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
-    n_gpu_layers: int | None = None  # None: all of them where experts are placed on a GPU, otherwise 0
-    device: str = "auto"  # that may hold experts; the value of -dev
+    n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
+    device: str = "auto"  # for experts, as -dev names it
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     mode: Mode = "moeedge"
@@ -68,12 +75,12 @@ class EngineConfig:
 
 @dataclass
 class GenerationStats:
-    """Sums over one answer; rates are computed from these, never stored."""
+    """Sums over one answer; rates are computed from them, never stored."""
 
-    prompt_tokens: int = 0  # tokens of the whole prompt
-    prefill_tokens: int = 0  # of these, decoded now (the rest was still in the KV cache)
+    prompt_tokens: int = 0  # of the entire prompt
+    prefill_tokens: int = 0  # of these, decoded now (the others were still in the KV cache)
     generated_tokens: int = 0
-    prefill_s: float = 0.0  # of both models; the draft's part comes after the first token
+    prefill_s: float = 0.0  # of both models; the draft's part runs after the first token
     decode_s: float = 0.0
     ttft_s: float = 0.0  # from the call to the first token
     steps: int = 0
@@ -81,10 +88,22 @@ class GenerationStats:
     accepted: int = 0
     experts_sum: float = 0.0  # of StepRecord.experts_unique
     observe_s: float = 0.0
-    sense_s: float = 0.0  # part of verify_s: what the native sensor took
+    sense_s: float = 0.0  # part of verify_s: the native sensor's
     draft_s: float = 0.0
     verify_s: float = 0.0
     seed: int | None = None
+
+    def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> None:
+        """Adds one verification or plain decode, its generated tokens excepted."""
+        self.steps += 1
+        self.drafted += record.n_drafted
+        self.accepted += record.n_accepted
+        self.experts_sum += record.experts_unique
+        self.observe_s += record.observe_s
+        self.draft_s += record.draft_s
+        self.verify_s += record.verify_s
+        self.decode_s += decode_s
+        self.sense_s += sense_s
 
     @property
     def pp_ts(self) -> float:
@@ -113,13 +132,13 @@ class GenerationStats:
 
     @property
     def experts_per_verification(self) -> float | None:
-        """Distinct experts per MoE layer and verification step; None where nothing was sensed."""
+        """Distinct experts per MoE layer and verification step; None without a sensor."""
         return self.experts_sum / self.steps if self.steps and self.experts_sum else None
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What was loaded and where it runs; all of it is shown at default verbosity."""
+    """The models of a session and where they run; all of it is shown at default verbosity."""
 
     model: str  # file name
     architecture: str
@@ -134,8 +153,8 @@ class EngineInfo:
     device: str  # the label of the device that holds experts, or "none"
     policy: str  # "none" without placement
     hit_rate: float | None = None
-    notes: list[str] = field(default_factory=list)  # one sentence each: why something is off
+    notes: list[str] = field(default_factory=list)  # sentences: the choices made, and why something is off
     cache_ratio: float = 0.0  # share of all experts that have a slot
     cache_slots: int = 0
     pool_bytes: int = 0  # of the slots on the device
-    vram_bytes: int | None = None  # used on the whole device after loading, as its driver says; None: unknown
+    vram_bytes: int | None = None  # used on the entire device after loading, as its driver says; None: unknown

@@ -18,11 +18,6 @@ from moeedge.llama.model import Mode, Model
 from moeedge.native.abi import Phase
 from moeedge.native.devices import MemoryUse, memory_uses
 
-# Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
-# mistyped size would take all memory or wrap around.
-MAX_N_CTX = 2**24
-MAX_N_THREADS = 512  # GGML_MAX_N_THREADS; ggml crashes beyond it
-
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 
 

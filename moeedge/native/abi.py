@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
-from enum import IntEnum, IntFlag
+from enum import Enum, IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,25 @@ class Residency(IntEnum):
     IN_FLIGHT = 2
 
 
-class PrefillPath(IntEnum):
-    """enum moeedge_prefill_path: how batches of many tokens are computed."""
+class PrefillPath(str, Enum):
+    """How batches of many tokens are computed, as --prefill-path spells it."""
 
-    CPU = 0  # the graph as it is
-    RESIDENT = 1  # resident experts on the device, the others on the CPU
-    STREAM = 2  # all experts on the device, uploaded as needed
+    CPU = "cpu"  # the graph as it is
+    RESIDENT = "resident"  # resident experts on the device, the others on the CPU
+    STREAM = "stream"  # all experts on the device, uploaded as needed
+    AUTO = "auto"  # the fastest of them as measured; unknown to the native library
+
+    @property
+    def code(self) -> int:
+        """The value in enum moeedge_prefill_path."""
+        return list(PrefillPath).index(self)
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f'unknown prefill path "{value}"; choose from {", ".join(cls)}')
 
 
 class CaptureFlags(IntFlag):

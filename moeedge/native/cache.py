@@ -272,9 +272,9 @@ class ExpertCache:
         """Empty the queue and all slots, after transfers under way and slots in use."""
         _check(self._library, self._library.moeedge_cache_clear(self._cache))
 
-    def set_prefill(self, path: PrefillPath | int, n_tokens_min: int) -> None:
+    def set_prefill(self, path: PrefillPath, n_tokens_min: int) -> None:
         """Set how batches of at least `n_tokens_min` tokens are computed."""
-        _check(self._library, self._library.moeedge_cache_set_prefill(self._cache, int(path), n_tokens_min))
+        _check(self._library, self._library.moeedge_cache_set_prefill(self._cache, path.code, n_tokens_min))
 
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on."""

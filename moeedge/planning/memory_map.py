@@ -15,7 +15,7 @@ from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.devices import DRY_RUN_GPU
-from moeedge.scheduler.sizing import Budget
+from moeedge.scheduler.sizing import CacheBudget
 from moeedge.units import format_bytes
 
 Verdict = Literal["fits", "from disk", "does not fit"]
@@ -123,7 +123,7 @@ class MemoryMap:
     kv_bytes: int  # of target and draft
     compute_bytes: int
     places: tuple[MemoryPool, ...]  # the device's if it has its own memory, then the host's
-    budget: Budget  # of the expert cache
+    budget: CacheBudget  # of the expert cache
     whole_on_gpu: bool  # target and draft entirely, experts included
     refused: str = ""  # why a session would not start
 

@@ -31,7 +31,13 @@ from moeedge.planning.memory_map import (
     PlannedMachine,
     footprint,
 )
-from moeedge.scheduler.sizing import Budget, cache_budget, reserve_bytes, stage_slots, staging_and_scratch_bytes
+from moeedge.scheduler.sizing import (
+    CacheBudget,
+    cache_budget,
+    n_staging_slots,
+    reserve_bytes,
+    staging_and_scratch_bytes,
+)
 
 _NO_MEMORY = Footprint({}, MemoryShare(), 0)
 
@@ -147,7 +153,7 @@ class Planner:
         drafts = footprint(self.draft, n_ctx, self.config) if self.draft is not None else _NO_MEMORY
         device = self.machine.device
         places = []
-        budget = Budget(0.0, 0, 0)
+        budget = CacheBudget(0.0, 0, 0)
         if device.kind == "gpu":
             share = ours.gpu(device.ggml_name)
             weights = _weights(share.weights_bytes, self._experts_bytes if target.experts_on_gpu else 0)
@@ -177,7 +183,7 @@ class Planner:
     def _experts_bytes(self) -> int:
         return expert_bytes(self._experts)
 
-    def _cache(self, target: Model, free_bytes: int) -> tuple[Budget, list[MemoryItem]]:
+    def _cache(self, target: Model, free_bytes: int) -> tuple[CacheBudget, list[MemoryItem]]:
         """Returns the expert cache on a device with `free_bytes` left, and its items."""
         device, requested, info = self.machine.device, self.config.placement, target.info
         free_bytes = max(0, free_bytes - self.reserve)
@@ -193,7 +199,7 @@ class Planner:
         )
         lines = []
         if budget.n_slots:
-            n_stage = stage_slots(requested, device.kind, info.n_experts)
+            n_stage = n_staging_slots(requested, device.kind, info.n_experts)
             overhead = staging_and_scratch_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
             lines.append(MemoryItem("cache: staging and columns", overhead))
         kept = self.reserve + reserve_bytes(device, device.total_bytes)

@@ -1,43 +1,42 @@
-"""The warm-up that MoE-SpAc's balancer needs (Appendix C.1), on the real model with the real cache, kept in a file.
-
-What is measured: computing an expert on the CPU and on the device by tokens per expert, moving one, drafting a token,
-the shares r_c and r_g of the policy's utilities, whole steps with and without the cache, and prompts by each path.
-"""
+"""What the warm-up of MoE-SpAc's balancer (Appendix C.1) measured on one machine, kept in a file for later runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from moeedge import paths
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
+from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertCache
-from moeedge.notifications import Notification, Notify
 from moeedge.paths import replace_file
-from moeedge.policies.base import CacheShape, PolicyConfig
+from moeedge.policies.base import PolicyConfig
 from moeedge.policies.cost_model import CostModel
-from moeedge.policies.registry import make_policy
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.microbench import CONTEXT_MIN, measure
+from moeedge.scheduler.sizing import emulated_threads
 
 SCHEMA = 1
-PathName = Literal["cpu", "resident", "stream"]
 _MARGIN = 0.97  # of the CPU's time, that another path of prefill must beat
+_PATH_TEXTS = {
+    PrefillPath.CPU: "on the CPU",
+    PrefillPath.RESIDENT: "resident experts on the device",
+    PrefillPath.STREAM: "on the device",
+}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one machine, model and device gave. Times in seconds."""
+    """Figures of one machine, model and device. Times in seconds."""
 
     units: CostModel | None  # None: the backend recorded no split block
     step_s: dict[int, float]  # by tokens of the batch, with the cache
     plain_step_s: dict[int, float]  # the same without it
-    prefill_ts: dict[str, float]  # tokens/s by path
+    prefill_ts: dict[PrefillPath, float]  # tokens/s by path
     n_tokens: int  # of the batch that a step verifies: the draft length + 1
     seconds: float  # that measuring took
     from_file: bool = False  # measured in an earlier run
@@ -45,7 +44,7 @@ class Calibration:
 
     @property
     def speed(self) -> float:
-        """Speed of a step with the cache over one without; 1 where nothing was measured."""
+        """Speed of a step with the cache over one without; 1 where it was not measured."""
         with_cache, without = self.step_s.get(self.n_tokens), self.plain_step_s.get(self.n_tokens)
         return without / with_cache if with_cache and without else 1.0
 
@@ -55,13 +54,13 @@ class Calibration:
         return self.speed >= 1
 
     @property
-    def prefill_path(self) -> PathName:
-        """The fastest; as without a cache unless another one is clearly faster."""
-        plain_ts = self.prefill_ts.get("cpu", 0.0)
-        best = max(self.prefill_ts, key=lambda name: self.prefill_ts[name], default="cpu")
-        return cast(PathName, best) if self.prefill_ts.get(best, 0.0) * _MARGIN > plain_ts else "cpu"
+    def prefill_path(self) -> PrefillPath:
+        """The fastest; that of the CPU unless another one is clearly faster."""
+        best = max(self.prefill_ts, key=lambda path: self.prefill_ts[path], default=PrefillPath.CPU)
+        cpu_ts = self.prefill_ts.get(PrefillPath.CPU, 0.0)
+        return PrefillPath(best) if self.prefill_ts.get(best, 0.0) * _MARGIN > cpu_ts else PrefillPath.CPU
 
-    def sentence(self, *, emulated: bool, prefill: PathName) -> str:
+    def sentence(self, *, emulated: bool, prefill: PrefillPath) -> str:
         """One line for the user; `prefill` is the path in use."""
         when = "Measured before" if self.from_file else f"Measured in {self.seconds:.1f} s"
         parts = []
@@ -77,8 +76,7 @@ class Calibration:
             )
         else:
             parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
-        paths_said = {"cpu": "on the CPU", "resident": "resident experts on the device", "stream": "on the device"}
-        parts.append(f"prompts run {paths_said[prefill]}")
+        parts.append(f"prompts run {_PATH_TEXTS[prefill]}")
         if not self.kept:
             parts.append("the cache folder cannot be written, so that the next run measures again")
         return f"{when}: {'; '.join(parts)}."
@@ -87,13 +85,11 @@ class Calibration:
         """One JSON object that `from_json` reads."""
         fields = asdict(self) | {
             "schema": SCHEMA,
-            "units": None,
+            "units": None if self.units is None else json.loads(self.units.to_json()),
             "speed": self.speed,
             "prefill_path": self.prefill_path,
         }
         del fields["from_file"], fields["kept"]
-        if self.units is not None:
-            fields["units"] = json.loads(self.units.to_json())
         return json.dumps(fields, indent=1)
 
     @classmethod
@@ -108,7 +104,7 @@ class Calibration:
                 units=None if units is None else CostModel.from_json(json.dumps(units)),
                 step_s={int(n): float(value) for n, value in fields["step_s"].items()},
                 plain_step_s={int(n): float(value) for n, value in fields["plain_step_s"].items()},
-                prefill_ts={str(name): float(value) for name, value in fields["prefill_ts"].items()},
+                prefill_ts={PrefillPath(path): float(value) for path, value in fields["prefill_ts"].items()},
                 n_tokens=int(fields["n_tokens"]),
                 seconds=float(fields["seconds"]),
                 from_file=True,
@@ -117,88 +113,45 @@ class Calibration:
             raise ValueError(f"this is no calibration: {error}") from None
 
 
-def calibrate(
+def calibration_file(
     target: Context,
-    draft: Context | None,
     cache: ExpertCache,
-    shape: CacheShape,
-    requested: PlacementConfig,
-    settings: PolicyConfig,
-    *,
-    device_label: str,
-    emulated_threads: int,
-    notify: Notify,
-) -> Calibration | None:
-    """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
+    config: PlacementConfig,
+    policy_config: PolicyConfig,
+    device: ResolvedDevice,
+) -> Path:
+    """Where a calibration under these conditions is kept; its folder exists only once `write_calibration` ran.
 
-    None where nothing is kept and measuring was switched off (wish.calibrate). Leaves KV caches and slots empty.
+    Raises OSError where the cache folder can be neither found nor made.
     """
-    conditions = _conditions(target, cache, requested, settings, device_label, emulated_threads)
-    if not requested.measure_anew:
-        with suppress(OSError, ValueError):
-            return Calibration.from_json(_file(conditions).read_text(encoding="utf-8"))
-    if not requested.calibrate or target.n_ctx < CONTEXT_MIN:
-        return None
-    notify(Notification(f"Measuring experts on the CPU and on {device_label}; this takes a while, once."))
-    policy = make_policy(requested.policy, shape, settings)
-    measured = measure(target, draft, cache, policy, cap=requested.utility_cap, n_verified=settings.gamma + 1)
-    if measured is None:
-        return None
-    calibration = Calibration(
-        units=measured.units,
-        step_s=measured.step_s,
-        plain_step_s=measured.plain_step_s,
-        prefill_ts=measured.prefill_ts,
-        n_tokens=measured.n_verified,
-        seconds=measured.seconds,
-    )
-    try:
-        _write(_file(conditions), calibration.to_json())
-    except OSError:
-        return replace(calibration, kept=False)
-    return calibration
-
-
-def _conditions(
-    target: Context,
-    cache: ExpertCache,
-    requested: PlacementConfig,
-    settings: PolicyConfig,
-    device_label: str,
-    emulated_threads: int,
-) -> dict[str, Any]:
-    """Everything that the measurement depends on."""
     path = target.model.path
     status = path.stat()
-    return {
+    # everything that the measurement depends on
+    conditions = {
         "schema": SCHEMA,
         "model": path.name,
         "model_bytes": status.st_size,
         "model_mtime_ns": status.st_mtime_ns,
-        "device": device_label,
+        "device": device.label,
         "threads": target.n_threads,
-        "emulated_threads": emulated_threads,
+        "emulated_threads": emulated_threads(device),
         "llama_cpp": version("llama-cpp-python"),
         "beside_gpu": target.model.uses_gpu,
         "n_slots": cache.info.n_slots,
         "n_stage": cache.info.n_stage,
         "n_ubatch": target.n_ubatch,
-        "gamma": settings.gamma,
-        "policy": requested.policy,
-        "cap": requested.utility_cap,
-        "forgetting": requested.forgetting,
-        "ablations": sorted(requested.ablations),
+        "gamma": policy_config.gamma,
+        "policy": config.policy,
+        "cap": config.utility_cap,
+        "forgetting": config.forgetting,
+        "ablations": sorted(config.ablations),
     }
-
-
-def _file(conditions: dict[str, Any]) -> Path:
-    """Where it is kept. Raises OSError where the cache folder can be neither found nor made."""
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    return paths.cache_dir() / "calibration" / f"{conditions['model']}-{digest[:16]}.json"
+    return paths.cache_dir() / "calibration" / f"{path.name}-{digest[:16]}.json"
 
 
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all: another session may read it."""
+def write_calibration(file: Path, calibration: Calibration) -> None:
+    """Replaces the file at once: another session may read it. Raises OSError where it cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(file) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with replace_file(file) as new_file:
+        new_file.write_text(calibration.to_json(), encoding="utf-8")

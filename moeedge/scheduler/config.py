@@ -1,36 +1,37 @@
+"""How experts are placed: configurations, validated once, where they are made."""
+
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+from moeedge.native.abi import PrefillPath
 from moeedge.policies.base import ABLATIONS
 
-# how prompts are computed: measured choice, as without a cache, resident experts on the device, all streamed through it
-PrefillPath = Literal["auto", "cpu", "resident", "stream"]
+Misses = Literal["cpu", "load"]
+Drafting = Literal["worker", "vanilla", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How plans are carried out: the defaults are ours, the rest is what published systems do, for comparisons."""
+    """How plans are carried out: the defaults are moeedge's, the rest is for comparisons with published systems."""
 
-    misses: Literal["cpu", "load"] = "cpu"  # the CPU computes what is missing, or it is loaded when its layer comes
-    # what the draft's hidden states foretell is moved by a worker, or waited for layer by layer, or not moved
-    drafting: Literal["worker", "vanilla", "off"] = "worker"
+    misses: Misses = "cpu"  # the CPU computes missing experts, or they are loaded when their layer comes
+    # experts predicted while the draft works: a worker moves them, or drafting waits for them layer by layer, or none
+    drafting: Drafting = "worker"
     batch: int | None = None  # experts in one transfer at most; 0: as the device likes it; None: as the policy does
-    cutoff_layer: int | None = None  # sp-moe: layers that are prefetched for; None: worked out
+    cutoff_layer: int | None = None  # sp-moe: layers to prefetch for; None: worked out from measured times
 
     def __post_init__(self) -> None:
-        if self.misses not in ("cpu", "load"):
-            raise ValueError(f"misses must be cpu or load, not {self.misses}")
-        if self.drafting not in ("worker", "vanilla", "off"):
-            raise ValueError(f"drafting must be worker, vanilla or off, not {self.drafting}")
+        _check_choice("misses", self.misses, get_args(Misses))
+        _check_choice("drafting", self.drafting, get_args(Drafting))
         if self.batch is not None and self.batch < 0:
-            raise ValueError(f"a transfer cannot have {self.batch} experts")
+            raise ValueError(f"batch must be >= 0, not {self.batch}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Which experts a device may hold, and who decides; the defaults are those of MoE-SpAc section 4.1."""
+    """Which experts a device may hold, and which policy decides; the defaults are those of MoE-SpAc section 4.1."""
 
     vram_bytes: int | None = None  # for slots; None: measured
     cache_ratio: float | None = None  # share of all expert bytes; None: what vram_bytes or the device allows
@@ -38,10 +39,10 @@ class PlacementConfig:
     ablations: frozenset[str] = frozenset()
     utility_cap: int = 4  # K
     forgetting: float = 0.1  # lambda
-    prefill: PrefillPath = "auto"
-    calibrate: bool = True  # measure on first use; False: take what was measured before, or nothing
-    measure_anew: bool = False  # whatever was measured before
-    execution: ExecutionConfig = ExecutionConfig()
+    prefill: PrefillPath = PrefillPath.AUTO
+    calibrate: bool = True  # measure on first use; False: use only what was measured before
+    measure_anew: bool = False  # even if it was measured before
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
         if self.vram_bytes is not None and self.vram_bytes < 0:
@@ -51,17 +52,20 @@ class PlacementConfig:
             raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
         if self.vram_bytes is not None and self.cache_ratio is not None:
             raise ValueError("--vram and --cache-ratio exclude each other")
-        unknown = sorted(self.ablations - ABLATIONS.keys())
-        if unknown:
-            raise ValueError(f'there is no ablation "{unknown[0]}"; known are {", ".join(sorted(ABLATIONS))}')
+        for ablation in sorted(self.ablations):
+            _check_choice("ablation", ablation, sorted(ABLATIONS))
         if not 1 <= self.utility_cap <= 64:
             raise ValueError(f"the utility cap must be in 1..64, not {self.utility_cap}")
         if not 0 <= self.forgetting <= 1:
             raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
-        if self.prefill not in ("auto", "cpu", "resident", "stream"):
-            raise ValueError(f"the prefill path must be auto, cpu, resident or stream, not {self.prefill}")
+        object.__setattr__(self, "prefill", PrefillPath(self.prefill))
 
     @property
-    def asked(self) -> bool:
-        """Whether the user gave the cache a size, so that it stays on even where it does not pay."""
+    def has_size(self) -> bool:
+        """Whether the cache was given a size, so that it stays on even where it does not pay."""
         return self.vram_bytes is not None or self.cache_ratio is not None
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...] | list[str]) -> None:
+    if value not in choices:
+        raise ValueError(f'unknown {name} "{value}"; choose from {", ".join(choices)}')

@@ -21,18 +21,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    ExecutionModel,
-    ExpertPrediction,
-    LayerPolicy,
-    Observation,
-    Plan,
-    Policy,
-    Resident,
-)
+from moeedge.policies.base import ExecutionModel, ExpertPrediction, LayerPolicy, Observation, Plan, Policy, Resident
 
-# changes a new plan before it is pushed: (plan, the prediction that it was made from) -> plan
-PlanFilter = Callable[[Plan, ExpertPrediction | None], Plan]
+# changes a new plan: (plan, the prediction that it was made from, layers to plan for, None: all) -> plan
+PlanFilter = Callable[[Plan, ExpertPrediction | None, slice | None], Plan]
 
 
 class ExpertStore(Protocol):
@@ -83,22 +75,24 @@ class StepDriver:
 
     def plan_next(self, tokens: Sequence[int]) -> Plan:
         """Plans for the next batch before it is drafted; `tokens` is its first token, or empty where it is unknown."""
-        return self._plan(tokens, None)
+        return self._plan(tokens, None, None)
 
     def plan_draft(
         self,
         tokens: Sequence[int],
         prediction: ExpertPrediction | None = None,
         hidden_states: NDArray[np.float32] | None = None,
+        *,
+        layers: slice | None = None,
     ) -> Plan:
         """Plans for a batch whose tokens are known: the token emitted last, and the drafts.
 
         prediction: of the batch's experts. hidden_states: float32 [n_states, n_embd], the draft's, of the first tokens
-        of the batch; used where the policy reads them and there is no prediction.
+        of the batch; used where the policy reads them and there is no prediction. layers: handed to `filter_plan`.
         """
         if prediction is None and hidden_states is not None and self._reads_hidden_states:
             prediction = ExpertPrediction.of_hidden_states(hidden_states, len(self.store.residency()))
-        return self._plan(tokens, prediction)
+        return self._plan(tokens, prediction, layers)
 
     def push(self) -> Plan | None:
         """Hands the pending plan to the store and returns it; None where there is none."""
@@ -116,9 +110,9 @@ class StepDriver:
         """Drops the pending plan, e.g. when the device is lost."""
         self.pending = None
 
-    def _plan(self, tokens: Sequence[int], prediction: ExpertPrediction | None) -> Plan:
+    def _plan(self, tokens: Sequence[int], prediction: ExpertPrediction | None, layers: slice | None) -> Plan:
         plan = self.policy.plan(self.store.residency(), tokens, prediction)
         if self._filter_plan is not None:
-            plan = self._filter_plan(plan, prediction)
+            plan = self._filter_plan(plan, prediction, layers)
         self.pending = plan
         return plan

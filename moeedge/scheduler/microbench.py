@@ -1,21 +1,35 @@
-"""The measuring run of calibration.py: a fixed text through the target, with the cache and without."""
+"""Measures what the policy's cost model needs (MoE-SpAc, Appendix C.1), on the real model with the real cache.
+
+Measured are: computing an expert on the CPU and on the device by tokens per expert, moving one, drafting a token, the
+shares r_c and r_g of the policy's utilities, entire steps with the cache and without, and prompts by each path. A fixed
+text goes through the target for that.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import ExpertCache
-from moeedge.policies.base import Policy
+from moeedge.notifications import Notification, Notify
+from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel, ShareCurves, fit_side
+from moeedge.policies.registry import make_policy
+from moeedge.scheduler.cache_store import CacheStore, cache_shape
+from moeedge.scheduler.calibration import Calibration, calibration_file, write_calibration
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.routing_reader import RoutingReader
 
 _TEXT = """\
@@ -34,7 +48,7 @@ def total_weight(crates: list[float], lost: int = 0) -> float:
 In summary, the prices fell when more boats came in, and they rose again as soon as a storm kept the fleet at home. What
 would you advise the crews to do next week, and why? First, they could agree on who goes out on which day.
 """
-_PROMPT_TOKENS = 48  # in front of every measured batch
+_PROMPT_TOKENS = 48  # before every measured batch
 _STEPS = 12  # that the policy learns from and is judged by
 _BATCHES = (1, 2, 4, 9, 16)
 _REPETITIONS = 4  # the first one warms up
@@ -42,131 +56,173 @@ _PREFILL_TOKENS = 256
 _PREFILL_TOKENS_MIN = 96
 _PREFILL_REPETITIONS = 3
 CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
-_TIMED_MIN = 12  # blocks whose time on the device is known, to do without the others
-_FILLS = 4  # transfers are timed in so many parts, the best of which counts
+_MIN_TIMED_BLOCKS = 12  # blocks with an exact time on the device that suffice without the others
+_FILLS = 4  # parts in which transfers are timed; the fastest counts
 _DRAIN_S = 0.3
-_STREAM_S = 10.0  # what a prompt may take on the CPU where it is compared with streaming
-_SHARES_S = {"steps": 0.7, "batches": 1.4, "prefill": 0.7}  # seconds that a part may take before it is cut short
+_STREAM_S = 10.0  # limit of a prompt on the CPU where it is compared with streaming
+_PART_LIMITS_S = {"steps": 0.7, "batches": 1.4, "prefill": 0.7}  # after which a part is cut short
 
 
-@dataclass(frozen=True)
-class Measured:
-    """See calibration.Calibration."""
+def calibrate(
+    target: Context,
+    draft: Context | None,
+    cache: ExpertCache,
+    config: PlacementConfig,
+    policy_config: PolicyConfig,
+    device: ResolvedDevice,
+    *,
+    notify: Notify,
+) -> Calibration | None:
+    """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
 
-    units: CostModel | None
-    step_s: dict[int, float]
-    plain_step_s: dict[int, float]
-    prefill_ts: dict[str, float]
-    n_verified: int
-    seconds: float
+    None where neither is there: measuring is switched off (config.calibrate) or the context is too small. Leaves KV
+    caches and slots empty.
+    """
+    calibration = _calibrate(target, draft, cache, config, policy_config, device, notify)
+    return None if calibration is None else _with_link_floor(calibration, cache, device)
+
+
+def _calibrate(
+    target: Context,
+    draft: Context | None,
+    cache: ExpertCache,
+    config: PlacementConfig,
+    policy_config: PolicyConfig,
+    device: ResolvedDevice,
+    notify: Notify,
+) -> Calibration | None:
+    file: Path | None = None
+    with suppress(OSError):
+        file = calibration_file(target, cache, config, policy_config, device)
+    if file is not None and not config.measure_anew:
+        with suppress(OSError, ValueError):
+            return Calibration.from_json(file.read_text(encoding="utf-8"))
+    if not config.calibrate or target.n_ctx < CONTEXT_MIN:
+        return None
+    notify(Notification(f"Measuring experts on the CPU and on {device.label}; this takes a while, once."))
+    policy = make_policy(config.policy, cache_shape(cache), policy_config)
+    calibration = measure(target, draft, cache, policy, cap=policy_config.cap, n_verified=policy_config.gamma + 1)
+    try:
+        if file is None:
+            raise OSError
+        write_calibration(file, calibration)
+    except OSError:
+        return replace(calibration, kept=False)
+    return calibration
+
+
+def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: ResolvedDevice) -> Calibration:
+    """With transfers at least as long as an emulated link takes.
+
+    The emulated link catches up with what a busy machine delayed, which a short measurement takes for speed.
+    """
+    units = calibration.units
+    if units is None or not (device.link_bytes_per_s or device.latency_us):
+        return calibration
+    expert_bytes = float(cache.groups()[2].mean())
+    link_s = expert_bytes / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
+    floor_s = link_s + device.latency_us * 1e-6
+    return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
 
 def measure(
     target: Context, draft: Context | None, cache: ExpertCache, policy: Policy, *, cap: int, n_verified: int
-) -> Measured | None:
-    """Measures within about 3 s on a small model; None where the context is too small for it.
+) -> Calibration:
+    """Measures within about 3 s on a small model; the context must have CONTEXT_MIN tokens.
 
     policy: a fresh one, whose utilities are judged. Leaves KV caches and slots empty, and the cache detached.
     """
-    if target.n_ctx < CONTEXT_MIN or target.sensor is None:
-        return None
     start_s = time.perf_counter()
     run = _Run(target, cache, policy, n_verified)
     try:
-        transfer_s = run.fill()
+        transfer_s = run.time_transfers()
         run.learn(cap)
         step_s, plain_step_s = run.time_batches()
         prefill_ts = run.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
     finally:
-        run.leave()
+        run.close()
     draft_s = _time_draft(draft, run.tokens) if draft is not None else 0.0
-    return Measured(
-        units=run.units(transfer_s, draft_s, step_s),
+    return Calibration(
+        units=run.cost_model(transfer_s, draft_s, step_s),
         step_s=step_s,
         plain_step_s=plain_step_s,
         prefill_ts=prefill_ts,
-        n_verified=n_verified,
+        n_tokens=n_verified,
         seconds=time.perf_counter() - start_s,
     )
 
 
 class _Run:
+    """One measurement: the text goes through the target with the cache attached."""
+
     def __init__(self, target: Context, cache: ExpertCache, policy: Policy, n_verified: int) -> None:
         assert target.sensor is not None
-        self.target, self.cache, self.policy, self.sensor = target, cache, policy, target.sensor
-        self.n_verified = min(n_verified, target.n_ctx // 4)
+        self._target, self._cache, self._sensor = target, cache, target.sensor
+        self._store = CacheStore(cache)
+        self._driver = StepDriver(policy, self._store)
+        self._n_verified = min(n_verified, target.n_ctx // 4)
         text = target.model.tokenize(_TEXT)
         self.tokens = (text * (1 + target.n_ctx // len(text)))[: target.n_ctx]
-        self.n_prompt = min(_PROMPT_TOKENS, target.n_ctx // 4)
+        self._n_prompt = min(_PROMPT_TOKENS, target.n_ctx // 4)
         target.clear()
-        cache.attach(self.sensor)
+        cache.attach(self._sensor)
 
-    def leave(self) -> None:
-        """As it was before, but for what was measured."""
-        self.cache.detach()
-        self.cache.clear()
-        self.target.clear()
-        self.sensor.read_counts()
+    def close(self) -> None:
+        """Detaches the cache and empties everything that measuring has filled."""
+        self._cache.detach()
+        self._cache.clear()
+        self._target.clear()
+        self._sensor.read_counts()
 
-    def fill(self) -> float:
+    def time_transfers(self) -> float:
         """Fills the slots with experts of all layers; seconds per transfer, 0 without one."""
-        resident = self.cache.residency()
-        group = self.cache.groups()[0]
+        resident = self._cache.residency()
+        group = self._cache.groups()[0]
         absent = np.argwhere((resident == 0) & (group >= 0)[:, None]).astype(np.int32)
-        wanted = absent[np.random.default_rng(0).permutation(len(absent))[: self.cache.info.n_slots]]
-        times_s = [self._time_move(wanted)]  # cold pages in the file and on the device: not what lasts
-        self.cache.clear()
-        times_s += [self._time_move(part) for part in np.array_split(wanted, _FILLS)]
-        return min((one_s for one_s in times_s if one_s > 0), default=0.0)
+        uploads = absent[np.random.default_rng(0).permutation(len(absent))[: self._cache.info.n_slots]]
+        times_s = [self._time_uploads(uploads)]  # pages of file and device are cold: not the lasting speed
+        self._cache.clear()
+        times_s += [self._time_uploads(part) for part in np.array_split(uploads, _FILLS)]
+        return min((time_s for time_s in times_s if time_s > 0), default=0.0)
 
-    def _time_move(self, uploads: NDArray[np.int32]) -> float:
+    def _time_uploads(self, uploads: NDArray[np.int32]) -> float:
         """Seconds per transfer; 0 without one."""
-        before = self.cache.stats()
-        self._move(uploads)
-        after = self.cache.stats()
+        before = self._cache.stats()
+        self._store.push_uploads(uploads)
+        self._store.drain(_DRAIN_S, _DRAIN_S)
+        after = self._cache.stats()
         moved = after.uploads - before.uploads
         return (after.transfer_s - before.transfer_s) / moved if moved else 0.0
 
-    def _move(self, uploads: NDArray[np.int32]) -> None:
-        """Moves what of `uploads` there is time for, and lets nothing be queued after."""
-        self._plan(uploads)
-        if not self.cache.drain(_DRAIN_S):
-            self._plan(uploads[:0])
-            self.cache.drain(_DRAIN_S)
-
-    def _plan(self, uploads: NDArray[np.int32]) -> None:
-        priority = np.ones(len(uploads), dtype=np.uint8)
-        self.cache.plan(uploads, priority, np.zeros((0, 2), np.int32), np.zeros(0, np.float32))
-
     def learn(self, cap: int) -> None:
-        """Lets the policy see verifications of the text and act; how its utilities would have split each of them."""
-        watcher = RoutingReader(self.sensor)
-        self.shares = shares = ShareCurves(cap)
-        size = max(2, self.n_verified)
-        prompt = self.tokens[: self.n_prompt]
-        self.target.decode(prompt, phase=Phase.PREFILL, logits="last")
-        for piece in watcher.prefill(self.sensor.read_counts(), prompt):
-            self.policy.observe(piece)
+        """Lets the policy see verifications of the text and act; notes how its utilities would split each of them."""
+        reader = RoutingReader(self._sensor)
+        self._share_curves = ShareCurves(cap)
+        size = max(2, self._n_verified)
+        prompt = self.tokens[: self._n_prompt]
+        self._target.decode(prompt, phase=Phase.PREFILL, logits="last")
+        for piece in reader.prefill(self._sensor.read_counts(), prompt):
+            self._driver.observe(piece)
         start_s = time.perf_counter()
         for step in range(_STEPS):
-            first = self.target.n_past
+            first = self._target.n_past
             batch = self.tokens[first : first + size]
-            if len(batch) < size or (step >= 3 and time.perf_counter() - start_s > _SHARES_S["steps"]):
+            if len(batch) < size or (step >= 3 and time.perf_counter() - start_s > _PART_LIMITS_S["steps"]):
                 break
-            plan = self.policy.plan(self.cache.residency(), batch)
-            utility = plan.utility.copy()
-            self.cache.plan(plan.uploads, plan.priority, plan.victims, plan.victim_utility)
-            self.cache.drain(_DRAIN_S)
-            self.target.decode(batch, phase=Phase.VERIFY, logits="all")
-            counts = self.sensor.read_counts()
-            shares.add(utility, counts)
-            self.policy.observe(watcher.verification(counts, batch, size - 1))
-        self._move(np.zeros((0, 2), np.int32))
+            utility = self._driver.plan_draft(batch).utility.copy()
+            self._driver.push()
+            self._cache.drain(_DRAIN_S)
+            self._target.decode(batch, phase=Phase.VERIFY, logits="all")
+            counts = self._sensor.read_counts()
+            self._share_curves.add(utility, counts)
+            self._driver.observe(reader.verification(counts, batch, size - 1))
+        self._store.push_uploads(np.zeros((0, 2), dtype=np.int32))
+        self._store.drain(_DRAIN_S, _DRAIN_S)
 
     def time_batches(self) -> tuple[dict[int, float], dict[int, float]]:
         """Seconds of a decode by batch size, with the cache and without, taking turns; the best of each counts."""
-        self.cache.blocks()
-        sizes = sorted({n for n in (*_BATCHES, self.n_verified) if n <= self.target.n_ctx // 4})
+        self._cache.blocks()
+        sizes = sorted({n for n in (*_BATCHES, self._n_verified) if n <= self._target.n_ctx // 4})
         times: dict[tuple[int, bool], list[float]] = defaultdict(list)
         start_s = time.perf_counter()
         for repetition in range(_REPETITIONS):
@@ -175,80 +231,80 @@ class _Run:
                     self._use_cache(with_cache)
                     self._rewind()
                     times[n, with_cache].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
-            if time.perf_counter() - start_s > _SHARES_S["batches"]:
+            if time.perf_counter() - start_s > _PART_LIMITS_S["batches"]:
                 break  # on a large model one repetition takes longer than warming up could distort it
         self._use_cache(True)
         return ({n: min(times[n, True]) for n in sizes}, {n: min(times[n, False]) for n in sizes})
 
-    def _use_cache(self, wanted: bool) -> None:
-        self.cache.detach()
-        if wanted:
-            self.cache.attach(self.sensor)
+    def _use_cache(self, use: bool) -> None:
+        self._cache.detach()
+        if use:
+            self._cache.attach(self._sensor)
 
     def _rewind(self) -> None:
-        """To the end of the prompt, or, where the memory cannot forget single tokens, to nothing."""
-        if self.target.model.can_roll_back and self.target.n_past >= self.n_prompt:
-            self.target.trim(self.n_prompt)
+        """Goes back to the end of the prompt, or to the start where the memory cannot forget single tokens."""
+        if self._target.model.can_roll_back and self._target.n_past >= self._n_prompt:
+            self._target.trim(self._n_prompt)
         else:
-            self.target.clear()
+            self._target.clear()
 
-    def _forget_graph(self) -> None:
-        """Empties the context and has llama.cpp plan the next batch anew.
+    def _reset_graph(self) -> None:
+        """Empties the context and makes llama.cpp build a new graph for the next batch.
 
-        It would reuse its last graph for a batch of the same size, on the devices that took it under the last path.
+        It would reuse its last graph for a batch of the same size, on the devices of the last path.
         """
-        self.target.clear()
-        self.target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
-        self.target.clear()
+        self._target.clear()
+        self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
+        self._target.clear()
 
     def _time_decode(self, n: int, phase: Phase) -> float:
-        first = self.target.n_past
+        first = self._target.n_past
         start_s = time.perf_counter()
-        self.target.decode(self.tokens[first : first + n], phase=phase, logits="all" if n <= 64 else "last")
+        self._target.decode(self.tokens[first : first + n], phase=phase, logits="all" if n <= 64 else "last")
         return time.perf_counter() - start_s
 
-    def time_prefill(self, token_s: float) -> dict[str, float]:
+    def time_prefill(self, token_s: float) -> dict[PrefillPath, float]:
         """Tokens/s of a prompt by path, taking turns; empty where the context has no room for one.
 
-        token_s: what a token takes in a small batch, to keep the prompt short where that is long.
+        token_s: of a small batch, to keep the prompt short on a slow machine.
         """
-        chosen = {"cpu": PrefillPath.CPU, "resident": PrefillPath.RESIDENT}
-        share_s, most = _SHARES_S["prefill"], _PREFILL_TOKENS
-        if self.cache.info.n_stage >= 2:
+        prefill_paths = [PrefillPath.CPU, PrefillPath.RESIDENT]
+        limit_s, max_tokens = _PART_LIMITS_S["prefill"], _PREFILL_TOKENS
+        if self._cache.info.n_stage >= 2:
             # moving all experts takes as long for a short prompt as for a whole graph: only the latter compares
-            chosen["stream"] = PrefillPath.STREAM
-            share_s, most = _STREAM_S, self.target.n_ubatch
-        wanted = min(max(int(share_s / max(token_s, 1e-9)), _PREFILL_TOKENS_MIN), most)
-        n = min(wanted, self.target.n_ubatch, self.target.n_ctx)
+            prefill_paths.append(PrefillPath.STREAM)
+            limit_s, max_tokens = _STREAM_S, self._target.n_ubatch
+        n_affordable = min(max(int(limit_s / max(token_s, 1e-9)), _PREFILL_TOKENS_MIN), max_tokens)
+        n = min(n_affordable, self._target.n_ubatch, self._target.n_ctx)
         if n <= 64:
             return {}
-        times: dict[str, list[float]] = defaultdict(list)
+        times: dict[PrefillPath, list[float]] = defaultdict(list)
         start_s = time.perf_counter()
         for repetition in range(_PREFILL_REPETITIONS):
-            for name in list(chosen) if repetition % 2 else reversed(list(chosen)):
-                self.cache.set_prefill(chosen[name], min(n, 65))
-                self._forget_graph()
-                times[name].append(self._time_decode(n, Phase.PREFILL))
-            if time.perf_counter() - start_s > _SHARES_S["prefill"]:
+            for path in prefill_paths if repetition % 2 else reversed(prefill_paths):
+                self._cache.set_prefill(path, min(n, 65))
+                self._reset_graph()
+                times[path].append(self._time_decode(n, Phase.PREFILL))
+            if time.perf_counter() - start_s > _PART_LIMITS_S["prefill"]:
                 break
-        self.cache.set_prefill(PrefillPath.CPU, 65)
-        return {name: n / min(taken) for name, taken in times.items()}
+        self._cache.set_prefill(PrefillPath.CPU, 65)
+        return {path: n / min(times_s) for path, times_s in times.items()}
 
-    def units(self, transfer_s: float, draft_s: float, step_s: dict[int, float]) -> CostModel | None:
+    def cost_model(self, transfer_s: float, draft_s: float, step_s: dict[int, float]) -> CostModel | None:
         """The constants of the balancer; None where the backend split no block."""
-        records = self.cache.blocks()
+        records = self._cache.blocks()
         records = records[(records["pairs_device"] > 0) & (records["n_tokens"] <= max(_BATCHES))]
         if records.size == 0:
             return None
         sides = [
             fit_side(part["n_tokens"], part[f"unique_{side}"], part[f"pairs_{side}"], part[f"{side}_ns"] * 1e-9)
-            for side, part in (("cpu", records), ("device", records if self.cache.info.is_host else _timed(records)))
+            for side, part in (("cpu", records), ("device", records if self._cache.info.is_host else _timed(records)))
         ]
         cpu, device = sides
         if cpu is None or device is None:
             return None
-        n_layers = self.target.model.info.n_expert_layers
-        chosen = records[records["n_tokens"] == self.n_verified]
+        n_layers = self._target.model.info.n_expert_layers
+        chosen = records[records["n_tokens"] == self._n_verified]
         chosen = chosen if chosen.size else records
         experts_s = float(np.median(np.maximum(chosen["cpu_ns"], chosen["device_ns"]))) * 1e-9
         return CostModel(
@@ -257,20 +313,20 @@ class _Run:
             transfer_expert_s=transfer_s,
             draft_token_s=draft_s,
             block_overhead_s=float(np.median(records["partition_ns"])) * 1e-9 + device.fixed_s,
-            layer_rest_s=max(0.0, step_s[self.n_verified] / n_layers - experts_s),
-            r_c=self.shares.r_c,
-            r_g=self.shares.r_g,
+            layer_rest_s=max(0.0, step_s[self._n_verified] / n_layers - experts_s),
+            r_c=self._share_curves.r_c,
+            r_g=self._share_curves.r_g,
         )
 
 
 def _timed(records: NDArray[np.void]) -> NDArray[np.void]:
-    """Those that tell what the device took, which is at most the time that they state.
+    """Block records with an exact device time; all of them where those are too few.
 
-    A GPU is asked when the CPU's part is done. Where that meant waiting, it had worked until then; and for some blocks
-    the backend waits before it begins with the CPU's part. The emulated device notes the time itself.
+    The device time of a GPU ends when the CPU, its own part done, asks for it: it is exact only where the CPU had to
+    wait. For some blocks the backend waits before the CPU's part begins. The emulated device measures itself.
     """
     exact = records[records["wait_ns"] > 0.1 * records["device_ns"]]
-    return exact if len(exact) >= _TIMED_MIN else records
+    return exact if len(exact) >= _MIN_TIMED_BLOCKS else records
 
 
 def _time_draft(draft: Context, tokens: Sequence[int]) -> float:

@@ -1,15 +1,14 @@
-"""Which experts the tokens to come will use, foretold from hidden states: the hints of scheduler/policy.py.
+"""Predicts from hidden states which experts the coming tokens will use.
 
-"draft-router"  (SP-MoE) what the draft's layers read while it drafts, put through the target's routers. Where draft and
-                target have different depths, each target layer goes with the draft layer at the same relative depth.
-"next-gate"     (Mixtral-Offloading, AdapMoE, Fate, HybriMoE) what this layer's router reads, put through those of the
-                next layers, before this layer's experts are computed.
-
-While the draft model works: what its hidden states foretell is planned for and moved at once.
-
-As a worker (SP-MoE, section 3.3) the mover goes on by itself: after each draft token the plan is made anew, and
-drafting never waits. Vanilla, as AdapMoE does it, is what SP-MoE compares that with: each draft layer's experts are
-asked for when the layer is computed, and the next layer waits until they have come.
+DraftRouterPredictor  (SP-MoE) puts what the draft's layers read while it drafts through the target's routers. Where
+                      draft and target have different depths, each target layer goes with the draft layer at the same
+                      relative depth.
+NextGatePredictor     (Mixtral-Offloading, AdapMoE, Fate, HybriMoE) puts what a layer's router reads through the
+                      routers of the next layers, before the layer's own experts are computed.
+DraftPrefetch         has the predicted experts moved while the draft model works. In SP-MoE's way (section 3.3) the
+                      mover works on its own: after each draft token the plan is made anew, and drafting never waits.
+                      In AdapMoE's way, SP-MoE's "vanilla" baseline, each draft layer's experts are asked for when the
+                      layer is computed, and the next layer waits until they have arrived.
 """
 
 from __future__ import annotations
@@ -29,144 +28,143 @@ from moeedge.native.abi import Phase
 from moeedge.policies.base import ExpertPrediction
 
 FloatArray = NDArray[np.float32]
-_TOKENS = 65  # of a batch, at most (EngineConfig.gamma)
-_AHEAD = 3  # layers that the next-gate looks at
+_MAX_TOKENS = 65  # of a batch (EngineConfig.gamma)
+_N_LAYERS_AHEAD = 3  # that the next-gate predictor looks at
+_TIMEOUT_S = 10.0
 
 
-class Accuracy:
-    """How much of what was foretold came true: shares of (token, layer, place) whose expert the token used."""
+class PredictionAccuracy:
+    """Counts how many of the predicted (token, layer, place) triples name an expert that the token used."""
 
     def __init__(self) -> None:
-        self.told = 0
-        self.right = 0
+        self.n_predicted = 0
+        self.n_correct = 0
 
     @property
     def share(self) -> float | None:
-        """None before the first."""
-        return self.right / self.told if self.told else None
+        """Share of correct predictions; None before the first."""
+        return self.n_correct / self.n_predicted if self.n_predicted else None
 
-    def judge(self, foretold: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
-        """Both [n_layers, n_tokens, k], -1 where nothing is known; the tokens of a batch in order."""
-        n = min(foretold.shape[1], ids.shape[1])
-        told, used = foretold[:, :n], ids[:, :n]
-        known = (told >= 0) & (used[..., :1] >= 0)
-        self.told += int(np.count_nonzero(known))
-        self.right += int(np.count_nonzero(known & (told[..., :, None] == used[..., None, :]).any(axis=-1)))
+    def add(self, predicted: NDArray[np.int32], used: NDArray[np.int32]) -> None:
+        """Both int32 [n_layers, n_tokens, k], -1 where unknown; the tokens of a batch in order."""
+        n = min(predicted.shape[1], used.shape[1])
+        predicted, used = predicted[:, :n], used[:, :n]
+        known = (predicted >= 0) & (used[..., :1] >= 0)
+        self.n_predicted += int(np.count_nonzero(known))
+        self.n_correct += int(np.count_nonzero(known & (predicted[..., :, None] == used[..., None, :]).any(axis=-1)))
 
 
-def foretold_cells(hints: ExpertPrediction | None, n_layers: int, n_experts: int) -> NDArray[np.bool_]:
-    """Which experts some token will use, [n_layers, n_experts]; none without hints."""
-    cells = np.zeros((n_layers, n_experts + 1), dtype=np.bool_)  # the last column takes the -1
-    if hints is not None:
-        np.put_along_axis(cells, hints.layer_ids.reshape(n_layers, -1).astype(np.intp) % (n_experts + 1), True, axis=1)
-    return cells[:, :-1]
+def predicted_experts(prediction: ExpertPrediction | None, n_layers: int, n_experts: int) -> NDArray[np.bool_]:
+    """Which experts some token is predicted to use, bool [n_layers, n_experts]; all False without a prediction."""
+    mask = np.zeros((n_layers, n_experts + 1), dtype=np.bool_)  # the last column takes the -1
+    if prediction is not None:
+        ids = prediction.layer_ids.reshape(n_layers, -1).astype(np.intp)
+        np.put_along_axis(mask, ids % (n_experts + 1), True, axis=1)
+    return mask[:, :-1]
 
 
 class DraftRouterPredictor:
-    """Of the next batch, token by token while the draft model works; `hints` is what is known so far.
+    """Predicts the next batch, token by token, while the draft model works.
 
-    n_ahead: for how many of the target's layers with experts, from the first on.
+    n_predicted_layers: how many of the target's layers with experts are predicted, from the first on.
     """
 
-    def __init__(self, target: Model, draft: Context, capture: ActivationCapture, n_ahead: int) -> None:
+    def __init__(self, target: Model, draft: Context, capture: ActivationCapture, n_predicted_layers: int) -> None:
         self._routers = Routers.read(target)
         self._capture = capture
         self._n_used = target.info.n_expert_used
-        n_layers, n_draft = target.info.n_layers, draft.model.info.n_layers
-        self.layer_of = ((np.arange(n_layers) + 0.5) * n_draft / n_layers).astype(np.intp)  # of the draft
-        ahead = list(target.info.expert_layers)[:n_ahead]
-        self._n_layers = max(ahead, default=-1) + 1  # behind them nothing is foretold
-        self._silent = np.setdiff1d(np.arange(self._n_layers), ahead)  # no experts
+        n_layers, n_draft_layers = target.info.n_layers, draft.model.info.n_layers
+        # [n_layers], the draft layer that each target layer is predicted from
+        self.draft_layer_of = ((np.arange(n_layers) + 0.5) * n_draft_layers / n_layers).astype(np.intp)
+        predicted = list(target.info.expert_layers)[:n_predicted_layers]
+        self._n_layers = max(predicted, default=-1) + 1  # no prediction after them
+        self._unpredicted = np.setdiff1d(np.arange(self._n_layers), predicted)  # layers without experts
         norms = read_norms(draft.model)
-        self._ratio = self._routers.ratio(np.arange(n_layers), None if norms is None else norms[self.layer_of])
-        self._ids = np.full((n_layers, _TOKENS, self._n_used), -1, dtype=np.int32)
-        self._n_known = 0  # tokens
-        self._has_more = False  # of the next token, layer by layer
-        self._serial = 0  # of what was looked at last
-        self.accuracy = Accuracy()
+        self._ratio = self._routers.ratio(np.arange(n_layers), None if norms is None else norms[self.draft_layer_of])
+        self._ids = np.full((n_layers, _MAX_TOKENS, self._n_used), -1, dtype=np.int32)
+        self._n_tokens = 0  # predicted in full
+        self._has_partial_token = False  # some layers of the next token are predicted
+        self._last_serial = 0  # of the activations that were read last
+        self.accuracy = PredictionAccuracy()
 
-    def begin(self) -> None:
-        """A new batch, of which nothing is known."""
-        self._n_known = 0
-        self._has_more = False
+    def begin_batch(self) -> None:
+        """Forgets the last batch."""
+        self._n_tokens = 0
+        self._has_partial_token = False
         self._ids.fill(-1)
-        self._serial = self._capture.read(CaptureFlags.INPUTS).serial
+        self._last_serial = self._capture.read(CaptureFlags.INPUTS).serial
 
     @property
-    def hints(self) -> ExpertPrediction | None:
-        """Of the batch; None before its first token."""
-        n = self._n_known + self._has_more
+    def prediction(self) -> ExpertPrediction | None:
+        """Of the batch so far; None before its first token."""
+        n = self._n_tokens + self._has_partial_token
         return ExpertPrediction(layer_ids=self._ids[:, :n].copy(), source="draft-router") if n else None
 
-    def look(self) -> bool:
-        """Takes in the token that the draft decoded last, all layers; False where there is none, or nothing known."""
-        captured = self._capture.read(CaptureFlags.INPUTS)
-        if captured.serial == self._serial:
+    def read_token(self) -> bool:
+        """Predicts from all layers of the token that the draft decoded last; False where no new token is known."""
+        activations = self._capture.read(CaptureFlags.INPUTS)
+        if activations.serial == self._last_serial:
             return False
-        self._serial = captured.serial
-        rows = captured.layer_tokens - 1
-        read_by = self.layer_of[: self._n_layers]
-        if self._n_known >= self._ids.shape[1] or rows[read_by].min(initial=0) < 0:
+        self._last_serial = activations.serial
+        last_row = activations.layer_tokens - 1
+        draft_layers = self.draft_layer_of[: self._n_layers]
+        if self._n_tokens >= self._ids.shape[1] or last_row[draft_layers].min(initial=0) < 0:
             return False
-        self._take(slice(0, self._n_layers), captured.rows[read_by, rows[read_by]])
+        self._predict(slice(0, self._n_layers), activations.rows[draft_layers, last_row[draft_layers]])
         return self.end_token()
 
-    def look_at(self, layer: int, inputs: FloatArray) -> slice | None:
-        """Takes in what one draft layer reads of the token at hand, [n_embd]: the target layers it tells of."""
-        first, last = np.searchsorted(self.layer_of[: self._n_layers], (layer, layer + 1))
-        if first == last or self._n_known >= self._ids.shape[1]:
+    def read_layer(self, draft_layer: int, inputs: FloatArray) -> slice | None:
+        """Predicts from what one draft layer reads of the current token, [n_embd]; the target layers predicted."""
+        first, last = np.searchsorted(self.draft_layer_of[: self._n_layers], (draft_layer, draft_layer + 1))
+        if first == last or self._n_tokens >= self._ids.shape[1]:
             return None
         layers = slice(int(first), int(last))
-        self._take(layers, np.broadcast_to(inputs, (last - first, inputs.size)))
+        self._predict(layers, np.broadcast_to(inputs, (last - first, inputs.size)))
         return layers
 
     def end_token(self) -> bool:
-        """The token at hand is done; False where nothing was foretold of it."""
-        has_more, self._has_more = self._has_more, False
-        self._n_known += has_more
-        return has_more
+        """Ends the current token; False where no layer of it was predicted."""
+        has_token, self._has_partial_token = self._has_partial_token, False
+        self._n_tokens += has_token
+        return has_token
 
-    def _take(self, layers: slice, inputs: FloatArray) -> None:
-        """What `layers` [n] will use of the token at hand, from `inputs` [n, n_embd]."""
+    def compare(self, used: NDArray[np.int32]) -> None:
+        """Adds the batch to `accuracy`; `used` [n_layers, n_tokens, k] are the experts that it used."""
+        if self._n_tokens:
+            self.accuracy.add(self._ids[:, : self._n_tokens], used)
+
+    def _predict(self, layers: slice, inputs: FloatArray) -> None:
+        """Experts of the current token in `layers` [n] from `inputs` [n, n_embd]."""
         if layers.start == layers.stop:
             return
-        self._ids[layers, self._n_known] = self._route(layers, inputs)
-        self._ids[self._silent, self._n_known] = -1
-        self._has_more = True
-
-    def judge(self, ids: NDArray[np.int32]) -> None:
-        """What the batch used [n_layers, n_tokens, k]."""
-        if self._n_known:
-            self.accuracy.judge(self._ids[:, : self._n_known], ids)
-
-    def _route(self, layers: slice, inputs: FloatArray) -> NDArray[np.int32]:
-        """[n, k] from what was read, [n, n_embd]."""
         scaled = inputs if self._ratio is None else inputs * self._ratio[layers]
         scores = self._routers.scores(layers, scaled[:, None])
-        return self._routers.best(layers, scores, self._n_used)[:, 0]
+        self._ids[layers, self._n_tokens] = self._routers.best(layers, scores, self._n_used)[:, 0]
+        self._ids[self._unpredicted, self._n_tokens] = -1
+        self._has_partial_token = True
 
 
 class NextGatePredictor:
-    """Of the layers behind the one that is computed next."""
+    """Predicts the layers after the one that is computed next."""
 
     def __init__(self, target: Model) -> None:
         self._routers = Routers.read(target)
         self._n_used = target.info.n_expert_used
-        # of the batch at hand, each layer as foretold by the one before: [n_layers, n_tokens, k]
-        self._foretold: NDArray[np.int32] | None = None
+        # of the current batch, each layer as predicted from the one before: [n_layers, n_tokens, k]
+        self._predicted: NDArray[np.int32] | None = None
         layers, norm = target.info.expert_layers, self._routers.norm
-        # behind each layer with experts the next ones that have some, and what brings values there to their scale
+        # for each layer with experts the next such layers, and what brings its values to their scale
         self._next = {
             layer: [
-                (behind, None if norm is None else self._routers.ratio(np.array([behind]), norm[[layer]]))
-                for behind in layers[place + 1 : place + 1 + _AHEAD]
+                (later, None if norm is None else self._routers.ratio(np.array([later]), norm[[layer]]))
+                for later in layers[place + 1 : place + 1 + _N_LAYERS_AHEAD]
             ]
             for place, layer in enumerate(layers)
         }
-        self.accuracy = Accuracy()
+        self.accuracy = PredictionAccuracy()
 
-    def look(self, block: Block) -> ExpertPrediction | None:
-        """Foretells the next layers with experts; None where nobody knows what the router reads."""
+    def predict(self, block: Block) -> ExpertPrediction | None:
+        """The next layers' experts; None where the router's input is not known."""
         n_layers, _, n_embd = self._routers.shape
         if block.inputs is None or block.inputs.shape[1] != n_embd:
             return None
@@ -180,118 +178,119 @@ class NextGatePredictor:
         return ExpertPrediction(layer_ids=ids, source="next-gate")
 
     def _remember(self, layer: int, ids: NDArray[np.int32]) -> None:
-        if self._foretold is None or self._foretold.shape != ids.shape:
-            self._foretold = np.full(ids.shape, -1, dtype=np.int32)
-        self._foretold[layer] = ids[layer]
+        if self._predicted is None or self._predicted.shape != ids.shape:
+            self._predicted = np.full(ids.shape, -1, dtype=np.int32)
+        self._predicted[layer] = ids[layer]
 
-    def judge(self, ids: NDArray[np.int32]) -> None:
-        """What the batch used [n_layers, n_tokens, k]."""
-        if self._foretold is not None and self._foretold.shape[1] == ids.shape[1]:
-            self.accuracy.judge(self._foretold, ids)
-        self._foretold = None
-
-
-def open_draft_foresight(
-    target: Context, draft: Context | None, n_ahead: int
-) -> tuple[DraftRouterPredictor | None, str]:
-    """From a draft model's hidden states, for the first `n_ahead` layers with experts; or None, and why."""
-    if draft is None:
-        return None, "there is no draft model"
-    n_embd, n_draft = target.model.info.n_embd, draft.model.info.n_embd
-    if n_embd != n_draft:
-        return None, f"the draft's hidden states have {n_draft} values and the target's routers read {n_embd}"
-    capture = draft.capture_activations()
-    if capture is None:
-        return None, "llama.cpp computes the draft on a GPU"
-    try:
-        foresight = DraftRouterPredictor(target.model, draft, capture, n_ahead)
-    except ModelFileError as error:
-        return None, str(error)
-    capture.enable(CaptureFlags.INPUTS)
-    return foresight, ""
+    def compare(self, used: NDArray[np.int32]) -> None:
+        """Adds the batch to `accuracy`; `used` [n_layers, n_tokens, k] are the experts that it used."""
+        if self._predicted is not None and self._predicted.shape[1] == used.shape[1]:
+            self.accuracy.add(self._predicted, used)
+        self._predicted = None
 
 
-def open_gate_foresight(target: Context) -> tuple[NextGatePredictor | None, str]:
-    """From the target's own hidden states; or None, and why."""
-    try:
-        return NextGatePredictor(target.model), ""
-    except ModelFileError as error:
-        return None, str(error)
+# plans for these tokens by the prediction, starts the transfers (of these layers, None: all) and returns their number
+PlanAhead = Callable[[Sequence[int], ExpertPrediction | None, slice | None], int]
 
 
-# plans for those tokens by what is foretold, starts the transfers for those layers (None: all) and says how many
-Replan = Callable[[Sequence[int], ExpertPrediction | None, slice | None], int]
-_PATIENCE_S = 10.0
+class DraftPrefetch:
+    """Plans and moves experts between two verifications.
 
+    plan_ahead: see above. wait: returns when what was pushed has arrived, or after so many seconds. vanilla: drafting
+    waits for the experts, layer by layer. on: False while the cache is detached or lost.
 
-class Drafting:
-    """Between two verifications.
-
-    replan: see above; wait: until what was pushed has come, for at most so many seconds.
-    plans, planned_s: how often something was foretold and planned for, and the time of that; stops, waited_s: how often
-    drafting waited for transfers, and how long. Sums since the beginning.
+    Counters since the session began: plans, and planned_s, the time of planning; stops, how often drafting waited for
+    transfers, and waited_s, the time of that.
     """
 
     def __init__(
-        self, foresight: DraftRouterPredictor, replan: Replan, wait: Callable[[float], object], *, vanilla: bool
+        self, predictor: DraftRouterPredictor, plan_ahead: PlanAhead, wait: Callable[[float], object], *, vanilla: bool
     ) -> None:
-        self.foresight = foresight
-        self._replan = replan
+        self.predictor = predictor
+        self._plan_ahead = plan_ahead
         self._wait = wait
         self._vanilla = vanilla
         self._tokens: list[int] = []
-        self._has_asked = False
+        self._has_pushed = False
         self.on = False
         self.plans = self.stops = 0
         self.planned_s = self.waited_s = 0.0
 
-    def begin(self) -> None:
+    def begin_batch(self) -> None:
         """A new batch is to be drafted."""
-        self.foresight.begin()
+        self.predictor.begin_batch()
         self._tokens = []
 
-    def token(self, tokens: Sequence[int]) -> None:
-        """The draft has decoded the next of `tokens`, the one emitted last and the drafts so far."""
+    def on_token(self, tokens: Sequence[int]) -> None:
+        """The draft has decoded the last of `tokens`: the token emitted last and the drafts so far."""
         if not self.on:
             return
         self._tokens = list(tokens)
-        if self._look() and not self._vanilla:
-            self._plan(self.foresight.hints, None)
+        if self._read_token() and not self._vanilla:
+            self._plan(self._tokens, None)
 
-    def end(self, tokens: Sequence[int]) -> None:
+    def end_batch(self, tokens: Sequence[int]) -> None:
         """Drafting is over, and `tokens` are verified next."""
-        self._look()
+        self._read_token()
         if self._vanilla:
-            self._stop()
+            self._wait_for_transfers()
         else:
-            self._plan(self.foresight.hints, None, tokens)
+            self._plan(tokens, None)
 
-    def block(self, block: Block) -> None:
-        """A layer of the draft is computed next."""
+    def before_draft_layer(self, block: Block) -> None:
+        """A layer of the draft is computed next; used in vanilla mode only."""
         if not self.on or not self._vanilla or block.phase != Phase.DRAFT or block.inputs is None:
             return
-        self._stop()
-        layers = self.foresight.look_at(block.layer, block.inputs[-1])
+        self._wait_for_transfers()
+        layers = self.predictor.read_layer(block.layer, block.inputs[-1])
         if layers is not None:
-            self._has_asked = self._plan(self.foresight.hints, layers) > 0
+            self._has_pushed = self._plan(self._tokens, layers) > 0
 
-    def _look(self) -> bool:
-        """Whether more is foretold than before the token that was decoded last."""
-        return self.foresight.end_token() if self._vanilla else self.foresight.look()
+    def _read_token(self) -> bool:
+        """Whether more is predicted than before the token that was decoded last."""
+        return self.predictor.end_token() if self._vanilla else self.predictor.read_token()
 
-    def _plan(self, hints: ExpertPrediction | None, layers: slice | None, tokens: Sequence[int] | None = None) -> int:
+    def _plan(self, tokens: Sequence[int], layers: slice | None) -> int:
         start_s = time.perf_counter()
-        n_asked = self._replan(self._tokens if tokens is None else tokens, hints, layers)
+        n_uploads = self._plan_ahead(tokens, self.predictor.prediction, layers)
         self.plans += 1
         self.planned_s += time.perf_counter() - start_s
-        return n_asked
+        return n_uploads
 
-    def _stop(self) -> None:
-        """Until what the layer before asked for has come."""
-        if not self._has_asked:
+    def _wait_for_transfers(self) -> None:
+        """Waits for the experts that the layer before asked for."""
+        if not self._has_pushed:
             return
-        self._has_asked = False
+        self._has_pushed = False
         start_s = time.perf_counter()
-        self._wait(_PATIENCE_S)
+        self._wait(_TIMEOUT_S)
         self.stops += 1
         self.waited_s += time.perf_counter() - start_s
+
+
+def open_draft_predictor(
+    target: Context, draft: Context | None, n_predicted_layers: int
+) -> tuple[DraftRouterPredictor | None, str]:
+    """A predictor for the first `n_predicted_layers` layers with experts; or None, and the reason."""
+    if draft is None:
+        return None, "there is no draft model"
+    n_embd, n_draft_embd = target.model.info.n_embd, draft.model.info.n_embd
+    if n_embd != n_draft_embd:
+        return None, f"the draft's hidden states have {n_draft_embd} values and the target's routers read {n_embd}"
+    capture = draft.capture_activations()
+    if capture is None:
+        return None, "llama.cpp computes the draft on a GPU"
+    try:
+        predictor = DraftRouterPredictor(target.model, draft, capture, n_predicted_layers)
+    except ModelFileError as error:
+        return None, str(error)
+    capture.enable(CaptureFlags.INPUTS)
+    return predictor, ""
+
+
+def open_gate_predictor(target: Context) -> tuple[NextGatePredictor | None, str]:
+    """A predictor from the target's own hidden states; or None, and the reason."""
+    try:
+        return NextGatePredictor(target.model), ""
+    except ModelFileError as error:
+        return None, str(error)

@@ -1,7 +1,4 @@
-"""How much of the device's memory the expert cache takes: a pure function from sizes to slots.
-
-How many slots the expert cache gets, from sizes alone: by what opening it and planning for it both go.
-"""
+"""How many slots the expert cache gets on a device: pure functions of sizes, to open a cache or to plan one."""
 
 from __future__ import annotations
 
@@ -9,18 +6,22 @@ from dataclasses import dataclass
 
 from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
+from moeedge.llama import library
 from moeedge.llama.gguf_file import expert_bytes, n_groups, scratch_bytes
 from moeedge.llama.model import ModelInfo
+from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import format_bytes
 
 _MIB = 2**20
+_STAGING_EXPERTS = 32  # per half of the staging slots, for streaming prefill
+_MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/hybrid.h)
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The cache's size; ratio 0 switches it off, and a note says why unless that was asked for."""
+class CacheBudget:
+    """The cache's size; ratio 0 switches it off, and a note says why unless the user did."""
 
     ratio: float  # share of all experts that get a slot
     n_slots: int
@@ -29,12 +30,12 @@ class Budget:
 
 
 def default_reserve(total_bytes: int) -> int:
-    """Bytes of a device left to others: a thirty-second, from 256 MiB to 1 GiB, for kernels' scratch and the screen."""
+    """Bytes of a device that stay free for kernels' scratch and the screen: 1/32, from 256 MiB to 1 GiB."""
     return min(max(256 * _MIB, total_bytes // 32), 1024 * _MIB)
 
 
 def model_fits(*, model_bytes: int, kv_bytes: int, free_bytes: int, reserve_bytes: int) -> bool:
-    """Before loading: whether the device can hold all layers, KV caches included, so that no expert need be moved."""
+    """Whether the device can hold all layers and KV caches, so that no expert needs to be moved."""
     return model_bytes + kv_bytes + reserve_bytes <= free_bytes
 
 
@@ -50,19 +51,22 @@ def plan_budget(
     cache_ratio: float | None = None,
     default_ratio: float | None = None,
     experts_on_device: bool = False,
-) -> Budget:
+) -> CacheBudget:
     """The cache for a model whose experts take `expert_bytes_total`, on a device with `free_bytes` left.
 
-    To be called when weights, KV caches and compute buffers are allocated, so that `free_bytes` is what they left.
-    total_bytes: of the device, 0 where it is not known. vram_bytes and cache_ratio are the user's wish, default_ratio
-    the device's; without any the cache takes what is free but for the reserve. experts_on_device: llama.cpp has put
-    them there already.
-    Raises InputError for a ratio outside [0, 1] and for more memory than the device has.
+    free_bytes: after weights, KV caches and compute buffers are allocated. total_bytes: of the device, 0 where unknown.
+    At most one of vram_bytes and cache_ratio (PlacementConfig checks them) is the user's, default_ratio the device's;
+    without any the cache takes all that is free except the reserve. experts_on_device: llama.cpp has put them there.
+    Raises InputError for more memory than the device has.
     """
-    _check(vram_bytes, cache_ratio, total_bytes)
+    if vram_bytes is not None and 0 < total_bytes < vram_bytes:
+        raise InputError(
+            f"--vram {format_bytes(vram_bytes)} is larger than the device, which has {format_bytes(total_bytes)}.",
+            "Give less, or leave it out to take what is free.",
+        )
     n_all = n_expert_layers * n_experts
     if n_all == 0 or expert_bytes_total == 0:
-        return _off("The model has no experts: nothing to place on the device.")
+        return _off("The model has no experts to place on the device.")
     if experts_on_device:
         return _off("All experts are on the device already: the expert cache is off.")
     room = max(0, free_bytes - reserve_bytes)
@@ -72,7 +76,7 @@ def plan_budget(
     else:
         wanted_slots = _slots(room if vram_bytes is None else vram_bytes, expert_bytes_total, n_all)
     if wanted_slots == 0 and (ratio == 0 or vram_bytes == 0):
-        return Budget(0.0, 0, 0)
+        return CacheBudget(0.0, 0, 0)
     n_slots = min(wanted_slots, _slots(room, expert_bytes_total, n_all))
     per_layer = format_bytes(-(-expert_bytes_total // n_experts))
     if n_slots < n_expert_layers:
@@ -92,31 +96,15 @@ def plan_budget(
             f"{format_bytes(_bytes(n_slots, expert_bytes_total, n_all))}: {format_bytes(free_bytes)} are free on the "
             f"device, {format_bytes(reserve_bytes)} of them kept in reserve."
         )
-    return Budget(n_slots / n_all, n_slots, _bytes(n_slots, expert_bytes_total, n_all), notes=tuple(notes))
+    return CacheBudget(n_slots / n_all, n_slots, _bytes(n_slots, expert_bytes_total, n_all), notes=tuple(notes))
 
 
-def _check(vram_bytes: int | None, cache_ratio: float | None, total_bytes: int) -> None:
-    if vram_bytes is not None and cache_ratio is not None:
-        raise InputError("--vram and --cache-ratio exclude each other.", "Give one of them.")
-    if cache_ratio is not None and not 0 <= cache_ratio <= 1:  # written so that NaN is refused, too
-        raise InputError(f"The cache ratio {cache_ratio} is outside [0, 1].", "0 switches the cache off, 1 holds all.")
-    if vram_bytes is None:
-        return
-    if vram_bytes < 0:
-        raise InputError(f"--vram must be 0 or more, not {vram_bytes}.", "0 switches the cache off.")
-    if 0 < total_bytes < vram_bytes:
-        raise InputError(
-            f"--vram {format_bytes(vram_bytes)} is larger than the device, which has {format_bytes(total_bytes)}.",
-            "Give less, or leave it out to take what is free.",
-        )
-
-
-def _off(note: str) -> Budget:
-    return Budget(0.0, 0, 0, (note,))
+def _off(note: str) -> CacheBudget:
+    return CacheBudget(0.0, 0, 0, (note,))
 
 
 def _slots(n_bytes: int, expert_bytes_total: int, n_all: int) -> int:
-    """Experts of average size that `n_bytes` hold, in whole numbers: exact for files of any size."""
+    """Experts of average size that fit `n_bytes`, in integer arithmetic, which is exact for files of any size."""
     return min(n_all, n_bytes * n_all // expert_bytes_total)
 
 
@@ -124,32 +112,38 @@ def _bytes(n_slots: int, expert_bytes_total: int, n_all: int) -> int:
     return -(-n_slots * expert_bytes_total // n_all)
 
 
-_STAGE_EXPERTS = 32  # per half of the staging slots, for streaming prefill
-_DEVICE_PAIRS_MAX = 2048  # that the backend gives a device at once (native/src/hybrid.h)
-
-
-def stage_slots(requested: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
-    """Room to stream experts through in large batches, where that may be faster than the CPU."""
-    if requested.prefill == "stream" or (requested.prefill == "auto" and kind == "gpu"):
-        return 2 * min(n_experts, _STAGE_EXPERTS)
+def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
+    """Slots to stream experts through in large batches, where that may be faster than the CPU."""
+    if config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu"):
+        return 2 * min(n_experts, _STAGING_EXPERTS)
     return 0
 
 
+def emulated_threads(device: ResolvedDevice) -> int:
+    """Threads of the emulated device, 0 for a real one.
+
+    Half the cores: the CPU computes its part at the same time, and two teams on the same cores wait for each other.
+    """
+    if device.kind != "emulated":
+        return 0
+    return device.threads or max(1, library.physical_cores() // 2)
+
+
 def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n_ubatch: int, n_stage: int) -> int:
-    """What the cache takes beside its slots: staging slots of every group and the columns that are computed."""
+    """What the cache takes in addition to its slots: staging slots of every group, and the columns it computes with."""
     expert = expert_bytes(tensors) // max(1, info.n_expert_layers * info.n_experts)
-    n_pairs = min(n_ubatch * info.n_expert_used, _DEVICE_PAIRS_MAX)
+    n_pairs = min(n_ubatch * info.n_expert_used, _MAX_DEVICE_PAIRS)
     # the backend's buffer for columns has room for half as many again
     return n_stage * n_groups(tensors) * expert + scratch_bytes(tensors, n_pairs) * 3 // 2
 
 
 def reserve_bytes(device: ResolvedDevice, total_bytes: int) -> int:
-    """What the cache leaves to others on a device of that size."""
+    """What the cache leaves free on a device of that size."""
     return default_reserve(total_bytes) if device.kind == "gpu" else 0
 
 
 def cache_budget(
-    requested: PlacementConfig,
+    config: PlacementConfig,
     device: ResolvedDevice,
     tensors: list[ExpertTensor],
     info: ModelInfo,
@@ -158,13 +152,13 @@ def cache_budget(
     total_bytes: int,
     n_ubatch: int,
     experts_on_device: bool,
-) -> Budget:
-    """The slots on a device with `free_bytes` left when all else is allocated."""
+) -> CacheBudget:
+    """The slots on a device with `free_bytes` left after everything else is allocated."""
     experts_total = expert_bytes(tensors)
-    n_stage = stage_slots(requested, device.kind, info.n_experts)
+    n_stage = n_staging_slots(config, device.kind, info.n_experts)
     reserved = staging_and_scratch_bytes(tensors, info, n_ubatch=n_ubatch, n_stage=n_stage)
     reserved += reserve_bytes(device, total_bytes)
-    if total_bytes == 0:  # a device that does not tell: as much as is asked for, and less if that fails
+    if total_bytes == 0:  # an unknown size: try what was requested, the cache shrinks if that fails
         free_bytes = experts_total + reserved
     return plan_budget(
         expert_bytes_total=experts_total,
@@ -173,8 +167,8 @@ def cache_budget(
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         reserve_bytes=reserved,
-        vram_bytes=requested.vram_bytes,
-        cache_ratio=requested.cache_ratio,
+        vram_bytes=config.vram_bytes,
+        cache_ratio=config.cache_ratio,
         default_ratio=device.default_ratio,
         experts_on_device=experts_on_device,
     )

@@ -7,7 +7,9 @@ from dataclasses import replace
 from moeedge.bench.samples import COUNTERS, CacheFigures, cache_figures, counted
 from moeedge.scheduler.stats import PlacementStats
 
-_BEGIN = PlacementStats("emulated (CPU)", "spac", 0.17, 0, 8, 1024, None, None, steps=3, pairs=100, pairs_hit=10)
+_BEGIN = PlacementStats(
+    policy="spac", cache_ratio=0.17, slots_total=8, pool_bytes=1024, steps=3, pairs=100, pairs_hit=10
+)
 _END = replace(_BEGIN, slots_used=8, steps=5, pairs=300, pairs_hit=110, unique=40, unique_hit=10, bytes_moved=4096)
 
 

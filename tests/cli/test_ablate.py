@@ -18,7 +18,7 @@ from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
 from moeedge.llama.draft_model import quantized
 from moeedge.llama.model import Model
-from moeedge.scheduler.manager import ExpertPlacement
+from moeedge.scheduler.manager import PlacementManager
 from moeedge.ui.bench_views import print_ablation
 from tests.conftest import TinyFactory
 
@@ -69,14 +69,14 @@ def test_figure_12(target: Path, own_cache: Path) -> None:
 def test_figure_14(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row per cutoff layer, before which all that comes ahead lies."""
     asked: dict[int, set[int]] = {}
-    push = ExpertPlacement._push
+    push = PlacementManager._push
 
-    def watched(self: ExpertPlacement) -> None:
-        if self._plan is not None:
-            asked.setdefault(id(self), set()).update(self._plan.uploads[:, 0].tolist())
+    def watched(self: PlacementManager) -> None:
+        if self.driver.pending is not None:
+            asked.setdefault(id(self), set()).update(self.driver.pending.uploads[:, 0].tolist())
         push(self)
 
-    monkeypatch.setattr(ExpertPlacement, "_push", watched)
+    monkeypatch.setattr(PlacementManager, "_push", watched)
     rows = ablate("-m", str(target), *DEVICE, "--cache-ratio", "0.5", "--cutoff", "0,2,4")
     assert [row["cutoff_layer"] for row in rows] == [0, 2, 4]
     assert all(row["equal"] == row["answers"] for row in rows)

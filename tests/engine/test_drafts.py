@@ -116,11 +116,10 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
     plain, stated = [], []
     for proposals, keeps in ((plain, False), (stated, True)):
         context.clear()
-        model_draft.keeps_hidden_states = lambda keeps=keeps: keeps
         tokens = list(history)
         model_draft.begin(tokens)
         for n_missing in (0, 1, 2, 9):  # of what the draft's cache should hold
-            proposal = model_draft.propose(tokens, 3, GREEDY)
+            proposal = model_draft.propose(tokens, 3, GREEDY, keep_hidden_states=keeps)
             proposals.append(proposal)
             tokens += proposal.tokens
             tokens += [70 + n_missing]

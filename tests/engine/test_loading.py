@@ -9,9 +9,8 @@ import pytest
 
 from moeedge import paths
 from moeedge.engine import loading
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import MAX_N_CTX, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.llama.context import MAX_N_CTX
 from moeedge.llama.model import Model
 from moeedge.scheduler.config import PlacementConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,12 +67,12 @@ def test_trace_says_what_the_engine_did(session: Session) -> None:
     np.testing.assert_array_equal(activation_counts(trace, steps, layers), expected)
 
 
-def test_the_states_of_drafts_are_kept(session: Session) -> None:
+def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     witness = Witness()
     session.observers.append(witness)
     assert _record(session).trace.hidden_states is None  # nobody asked for them
     assert isinstance(session.draft, ModelDraft)
-    session.draft.keeps_hidden_states = lambda: True
+    monkeypatch.setattr(session.draft, "propose", partial(session.draft.propose, keep_hidden_states=True))
     witness.records.clear()
     trace = _record(session).trace
     steps = [record for record in witness.records if record.n_verified]

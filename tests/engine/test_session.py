@@ -15,7 +15,7 @@ import moeedge.llama.context as context_module
 from moeedge.bench.output_check import ReferenceGap, compare
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import MAX_N_CTX, EngineConfig, SamplingConfig
 from moeedge.errors import (
     ContextTooSmallError,
     EmptyPromptError,
@@ -24,7 +24,6 @@ from moeedge.errors import (
     VocabularyMismatchError,
 )
 from moeedge.llama import library
-from moeedge.llama.context import MAX_N_CTX
 from moeedge.native.abi import Phase
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
@@ -248,8 +247,8 @@ def test_ctrl_c_at_any_decode(
 
 def test_closing_an_answer_early(session: Session, reference: list[int]) -> None:
     with closing(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)) as generation:
-        next(generation)
-        next(generation)
+        next(iter(generation))
+        next(iter(generation))
     assert generation.stop_reason == "interrupted"
     assert list(generation) == []
     check(session, PROMPT, reference, answer(session))
@@ -277,7 +276,7 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
             assert session.target.n_past <= 64
             assert session.target.tokens[:6] == PROMPT[:6]
         assert generation.stop_reason == "length" and len(generation.tokens) == 150
-        assert generation.notes[0] == ("The context of 64 tokens was full: 29 tokens behind the first 6 were dropped.")
+        assert "29 tokens after the first 6 were dropped" in generation.notes[0]
         # what is kept is the tail of what was said
         tail = session.target.tokens[6:]
         assert [*PROMPT, *generation.tokens][-len(tail) - 1 : -1] == tail

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeedge.engine.conversation import Answer, Conversation, Message, prompt_tokens
+from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from tests.conftest import TinyFactory
@@ -31,8 +31,8 @@ def test_the_prompt_is_the_template_or_the_bare_text(session: Session) -> None:
 def test_the_text_is_that_of_the_tokens(session: Session) -> None:
     prompt = session.model.tokenize("tell me")
     sampling = SamplingConfig(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=1)
-    answer = Answer(session, prompt, n_predict=200, sampling=sampling)
-    pieces = list(answer)
+    answer = session.generate(prompt, n_predict=200, sampling=sampling)
+    pieces = list(answer.pieces())
     data = b"".join(session.model.piece(token) for token in answer.tokens)
     assert answer.text == "".join(pieces) == data.decode("utf-8", "replace")
     assert "" not in pieces
@@ -41,9 +41,10 @@ def test_the_text_is_that_of_the_tokens(session: Session) -> None:
 
 
 def test_an_answer_that_is_closed_keeps_its_text(session: Session) -> None:
-    answer = Answer(session, session.model.tokenize("tell me"), n_predict=200, sampling=SamplingConfig(temperature=0))
+    prompt = session.model.tokenize("tell me")
+    answer = session.generate(prompt, n_predict=200, sampling=SamplingConfig(temperature=0))
     assert answer.stop_reason is None
-    for _ in answer:
+    for _ in answer.pieces():
         if len(answer.text) > 10:
             break
     answer.close()

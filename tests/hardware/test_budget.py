@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.scheduler.sizing import Budget, default_reserve, model_fits, plan_budget
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.sizing import CacheBudget, default_reserve, model_fits, plan_budget
 
 _GIB = 2**30
 # the expert tensors of Qwen3-30B-A3B in Q4_0: 48 layers of 128 experts of 2.65 MB
@@ -25,7 +26,7 @@ _models = st.fixed_dictionaries(
 _memory = st.fixed_dictionaries({"free_bytes": st.integers(0, 2**40), "reserve_bytes": st.integers(0, 2**31)})
 
 
-def _check(budget: Budget, model: dict[str, int], memory: dict[str, int]) -> None:
+def _check(budget: CacheBudget, model: dict[str, int], memory: dict[str, int]) -> None:
     """What holds for every budget."""
     n_all = model["n_expert_layers"] * model["n_experts"]
     room = max(0, memory["free_bytes"] - memory["reserve_bytes"])
@@ -74,7 +75,7 @@ def test_figures_of_a_real_model() -> None:
     assert (budget.n_slots, budget.notes) == (1044, ())
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB, vram_bytes=6_000_000_000).n_slots == 6_000_000_000 // 2_654_208
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=1.0).n_slots == 48 * 128
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.0) == Budget(0.0, 0, 0)
+    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.0) == CacheBudget(0.0, 0, 0)
 
 
 def test_ratios_that_binary_fractions_miss() -> None:
@@ -87,17 +88,17 @@ def test_ratios_that_binary_fractions_miss() -> None:
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf])
 def test_ratio_outside_the_unit_interval(ratio: float) -> None:
-    with pytest.raises(InputError, match=r"outside \[0, 1\]"):
-        plan_budget(**_QWEN, free_bytes=_GIB, cache_ratio=ratio)
+    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
+        PlacementConfig(cache_ratio=ratio)
 
 
 def test_more_than_the_device_has() -> None:
     with pytest.raises(InputError, match=r"--vram 30.0 GiB is larger than the device, which has 24.0 GiB"):
         plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB)
-    with pytest.raises(InputError, match="0 or more"):
-        plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=-1)
-    with pytest.raises(InputError, match="exclude each other"):
-        plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=1, cache_ratio=0.5)
+    with pytest.raises(ValueError, match="vram_bytes"):
+        PlacementConfig(vram_bytes=-1)
+    with pytest.raises(ValueError, match="exclude each other"):
+        PlacementConfig(vram_bytes=1, cache_ratio=0.5)
 
 
 def test_more_than_is_free_shrinks_with_a_line() -> None:

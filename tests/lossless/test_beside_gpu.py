@@ -116,8 +116,8 @@ def test_hidden_states_beside_a_gpu(
             for turn in range(2):
                 tokens = greedy_answer(session, PROMPT, N_PREDICT)
                 assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")
-            assert session.placement is not None and session.placement.within is not None
-            assert session.placement.within.loaded > 0
-            told = session.placement.foretold_share
+            assert session.placement is not None and session.placement.on_demand is not None
+            assert session.placement.on_demand.loaded > 0
+            told = session.placement.predicted_share
             assert (told is not None) == (policy != "sp-moe"), session.info.notes
             assert told is None or told > 0.2

@@ -49,7 +49,7 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None and not stats.lost
         assert stats.blocks_unknown == 0 and stats.uploads > 0 and stats.pairs_hit > 0
-        told = placement.foretold_share
+        told = placement.predicted_share
         needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.required_inputs)
         assert (told is not None) == needs_hidden_states, session.info.notes
         if told is not None and policy != "sp-moe":  # a random draft says nothing about a random target
@@ -67,15 +67,15 @@ def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None
         if execution.misses == "load":
-            assert placement.within is not None and placement.within.loaded > 0
+            assert placement.on_demand is not None and placement.on_demand.loaded > 0
             assert stats.evictions > 0, "there was no room for all"
-            if placement.within.uncached == 0:
+            if placement.on_demand.uncached == 0:
                 assert stats.pairs_hit == stats.pairs, "what is missing was loaded, so that the device computed all"
                 if execution.drafting == "off":
-                    assert stats.uploads == placement.within.loaded, "nothing comes but on demand, and nothing twice"
-        if placement.drafting is not None:
-            assert (placement.drafting.stops > 0) == (execution.drafting == "vanilla")
-        assert (placement.foretold_share is not None) == (execution.drafting != "off")
+                    assert stats.uploads == placement.on_demand.loaded, "nothing comes but on demand, and nothing twice"
+        if placement.draft_prefetch is not None:
+            assert (placement.draft_prefetch.stops > 0) == (execution.drafting == "vanilla")
+        assert (placement.predicted_share is not None) == (execution.drafting != "off")
 
 
 @pytest.mark.parametrize("drafting", ["worker", "vanilla"])
@@ -88,17 +88,17 @@ def test_a_target_foretells_itself(drafting: str, loaded: Loaded) -> None:
         tokens = greedy_answer(session, PROMPT, N_PREDICT)
         assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, drafting)
         placement = session.placement
-        assert placement is not None and placement.foretold_share is not None
+        assert placement is not None and placement.predicted_share is not None
         # routers that choose among groups of experts are foretold without the groups
-        assert placement.foretold_share > (0.7 if loaded.model.info.architecture == "deepseek2" else 0.99)
+        assert placement.predicted_share > (0.7 if loaded.model.info.architecture == "deepseek2" else 0.99)
 
 
 @each_case(CASES)
 def test_stock_mode_hears_of_nothing(loaded: Loaded) -> None:
     """Between stock and moeedge in one session: hooks are quiet in stock mode, and work again behind it."""
     with open_session(loaded, "fate", ExecutionConfig(misses="load")) as session:
-        assert session.placement is not None and session.placement.within is not None
-        within = session.placement.within
+        assert session.placement is not None and session.placement.on_demand is not None
+        within = session.placement.on_demand
         for mode in ("stock", "moeedge", "stock"):
             session.set_mode(mode)  # type: ignore[arg-type]
             before = within.loaded
@@ -111,17 +111,17 @@ def test_stock_mode_hears_of_nothing(loaded: Loaded) -> None:
 def test_an_error_between_layers(loaded: Loaded) -> None:
     """What is raised at a block ends the decode, and the session goes on as if nothing had been."""
     with open_session(loaded, "fate") as session:
-        assert session.placement is not None and session.placement.within is not None
+        assert session.placement is not None and session.placement.layer_hook is not None
         greedy_answer(session, PROMPT, 4)
-        look = session.placement.within.gate.look  # type: ignore[union-attr]
+        look = session.placement.layer_hook.predictor.predict  # type: ignore[union-attr]
 
         def interrupt(*_: object) -> None:
             raise ArithmeticError("between layers")
 
-        session.placement.within.gate.look = interrupt  # type: ignore[union-attr, method-assign, assignment]
+        session.placement.layer_hook.predictor.predict = interrupt  # type: ignore[union-attr, method-assign, assignment]
         with pytest.raises(ArithmeticError, match="between layers"):
             greedy_answer(session, PROMPT, 4)
-        session.placement.within.gate.look = look  # type: ignore[union-attr, method-assign]
+        session.placement.layer_hook.predictor.predict = look  # type: ignore[union-attr, method-assign]
         tokens = greedy_answer(session, PROMPT, N_PREDICT)
         assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, "after an error")
 

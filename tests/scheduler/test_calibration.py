@@ -14,10 +14,10 @@ from moeedge import paths
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
+from moeedge.native.abi import PrefillPath
 from moeedge.notifications import Level, Notification
 from moeedge.policies.cost_model import CostModel
-from moeedge.scheduler import calibration
-from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.calibration import Calibration, write_calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.microbench import _timed
 from tests.conftest import TinyFactory
@@ -156,10 +156,10 @@ def test_whether_it_pays_is_judged_by_a_verification() -> None:
 
 
 def test_the_line_says_that_it_is_emulation() -> None:
-    said = made().sentence(emulated=True, prefill="cpu")
+    said = made().sentence(emulated=True, prefill=PrefillPath.CPU)
     assert "emulation on the CPU's own cores: 0.90 times the speed of plain decoding" in said
     assert "prompts run on the CPU" in said
-    assert "emulation" not in made().sentence(emulated=False, prefill="stream")
+    assert "emulation" not in made().sentence(emulated=False, prefill=PrefillPath.STREAM)
 
 
 def test_streaming_is_compared_over_a_whole_graph(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_nothing_behind(cache_folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError):
-        calibration._write(cache_folder / "calibration" / "a.json", "{}")
+        write_calibration(cache_folder / "calibration" / "a.json", made())
     assert list((cache_folder / "calibration").iterdir()) == []
 
 

@@ -111,7 +111,7 @@ class Recorder:
 def record(session: Session) -> Recorder:
     assert session.placement is not None
     recorder = Recorder(session.placement.policy)
-    session.placement.policy = recorder
+    session.placement.driver.policy = recorder
     return recorder
 
 
@@ -135,7 +135,7 @@ def test_what_is_said_about_it(session: Session) -> None:
     assert (info.cache_slots, info.cache_ratio) == (24, 0.5)
     assert info.pool_bytes > 0 and info.vram_bytes is not None
     assert any(
-        "Experts on emulated" in note and "24 of 48" in note and "50.0%" in note and "policy spac" in note
+        "Experts are cached on emulated" in note and "24 of 48" in note and "50.0%" in note and "policy spac" in note
         for note in info.notes
     )
 
@@ -195,7 +195,7 @@ def test_the_policy_sees_every_batch(session: Session) -> None:
 def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference: list[int]) -> None:
     """One per token of a batch but the last draft, and none while stock computes, or without a draft model."""
     with Session.open(config(pair)) as session:
-        assert any("by the draft's hidden states" in note for note in session.info.notes)
+        assert any("from the draft's hidden states" in note for note in session.info.notes)
         recorder = record(session)
         for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
             assert (0 if step.hidden_states is None else len(step.hidden_states)) == len(step.drafts)
@@ -210,8 +210,8 @@ def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference
         steps = list(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True))
         assert any(step.drafts for step in steps) and all(step.hidden_states is None for step in steps)
     with Session.open(config(pair, placement={"ablations": frozenset({"no-spec-ue"})})) as session:
-        assert not any("foretells experts" in note for note in session.info.notes)  # and so it does not
-        assert session.placement is not None and not session.placement.reads_hidden_states_now()
+        assert not any("predicts experts" in note for note in session.info.notes)  # and so it does not
+        assert session.placement is not None and not session.placement.wants_hidden_states
     with Session.open(config(pair, draft="ngram")) as session:
         assert any("tokens alone" in note for note in session.info.notes)
         recorder = record(session)
@@ -315,7 +315,7 @@ def test_a_dense_model_has_nothing_to_place(pair: tuple[Path, Path]) -> None:
 
 def test_an_unknown_policy_is_refused_before_loading(tmp_path: Path) -> None:
     missing = tmp_path / "missing.gguf"
-    with pytest.raises(InputError, match='no policy "best"'):
+    with pytest.raises(InputError, match="'best'"):
         Session.open(EngineConfig(model=missing, placement=PlacementConfig(policy="best")))
 
 
@@ -378,7 +378,7 @@ def test_trouble_is_told_once(
     monkeypatch.setattr(session.placement.cache, "stats", stats)
     monkeypatch.setattr(session.placement.cache, "trouble", lambda: (stats().lost, stats().blocks_unknown))
     generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
-    next(generation)
+    next(iter(generation))
     n_plans = len(recorder.upcoming)
     for _ in generation:
         pass
@@ -399,9 +399,7 @@ def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeyp
         return decode(self, tokens, **options)
 
     monkeypatch.setattr(Context, "decode", remember)
-    device = ResolvedDevice("gpu", ggml_name="GPU0")
-    maker = opening._Opening(session.config, device, session.target, session.draft_context, 4, print, [])
-    maker.settle()
+    opening.warm_up_gpu(session.target, session.draft_context, 4)
     assert sizes == [(True, 65), (True, 5), (True, 1), (False, 65), (False, 5), (False, 1)]
     assert session.target.tokens == [] and session.draft_context is not None and session.draft_context.tokens == []
     assert session.target.sensor is not None and not session.target.sensor.read_counts().any()
@@ -414,7 +412,7 @@ def test_nothing_moves_after_a_rest(pair: tuple[Path, Path]) -> None:
         answer(session, n_predict=2)
         cache = session.placement.cache
         assert cache.stats().queued > 0
-        session.placement.rest(0.05)
+        session.placement.drain_transfers(0.05)
         rested = cache.stats()
         assert rested.queued == rested.in_flight == 0
         assert rested.cancelled > 0

@@ -27,7 +27,7 @@ import psutil
 from moeedge import native, paths
 from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_sample, load_toy
-from moeedge.engine.conversation import Answer, Conversation, prompt_tokens
+from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.cache import ExpertCache
@@ -145,8 +145,8 @@ def chat(session: Session, seconds: float, seed: int) -> list[Sample]:
                 break
             session.gamma = rng.choice((0, 1, 4, 8, 8, 8))
             sampling = SamplingConfig(temperature=rng.choice((0.0, 0.8)), seed=rng.randrange(1 << 30))
-            answer = Answer(session, prompt, n_predict=round(2 ** rng.uniform(0, 8)), sampling=sampling)
-            for piece in answer:
+            answer = session.generate(prompt, n_predict=round(2 ** rng.uniform(0, 8)), sampling=sampling)
+            for piece in answer.pieces():
                 if rng.random() < 1e-3:  # Ctrl-C during an answer
                     answer.close()
                     break

@@ -100,7 +100,7 @@ def test_narrow_lines_are_shortened() -> None:
 
 
 def test_before_the_first_step_there_are_dashes() -> None:
-    fresh = PlacementStats("CUDA0 (A Card)", "lru", 0.5, 0, 10, 5 * MIB, None, None)
+    fresh = PlacementStats(device="CUDA0 (A Card)", policy="lru", cache_ratio=0.5, slots_total=10, pool_bytes=5 * MIB)
     shown = "\n".join(_panel(fresh, 80, 30))
     for text in [
         "hit rate -",

@@ -37,7 +37,7 @@ def test_the_prompt_is_not_counted(session: Session) -> None:
     assert meter() is None
     generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY)
     with meter:
-        next(generation)
+        next(iter(generation))
         begun = meter()
         for _ in generation:
             pass

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moeedge.engine.conversation import Answer, Conversation, prompt_tokens
+from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
@@ -55,7 +56,7 @@ class Repl:
         self._single_turn = single_turn
         self._interrupt = Interrupt()
         self._replaced: str | None = None  # the answer that /regen took back
-        self._current: Answer | None = None
+        self._current: Generation | None = None
         self._attempt = 0  # number of earlier answers to the open question
 
     @property
@@ -140,8 +141,8 @@ class Repl:
         meter = CacheMeter(self.session)
         self._interrupt.arm()
         try:
-            self._current = Answer(
-                self.session, prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
+            self._current = self.session.generate(
+                prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
             )
             stream_answer(self._current, self.info, meter, self._interrupt, out=self._out, panel=self._panel)
         except Ended:

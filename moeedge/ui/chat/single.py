@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moeedge.engine.conversation import Answer
+from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
 from moeedge.scheduler.stats import PlacementStats
@@ -25,23 +25,23 @@ from moeedge.ui.tables import json_text
 
 
 def stream_answer(
-    answer: Answer, info: EngineInfo, meter: CacheMeter, interrupt: Interrupt, *, out: Console, panel: bool
+    answer: Generation, info: EngineInfo, meter: CacheMeter, interrupt: Interrupt, *, out: Console, panel: bool
 ) -> None:
     """Generate the answer and show its text on `out`, above a live panel where `panel` asks for one."""
     view = open_view(out, info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
     with meter, typing_hidden(), view:
-        for piece in answer:
+        for piece in answer.pieces():
             view.write(piece)
 
 
-def print_turn(err: Console, answer: Answer, info: EngineInfo, meter: CacheMeter) -> None:
+def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter) -> None:
     """The stats line of a finished answer, then its notes."""
     parts = turn_parts(info, answer.stats, answer.stop_reason or "interrupted", meter())
     say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
     print_notes(err, answer, meter)
 
 
-def print_notes(err: Console, answer: Answer, meter: CacheMeter) -> None:
+def print_notes(err: Console, answer: Generation, meter: CacheMeter) -> None:
     """What happened to the context and to the device during the answer."""
     for note in dict.fromkeys(answer.notes):  # once, however often the context was shifted
         say(err, note)
@@ -50,7 +50,7 @@ def print_notes(err: Console, answer: Answer, meter: CacheMeter) -> None:
 
 
 def answer_report(
-    answer: Answer, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
+    answer: Generation, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
 ) -> dict[str, Any]:
     """The JSON object of one answer; `cache` counts its decoding."""
     return {
@@ -134,12 +134,12 @@ def answer_once(
     """
     with Interrupt() as interrupt:
         interrupt.arm()
-        answer = Answer(session, prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
+        answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
         meter = CacheMeter(session)
         try:
             if as_json:
                 with meter:
-                    for _ in answer:
+                    for _ in answer.pieces():
                         pass
             else:
                 stream_answer(answer, session.info, meter, interrupt, out=out, panel=panel)
