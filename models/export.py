@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--type", choices=("f32", *sorted(FILE_TYPES)), default="q4_0", help="of the experts' weights")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: beside the checkpoint")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: next to the checkpoint")
     parser.add_argument("--name", default="moeedge toy")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.tokenizer or args.checkpoint.with_name("tokenizer.json")))

@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--seed", default="toy", help="another text makes other prompts")
     parser.add_argument("-o", "--out", type=Path, default=OUT)
     parser.add_argument("--in-turn", action="store_true", help="domains take turns, not one after the other")
-    wish = parser.parse_args()
-    made = rows(wish.prompts, wish.seed, in_turn=wish.in_turn)
-    wish.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made))
-    print(f"{wish.out}: {len(made)} prompts")
+    options = parser.parse_args()
+    made = rows(options.prompts, options.seed, in_turn=options.in_turn)
+    options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made))
+    print(f"{options.out}: {len(made)} prompts")
 
 
 if __name__ == "__main__":
