@@ -1,7 +1,8 @@
-"""At temperature > 0 speculation changes no probability: sampled answers against the exact distribution (chi-square).
+"""At temperature > 0 speculation changes no probability.
 
-The exact probability of each short continuation comes from stock llama.cpp's logits and a filter chain written here a
-second time, in the plainest way.
+One test computes the distribution of the next token exactly from the sampler's own decisions. The others compare
+sampled answers of the engine with the exact distribution (chi-square); the exact probability of each short continuation
+comes from stock llama.cpp's logits and an independent, plain implementation of the filter chain.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
+from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama import library
@@ -22,8 +26,8 @@ from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
 N_DRAWS = 2000
-SMALLEST_CELL = 5.0  # expected draws; rarer continuations are pooled
-P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
+SMALLEST_CLASS = 5.0  # expected draws; rarer continuations are pooled
+P_VALUE = 1e-3  # seeds are fixed, so a test that passes once always passes
 OPENING = np.random.default_rng(6).integers(0, 256, 6).tolist()
 
 # name -> sampling, length of the continuations compared
@@ -115,20 +119,20 @@ def sample(
     return drawn, drafted, accepted
 
 
-def cells(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Observed and expected draws per continuation, the rare ones in one common cell."""
-    common = [key for key, probability in expected.items() if probability * N_DRAWS >= SMALLEST_CELL]
+def classes(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """Observed and expected draws per continuation, the rare ones in one common class."""
+    common = [key for key, probability in expected.items() if probability * N_DRAWS >= SMALLEST_CLASS]
     observed = [drawn[key] for key in common]
     wanted = [expected[key] * N_DRAWS for key in common]
     rest = N_DRAWS - sum(wanted)
-    if rest >= SMALLEST_CELL:
+    if rest >= SMALLEST_CLASS:
         return np.array([*observed, N_DRAWS - sum(observed)]), np.array([*wanted, rest])
     return np.array(observed), np.array(wanted) * sum(observed) / sum(wanted)
 
 
 def p_value(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> float:
-    observed, wanted = cells(expected, drawn)
-    assert len(observed) > 8, "too few cells to tell anything"
+    observed, wanted = classes(expected, drawn)
+    assert len(observed) > 8, "too few classes for a test"
     return float(chisquare(observed, wanted).pvalue)
 
 
@@ -136,8 +140,94 @@ def engine(target: Path, source: Path | str | None, gamma: int = 4) -> EngineCon
     return EngineConfig(model=target, draft=source, gamma=gamma, n_ctx=64, n_threads=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("source", ["none", "model", "ngram"])
-@pytest.mark.parametrize("name", SAMPLINGS)
+class _FixedRandom:
+    """A random generator that returns one value again and again."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self) -> float:
+        return self.value
+
+
+def next_token_distribution(config: SamplingConfig, logits: np.ndarray, proposal: Candidates) -> np.ndarray:
+    """The exact distribution [n_vocab] of the token that follows, one draft drawn from `proposal`.
+
+    logits: float32 [2, n_vocab]. Sums over all drafts: the acceptance probability is the length of the interval of
+    random numbers that accept, found by bisection; a rejected draft adds the normalized weights that its replacement
+    is drawn with.
+    """
+    n_vocab = logits.shape[1]
+    sampler = Sampler(config, n_vocab)
+    rng = sampler._rng = _FixedRandom(0.0)  # type: ignore[assignment]
+    drawn_with: list[np.ndarray] = []
+
+    def draw_index(weights: np.ndarray) -> int:
+        drawn_with.append(weights.copy())
+        return 0
+
+    sampler._draw_index = draw_index  # type: ignore[method-assign]
+
+    def is_accepted(draft: int, value: float) -> bool:
+        rng.value = value
+        drawn_with.clear()
+        return sampler.accept(logits, [draft], [proposal], [])[0] == 1
+
+    target_ids = sampler.candidates(logits[0], []).ids
+    result = np.zeros(n_vocab)
+    for draft, probability in zip(proposal.ids.tolist(), proposal.probabilities.tolist(), strict=True):
+        low, high = 0.0, 1.0  # random numbers are in [0, 1)
+        if is_accepted(draft, np.nextafter(1.0, 0.0)):
+            low = 1.0
+        elif not is_accepted(draft, 0.0):
+            high = 0.0
+        while high - low > 1e-12:
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_accepted(draft, middle) else (low, middle)
+        result[draft] += probability * low
+        if low < 1.0:
+            assert not is_accepted(draft, np.nextafter(1.0, 0.0))
+            (weights,) = drawn_with or [np.ones(1)]  # a single candidate is taken without a draw
+            result[target_ids] += probability * (1.0 - low) * weights / weights.sum()
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(
+        [SamplingConfig(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0), *(c for c, _ in SAMPLINGS.values())]
+    ),
+    st.sampled_from(["model", "ngram", "equal", "disjoint"]),
+)
+def test_accepted_and_replaced_drafts_have_the_exact_distribution(seed: int, config: SamplingConfig, kind: str) -> None:
+    rng = np.random.default_rng(seed)
+    n_vocab = 12
+    logits = rng.normal(0, 2, (2, n_vocab)).astype(np.float32)
+    target = Sampler(config, n_vocab).candidates(logits[0], [])
+    absent = np.setdiff1d(np.arange(n_vocab), target.ids)
+    proposal = {
+        "model": Sampler(config, n_vocab).candidates(rng.normal(0, 2, n_vocab).astype(np.float32), []),
+        "ngram": Candidates.certain(int(rng.integers(0, n_vocab))),
+        "equal": target,
+        "disjoint": Candidates.certain(int(absent[0]) if len(absent) else 0),
+    }[kind]
+    found = next_token_distribution(config, logits, proposal)
+    np.testing.assert_allclose(found, filtered(logits[0], config, []), atol=1e-6)
+
+
+# every sampling and every source once; the other pairs are slow
+_SAMPLED = (("temperature-1", "none"), ("top-p", "ngram"), ("penalty", "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        pytest.param(name, source, marks=() if (name, source) in _SAMPLED else pytest.mark.slow)
+        for name in SAMPLINGS
+        for source in ("none", "model", "ngram")
+    ],
+)
 def test_speculation_keeps_the_distribution(
     name: str, source: str, target: Path, draft: Path, prompt: list[int]
 ) -> None:
@@ -146,20 +236,21 @@ def test_speculation_keeps_the_distribution(
     path = {"none": None, "model": draft, "ngram": "ngram"}[source]
     drawn, drafted, accepted = sample(engine(target, path), prompt, config, length)
     if source != "none":
-        assert 0 < accepted < drafted, "both acceptance and refusal are under test"
-    assert set(drawn) <= set(expected), "a filtered token came out"
+        assert 0 < accepted < drafted, "both acceptance and rejection are under test"
+    assert set(drawn) <= set(expected), "a token was drawn that the filters exclude"
     assert p_value(expected, drawn) > P_VALUE
 
 
 def test_the_test_can_fail(target: Path, draft: Path, prompt: list[int]) -> None:
-    """The draft's own answers, as if accepted without a check, are told from the target's with certainty."""
+    """The draft's own answers, as if accepted without a check, are distinguished from the target's."""
     config, length = SAMPLINGS["temperature-1"]
     drawn, _, _ = sample(engine(draft, None), prompt, config, length)
     assert p_value(exact(target, prompt, config, length), drawn) < 1e-9
 
 
+@pytest.mark.slow
 def test_with_and_without_speculation(target: Path, draft: Path, prompt: list[int]) -> None:
-    """The two samples themselves, tokens 2 to 4, which full acceptance and the bonus token reach."""
+    """The two samples themselves, tokens 2 to 4, which come from full acceptance and the bonus token, too."""
     config, length = SAMPLINGS["top-k"]
     samples = []
     for gamma in (0, 4):
@@ -168,8 +259,8 @@ def test_with_and_without_speculation(target: Path, draft: Path, prompt: list[in
         for tokens, count in drawn.items():
             later[tokens[1:]] += count
         samples.append(later)
-    common = [tokens for tokens in samples[0] if samples[0][tokens] + samples[1][tokens] >= 2 * SMALLEST_CELL]
+    common = [tokens for tokens in samples[0] if samples[0][tokens] + samples[1][tokens] >= 2 * SMALLEST_CLASS]
     table = [[*(each[tokens] for tokens in common), 0] for each in samples]
     for row in table:
-        row[-1] = N_DRAWS - sum(row)  # the rare ones in one cell
+        row[-1] = N_DRAWS - sum(row)  # the rare ones in one class
     assert chi2_contingency(table).pvalue > P_VALUE
