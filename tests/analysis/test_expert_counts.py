@@ -134,6 +134,7 @@ def test_impossible_shapes_are_refused(call: object) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_real_routing_of_gpt_oss_20b(data_folder: Path) -> None:
     """The figures that the data set's own description gives for this trace."""
     file = data_folder / "traces" / "gptoss20b_decode.npz"

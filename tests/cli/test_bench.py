@@ -180,7 +180,9 @@ def test_a_missing_model_exits_with_2(tmp_path: Path) -> None:
     assert "absent.gguf" in result.stderr
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_prints_what_was_measured(tiny_moe: Path, talk: Path, signum: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "moeedge", "bench", "-m", str(tiny_moe), "--dataset", str(talk)]
     with subprocess.Popen(

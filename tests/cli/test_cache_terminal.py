@@ -27,7 +27,10 @@ def endless(tiny: TinyFactory) -> list[str]:
     return ["chat", *models, *DEVICE, "-t", "1", "-c", "512", "--context-shift", "--temp", "0"]
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(120, 40), (60, 20), (40, 15)])
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [pytest.param(120, 40, marks=pytest.mark.slow), pytest.param(60, 20, marks=pytest.mark.slow), (40, 15)],
+)
 def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) -> None:
     with Terminal(endless, env={}, columns=columns, rows=rows) as terminal:
         at = terminal.expect(PROMPT)
@@ -57,7 +60,9 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
     assert {len(line) for line in terminal.text.split("\n") if line.startswith("╭")} == {columns}
 
 
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["no-color", "dumb"])
+@pytest.mark.parametrize(
+    "env", [pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow), {"TERM": "dumb"}], ids=["no-color", "dumb"]
+)
 def test_plain_terminals_get_the_figures_behind_the_answer(endless: list[str], env: dict[str, str]) -> None:
     with Terminal([*endless, "-n", "60"], env=env) as terminal:
         at = terminal.expect(PROMPT)

@@ -131,6 +131,7 @@ def test_sigterm_at_the_prompt_saves_the_conversation(pair: list[str], cache: Pa
     assert len(json.loads((cache / "chat_autosave.json").read_text())["messages"]) == 2
 
 
+@pytest.mark.slow
 def test_history_is_kept_across_runs(pair: list[str], cache: Path) -> None:
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
         at = terminal.expect(PROMPT)
@@ -164,8 +165,11 @@ def test_a_wide_terminal_gets_the_panel(endless: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("env", "columns"),
-    [({"TERM": "dumb"}, 100), ({"NO_COLOR": "1"}, 100), ({}, 39)],
-    ids=["dumb", "no-color", "narrow"],
+    [
+        pytest.param({"TERM": "dumb"}, 100, id="dumb"),
+        pytest.param({"NO_COLOR": "1"}, 100, id="no-color", marks=pytest.mark.slow),
+        pytest.param({}, 39, id="narrow", marks=pytest.mark.slow),
+    ],
 )
 def test_other_terminals_get_plain_text(endless: list[str], env: dict[str, str], columns: int) -> None:
     with Terminal([*endless, "-n", "200"], env=env, columns=columns) as terminal:

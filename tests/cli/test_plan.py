@@ -127,6 +127,7 @@ def test_what_cannot_fit_is_said_and_no_error(header: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.slow
 def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "moeedge", "plan", "-m", header]

@@ -190,7 +190,9 @@ def test_bad_input(pair: list[str], options: list[str], words: list[str]) -> Non
     _one_sentence(_run(*pair, *extra, *options), 2, *words)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_reports_what_there_is(pair: list[str], tmp_path: Path, signum: int, code: int) -> None:
     """The prompts last for minutes, so that the signal always comes first."""
     (tmp_path / "many.jsonl").write_text('{"prompt": "one two three"}\n' * 1000)

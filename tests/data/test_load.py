@@ -90,6 +90,7 @@ def test_a_hub_in_trouble() -> None:
             load_dataset("qa")
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b'{"turns": ["Who?"]}\n' * 99}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)

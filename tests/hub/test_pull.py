@@ -58,6 +58,7 @@ def test_dry_run_downloads_nothing(place: Place) -> None:
     assert not place.blobs("me/big-GGUF")
 
 
+@pytest.mark.slow
 def test_what_is_here_is_not_asked_for(place: Place) -> None:
     assert place.run("pull", "big").returncode == 0
     place.hub.asked.clear()
@@ -68,6 +69,7 @@ def test_what_is_here_is_not_asked_for(place: Place) -> None:
     assert offline.returncode == 0
 
 
+@pytest.mark.slow
 def test_no_draft_and_another_draft(place: Place) -> None:
     assert place.run("pull", "big", "--no-draft").returncode == 0
     assert not place.blobs("me/small-GGUF")
@@ -76,7 +78,14 @@ def test_no_draft_and_another_draft(place: Place) -> None:
     assert place.run("pull", "big", "--draft", "x", "--no-draft").returncode == 2
 
 
-@pytest.mark.parametrize("reference", ["hf:me/big-GGUF", "me/big-GGUF:q4_k_m", "hf:me/big-GGUF:big-Q4_K_M.gguf"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        pytest.param("hf:me/big-GGUF", marks=pytest.mark.slow),
+        "me/big-GGUF:q4_k_m",
+        pytest.param("hf:me/big-GGUF:big-Q4_K_M.gguf", marks=pytest.mark.slow),
+    ],
+)
 def test_straight_from_the_hub(place: Place, reference: str) -> None:
     result = place.run("pull", reference)
     assert result.returncode == 0, result.stderr
@@ -119,6 +128,7 @@ def test_a_second_run_fetches_only_the_rest(place: Place) -> None:
     assert place.blobs("me/big-GGUF") == {sha256(body): body}
 
 
+@pytest.mark.slow
 def test_a_server_without_ranges_begins_anew(place: Place) -> None:
     place.hub.cut_after, place.hub.ignore_range = 2**20, True
     body = place.hub.files[BIG]
@@ -127,6 +137,7 @@ def test_a_server_without_ranges_begins_anew(place: Place) -> None:
     assert place.blobs("me/big-GGUF") == {sha256(body): body}
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_found_and_removed(place: Place) -> None:
     place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
     assert place.run("pull", "big", "--no-draft").returncode == 1
@@ -160,6 +171,7 @@ def test_no_room(place: Place) -> None:
     assert place.hub.ranges() == []
 
 
+@pytest.mark.slow
 def test_the_disk_fills_up_on_the_way(place: Place) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))  # as a quota: EFBIG
@@ -173,6 +185,7 @@ def test_the_disk_fills_up_on_the_way(place: Place) -> None:
     assert place.hub.ranges() == [f"bytes={2**20}-"]
 
 
+@pytest.mark.slow
 def test_a_really_full_disk(place: Place, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -225,6 +238,7 @@ def test_what_does_not_exist(place: Place, arguments: list[str], sentence: str) 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_catalog_that_is_behind(place: Place) -> None:
     del place.hub.files[BIG]
     place.hub.files["me/big-GGUF", "renamed.gguf"] = b"x"
@@ -252,6 +266,7 @@ def test_no_network(place: Place) -> None:
     assert offline.returncode == 1 and "HF_HUB_OFFLINE is set" in offline.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_falls_silent(place: Place) -> None:
     place.hub.stall = True
     start = time.monotonic()
@@ -260,7 +275,14 @@ def test_a_server_that_falls_silent(place: Place) -> None:
     assert time.monotonic() - start < 40
 
 
-@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signal_number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted(place: Place, signal_number: int, code: int) -> None:
     place.hub.block_pause_s = 0.1
     process = subprocess.Popen(

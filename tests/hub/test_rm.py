@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from tests.hub.conftest import SMALL, Place, sha256
 
 
@@ -19,6 +21,7 @@ def test_rm(place: Place) -> None:
     assert again.returncode == 2 and "big is not on this machine" in again.stderr
 
 
+@pytest.mark.slow
 def test_rm_of_an_unfinished_download(place: Place) -> None:
     place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
     assert place.run("pull", "big", "--no-draft").returncode == 1
@@ -26,6 +29,7 @@ def test_rm_of_an_unfinished_download(place: Place) -> None:
     assert not place.blobs("me/big-GGUF")
 
 
+@pytest.mark.slow
 def test_rm_keeps_what_another_file_is(place: Place) -> None:
     place.hub.files["me/small-GGUF", "copy-Q8_0.gguf"] = place.hub.files[SMALL]
     for name in ("small-Q8_0.gguf", "copy-Q8_0.gguf"):

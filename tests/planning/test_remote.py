@@ -40,6 +40,7 @@ def test_a_name_of_the_catalog_is_planned_with_its_draft_before_it_is_pulled(pla
     assert not list(scratch.iterdir()) and place.blobs(BIG[0]) == {}
 
 
+@pytest.mark.slow
 def test_so_is_a_file_of_the_hub(place: Place) -> None:
     done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}", "-md", "none")
     assert done.returncode == 0, done.stderr
@@ -57,6 +58,7 @@ def test_a_long_header_is_fetched_piece_by_piece(place: Place, tmp_path: Path, m
     assert found.path.stat().st_size <= 2**16
 
 
+@pytest.mark.slow
 def test_what_the_hub_does_not_give_is_one_sentence(place: Place) -> None:
     place.hub.files[BIG] = b"no model" * 100
     done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}")
