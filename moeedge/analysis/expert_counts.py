@@ -1,4 +1,4 @@
-"""How many distinct experts a batch of tokens touches, and how much adjacent tokens share: formulas and measurements.
+"""Distinct experts of a batch of tokens and experts shared by adjacent tokens: formulas and measurements.
 
 Three views of one quantity, after the production study of MoE speculation ("Why MoE models get more from speculative
 decoding", section "Expert routing and verification cost"):
@@ -7,16 +7,15 @@ decoding", section "Expert routing and verification cost"):
   independence   the measured popularity p_e of each expert, tokens independent
   empirical      counted on consecutive tokens
 
-The gap between independence and empirical is what temporal correlation saves. Notation: N experts, k of them per token,
+The gap between independence and empirical is due to temporal correlation. Notation: N experts, k of them per token,
 B tokens, p_e = P(a random token uses expert e), sum_e p_e = k.
 
-`ids` arrays are integers [T, k]: row t holds the experts of token t; a negative id means "not recorded". `sequence` [T]
+`ids` arrays are integers [T, k]: row t holds the experts of token t, a negative id was not recorded. `sequence` [T]
 numbers the texts: no pair and no window spans two of them. `p` arrays are float [..., N].
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -27,50 +26,37 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 
-# --- formulas ---------------------------------------------------------------------------------------------------------
-
-
 def uniform_overlap(n_experts: int, n_used: int) -> float:
-    """Expected share of a token's experts that an unrelated token also uses, all experts equally likely: k/N."""
+    """Expected share of a token's experts that an unrelated token also uses, all experts equally likely: k/N.
+
+    Raises ValueError unless 0 < k <= N.
+    """
     _check_shape(n_experts, n_used)
     return n_used / n_experts
 
 
 def independence_overlap(p: FloatArray) -> float:
-    """The same under the measured popularity: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 when nothing was measured."""
+    """The same under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
     n_used = float(p.sum())
     return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
 
 
 def uniform_unique(n_experts: int, n_used: int, n_tokens: int) -> float:
-    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), section 3."""
+    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), section 3.
+
+    Raises ValueError unless 0 < k <= N.
+    """
     _check_shape(n_experts, n_used)
     return n_experts * (1.0 - (1.0 - n_used / n_experts) ** n_tokens)
 
 
 def independence_unique(p: FloatArray, n_tokens: int) -> float:
-    """Expected distinct experts of B tokens under the measured popularity: sum_e (1 - (1 - p_e)^B)."""
+    """Expected distinct experts of B tokens under the measured popularity p [N]: sum_e (1 - (1 - p_e)^B)."""
     return float((1.0 - (1.0 - p) ** n_tokens).sum())
 
 
-def full_activation_tokens(n_experts: int, n_used: int, tail: float = 0.95) -> float:
-    """Tokens after which a share `tail` of the experts is expected active: log_{1-k/N}(1 - tail) (MoESD, Eq. 9)."""
-    _check_shape(n_experts, n_used)
-    if not 0 < tail < 1:
-        raise ValueError(f"tail must be in (0, 1), not {tail}")
-    return 1.0 if n_used == n_experts else math.log(1.0 - tail) / math.log(1.0 - n_used / n_experts)
-
-
-def tokens_per_expert(n_experts: int, n_used: int, n_tokens: int) -> float:
-    """Mean number of a batch's tokens that each active expert serves: B * k / N(B) (MoESD, section 3)."""
-    return n_tokens * n_used / uniform_unique(n_experts, n_used, n_tokens)
-
-
-# --- measurements -----------------------------------------------------------------------------------------------------
-
-
 def membership(ids: IntArray, n_experts: int) -> BoolArray:
-    """Bool [T, N]: token t uses expert e. An expert named twice by one token counts once."""
+    """Bool [T, N]: token t uses expert e. An expert that occurs twice in a token's row counts once."""
     used = np.zeros((ids.shape[0], n_experts), dtype=np.bool_)
     rows, slots = np.nonzero(ids >= 0)
     used[rows, ids[rows, slots]] = True
@@ -78,14 +64,14 @@ def membership(ids: IntArray, n_experts: int) -> BoolArray:
 
 
 def activation_probability(ids: IntArray, n_experts: int) -> FloatArray:
-    """p_e [N] over the recorded tokens; zeros when there is none."""
+    """p_e [N] over the recorded tokens; zeros if there are none."""
     used = membership(ids, n_experts)
     n_recorded = int(used.any(axis=1).sum())
     return np.asarray(used.sum(axis=0) / max(n_recorded, 1), dtype=np.float64)
 
 
 def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None = None, lag: int = 1) -> float | None:
-    """Mean of |experts(t) & experts(t + lag)| / |experts(t)|; None when no two recorded tokens are that far apart."""
+    """Mean of |experts(t) & experts(t + lag)| / |experts(t)|; None if no two recorded tokens are that far apart."""
     if lag < 1:
         raise ValueError(f"lag must be >= 1, not {lag}")
     used = membership(ids, n_experts)
@@ -101,7 +87,7 @@ def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None =
 
 
 def empirical_unique(ids: IntArray, n_experts: int, n_tokens: int, sequence: IntArray | None = None) -> float | None:
-    """Mean number of distinct experts in all windows of B consecutive recorded tokens; None when no text is so long."""
+    """Mean number of distinct experts in all windows of B consecutive recorded tokens; None if all texts are shorter."""
     if n_tokens < 1:
         raise ValueError(f"n_tokens must be >= 1, not {n_tokens}")
     if ids.shape[0] < n_tokens:

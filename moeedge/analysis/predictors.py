@@ -1,11 +1,11 @@
-"""Hot-or-cold prediction, replayed: what each score would have said before every step, and how often it was right.
+"""Replayed hot-or-cold prediction: what each predictor says before every step, and how often it is right.
 
-MoE-SpAc, section 4.3 and Figure 4, with threshold tau = 1: before step t+1 an expert is predicted hot when its utility
-s_{t+1} >= 1, and is hot when f_{t+1} >= 1 of the step's tokens use it.
+MoE-SpAc, section 4.3 and Figure 4, with threshold tau = 1: before step t+1 an expert is predicted hot if its utility
+s_{t+1} >= 1, and is hot if f_{t+1} >= 1 of the step's tokens use it.
 
-Accuracy alone flatters whoever says "cold": with N experts of which a step uses few, most are cold anyway. So every
-result comes with the accuracy of saying "cold" always, and with the balanced accuracy (the mean of the shares of hot
-and of cold experts that were recognised; 0.5 for a constant answer).
+A predictor that always says "cold" has a high accuracy: with N experts of which a step uses few, most are cold. So
+every result comes with the accuracy of always saying "cold" and with the balanced accuracy (the mean of the recognised
+shares of hot and of cold experts; 0.5 for a constant answer).
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ from moeedge.policies.spac import utility
 
 BoolArray = NDArray[np.bool_]
 CountArray = NDArray[np.integer[Any]]
-Sensor = Literal["sd", "ar"]  # fed with verification steps, or with one token at a time
-Horizon = Literal["step", "token"]  # asked about the next verification step, or the next token
+Sensor = Literal["sd", "ar"]  # reads verification steps, or one token at a time
+Horizon = Literal["step", "token"]  # predicts the next verification step, or the next token
 
 TAU = 1  # Figure 4
 
 
 class Predictor(Protocol):
-    """Sees the counts of one step after the other; says which experts the next one will use."""
+    """Reads the counts of one step after the other and predicts the experts of the next one."""
 
     def predict(self) -> BoolArray:
-        """Hot or cold, [n_layers, n_experts]."""
+        """Experts predicted hot, [n_layers, n_experts]."""
 
     def observe(self, counts: CountArray) -> None:
-        """Counts of the step that just ended, [n_layers, n_experts]."""
+        """Reads the activations [n_layers, n_experts] of the step that just ended."""
+
+
+Factory = Callable[[tuple[int, ...]], Predictor]  # from (n_layers, n_experts)
 
 
 class UtilityPredictor:
-    """Algorithm 1 in one of its variants."""
+    """Algorithm 1 in one of its variants: hot if s >= tau."""
 
     def __init__(self, shape: tuple[int, ...], config: utility.UtilityConfig) -> None:
         self._config = config
         self._state = utility.initial_state(shape, config)
 
     def predict(self) -> BoolArray:
-        """s >= tau."""
-        return utility.hot(self._state.utility, TAU)
+        """Experts with s >= tau, [n_layers, n_experts]."""
+        return np.asarray(self._state.utility >= TAU)
 
     def observe(self, counts: CountArray) -> None:
         """One step of the algorithm."""
@@ -54,27 +57,29 @@ class UtilityPredictor:
 
 
 class AveragePredictor:
-    """An exponential moving average of the counts against a threshold; beta = 0 is "used in the last step"."""
+    """Moving average of the counts, beta * average + (1 - beta) * counts; hot if it reaches a threshold.
+
+    beta = 0 is "used in the last step". Raises ValueError unless 0 <= beta < 1.
+    """
 
     def __init__(self, shape: tuple[int, ...], beta: float, threshold: float) -> None:
-        self._average = np.zeros(shape)
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta must be in [0, 1), not {beta}")
+        self.average = np.zeros(shape)
         self._beta = beta
         self._threshold = threshold
 
     def predict(self) -> BoolArray:
-        """average >= threshold."""
-        return utility.hot(self._average, self._threshold)
+        """Experts whose average reaches the threshold, [n_layers, n_experts]."""
+        return np.asarray(self.average >= self._threshold)
 
     def observe(self, counts: CountArray) -> None:
-        """Move the average."""
-        self._average = utility.decayed_counts(self._average, counts, self._beta)
-
-
-Factory = Callable[[tuple[int, ...]], Predictor]
+        """Updates the average."""
+        self.average = self._beta * self.average + (1.0 - self._beta) * counts
 
 
 def speculative_predictors(gamma: int) -> dict[str, Factory]:
-    """The scores that read verification steps of gamma drafts, by name; the first is the paper's."""
+    """Predictors that read verification steps of gamma drafts, by name; the first is the paper's."""
 
     def alg1(boundaries: utility.Boundaries) -> Factory:
         config = utility.UtilityConfig(gamma=gamma, cap=min(4, max(gamma, 1)), boundaries=boundaries)  # K <= gamma
@@ -90,14 +95,14 @@ def speculative_predictors(gamma: int) -> dict[str, Factory]:
 
 
 def single_token_predictors(horizon: float) -> dict[str, Factory]:
-    """The scores that read one token at a time and predict the next `horizon` tokens, by name; Algorithm 1 first.
+    """Predictors that read one token at a time and predict the next `horizon` tokens, by name; Algorithm 1 first.
 
-    One token gives f in {0, 1}: the utility is binary (K = 1, Table 4 "w/o SpecUE") and its boundaries 1, the smallest
-    at which something must have happened. It then equals "used by the last token". (floor(gamma / 2) with gamma = 0
-    would be 0, and an expert that is never used would rise at every step, as 0 >= 0.)
+    One token gives f in {0, 1}: the utility is binary (K = 1, Table 4 "w/o SpecUE") with boundaries 1, the smallest
+    that need an activation, so it equals "used by the last token". (floor(gamma / 2) with gamma = 0 would be 0, and an
+    unused expert would rise at every step, as 0 >= 0.)
 
-    The average estimates the chance p that a token uses the expert; within `horizon` tokens it is used more likely
-    than not when 1 - (1 - p)^horizon >= 1/2.
+    The average estimates the probability p that a token uses the expert; within `horizon` tokens it is more likely used
+    than not if 1 - (1 - p)^horizon >= 1/2.
     """
     binary = utility.UtilityConfig(gamma=2, cap=1)
     threshold = 1.0 - 0.5 ** (1.0 / max(horizon, 1.0))
@@ -107,61 +112,53 @@ def single_token_predictors(horizon: float) -> dict[str, Factory]:
     }
 
 
+def replay(
+    counts: CountArray,
+    is_first: BoolArray,
+    factory: Factory,
+    *,
+    carry: bool,
+    n_read: NDArray[np.integer[Any]] | None = None,
+) -> BoolArray:
+    """Predictions before each step, bool [n_steps, n_layers, n_experts].
+
+    counts    [n, n_layers, n_experts], read one after the other
+    is_first  [n_steps], first steps of texts, where the predictor starts anew unless `carry`
+    n_read    [n_steps], how many of `counts` belong to each step, such as its accepted tokens; None: one
+    """
+    n_read = np.ones(len(is_first), dtype=np.int64) if n_read is None else n_read
+    predictions = np.zeros((len(is_first), *counts.shape[1:]), dtype=np.bool_)
+    predictor = factory(counts.shape[1:])
+    start = 0
+    for step, n in enumerate(n_read.tolist()):
+        if is_first[step] and not carry:
+            predictor = factory(counts.shape[1:])
+        predictions[step] = predictor.predict()
+        for read in counts[start : start + n]:
+            predictor.observe(read)
+        start += n
+    return predictions
+
+
 @dataclass(frozen=True)
 class Score:
-    """How well one score foresaw the hot experts of one layer."""
+    """How well one predictor recognised the hot experts of one layer. None: no step was judged."""
 
     predictor: str
     sensor: Sensor
     predicts: Horizon
-    accuracy: float | None  # starting anew with every text, as a run of one prompt does
+    accuracy: float | None  # starting anew with every text, as for one prompt
     balanced_accuracy: float | None
-    accuracy_carried: float | None  # the state kept from text to text, as a long session does
-
-
-def replay(counts: CountArray, is_first: BoolArray, factory: Factory, *, carry: bool) -> BoolArray:
-    """Predictions before each step, bool [n_steps, n_layers, n_experts].
-
-    `counts` [n_steps, n_layers, n_experts]; `fresh` [n_steps] marks first steps of texts, where the predictor starts
-    anew unless `carry`.
-    """
-    predictions = np.zeros(counts.shape, dtype=np.bool_)
-    predictor = factory(counts.shape[1:])
-    for step in range(counts.shape[0]):
-        if is_first[step] and not carry:
-            predictor = factory(counts.shape[1:])
-        predictions[step] = predictor.predict()
-        predictor.observe(counts[step])
-    return predictions
-
-
-def replay_tokens(
-    token_counts: CountArray, n_text: NDArray[np.int64], is_first: BoolArray, factory: Factory, *, carry: bool
-) -> BoolArray:
-    """Predictions before each step by a sensor of accepted tokens, one at a time: bool [n_steps, n_layers, n_experts].
-
-    `token_counts` [n_text_tokens, n_layers, n_experts] in reading order; step t contributed the next `n_text[t]`.
-    """
-    predictions = np.zeros((n_text.size, *token_counts.shape[1:]), dtype=np.bool_)
-    predictor = factory(token_counts.shape[1:])
-    token = 0
-    for step, n_tokens in enumerate(n_text):
-        if is_first[step] and not carry:
-            predictor = factory(token_counts.shape[1:])
-        predictions[step] = predictor.predict()
-        for counts in token_counts[token : token + int(n_tokens)]:
-            predictor.observe(counts)
-        token += int(n_tokens)
-    return predictions
+    accuracy_carried: float | None  # keeping the state from text to text, as in a long session
 
 
 def accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float | None:
-    """Share of right answers for one layer, [n_steps, n_experts], over the `judged` steps; None without any."""
+    """Share of right predictions [n_steps, n_experts] in the `judged` steps [n_steps]; None if there are none."""
     return float((predicted == truth)[judged].mean()) if judged.any() else None
 
 
 def balanced_accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float | None:
-    """Mean of the recognised shares of hot and of cold experts; None where one of the two did not occur."""
+    """Mean of the recognised shares of hot and of cold experts; None if one of the two did not occur."""
     said, was = predicted[judged], truth[judged]
     n_hot = int(was.sum())
     if n_hot in (0, was.size):

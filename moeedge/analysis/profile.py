@@ -1,19 +1,16 @@
-"""What a routing trace says about each layer, as plain dataclasses.
+"""Statistics of a routing trace per layer, and their JSON (`moeedge profile -o json`, keys in docs/traces.md).
 
-The speculative sensor (sd) is fed with the counts of every verification step, rejected drafts included. The
-one-token-at-a-time sensor (ar) is fed with the accepted tokens of the same run, one after the other: speculation is
-lossless, so plain decoding reads exactly this text. Both are asked the same question at the same moment: which experts
-will the next verification step use? Figure 4 of MoE-SpAc judges each on its own next step instead, and the next token
-leaves all but k of N experts cold, which no accuracy of the other question can be compared with; that number is
-reported too, beside what "always cold" would reach.
-
-A layer's profile as a JSON object: `moeedge profile -o json` (docs/traces.md lists the keys).
+The speculative sensor (sd) reads the counts of every verification step, rejected drafts included. The sensor of single
+tokens (ar) reads the accepted tokens of the same run, one after the other: speculation is lossless, so plain decoding
+reads exactly this text. Both answer the same question at the same time: which experts will the next verification step
+use? Figure 4 of MoE-SpAc judges each on its own next step instead. The next token leaves all but k of N experts cold,
+so that accuracy cannot be compared with the other; it is reported as well, with the accuracy of always saying "cold".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +21,13 @@ from moeedge.analysis.predictors import (
     TAU,
     BoolArray,
     CountArray,
+    Factory,
     Horizon,
     Score,
     Sensor,
     accuracy,
     balanced_accuracy,
     replay,
-    replay_tokens,
     single_token_predictors,
     speculative_predictors,
 )
@@ -41,11 +38,11 @@ from moeedge.trace.steps import Steps, activation_counts, recorded_steps
 if TYPE_CHECKING:
     from moeedge.engine.recording import Recording
 
-
 BATCHES = (1, 2, 4, 8, 16)  # tokens per batch of the unique-expert comparison
 N_HOTTEST = 10
 HEADLINE = "alg1-printed"
 _LAYERS_AT_ONCE = 16  # bounds the memory of the replays: 5,000 tokens x 16 layers x 128 experts are 10 MB an array
+_DIGITS = 6  # of figures in JSON
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,12 @@ class HotExpert:
     expert: int
     activations: int  # accepted tokens that used it
     share: float  # of the accepted tokens
-    mean_weight: float | None  # router weight when used; None where weights were not recorded
+    mean_weight: float | None  # router weight when used; None: weights were not recorded
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class LayerProfile:
-    """Everything reported about one layer. `B` below is a number of consecutive tokens."""
+    """Statistics of one layer. `B` below is a number of consecutive tokens."""
 
     layer: int
     n_experts: int
@@ -72,9 +69,9 @@ class LayerProfile:
     is_first: BoolArray  # [steps], first steps of texts
     speculative: bool  # whether steps are verification steps of several tokens
     scores: list[Score]
-    step_cold_share: float | None  # of the experts in the steps that scores are judged by: what "always cold" reaches
+    step_cold_share: float | None  # of the experts in the judged steps: the accuracy of always saying "cold"
     token_cold_share: float | None  # the same for single tokens
-    accuracy_curve: NDArray[np.float64]  # [steps], of the first score, NaN where nothing was known yet
+    accuracy_curve: NDArray[np.float64]  # [steps], of the first score, NaN in first steps of texts
     overlap: float | None  # of adjacent accepted tokens
     overlap_uniform: float
     overlap_independence: float
@@ -85,7 +82,7 @@ class LayerProfile:
     hottest: list[HotExpert]
 
     def score(self, predictor: str, sensor: Sensor, predicts: str) -> Score | None:
-        """One of `scores`, or None."""
+        """The score of that predictor, None if there is none."""
         for score in self.scores:
             if (score.predictor, score.sensor, score.predicts) == (predictor, sensor, predicts):
                 return score
@@ -93,24 +90,24 @@ class LayerProfile:
 
     @property
     def sd_accuracy(self) -> float | None:
-        """Algorithm 1 as printed, fed with verification steps; None without speculation."""
+        """Accuracy of Algorithm 1 as printed, reading verification steps; None without speculation."""
         score = self.score(HEADLINE, "sd", "step")
         return score.accuracy if score else None
 
     @property
     def ar_accuracy(self) -> float | None:
-        """The same fed with one token at a time, asked the same question (about the next token without speculation)."""
+        """Accuracy of the same, reading one token at a time; for the next token without speculation."""
         score = self.score(HEADLINE, "ar", "step" if self.speculative else "token")
         return score.accuracy if score else None
 
 
 def profile_layers(trace: Trace, layers: Sequence[int]) -> list[LayerProfile]:
-    """Profiles of `layers`, in their order. Layers without a recorded expert give empty statistics."""
+    """Profiles of `layers`, in their order. Layers without a recorded expert have empty statistics."""
     return profile_steps(trace, recorded_steps(trace), layers, trace.meta.gamma)
 
 
 def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int) -> list[LayerProfile]:
-    """The same for steps cut in another way, such as simulated verification windows of gamma + 1 tokens."""
+    """The profiles for other steps than the recorded ones, such as simulated verifications of gamma + 1 tokens."""
     speculative = gamma > 0 and bool((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any())
     text = _text_of(trace, steps)
     profiles = []
@@ -118,10 +115,10 @@ def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int)
         chunk = list(layers[start : start + _LAYERS_AT_ONCE])
         step_counts = activation_counts(trace, steps, chunk)
         token_counts = activation_counts(trace, text, chunk)
-        tests = _run_predictors(step_counts, token_counts, steps, text, gamma if speculative else 0)
+        replays = _replay_predictors(step_counts, token_counts, steps, text, gamma if speculative else 0)
         for column, layer in enumerate(chunk):
             profiles.append(
-                _profile_layer(trace, layer, column, steps, text, step_counts[:, column], tests, speculative)
+                _profile_layer(trace, layer, column, steps, text, step_counts[:, column], replays, speculative)
             )
     return profiles
 
@@ -133,47 +130,55 @@ def _text_of(trace: Trace, steps: Steps) -> Steps:
     return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
 
 
-@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
-class _Test:
-    """One score's predictions for some layers, and what really happened."""
+@dataclass(frozen=True, eq=False)
+class _Replay:
+    """Predictions of one predictor for some layers, and what they are judged by; n: steps or tokens."""
 
     predictor: str
     sensor: Sensor
     predicts: Horizon
     is_first: BoolArray  # [n], first steps of texts
     truth: BoolArray  # [n, n_layers, n_experts]
-    predictions: BoolArray  # the same shape, starting anew with every text
-    carried: BoolArray  # the same shape, the state kept from text to text
+    anew: BoolArray  # [n, n_layers, n_experts], starting anew with every text
+    carried: BoolArray  # [n, n_layers, n_experts], keeping the state from text to text
 
-    def judged(self) -> BoolArray:
-        """The steps before which something of the text was seen."""
-        return ~self.is_first
+    def score(self, column: int) -> Score:
+        """The score of the layer in `column`."""
+        anew, truth, judged = self.anew[:, column], self.truth[:, column], ~self.is_first
+        return Score(
+            predictor=self.predictor,
+            sensor=self.sensor,
+            predicts=self.predicts,
+            accuracy=accuracy(anew, truth, judged),
+            balanced_accuracy=balanced_accuracy(anew, truth, judged),
+            accuracy_carried=accuracy(self.carried[:, column], truth, np.arange(len(truth)) > 0),
+        )
 
-    def judged_carried(self) -> BoolArray:
-        """All but the very first step."""
-        return np.arange(self.is_first.size) > 0
 
-
-def _run_predictors(
+def _replay_predictors(
     step_counts: CountArray, token_counts: CountArray, steps: Steps, text: Steps, gamma: int
-) -> list[_Test]:
-    """All scores on all layers of the counts at once; gamma 0: single tokens only."""
-    tests: list[_Test] = []
+) -> list[_Replay]:
+    """All predictors on all layers of the counts at once; gamma 0: single tokens only."""
+    replays: list[_Replay] = []
+
+    def add(
+        factories: dict[str, Factory],
+        sensor: Sensor,
+        predicts: Horizon,
+        read: CountArray,
+        n_read: NDArray[np.int64] | None = None,
+    ) -> None:
+        predicted, cut = (step_counts, steps) if predicts == "step" else (token_counts, text)
+        is_first, truth = cut.is_first(), predicted >= TAU
+        for name, factory in factories.items():
+            anew, carried = (replay(read, is_first, factory, carry=carry, n_read=n_read) for carry in (False, True))
+            replays.append(_Replay(name, sensor, predicts, is_first, truth, anew, carried))
+
     if gamma > 0:
-        is_first, truth = steps.is_first(), step_counts >= TAU
-        for name, factory in speculative_predictors(gamma).items():
-            anew, kept = (replay(step_counts, is_first, factory, carry=carry) for carry in (False, True))
-            tests.append(_Test(name, "sd", "step", is_first, truth, anew, kept))
-        for name, factory in single_token_predictors(float(steps.n_tokens.mean())).items():
-            anew, kept = (
-                replay_tokens(token_counts, steps.n_text, is_first, factory, carry=carry) for carry in (False, True)
-            )
-            tests.append(_Test(name, "ar", "step", is_first, truth, anew, kept))
-    is_first, truth = text.is_first(), token_counts >= TAU
-    for name, factory in single_token_predictors(1.0).items():
-        anew, kept = (replay(token_counts, is_first, factory, carry=carry) for carry in (False, True))
-        tests.append(_Test(name, "ar", "token", is_first, truth, anew, kept))
-    return tests
+        add(speculative_predictors(gamma), "sd", "step", step_counts)
+        add(single_token_predictors(float(steps.n_tokens.mean())), "ar", "step", token_counts, steps.n_text)
+    add(single_token_predictors(1.0), "ar", "token", token_counts)
+    return replays
 
 
 def _profile_layer(
@@ -183,7 +188,7 @@ def _profile_layer(
     steps: Steps,
     text: Steps,
     counts: NDArray[np.uint16],
-    tests: list[_Test],
+    replays: list[_Replay],
     speculative: bool,
 ) -> LayerProfile:
     n_experts, n_used = trace.meta.n_experts, trace.meta.n_expert_used
@@ -191,6 +196,7 @@ def _profile_layer(
     ids, sequence = trace.layer_ids(layer)[rows], trace.sequence[rows]
     p = expert_counts.activation_probability(ids, n_experts)
     n_recorded = int((ids >= 0).any(axis=1).sum())
+    is_first = steps.is_first()
     return LayerProfile(
         layer=layer,
         n_experts=n_experts,
@@ -199,12 +205,12 @@ def _profile_layer(
         tokens=n_recorded,
         counts=counts,
         step_tokens=steps.n_tokens,
-        is_first=steps.is_first(),
+        is_first=is_first,
         speculative=speculative,
-        scores=[_score(test, column) for test in tests],
-        step_cold_share=_cold_share(counts, steps.is_first()),
+        scores=[replayed.score(column) for replayed in replays],
+        step_cold_share=float((counts[~is_first] == 0).mean()) if (~is_first).any() else None,
         token_cold_share=float(1.0 - p.mean()) if n_recorded else None,
-        accuracy_curve=_curve(tests, column, len(steps)),
+        accuracy_curve=_accuracy_curve(replays[0], column, len(steps)),
         overlap=expert_counts.empirical_overlap(ids, n_experts, sequence),
         overlap_uniform=expert_counts.uniform_overlap(n_experts, n_used),
         overlap_independence=expert_counts.independence_overlap(p),
@@ -216,27 +222,9 @@ def _profile_layer(
     )
 
 
-def _cold_share(counts: CountArray, is_first: BoolArray) -> float | None:
-    """Over the same steps as the scores: all but the first of each text."""
-    return float((counts[~is_first] == 0).mean()) if (~is_first).any() else None
-
-
-def _score(test: _Test, column: int) -> Score:
-    predicted, truth = test.predictions[:, column], test.truth[:, column]
-    return Score(
-        predictor=test.predictor,
-        sensor=test.sensor,
-        predicts=test.predicts,
-        accuracy=accuracy(predicted, truth, test.judged()),
-        balanced_accuracy=balanced_accuracy(predicted, truth, test.judged()),
-        accuracy_carried=accuracy(test.carried[:, column], truth, test.judged_carried()),
-    )
-
-
-def _curve(tests: list[_Test], column: int, n_steps: int) -> NDArray[np.float64]:
-    """Accuracy of the first score at each of its steps; with single tokens only, steps are tokens."""
-    first = tests[0]
-    curve = np.asarray((first.predictions[:, column] == first.truth[:, column]).mean(axis=1), dtype=np.float64)
+def _accuracy_curve(first: _Replay, column: int, n_steps: int) -> NDArray[np.float64]:
+    """Accuracy of the first predictor at each of its steps; with single tokens only, steps are tokens."""
+    curve = np.asarray((first.anew[:, column] == first.truth[:, column]).mean(axis=1), dtype=np.float64)
     curve[first.is_first] = np.nan
     return curve[:n_steps]
 
@@ -246,46 +234,43 @@ def _hottest(
 ) -> list[HotExpert]:
     ids = trace.layer_ids(layer)[rows]
     weights = None if trace.weights is None else trace.weights[rows, layer].astype(np.float64)
-    found = []
+    hottest = []
     for expert in np.argsort(-p, kind="stable")[:N_HOTTEST]:
         if p[expert] == 0:
             break
         mean_weight = None
         if weights is not None and np.isfinite(weights[ids == expert]).any():
             mean_weight = float(np.nanmean(weights[ids == expert]))
-        found.append(HotExpert(int(expert), round(float(p[expert]) * n_recorded), float(p[expert]), mean_weight))
-    return found
-
-
-_DIGITS = 6
+        hottest.append(HotExpert(int(expert), round(float(p[expert]) * n_recorded), float(p[expert]), mean_weight))
+    return hottest
 
 
 def layer_report(profile: LayerProfile, recording: Recording) -> dict[str, Any]:
-    """One flat object per layer: what was measured first, then the model and the run."""
+    """The profile as one JSON object: first the measurements, then the model and the run."""
     meta = recording.trace.meta
-    return {
+    next_token = profile.score(HEADLINE, "ar", "token")
+    measured = {
         "layer": profile.layer,
         "steps": profile.steps,
         "tokens": profile.tokens,
-        "hot_cold_accuracy": _accuracy(profile),
-        "overlap": _round(profile.overlap),
-        "overlap_uniform": _round(profile.overlap_uniform),
-        "overlap_independence": _round(profile.overlap_independence),
-        "unique_experts": {
-            "empirical": _by_batch(profile.unique_empirical),
-            "uniform": _by_batch(profile.unique_uniform),
-            "independence": _by_batch(profile.unique_independence),
+        "hot_cold_accuracy": {
+            "sd": profile.sd_accuracy,
+            "ar": profile.ar_accuracy,
+            "always_cold": profile.step_cold_share,
+            "ar_next_token": next_token.accuracy if next_token else None,
+            "always_cold_next_token": profile.token_cold_share,
+            "predictors": [asdict(score) for score in profile.scores],
         },
-        "unique_experts_per_step": _round(profile.unique_per_step),
-        "hottest": [
-            {
-                "expert": hot.expert,
-                "activations": hot.activations,
-                "share": _round(hot.share),
-                "mean_weight": _round(hot.mean_weight),
-            }
-            for hot in profile.hottest
-        ],
+        "overlap": profile.overlap,
+        "overlap_uniform": profile.overlap_uniform,
+        "overlap_independence": profile.overlap_independence,
+        "unique_experts": {
+            "empirical": profile.unique_empirical,
+            "uniform": profile.unique_uniform,
+            "independence": profile.unique_independence,
+        },
+        "unique_experts_per_step": profile.unique_per_step,
+        "hottest": [asdict(hot) for hot in profile.hottest],
         "activation_counts": {
             "step_tokens": profile.step_tokens.tolist(),
             "total": profile.counts.sum(axis=0, dtype=int).tolist(),
@@ -298,38 +283,17 @@ def layer_report(profile: LayerProfile, recording: Recording) -> dict[str, Any]:
         "n_experts_used": meta.n_expert_used,
         "gamma": meta.gamma,
         "draft": meta.draft,
-        "acceptance_rate": _round(recording.acceptance_rate),
+        "acceptance_rate": recording.acceptance_rate,
         "answers": recording.answers,
         "skipped": recording.skipped,
-        **meta.parameters,
     }
+    return {**{name: _rounded(value) for name, value in measured.items()}, **meta.parameters}
 
 
-def _accuracy(profile: LayerProfile) -> dict[str, Any]:
-    own = profile.score("alg1-printed", "ar", "token")
-    return {
-        "sd": _round(profile.sd_accuracy),
-        "ar": _round(profile.ar_accuracy),
-        "always_cold": _round(profile.step_cold_share),
-        "ar_next_token": _round(own.accuracy if own else None),
-        "always_cold_next_token": _round(profile.token_cold_share),
-        "predictors": [
-            {
-                "predictor": score.predictor,
-                "sensor": score.sensor,
-                "predicts": score.predicts,
-                "accuracy": _round(score.accuracy),
-                "balanced_accuracy": _round(score.balanced_accuracy),
-                "accuracy_carried": _round(score.accuracy_carried),
-            }
-            for score in profile.scores
-        ],
-    }
-
-
-def _by_batch(values: dict[int, float] | dict[int, float | None]) -> dict[str, float | None]:
-    return {str(batch): _round(value) for batch, value in values.items()}
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value, _DIGITS)
+def _rounded(value: Any) -> Any:
+    """The value with all its floats rounded and the keys of its dictionaries as strings."""
+    if isinstance(value, float):
+        return round(value, _DIGITS)
+    if isinstance(value, dict):
+        return {str(key): _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list) else value

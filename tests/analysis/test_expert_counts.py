@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -61,20 +60,6 @@ def test_skewed_popularity_shares_more() -> None:
     p[0] = 0.5  # sum 2.0
     assert expert_counts.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
     assert expert_counts.independence_unique(p, 4) < expert_counts.uniform_unique(16, 2, 4)
-
-
-def test_full_activation_threshold_is_where_the_share_is_reached() -> None:
-    for n_experts, n_used in ((128, 8), (64, 6), (8, 2)):
-        tokens = expert_counts.full_activation_tokens(n_experts, n_used, 0.95)
-        assert expert_counts.uniform_unique(n_experts, n_used, math.ceil(tokens)) >= 0.95 * n_experts
-        assert expert_counts.uniform_unique(n_experts, n_used, math.ceil(tokens) - 1) < 0.95 * n_experts
-    assert expert_counts.full_activation_tokens(4, 4) == 1.0
-
-
-def test_tokens_per_expert() -> None:
-    assert expert_counts.tokens_per_expert(128, 8, 1) == pytest.approx(1.0)
-    rho, t = 8 / 128, 9
-    assert expert_counts.tokens_per_expert(128, 8, t) == pytest.approx(rho * t / (1 - (1 - rho) ** t))  # MoESD, Eq. 11
 
 
 def test_by_hand() -> None:

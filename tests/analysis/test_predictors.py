@@ -1,4 +1,4 @@
-"""Replayed hot-or-cold prediction: nothing is known in advance, and the scores are what they say."""
+"""Replayed hot-or-cold prediction: predictors read the past only, and their scores follow from the definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_predictions_depend_on_the_past_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(predictors.speculative_predictors(4)))
-def test_fresh_texts_start_anew_unless_carried(name: str) -> None:
+def test_predictors_start_anew_with_every_text_unless_carried(name: str) -> None:
     factory = predictors.speculative_predictors(4)[name]
     counts = np.concatenate([_random_counts(15, 1, 6), _random_counts(15, 2, 6)])
     is_first = np.arange(30) % 15 == 0
@@ -51,15 +51,15 @@ def test_token_replay_predicts_at_step_boundaries() -> None:
     tokens = _random_counts(12, high=2)
     factory = predictors.single_token_predictors(1.0)["alg1-printed"]
     is_first = np.arange(12) == 0
-    ones = predictors.replay_tokens(tokens, np.ones(12, dtype=np.int64), is_first, factory, carry=False)
+    ones = predictors.replay(tokens, is_first, factory, carry=False, n_read=np.ones(12, dtype=np.int64))
     np.testing.assert_array_equal(ones, predictors.replay(tokens, is_first, factory, carry=False))
     n_text = np.array([1, 4, 3, 4])
-    steps = predictors.replay_tokens(tokens, n_text, is_first[:4], factory, carry=False)
+    steps = predictors.replay(tokens, is_first[:4], factory, carry=False, n_read=n_text)
     last_seen = np.cumsum(n_text)[:-1] - 1
     np.testing.assert_array_equal(steps[1:], tokens[last_seen] >= 1)
 
 
-def test_a_perfectly_regular_expert_is_learned_by_all() -> None:
+def test_every_predictor_learns_a_perfectly_regular_expert() -> None:
     counts = np.zeros((40, 1, 4), dtype=np.uint16)
     counts[:, 0, 0] = 5
     is_first = np.arange(40) == 0
@@ -75,8 +75,18 @@ def test_threshold_of_the_token_average_is_the_even_chance() -> None:
     for p, hot in ((even * 1.3, True), (even * 0.7, False)):
         predictor = predictors.single_token_predictors(horizon)["count-ema"]((1, 1))
         assert isinstance(predictor, AveragePredictor)
-        predictor._average[:] = p
+        predictor.average[:] = p
         assert bool(predictor.predict()[0, 0]) is hot
+
+
+def test_the_average_of_counts_decays() -> None:
+    predictor = AveragePredictor((1, 3), beta=0.5, threshold=0.25)
+    for counts in ([[8, 0, 1]], [[8, 0, 0]]):
+        predictor.observe(np.array(counts))
+    np.testing.assert_allclose(predictor.average, [[6.0, 0.0, 0.25]])
+    assert predictor.predict().tolist() == [[True, False, True]]
+    with pytest.raises(ValueError, match="beta"):
+        AveragePredictor((2,), beta=1.0, threshold=0.5)
 
 
 def test_cap_never_exceeds_gamma() -> None:

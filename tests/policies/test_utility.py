@@ -172,14 +172,6 @@ def test_observe_leaves_its_arguments_alone() -> None:
     assert later.counts.tolist() == [[9, 0], [4, 1]]
 
 
-def test_decayed_counts() -> None:
-    average = np.zeros((1, 3))
-    for counts in ([[8, 0, 1]], [[8, 0, 0]]):
-        average = utility.decayed_counts(average, np.array(counts), beta=0.5)
-    np.testing.assert_allclose(average, [[6.0, 0.0, 0.25]])
-    assert utility.hot(average, 0.25).tolist() == [[True, False, True]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -198,5 +190,3 @@ def test_bad_arguments() -> None:
     state = utility.initial_state((2, 3), UtilityConfig())
     with pytest.raises(ValueError, match="shape"):
         utility.observe(state, np.zeros((3, 2), dtype=int), UtilityConfig())
-    with pytest.raises(ValueError, match="beta"):
-        utility.decayed_counts(np.zeros(2), np.zeros(2, dtype=int), beta=1.0)

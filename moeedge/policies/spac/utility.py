@@ -13,9 +13,6 @@ Both boundaries start at floor(gamma / 2) and the transition uses those from bef
   "float"   the moving average is kept as a real number, so that it can rise again.
   "fixed"   no calibration: up = 3, down = 1 (Table 4, "w/o AdaBC").
 
-The printed rule only adds and subtracts ones, so the utility forgets how high a count was. `decayed_counts` is an
-alternative: an exponential moving average of the counts themselves.
-
 Shapes: `counts` is integer [n_layers, n_experts] (any leading shape works), the state's arrays have the same shape.
 """
 
@@ -94,18 +91,6 @@ def observe(state: UtilityState, counts: IntArray, config: UtilityConfig) -> Uti
     # an expert moves at most one of its boundaries: calibrate that one
     moved = _calibrate(np.where(grew, state.up, state.down), np.abs(change), config)
     return UtilityState(utility, np.where(grew, moved, state.up), np.where(shrank, moved, state.down), now)
-
-
-def decayed_counts(average: FloatArray, counts: IntArray, beta: float) -> FloatArray:
-    """Moving average of the counts: beta * average + (1 - beta) * counts, same shape as both."""
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta must be in [0, 1), not {beta}")
-    return np.asarray(beta * average + (1.0 - beta) * counts, dtype=np.float64)
-
-
-def hot(score: NDArray[Any], threshold: float) -> NDArray[np.bool_]:
-    """Experts predicted hot for the next step: score >= threshold (section 2.3)."""
-    return np.asarray(score >= threshold, dtype=np.bool_)
 
 
 def _calibrate(boundary: FloatArray, size: IntArray, config: UtilityConfig) -> FloatArray:
