@@ -87,7 +87,7 @@ def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None =
 
 
 def empirical_unique(ids: IntArray, n_experts: int, n_tokens: int, sequence: IntArray | None = None) -> float | None:
-    """Mean number of distinct experts in all windows of B consecutive recorded tokens; None if all texts are shorter."""
+    """Mean distinct experts in all windows of B consecutive recorded tokens; None if all texts are shorter."""
     if n_tokens < 1:
         raise ValueError(f"n_tokens must be >= 1, not {n_tokens}")
     if ids.shape[0] < n_tokens:
