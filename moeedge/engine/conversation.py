@@ -1,7 +1,4 @@
-"""A conversation as data: who said what, taken back, saved and loaded. Nothing here decodes or renders.
-
-One turn of a chat: conversation to prompt tokens, the engine's tokens to text that can be shown at once.
-"""
+"""A conversation as data: messages, saved and loaded, and the prompt tokens that ask for the next answer."""
 
 from __future__ import annotations
 
@@ -75,11 +72,11 @@ class Conversation:
         return system + [{"role": message.role, "content": message.content} for message in self.messages]
 
     def raw_text(self) -> str:
-        """Everything said, joined without any template; what --raw continues."""
+        """All messages joined without a template, for --raw."""
         return "".join(message.content for message in self.messages)
 
     def to_json(self, *, model: str = "") -> str:
-        """The conversation as a JSON document; `model` is the file name that answered, for the reader."""
+        """The conversation as a JSON document. model: the file name of the model that answered."""
         document = {
             "schema": SCHEMA,
             "version": VERSION,
@@ -91,7 +88,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, text: str) -> Conversation:
-        """Read what `to_json` wrote. Raises InputError that says what is wrong with it."""
+        """Read what `to_json` wrote. Raises InputError for any other text."""
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:
@@ -107,7 +104,7 @@ class Conversation:
         return cls(system, [_message(item, index) for index, item in enumerate(items)])
 
     def save(self, path: Path, *, model: str = "") -> None:
-        """Write the conversation to `path`, whole or not at all. Raises InputError where that is impossible."""
+        """Write the conversation to `path`; a failure leaves an old file as it is. Raises InputError then."""
         try:
             with replace_file(path) as new_file:
                 new_file.write_text(self.to_json(model=model), encoding="utf-8")
@@ -124,14 +121,14 @@ class Conversation:
             raise InputError(message, error.hint) from None
 
     def _expect(self, last: Role) -> None:
-        """Questions follow answers (or nothing) and answers follow questions."""
+        """Checks that the last message is of `last`; an empty conversation expects a question."""
         before = self.messages[-1].role if self.messages else "assistant"
         if before != last:
             raise ValueError(f"the last message is the {before}'s, expected the {last}'s")
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises InputError that names the file and what is wrong."""
+    """The text of a UTF-8 file. Raises InputError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Where a session's models go: which device holds experts, which layers llama.cpp keeps on a GPU."""
+"""Chooses where a session's models go: the device for experts, the layers on a GPU, the draft model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
 from moeedge.scheduler.sizing import default_reserve, model_fits
 
-_ALL_LAYERS = -1  # llama.cpp's word for them
-# a model that fits with a context of that size is kept on the GPU whole, and its context made smaller
+_ALL_LAYERS = -1  # in llama.cpp's parameters
+# a model that fits with a context of this size is kept on the GPU entirely, with a smaller context
 _CONTEXT_TOKENS = 8192
 
 
 def resolve_device(config: EngineConfig) -> ResolvedDevice:
-    """The device that -dev means for this model; raises DeviceError where there is none of that name."""
-    library.start()  # llama.cpp logs as soon as it is asked for devices
+    """The device that -dev names for this model; raises DeviceError where there is none of that name."""
+    library.start()  # llama.cpp logs while it lists devices
     bundled = config.emulate_bundled and paths.is_bundled(config.model)
     return resolve(DeviceSpec.parse(config.device), bundled=bundled)
 
@@ -37,12 +37,12 @@ def load_target(
     header_only: bool = False,
     free_bytes: int | None = None,
 ) -> Model:
-    """The target model, its dense weights where -ngl says; header_only and free_bytes as `Model.load` takes them.
+    """The target model, with its dense weights as -ngl says.
 
-    whole_fits: what `whole_model_fits` said, if it was asked before.
+    whole_fits: the result of `whole_model_fits`, if it is known. header_only, free_bytes: of `Model.load`.
 
-    With a GPU for experts: all layers unless -ngl says less, and the experts stay in host memory, from where placement
-    moves them, unless the GPU can hold the whole model. A dense one that it cannot hold stays on the CPU.
+    With a GPU for experts, all layers are on it unless -ngl says less; the experts stay in host memory, from where
+    placement moves them, unless the GPU can hold the entire model. A dense model that does not fit stays on the CPU.
     """
     device = device or resolve_device(config)
 
@@ -53,7 +53,7 @@ def load_target(
         return load(n_gpu_layers=_ALL_LAYERS)
     if config.n_gpu_layers is None and not gguf_file.summarize(config.model).expert_layers:
         return load(n_gpu_layers=0)
-    # a cache that is switched off leaves a wish for layers to llama.cpp, experts included
+    # with the cache switched off, llama.cpp takes the requested layers with their experts
     whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None
     n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
     return load(n_gpu_layers=n_gpu_layers, experts_on_cpu=not whole_layers)
@@ -66,7 +66,7 @@ def load_draft(
     header_only: bool = False,
     free_bytes: int | None = None,
 ) -> Model:
-    """The draft model; it lies whole on the GPU that holds experts, unless -ngl says less."""
+    """The draft model; it is entirely on the GPU for experts, unless -ngl says less."""
     device = device or resolve_device(config)
     n_gpu_layers = config.n_gpu_layers
     if n_gpu_layers is None:
@@ -88,9 +88,9 @@ def choose_draft(
     notes: list[str],
     stack: ExitStack,
 ) -> tuple[Model | None, int, bool]:
-    """The draft model if one is to be used, the token ids it shares with the target, and whether n-grams draft.
+    """The draft model or None, the number of token ids that it shares with the target, and whether n-grams draft.
 
-    shared: a draft that is loaded already. Why there is none goes to `notes`.
+    shared: a draft model that is loaded already. notes: get the reason where there are no drafts.
     """
     if config.draft is None or config.gamma == 0:
         if config.draft is not None:
@@ -98,7 +98,7 @@ def choose_draft(
         return None, 0, False
     if not model.can_roll_back:
         notes.append(
-            f"The memory of {model.info.architecture} models cannot take back refused drafts: speculation off."
+            f"The memory of {model.info.architecture} models cannot roll back rejected drafts: speculation off."
         )
         return None, 0, False
     if config.draft == "ngram":
@@ -108,14 +108,14 @@ def choose_draft(
     if not draft.can_roll_back:
         draft.close()
         notes.append(
-            f"The memory of the {draft.info.architecture} draft cannot take back refused drafts: speculation off."
+            f"The memory of the {draft.info.architecture} draft cannot roll back rejected drafts: speculation off."
         )
         return None, 0, False
     return draft, n_common, False
 
 
 def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> bool:
-    """Whether the KV caches lie on a GPU, with the layers that they belong to."""
+    """Whether the KV caches are on a GPU, with the layers that they belong to."""
     all_layers = device.kind == "gpu" and config.n_gpu_layers is None
     return model.uses_gpu and (all_layers or config.n_gpu_layers not in (0, None))
 
@@ -127,7 +127,9 @@ def _draft_path(config: EngineConfig) -> Path:
 
 
 def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequence[Model] | None = None) -> bool:
-    """Whether target, draft and their KV caches fit the GPU, so that nothing need be placed; no, where asked to.
+    """Whether target, draft and their KV caches fit the GPU, so that no expert needs to be moved.
+
+    False where the options ask for an expert cache or for a number of layers.
 
     headers: target and draft, if they are loaded already.
     """

@@ -1,10 +1,10 @@
-"""Which token comes next: llama.cpp's default chain of filters, and exact rejection sampling for drafts.
+"""Draws the next token: llama.cpp's default chain of filters, and exact rejection sampling for drafts.
 
-The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. Distributions are kept as short candidate
-lists (ids and probabilities); only `distribution` and `verify` spread them over the whole vocabulary.
+The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. Distributions are short lists of candidates
+(ids and probabilities), not rows over the vocabulary.
 
 Rejection sampling: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023,
-algorithm 1. The tokens that come out are distributed as if the target alone had drawn them.
+algorithm 1. The emitted tokens are distributed as if the target alone had drawn them.
 """
 
 from __future__ import annotations
@@ -21,36 +21,31 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
 
 _BLOCK = 256  # vocabulary entries per block of the top-k search
-_TOP_P_HEAD = 1024  # candidates that top-p looks at before it sorts the whole vocabulary
+_TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
+
 FloatRow = NDArray[np.float32]  # [n_vocab]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """A distribution over the tokens that a filter chain left."""
+    """A distribution over the tokens that passed a filter chain."""
 
     ids: NDArray[np.intp]  # [n]
     probabilities: NDArray[np.float64]  # [n], sums to 1
 
     @classmethod
     def certain(cls, token: int) -> Candidates:
-        """All probability on one token: what a greedy or deterministic proposal is."""
+        """All probability on one token, as for a greedy or deterministic proposal."""
         return cls(np.array([token], dtype=np.intp), np.ones(1))
 
     def probability_of(self, token: int) -> float:
         return float(self.probabilities[self.ids == token].sum())
 
-    def dense(self, n_vocab: int) -> NDArray[np.float64]:
-        """The same distribution as float64 [n_vocab]."""
-        row = np.zeros(n_vocab)
-        row[self.ids] = self.probabilities
-        return row
-
 
 class Sampler:
-    """Draws tokens by one configuration from one seeded stream of random numbers.
+    """Draws tokens under one configuration from one seeded stream of random numbers.
 
-    Target and draft of one answer share a sampler, so that the same filters apply to both.
+    Target and draft of one answer share a sampler: the same filters apply to both.
     """
 
     def __init__(self, config: SamplingConfig, n_vocab: int) -> None:
@@ -63,7 +58,10 @@ class Sampler:
         self._scratch = np.zeros(n_vocab)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
-        """What is left of `logits` [n_vocab] after the chain; `history` is every token before this position."""
+        """The candidates that `logits` float32 [n_vocab] leave; `history` is every token before this position.
+
+        Raises EngineError for logits that are not finite.
+        """
         if self.greedy:
             return Candidates.certain(self.argmax(logits, history))
         config = self.config
@@ -83,10 +81,10 @@ class Sampler:
         return Candidates(ids, weights / weights.sum())
 
     def _head(self, values: FloatRow, best: float) -> tuple[NDArray[np.intp], float]:
-        """The ids that top-k leaves, descending, and the sum of their exp(value - best).
+        """The ids that pass top-k, by descending value, and the sum of their exp(value - best).
 
-        Without top-k over a large vocabulary, ids that top-p or min-p will drop anyway may already be missing (their
-        weight is in the sum); without any filter the order is that of the vocabulary.
+        Without top-k, ids that top-p or min-p drop later may be missing already (the sum includes them); without any
+        filter the ids are in the order of the vocabulary.
         """
         config = self.config
         if 0 < config.top_k < len(values):
@@ -110,16 +108,8 @@ class Sampler:
             raise EngineError("The model computed logits that are not finite.", "Its file may be damaged.")
         return token
 
-    def distribution(self, logits: FloatRow, history: Sequence[int]) -> NDArray[np.float64]:
-        """`candidates` as float64 [n_vocab]; one-hot when greedy."""
-        return self.candidates(logits, history).dense(self.n_vocab)
-
-    def draw(self, distribution: NDArray[np.float64]) -> int:
-        """One token by `distribution` [n_vocab]."""
-        return int(self._draw_index(distribution))
-
     def pick(self, candidates: Candidates) -> int:
-        """One token by a candidate list."""
+        """Draws one token."""
         if len(candidates.ids) == 1:
             return int(candidates.ids[0])
         return int(candidates.ids[self._draw_index(candidates.probabilities)])
@@ -131,11 +121,11 @@ class Sampler:
         proposals: Sequence[Candidates],
         history: Sequence[int],
     ) -> tuple[int, int]:
-        """How many of `drafts` stand, and the token that follows them.
+        """The number of accepted drafts, and the target's own token after them.
 
-        `logits` [len(drafts) + 1, n_vocab] are the target's after the last token of `history` and after each draft;
-        `proposals[i]` is the distribution that `drafts[i]` was drawn from. Each position is filtered with the history
-        it would have had, earlier drafts included.
+        logits: float32 [len(drafts) + 1, n_vocab], the target's after the last token of `history` and after each draft.
+        proposals: the distribution that each draft was drawn from. Each position is filtered with its own history,
+        earlier drafts included.
         """
         seen = self.recent(history)
         if self.greedy:
@@ -149,29 +139,19 @@ class Sampler:
         return len(drafts), self.pick(self.candidates(logits[len(drafts)], seen))
 
     def recent(self, history: Sequence[int]) -> list[int]:
-        """A copy of the part of `history` that the penalty looks at, to append to; a whole one may be long."""
+        """A copy, to append to, of the part of `history` that the penalty covers; an entire history may be long."""
         return list(history[-self._window(history) :]) if self._penalizes else []
-
-    def verify(
-        self, p_target: NDArray[np.float64], p_draft: NDArray[np.float64], drafts: Sequence[int]
-    ) -> tuple[int, int]:
-        """`accept` on whole distributions: p_target [n + 1, n_vocab], p_draft [n, n_vocab]."""
-        for i, token in enumerate(drafts):
-            replacement = self._reject(_sparse(p_target[i]), _sparse(p_draft[i]), token)
-            if replacement is not None:
-                return i, replacement
-        return len(drafts), self.draw(p_target[len(drafts)])
 
     def _accept_greedy(self, logits: NDArray[np.float32], drafts: Sequence[int], seen: list[int]) -> tuple[int, int]:
         for i, token in enumerate(drafts):
-            wanted = self.argmax(logits[i], seen)
-            if wanted != token:
-                return i, wanted
+            best = self.argmax(logits[i], seen)
+            if best != token:
+                return i, best
             seen.append(token)
         return len(drafts), self.argmax(logits[len(drafts)], seen)
 
     def _reject(self, target: Candidates, draft: Candidates, token: int) -> int | None:
-        """None: `token` stands with probability min(1, p/q). Else a token drawn from the residual max(0, p - q)."""
+        """None (accepted) with probability min(1, p/q), else a token drawn from the residual max(0, p - q)."""
         p = target.probability_of(token)
         q = draft.probability_of(token)
         if self._rng.random() * q < p:
@@ -179,7 +159,7 @@ class Sampler:
         self._scratch[draft.ids] = draft.probabilities
         residual = np.maximum(target.probabilities - self._scratch[target.ids], 0.0)
         self._scratch[draft.ids] = 0.0
-        if residual.sum() <= 0:  # p and q differ by rounding only
+        if residual.sum() <= 0:  # p and q differ only by rounding
             return self.pick(target)
         return int(target.ids[self._draw_index(residual)])
 
@@ -190,7 +170,7 @@ class Sampler:
         return min(index, len(cumulated) - 1)
 
     def _window(self, history: Sequence[int]) -> int:
-        """Tokens that the penalty looks at; -1 means the whole history, as in llama.cpp."""
+        """Tokens that the penalty covers; -1 means the entire history, as in llama.cpp."""
         last_n = self.config.repeat_last_n
         return len(history) if last_n < 0 else last_n
 
@@ -199,7 +179,7 @@ class Sampler:
             return logits
         seen = np.unique(np.asarray(history[-self._window(history) :], dtype=np.int64))
         values: FloatRow = logits.copy()
-        # dividing a negative logit would make the token likelier
+        # a division would make the token of a negative logit more likely
         values[seen] = np.where(
             values[seen] <= 0, values[seen] * self.config.repeat_penalty, values[seen] / self.config.repeat_penalty
         )
@@ -212,7 +192,7 @@ def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
         return _descending(values, np.arange(len(values)))
     blocks = len(values) // _BLOCK
     if blocks > k:
-        # each of the k largest block maxima is a value, so the k-th of them bounds the k-th value from below
+        # the block maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
         maxima = values[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
         ids = np.flatnonzero(values >= np.partition(maxima, -k)[-k])
     else:
@@ -223,8 +203,3 @@ def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
 def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:
     order: NDArray[np.intp] = np.argsort(-values[ids], kind="stable")
     return ids[order]
-
-
-def _sparse(row: NDArray[np.float64]) -> Candidates:
-    ids = np.flatnonzero(row)
-    return Candidates(ids, row[ids])

@@ -271,7 +271,7 @@ class _Run:
         prefill_paths = [PrefillPath.CPU, PrefillPath.RESIDENT]
         limit_s, max_tokens = _PART_LIMITS_S["prefill"], _PREFILL_TOKENS
         if self._cache.info.n_stage >= 2:
-            # moving all experts takes as long for a short prompt as for a whole graph: only the latter compares
+            # moving all experts takes as long for a short prompt as for a full graph: only the latter is comparable
             prefill_paths.append(PrefillPath.STREAM)
             limit_s, max_tokens = _STREAM_S, self._target.n_ubatch
         n_affordable = min(max(int(limit_s / max(token_s, 1e-9)), _PREFILL_TOKENS_MIN), max_tokens)

@@ -1,4 +1,4 @@
-"""The sensor's frames as a policy's observations."""
+"""Turns the sensor's frames into a policy's observations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moeedge.policies.base import Observation
 
 
 class RoutingReader:
-    """Reads the frames of one context beside others that read them, too.
+    """Reads the frames of one context; other readers of the same sensor are not disturbed.
 
-    scores: of the same context, where it keeps the routers' probabilities of small batches.
+    scores: of the same context, where it captures the routers' probabilities of small batches.
     """
 
     def __init__(self, sensor: Sensor, scores: ActivationCapture | None = None) -> None:
@@ -27,7 +27,7 @@ class RoutingReader:
         self.skip()
 
     def skip(self) -> None:
-        """Forgets the frames until now."""
+        """Skips the frames so far."""
         for frame in self._sensor.frames_after(self._last_serial):
             self._last_serial = frame.serial
 
@@ -38,7 +38,7 @@ class RoutingReader:
         return [frame for frame in frames if frame.phase in phases]
 
     def verification(self, counts: Counts, batch: Sequence[int], n_accepted: int) -> Observation:
-        """What the verification (or plain decode) of `batch` told."""
+        """Of the verification (or plain decode) of `batch`; counts uint32 [n_layers, n_experts]."""
         frames = self._frames(Phase.VERIFY, Phase.DECODE)
         tokens = np.array(batch, dtype=np.int32)
         ids, weights = None, None
@@ -48,7 +48,7 @@ class RoutingReader:
         return Observation(counts, tokens.size, n_accepted, tokens, ids, weights, router_scores=scores)
 
     def _router_scores(self, n_tokens: int) -> NDArray[np.float32] | None:
-        """A copy [n_layers, n_tokens, n_experts]; None where they were not kept."""
+        """A copy, float32 [n_layers, n_tokens, n_experts]; None where they were not captured."""
         if self._scores is None:
             return None
         captured = self._scores.read(CaptureFlags.PROBS)
@@ -56,16 +56,16 @@ class RoutingReader:
             return None
         values = captured.rows[:, :n_tokens].copy()
         values[captured.layer_tokens == 0] = 0.0
-        if values.min(initial=0.0) < 0.0:  # logits: this model makes probabilities of the chosen experts alone
+        if values.min(initial=0.0) < 0.0:  # logits: this model computes probabilities of the chosen experts only
             values = np.exp(values - values.max(axis=-1, keepdims=True))
             values /= values.sum(axis=-1, keepdims=True)
         return np.asarray(values, dtype=np.float32)
 
     def prefill(self, counts: Counts, prompt: Sequence[int]) -> list[Observation]:
-        """What the decoding of `prompt` told, in pieces of one graph; a long one's first pieces as one sum."""
+        """Of the decoding of `prompt`, one per graph; the first graphs of a long prompt are one sum without ids."""
         frames: list[Frame] = []
         start = len(prompt)
-        for frame in reversed(self._frames(Phase.PREFILL)):  # an interrupted prompt may have left frames before these
+        for frame in reversed(self._frames(Phase.PREFILL)):  # before these there may be frames of an interrupted prompt
             if frame.n_tokens > start:
                 break
             start -= frame.n_tokens
@@ -77,7 +77,7 @@ class RoutingReader:
             tokens = np.array(prompt[start : start + frame.n_tokens], dtype=np.int32)
             start += frame.n_tokens
             ids, weights = routing(frame)
-            if len(frames) == 1 and n_before == 0:  # the usual prompt: the sensor has counted it
+            if len(frames) == 1 and n_before == 0:  # the usual prompt: the sensor's counts are its own
                 counted = left
                 left = np.zeros_like(left)
             else:
@@ -92,8 +92,8 @@ class RoutingReader:
 def routing(frame: Frame) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Copies of a frame's ids and weights [n_layers, n_tokens, n_used], -1 and 0 for tokens that a layer did not see.
 
-    A layer that saw fewer tokens saw the last ones: llama.cpp drops the rows before them, whose logits nobody asked
-    for, in the last layer of a prompt.
+    A layer that saw fewer tokens saw the last ones: in the last layer of a prompt llama.cpp drops the rows without
+    requested logits.
     """
     ids, weights = frame.ids.copy(), frame.weights.copy()
     if int(frame.layer_tokens.min()) == frame.n_tokens:  # the usual case, in every step

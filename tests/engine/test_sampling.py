@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -47,6 +48,18 @@ def llama_chain(logits: np.ndarray, config: SamplingConfig, history: Sequence[in
     return row
 
 
+def dense(candidates: Candidates, n_vocab: int) -> np.ndarray:
+    """The same distribution as float64 [n_vocab]."""
+    row = np.zeros(n_vocab)
+    row[candidates.ids] = candidates.probabilities
+    return row
+
+
+def sparse(row: np.ndarray) -> Candidates:
+    ids = np.flatnonzero(row)
+    return Candidates(ids, row[ids])
+
+
 configs = st.builds(
     SamplingConfig,
     temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
@@ -64,7 +77,7 @@ def test_filters_agree_with_llama_cpp(seed: int, n_vocab: int, config: SamplingC
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, rng.choice([0.5, 3]), n_vocab).astype(np.float32)
     history = rng.integers(0, n_vocab, rng.integers(0, 12)).tolist()
-    ours = Sampler(config, n_vocab).distribution(logits, history)
+    ours = dense(Sampler(config, n_vocab).candidates(logits, history), n_vocab)
     theirs = llama_chain(logits, config, history)
     if not np.array_equal(ours > 0, theirs > 0):
         # llama.cpp sums in float32: a token at the very edge of top-p may fall on either side
@@ -92,7 +105,7 @@ def test_greedy_takes_the_first_of_equals_and_the_penalty_moves_it() -> None:
     penalized = Sampler(SamplingConfig(temperature=0, repeat_penalty=2.0), 4)
     assert penalized.argmax(logits, [1]) == 2
     assert penalized.argmax(np.array([-1.0, -1.5, -3, -4], dtype=np.float32), [0]) == 1  # -1 becomes -2, not -0.5
-    assert penalized.distribution(logits, [1]).tolist() == [0, 0, 1, 0]
+    assert dense(penalized.candidates(logits, [1]), 4).tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -103,18 +116,19 @@ def test_logits_that_are_no_numbers_are_an_error(temperature: float) -> None:
 
 
 def test_the_same_seed_draws_the_same_tokens() -> None:
-    p = np.random.default_rng(0).dirichlet(np.ones(50))
+    p = sparse(np.random.default_rng(0).dirichlet(np.ones(50)))
     config = SamplingConfig(temperature=1.0, seed=7)
     first, second = Sampler(config, 50), Sampler(config, 50)
-    assert [first.draw(p) for _ in range(100)] == [second.draw(p) for _ in range(100)]
+    assert [first.pick(p) for _ in range(100)] == [second.pick(p) for _ in range(100)]
     fresh = Sampler(SamplingConfig(temperature=1.0), 50)
-    assert [Sampler(SamplingConfig(temperature=1.0, seed=fresh.seed), 50).draw(p)] == [fresh.draw(p)]
+    assert [Sampler(SamplingConfig(temperature=1.0, seed=fresh.seed), 50).pick(p)] == [fresh.pick(p)]
 
 
 def test_draw_follows_the_distribution_and_never_takes_the_impossible() -> None:
     p = np.array([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     sampler = Sampler(SamplingConfig(temperature=1.0, seed=1), len(p))
-    drawn = np.bincount([sampler.draw(p) for _ in range(5000)], minlength=len(p))
+    candidates = Candidates(np.arange(len(p)), p)
+    drawn = np.bincount([sampler.pick(candidates) for _ in range(5000)], minlength=len(p))
     assert drawn[p == 0].sum() == 0
     assert chisquare(drawn[p > 0], 5000 * p[p > 0]).pvalue > P_VALUE
 
@@ -122,7 +136,7 @@ def test_draw_follows_the_distribution_and_never_takes_the_impossible() -> None:
 @pytest.mark.parametrize("case", ["close", "far", "disjoint", "one-hot", "equal"])
 def test_rejection_sampling_keeps_the_target_distribution(case: str) -> None:
     """Two drafts and the bonus token: the first two tokens that come out are distributed as the target's."""
-    n_vocab, n_draws = 6, 20_000
+    n_vocab, n_draws = 6, 4000
     rng = np.random.default_rng(3)
     p = rng.dirichlet(np.ones(n_vocab), size=3)
     q = {
@@ -135,11 +149,14 @@ def test_rejection_sampling_keeps_the_target_distribution(case: str) -> None:
     if case == "disjoint":
         p[0, 0] = p[1, 1] = 0
         p /= p.sum(axis=1, keepdims=True)
-    sampler = Sampler(SamplingConfig(temperature=1.0, seed=5), n_vocab)
+    sampler = Sampler(replace(ALL, seed=5), n_vocab)
+    with np.errstate(divide="ignore"):
+        logits = np.log(p).astype(np.float32)
+    proposals = [sparse(row) for row in q]
     first, second, accepted = np.zeros(n_vocab), np.zeros(n_vocab), 0
     for _ in range(n_draws):
-        drafts = [sampler.draw(row) for row in q]
-        n_accepted, token = sampler.verify(p, q, drafts)
+        drafts = [sampler.pick(proposal) for proposal in proposals]
+        n_accepted, token = sampler.accept(logits, drafts, proposals, [])
         tokens = [*drafts[:n_accepted], token]
         first[tokens[0]] += 1
         if len(tokens) > 1:  # the rows do not depend on the tokens before, so neither may the second token
@@ -150,12 +167,13 @@ def test_rejection_sampling_keeps_the_target_distribution(case: str) -> None:
             assert observed[row == 0].sum() == 0
             assert chisquare(observed[row > 0], observed.sum() * row[row > 0]).pvalue > P_VALUE
     # the acceptance rate is 1 minus the total variation distance
-    assert accepted / n_draws == pytest.approx(np.minimum(p[0], q[0]).sum(), abs=0.02)
-    if case == "equal":
-        assert accepted == n_draws
+    assert accepted / n_draws == pytest.approx(np.minimum(p[0], q[0]).sum(), abs=0.03)
+    if case == "equal":  # up to the rounding of float32 logits
+        assert accepted >= n_draws - 1
 
 
-def test_accept_equals_verify_on_the_filtered_distributions() -> None:
+def test_each_draft_is_accepted_by_its_own_filtered_distribution() -> None:
+    """A certain draft is accepted with its probability in the target, filtered with the drafts before it."""
     rng = np.random.default_rng(2)
     config = SamplingConfig(temperature=0.9, top_k=8, repeat_penalty=1.3, repeat_last_n=3, seed=11)
     for _ in range(50):
@@ -163,12 +181,12 @@ def test_accept_equals_verify_on_the_filtered_distributions() -> None:
         drafts = rng.integers(0, 40, 3).tolist()
         history = rng.integers(0, 40, 5).tolist()
         proposals = [Candidates.certain(token) for token in drafts]
-        # every position is filtered with the drafts before it in its history
-        p = np.stack([Sampler(config, 40).distribution(logits[i], history + drafts[:i]) for i in range(4)])
-        q = np.stack([proposal.dense(40) for proposal in proposals])
+        p = [dense(Sampler(config, 40).candidates(logits[i], history + drafts[:i]), 40) for i in range(4)]
         n_accepted, token = Sampler(config, 40).accept(logits, drafts, proposals, history)
-        assert Sampler(config, 40).verify(p, q, drafts)[0] == n_accepted
-        assert p[n_accepted, token] > 0
+        chances = np.random.Generator(np.random.PCG64(11)).random(3)  # the sampler's own
+        rejected = [chance >= p[i][draft] for i, (chance, draft) in enumerate(zip(chances, drafts, strict=True))]
+        assert n_accepted == ([*rejected, True]).index(True)
+        assert p[n_accepted][token] > 0
 
 
 def test_greedy_acceptance_stops_at_the_first_difference() -> None:

@@ -80,7 +80,7 @@ def test_a_model_without_a_draft_that_could_be_taken_back_gets_none(tmp_path: Pa
     config = EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), draft=tiny_draft, device="none")
     with Planner(config, this_machine(config)) as planner:
         assert planner.draft is None
-        assert any("cannot take back refused drafts" in note for note in planner.notes)
+        assert any("cannot roll back rejected drafts" in note for note in planner.notes)
         assert "recurrent" in planner.facts.memory
 
 
