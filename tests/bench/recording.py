@@ -1,4 +1,4 @@
-"""A Progress that remembers, and plans for the tiny models."""
+"""Runs of the benchmark on tiny models for the tests: plans, conversations, and a Progress that keeps everything."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeedge.bench.config import BenchPlan, applicable_modes, parse_modes
+from moeedge.bench.records import BenchRow
+from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.data import Dataset, load_dataset
 from moeedge.engine.types import EngineConfig
@@ -19,7 +21,7 @@ CONVERSATIONS = (
 
 
 class Recorder:
-    """What the runner said."""
+    """Keeps the samples and notes of a run."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -37,7 +39,7 @@ class Recorder:
 
 
 def write_conversations(folder: Path, *, n: int = 2) -> Dataset:
-    """The first `n` of CONVERSATIONS as a file of a user's."""
+    """The first `n` of CONVERSATIONS as a file of the user's."""
     path = folder / "talk.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in CONVERSATIONS[:n]))
     return load_dataset(str(path))
@@ -46,9 +48,17 @@ def write_conversations(folder: Path, *, n: int = 2) -> Dataset:
 def make_plan(
     target: Path, draft: Path | Literal["ngram"] | None, *, modes: str = "stock-ar,stock-sd,moeedge", **options: Any
 ) -> BenchPlan:
-    """A plan with one thread, few tokens and the modes that apply."""
+    """A plan with one thread, short answers and the modes that apply."""
     gamma = options.pop("gamma", 3)
     n_ctx = options.pop("n_ctx", 0)
     base = EngineConfig(model=target, draft=draft, gamma=gamma, n_ctx=n_ctx, n_threads=1)
     chosen, _ = applicable_modes(parse_modes(modes), has_draft=draft is not None and gamma > 0)
     return BenchPlan(**({"base": base, "modes": chosen, "n_predict": 12, "repetitions": 2} | options))
+
+
+def run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:
+    """Runs a plan to its end."""
+    recorder = Recorder()
+    with Bench(plan, recorder) as bench:
+        assert bench.run()
+        return bench.rows(), recorder

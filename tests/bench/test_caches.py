@@ -11,10 +11,8 @@ import pytest
 
 from moeedge.bench import passes
 from moeedge.bench.config import BenchPlan, Sweep
-from moeedge.bench.records import BenchRow
-from moeedge.bench.runner import Bench
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import Recorder, make_plan, write_conversations
+from tests.bench.recording import make_plan, run, write_conversations
 
 
 def _plan(tiny_moe: Path, tiny_draft: Path, sweep: Sweep, **options: Any) -> BenchPlan:
@@ -23,16 +21,9 @@ def _plan(tiny_moe: Path, tiny_draft: Path, sweep: Sweep, **options: Any) -> Ben
     return replace(plan, base=base, modes=sweep.modes(plan.modes))
 
 
-def _run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:
-    recorder = Recorder()
-    with Bench(plan, recorder) as bench:
-        assert bench.run()
-        return bench.rows(), recorder
-
-
-def test_a_row_per_policy_and_ratio_beside_stock(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+def test_a_row_per_policy_and_ratio_and_stock(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     sweep = Sweep(("spac", "lru"), (0.25, 1))
-    rows, recorder = _run(_plan(tiny_moe, tiny_draft, sweep, dataset=write_conversations(tmp_path)))
+    rows, recorder = run(_plan(tiny_moe, tiny_draft, sweep, dataset=write_conversations(tmp_path)))
     assert [(row.mode, row.policy, row.cache_ratio) for row in rows] == [
         ("stock-ar", "none", None),
         ("stock-sd", "none", None),
@@ -58,7 +49,7 @@ def test_a_row_per_policy_and_ratio_beside_stock(tmp_path: Path, tiny_moe: Path,
         def total(key: str, counters: list[dict[str, float]] = counters) -> float:
             return sum(sample[key] for sample in counters)
 
-        # rates are those of the sums over the samples, and every sample can be counted again
+        # rates are those of the sums over the samples, and the counters of each sample add up
         assert record["hit_rate_pairs"] == total("pairs_hit") / total("pairs")
         assert record["hit_rate_unique"] == total("unique_hit") / total("unique")
         assert record["uploads_per_step"] == total("uploads") / total("steps")
@@ -67,7 +58,7 @@ def test_a_row_per_policy_and_ratio_beside_stock(tmp_path: Path, tiny_moe: Path,
             assert sample["placement"]["steps"] == sample["steps"]
             verified = sample["steps"] + sample["drafted"]
             assert sample["placement"]["pairs"] == verified * record["n_experts_used"] * record["n_expert_layers"]
-    # all experts have a slot, and the warm-up has filled them, but for what it did not use
+    # all experts have a slot, and the warm-up has filled those that it used
     assert rows[3].cache.hit_rate_pairs is not None and rows[3].cache.hit_rate_pairs > 0.9
     assert rows[5].cache.hit_rate_pairs is not None and rows[5].cache.hit_rate_pairs > 0.9
 
@@ -77,12 +68,12 @@ def test_caches_that_do_not_fit_are_measured_one_by_one(
 ) -> None:
     monkeypatch.setattr(passes, "_USABLE", 0.0)
     sweep = Sweep(("spac", "lru", "static"), (0.25,))
-    rows, recorder = _run(_plan(tiny_moe, tiny_draft, sweep, dataset=write_conversations(tmp_path, n=1)))
+    rows, recorder = run(_plan(tiny_moe, tiny_draft, sweep, dataset=write_conversations(tmp_path, n=1)))
     assert [(row.mode, row.policy) for row in rows] == [
         ("stock-ar", "none"), ("stock-sd", "none"), ("moeedge", "spac"), ("moeedge", "lru"), ("moeedge", "static"),
     ]  # fmt: skip
     assert any("one after the other" in note for note in recorder.notes)
-    assert len(recorder.samples) == recorder.total == (3 + 2 + 2) * 2 * 2  # stock-ar beside each of them
+    assert len(recorder.samples) == recorder.total == (3 + 2 + 2) * 2 * 2  # stock-ar with each of them
     for row in rows:
         assert len(row.samples) == 4
         assert row.ratio is not None
@@ -92,7 +83,7 @@ def test_caches_that_do_not_fit_are_measured_one_by_one(
 
 def test_without_a_warm_up_the_first_repetition_is_cold(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = _plan(tiny_moe, tiny_draft, Sweep(("lru",), (1,)), dataset=write_conversations(tmp_path, n=1))
-    rows, _ = _run(replace(plan, warm_up=False))
+    rows, _ = run(replace(plan, warm_up=False))
     swept = rows[-1]
     assert [(sample.repetition, sample.warm) for sample in swept.samples] == [
         (0, False), (0, False), (1, True), (1, True),
@@ -107,7 +98,7 @@ def test_without_a_warm_up_the_first_repetition_is_cold(tmp_path: Path, tiny_moe
 
 def test_a_cache_of_no_size_is_reported_as_asked(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = _plan(tiny_moe, tiny_draft, Sweep(("spac",), (0,)), dataset=write_conversations(tmp_path, n=1))
-    rows, recorder = _run(replace(plan, repetitions=1))
+    rows, recorder = run(replace(plan, repetitions=1))
     record = rows[-1].as_dict()
     assert (record["policy"], record["cache_ratio"], record["cache_slots"]) == ("spac", 0, 0)
     assert record["hit_rate_pairs"] is None
@@ -115,7 +106,7 @@ def test_a_cache_of_no_size_is_reported_as_asked(tmp_path: Path, tiny_moe: Path,
 
 
 def test_the_policy_works_in_synthetic_tests(tiny_moe: Path, tiny_draft: Path) -> None:
-    rows, _ = _run(_plan(tiny_moe, tiny_draft, Sweep(("lru",), (1,)), n_prompt=24, n_gen=36))
+    rows, _ = run(_plan(tiny_moe, tiny_draft, Sweep(("lru",), (1,)), n_prompt=24, n_gen=36))
     by_test = {(row.test, row.policy): row for row in rows}
     decoding = by_test["tg36", "lru"]
     assert decoding.cache.hit_rate_pairs is not None

@@ -1,4 +1,4 @@
-"""docs/bench.md names every key of a record, docs/datasets.md every file that is looked for and every scorer."""
+"""docs/bench.md names every key of a record, docs/datasets.md every file of a dataset and every scorer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 from moeedge.bench.config import MODES
 from moeedge.bench.output_check import NEAR_TIE_GAP
-from moeedge.bench.runner import Bench
 from moeedge.bench.samples import COUNTERS
 from moeedge.data import CATALOG, load_dataset
 from moeedge.scoring.answers import SCORERS, Reference
-from tests.bench.recording import Recorder, make_plan, write_conversations
+from tests.bench.recording import make_plan, run, write_conversations
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TEXT = (_DOCS / "bench.md").read_text(encoding="utf-8")
@@ -21,13 +20,12 @@ _DATASETS = (_DOCS / "datasets.md").read_text(encoding="utf-8")
 
 def test_every_key_is_documented_and_no_other(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_predict=2, repetitions=1)
-    with Bench(plan, Recorder()) as bench:
-        bench.run()
-        record = bench.rows()[0].as_dict()
+    rows, _ = run(plan)
+    record = rows[0].as_dict()
     section = _TEXT.split("## The record")[1]
     table, samples = section.split("A sample has")
-    rows = [line for line in table.splitlines() if line.startswith("| `")]
-    documented = {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    table_rows = [line for line in table.splitlines() if line.startswith("| `")]
+    documented = {key for row in table_rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert documented == set(record)
     keys, counters = samples.split("The last two are objects")
     assert set(re.findall(r"`(\w+)`", keys)) == set(record["samples"][0])
@@ -53,5 +51,10 @@ def test_datasets_and_scorers() -> None:
 def test_the_examples_of_own_rows_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(line for line in _DATASETS.splitlines() if line.startswith("    {")), encoding="utf-8")
-    scorers = [one.scorer for prompt in load_dataset(str(path)).prompts for one in prompt.references if one is not None]
+    scorers = [
+        reference.scorer
+        for prompt in load_dataset(str(path)).prompts
+        for reference in prompt.references
+        if reference is not None
+    ]
     assert scorers == ["number", "list", "code", "contains"]

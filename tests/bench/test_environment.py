@@ -1,4 +1,4 @@
-"""What a record says of the machine and the installation."""
+"""The machine and the installation in a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which differences count: near-ties are listed, everything else fails."""
+"""Differences between answers: near-ties are listed, all others fail."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def _logits(**values: float) -> NDArray[np.float32]:
 def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
     reference = [_sample("a", [1, 2, 3]), _sample("b", [1, 2, 3]), _sample("c", [1, 2, 3])]
     answers = [_sample("a", [1, 2, 3]), _sample("b", [1, 4, 3]), _sample("c", [1, 2, 5])]
-    asked = []
+    calls = []
 
     def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
-        asked.append((sample.prompt, position))
+        calls.append((sample.prompt, position))
         return _logits(t2=3.0, t4=3.0 - NEAR_TIE_GAP / 2) if sample.prompt == "b" else _logits(t3=3.0, t5=2.0)
 
     check = check_output(answers, reference, logits_at, [_END])
     assert str(check) == "1/3"
-    assert asked == [("b", 1), ("c", 2)]
+    assert calls == [("b", 1), ("c", 2)]
     assert [(d.prompt, d.position, d.reference_token, d.token) for d in check.near_ties] == [("b", 1, 2, 4)]
     assert check.near_ties[0].gap == pytest.approx(NEAR_TIE_GAP / 2, abs=1e-6)
     assert [(d.prompt, d.gap) for d in check.different] == [("c", 1.0)]
     assert not check.passed
 
 
-def test_stopping_early_is_weighed_by_the_stop_token() -> None:
+def test_an_early_stop_is_compared_by_the_logit_of_the_stop_token() -> None:
     check = check_output(
         [_sample("a", [1])], [_sample("a", [1, 2])], lambda _s, _p: _logits(t2=1.0, t9=0.99), [8, _END]
     )

@@ -1,4 +1,4 @@
-"""Whole runs on tiny random-weight models: what is measured, that outputs agree, what an interruption leaves."""
+"""Complete runs on tiny random-weight models: measurements, equal outputs, and the rest of an interrupted run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.config import REFERENCE
+from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
-from tests.bench.recording import Recorder, make_plan, write_conversations
+from tests.bench.recording import Recorder, make_plan, run, write_conversations
 
 
-def test_three_modes_on_the_same_conversations(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
-    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path))
-    with Bench(plan, recorder) as bench:
-        assert bench.run()
-        rows = {row.mode: row for row in bench.rows()}
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path, tiny_draft: Path
+) -> tuple[list[BenchRow], Recorder]:
+    """Three modes, two repetitions of two conversations with three turns."""
+    return run(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path_factory.mktemp("talk"))))
+
+
+def test_three_modes_on_the_same_conversations(finished: tuple[list[BenchRow], Recorder]) -> None:
+    recorder = finished[1]
+    rows = {row.mode: row for row in finished[0]}
     assert list(rows) == ["stock-ar", "stock-sd", "moeedge"]
     assert len(recorder.samples) == recorder.total == 3 * 2 * 3  # turns x repetitions x modes
     for row in rows.values():
@@ -41,52 +47,40 @@ def test_three_modes_on_the_same_conversations(tmp_path: Path, tiny_moe: Path, t
     assert ours.cache == CacheFigures()
 
 
-def test_turns_are_one_conversation(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
-    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), repetitions=1)
-    with Bench(plan, recorder) as bench:
-        bench.run()
+def test_turns_are_one_conversation(finished: tuple[list[BenchRow], Recorder]) -> None:
     first, second = (
-        [sample for sample in recorder.samples if (sample.prompt, sample.turn) == ("two-turns", turn)]
+        [s for s in finished[1].samples if (s.prompt, s.turn, s.repetition) == ("two-turns", turn, 0)]
         for turn in (0, 1)
     )
     assert len(first) == len(second) == 3
-    assert {tuple(sample.prompt_ids) for sample in second} == {tuple(second[0].prompt_ids)}  # all are asked the same
-    for sample in first:  # nothing is left over from the warm-up or the prompt before
+    assert {tuple(sample.prompt_ids) for sample in second} == {tuple(second[0].prompt_ids)}  # the same prompt for all
+    for sample in first:  # the KV cache holds nothing of the warm-up or the previous prompt
         assert sample.prefill_tokens == sample.prompt_tokens
-    for sample in second:  # what was said is in the KV cache
+    for sample in second:  # the conversation so far is in the KV cache
         assert sample.prompt_tokens > first[0].prompt_tokens + 12
         assert sample.prefill_tokens < sample.prompt_tokens - first[0].prompt_tokens // 2
 
 
-def test_modes_change_places(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
-    with Bench(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_predict=2), recorder) as bench:
-        bench.run()
-    places = {(s.prompt, s.repetition, s.mode): s.order for s in recorder.samples}
-    assert {order for (_, _, mode), order in places.items() if mode == REFERENCE} == {0, 1, 2}
+def test_modes_change_places(finished: tuple[list[BenchRow], Recorder]) -> None:
+    places = {(s.prompt, s.turn, s.repetition, s.mode): s.order for s in finished[1].samples}
+    assert {order for (*_, mode), order in places.items() if mode == REFERENCE} == {0, 1, 2}
 
 
-def test_without_a_draft_the_cost_of_the_backend_is_left(tmp_path: Path, tiny_moe: Path) -> None:
+def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path))
-    with Bench(plan, Recorder()) as bench:
-        bench.run()
-        rows = bench.rows()
+    rows, _ = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge"]
     ours = rows[1]
     assert ours.output is not None
-    assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is excused
+    assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is permitted
     assert (ours.tokens_per_step, ours.setup["draft"], ours.setup["gamma"]) == (1.0, "none", 0)
     assert ours.ratio is not None
     assert ours.ratio > 0
 
 
 def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
     plan = make_plan(tiny_draft, "ngram", dataset=write_conversations(tmp_path), n_predict=40, repetitions=1)
-    with Bench(plan, recorder) as bench:
-        bench.run()
-        rows = bench.rows()
+    rows, recorder = run(plan)
     assert any("dense" in note for note in recorder.notes)
     assert all(row.experts_per_verification is None for row in rows)
     assert all(row.output is not None and row.output.passed for row in rows)
@@ -95,10 +89,8 @@ def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> No
 
 
 def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
-    with Bench(make_plan(tiny_moe, tiny_draft, n_prompt=24, n_gen=36), recorder) as bench:
-        assert bench.run()
-        rows = {(row.test, row.mode): row for row in bench.rows()}
+    found, recorder = run(make_plan(tiny_moe, tiny_draft, n_prompt=24, n_gen=36))
+    rows = {(row.test, row.mode): row for row in found}
     assert list(rows) == [("pp24", "stock-ar"), ("pp24", "moeedge"), ("tg36", "stock-ar"), ("tg36", "moeedge")]
     assert any("stock-sd" in note for note in recorder.notes)
     prefill, decoding = rows["pp24", "moeedge"], rows["tg36", "moeedge"]
@@ -115,9 +107,8 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
 
 def test_a_dataset_and_a_synthetic_prompt_in_one_run(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_prompt=8, n_predict=2, repetitions=1)
-    with Bench(plan, Recorder()) as bench:
-        bench.run()
-        records = [row.as_dict() for row in bench.rows()]
+    rows, _ = run(plan)
+    records = [row.as_dict() for row in rows]
     assert [(r["test"], r["mode"]) for r in records] == [
         ("talk", "stock-ar"), ("talk", "moeedge"), ("pp8", "stock-ar"), ("pp8", "moeedge"),
     ]  # fmt: skip
@@ -126,12 +117,12 @@ def test_a_dataset_and_a_synthetic_prompt_in_one_run(tmp_path: Path, tiny_moe: P
 
 
 def _after(n: int, recorder: Recorder) -> Callable[[], bool]:
-    """A `cancel` that says yes once `n` samples are there."""
+    """A `cancel` that returns True from `n` samples on."""
     return lambda: len(recorder.samples) >= n
 
 
 @pytest.mark.parametrize(("n_samples", "n_turns"), [(0, 0), (4, 1), (10, 3), (14, 3)])
-def test_an_interrupted_run_reports_what_all_modes_did(
+def test_an_interrupted_run_reports_the_work_of_all_modes(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path, n_samples: int, n_turns: int
 ) -> None:
     recorder = Recorder()
@@ -143,11 +134,8 @@ def test_an_interrupted_run_reports_what_all_modes_did(
 
 
 def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path, n=3), n_predict=2, n_ctx=256)
-    with Bench(plan, recorder) as bench:
-        bench.run()
-        row = bench.rows()[0]
+    (row, *_), recorder = run(plan)
     assert any(note.startswith("1 of 3 prompts") for note in recorder.notes)
     assert (row.setup["prompts"], row.setup["prompts_left_out"], row.setup["n_ctx"]) == (2, 1, 256)
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
@@ -158,11 +146,10 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
         pass
 
 
-def test_the_record_says_what_the_numbers_depend_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     dataset = write_conversations(tmp_path)
-    with Bench(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1), Recorder()) as bench:
-        bench.run()
-        records = [json.loads(json.dumps(row.as_dict())) for row in bench.rows()]
+    rows, _ = run(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1))
+    records = [json.loads(json.dumps(row.as_dict())) for row in rows]
     assert all(list(record) == list(records[0]) for record in records)
     record = records[2]
     for key, value in {
@@ -190,18 +177,7 @@ def test_the_record_says_what_the_numbers_depend_on(tmp_path: Path, tiny_moe: Pa
     assert len(record["samples"]) == 3
     sample = record["samples"][0]
     assert record["mode"] not in sample.values()
-    for key in (
-        "prompt",
-        "turn",
-        "repetition",
-        "order",
-        "prefill_s",
-        "decode_s",
-        "ttft_s",
-        "steps",
-        "drafted",
-        "accepted",
-    ):
-        assert key in sample
+    keys = "prompt turn repetition order prefill_s decode_s ttft_s steps drafted accepted"
+    assert set(keys.split()) <= set(sample)
     assert record["cpu"]
     assert record["version"]

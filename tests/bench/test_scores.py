@@ -1,4 +1,4 @@
-"""Scores of a run: every answer once, means over answers, what was not scored and why, and the alarm."""
+"""Scores of a run: every answer once, means over answers, reasons for answers without a score, and the alarm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moeedge.data.prompts import user_turns
 from moeedge.errors import InputError
 from moeedge.scoring import answers
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, score_answer
-from tests.bench.recording import Recorder, make_plan
+from tests.bench.recording import Recorder, make_plan, run
 
 _PROMPTS = (
     Prompt("sum", "math", user_turns("3 + 4?"), (Reference("number", ("7",)),)),
@@ -47,7 +47,7 @@ def _scorer(*, run_code: bool) -> AnswerScorer:
     return AnswerScorer(_DATASET, lambda sample: _ANSWERS[sample.prompt, sample.turn], run_code=run_code)
 
 
-def test_a_mean_over_answers_and_what_was_left_out() -> None:
+def test_the_mean_over_answers_and_the_reasons_for_those_left_out() -> None:
     scorer = _scorer(run_code=False)
     scored = [scorer.scored(sample) for sample in _samples()]
     assert [(s.score, s.score_reason) for s in scored[:4]] == [
@@ -66,7 +66,7 @@ def test_a_mean_over_answers_and_what_was_left_out() -> None:
     assert str(scorer.summary([scored[1]])) == "- (0/1)"
 
 
-def test_programs_are_run_when_asked_and_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run_only_on_request_and_each_text_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
 
     def counted(reference: Reference, answer: str, *, run_code: bool) -> Score:
@@ -77,18 +77,18 @@ def test_programs_are_run_when_asked_and_each_text_once(monkeypatch: pytest.Monk
     scorer = _scorer(run_code=True)
     scored = [scorer.scored(sample) for sample in _samples()]
     assert [s.score for s in scored] == [1.0, None, 0.0, 1.0] * 2
-    assert len(runs) == 3  # neither the repetition nor what has no reference
+    assert len(runs) == 3  # neither repetitions nor answers without a reference
 
 
-def test_thoughts_are_no_answer() -> None:
+def test_thoughts_are_not_part_of_the_answer() -> None:
     assert final_part("<think>\n5? 6?\n</think>\n\nIt is 7.") == "\n\nIt is 7."
     assert final_part("5? 6?</think>7") == "7"  # some templates begin the thought themselves
-    assert final_part("<think>\n5? 6? 7") == ""  # cut before there was an answer
+    assert final_part("<think>\n5? 6? 7") == ""  # cut before the answer
     assert final_part("analysisIt is 5, no, 6.assistantfinalIt is 7.") == "It is 7."
     assert final_part("It is 7.") == "It is 7."
 
 
-def test_what_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_scoring(_DATASET, run_code=False) == [
         "1 of 4 answers will not be scored: there is no reference for them.",
         "Programs, 1 of 4 answers, are scored with --run-code only.",
@@ -105,30 +105,30 @@ def test_what_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatc
         check_scoring(summaries, run_code=False)
 
 
-def test_scores_that_differ_are_an_alarm() -> None:
+def test_different_scores_raise_an_alarm() -> None:
     base = Scores(0.5, 2, 4, 0, "number")
     assert different_scores([("stock-ar", base), ("moeedge", replace(base, n_cut=1))]) == []
-    (said,) = different_scores([("stock-ar", base), ("moeedge", replace(base, score=0.0))])
-    assert said.startswith("SCORES DIFFER: moeedge has 0.000 (2/4), stock-ar 0.500 (2/4).")
+    (alarm,) = different_scores([("stock-ar", base), ("moeedge", replace(base, score=0.0))])
+    assert alarm.startswith("SCORES DIFFER: moeedge has 0.000 (2/4), stock-ar 0.500 (2/4).")
 
 
 def test_a_run_scores_every_mode_alike(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     path = tmp_path / "own.jsonl"
     limit = {"scorer": "contains", "max_chars": 100_000}
-    rows = [
+    records = [
         {"id": "x", "prompt": "Hi", "reference": limit},
         {"id": "x", "prompt": "Say xyzzy", "reference": {"scorer": "exact", "expect": "xyzzy"}},
         {"turns": ["a", "b"], "references": [None, limit]},
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     plan = make_plan(tiny_moe, tiny_draft, dataset=load_dataset(str(path)), score=True, n_predict=4)
     recorder = Recorder()
     with Bench(plan, recorder) as bench:
         bench.run()
-        found = bench.rows()
-        assert bench.rows()[0].scores == found[0].scores
+        rows = bench.rows()
+        assert bench.rows()[0].scores == rows[0].scores
     assert "1 of 4 answers will not be scored: there is no reference for them." in recorder.notes
-    for row in found:
+    for row in rows:
         record = json.loads(json.dumps(row.as_dict()))
         assert record["score"] == pytest.approx(2 / 3)
         assert (record["n_scored"], record["n_answers"], record["scorer"]) == (3, 4, "contains,exact")
@@ -136,15 +136,14 @@ def test_a_run_scores_every_mode_alike(tmp_path: Path, tiny_moe: Path, tiny_draf
         assert record["unscored"] == [{"reason": NO_REFERENCE, "n": 1}]
         by_prompt = {(s["prompt"], s["turn"]): (s["score"], s["score_reason"]) for s in record["samples"]}
         assert by_prompt["x", 0] == (1.0, "")
-        assert by_prompt["x#2", 0] == (0.0, 'not "xyzzy"')  # the second of its name has a name of its own
+        assert by_prompt["x#2", 0] == (0.0, 'not "xyzzy"')  # a repeated id is made unique
         assert all(isinstance(s["answer"], str) for s in record["samples"])
 
 
-def test_without_scores_nothing_of_them_is_kept(tmp_path: Path, tiny_moe: Path) -> None:
+def test_a_run_without_scores_has_none_in_its_record(tmp_path: Path, tiny_moe: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps({"prompt": "Hi", "reference": {"scorer": "exact", "expect": "x"}}))
-    with Bench(make_plan(tiny_moe, None, dataset=load_dataset(str(path)), n_predict=2), Recorder()) as bench:
-        bench.run()
-        record = bench.rows()[0].as_dict()
+    rows, _ = run(make_plan(tiny_moe, None, dataset=load_dataset(str(path)), n_predict=2))
+    record = rows[0].as_dict()
     assert record["score"] is record["n_scored"] is record["n_cut"] is record["scorer"] is None
     assert record["samples"][0]["answer"] is record["samples"][0]["score"] is None

@@ -1,4 +1,4 @@
-"""stock-ar is stock: the same tokens as a process that never loads moeedge, let alone its library."""
+"""stock-ar is stock: the same tokens as a process that loads neither moeedge nor its native library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from moeedge.bench.config import REFERENCE
-from moeedge.bench.runner import Bench
-from tests.bench.recording import Recorder, make_plan, write_conversations
+from tests.bench.recording import make_plan, run, write_conversations
 
 # plain greedy decoding with llama_cpp's low-level calls; prompts come in, answers go out as JSON
 _STOCK = """
@@ -26,18 +25,15 @@ print(json.dumps({"answers": answers, "moeedge": [name for name in sys.modules i
 
 
 def test_stock_ar_equals_a_process_without_our_library(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    recorder = Recorder()
     dataset = write_conversations(tmp_path)
     plan = make_plan(tiny_moe, tiny_draft, dataset=dataset, n_predict=40, repetitions=1, ignore_eos=True)
-    with Bench(plan, recorder) as bench:
-        bench.run()
-        n_ctx = bench.rows()[0].setup["n_ctx"]
+    rows, recorder = run(plan)
     # the first turns: on an empty KV cache both sides decode the same batches
     ours = [s for s in recorder.samples if s.mode == REFERENCE and s.turn == 0]
     assert len(ours) == 2
     job = {
         "model": str(tiny_moe),
-        "n_ctx": n_ctx,
+        "n_ctx": rows[0].setup["n_ctx"],
         "n_predict": 40,
         "prompts": [sample.prompt_ids for sample in ours],
     }
@@ -55,7 +51,7 @@ def test_stock_ar_equals_a_process_without_our_library(tmp_path: Path, tiny_moe:
     assert result["moeedge"] == []
     assert not result["mapped"]
     assert result["answers"] == [sample.tokens for sample in ours]
-    # and so do all other modes, turn by turn
+    # all other modes give the same tokens, turn by turn
     for sample in recorder.samples:
         reference = next(s for s in recorder.samples if s.key == sample.key and s.mode == REFERENCE)
         assert sample.tokens == reference.tokens

@@ -1,12 +1,18 @@
-"""Numbers from samples, against values worked out by hand."""
+"""Figures from samples, against values computed by hand."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from moeedge.bench.samples import (
+    COUNTERS,
+    CacheFigures,
     Sample,
+    cache_figures,
     common_samples,
+    counted,
     from_stats,
     paired_ratio,
     quotient,
@@ -14,6 +20,12 @@ from moeedge.bench.samples import (
     spread,
 )
 from moeedge.engine.types import GenerationStats
+from moeedge.scheduler.stats import PlacementStats
+
+_BEGIN = PlacementStats(
+    policy="spac", cache_ratio=0.17, slots_total=8, pool_bytes=1024, steps=3, pairs=100, pairs_hit=10
+)
+_END = replace(_BEGIN, slots_used=8, steps=5, pairs=300, pairs_hit=110, unique=40, unique_hit=10, bytes_moved=4096)
 
 
 def _sample(mode: str, prompt: str, repetition: int, *, tokens: int = 10, seconds: float = 1.0) -> Sample:
@@ -23,7 +35,7 @@ def _sample(mode: str, prompt: str, repetition: int, *, tokens: int = 10, second
     )  # fmt: skip
 
 
-def test_spread() -> None:
+def test_mean_deviation_and_median() -> None:
     several = spread([10.0, 20.0, 60.0])
     assert several is not None
     assert (several.mean, several.median, several.values) == (30.0, 20.0, (10.0, 20.0, 60.0))
@@ -49,7 +61,7 @@ def test_speed_is_all_tokens_over_all_seconds_of_a_repetition() -> None:
 
 
 def test_ratios_pair_the_same_work_and_take_the_median() -> None:
-    # the machine was four times slower in repetition 1: pairs do not see it, means would
+    # the machine was four times slower in repetition 1, which pairs cancel and means would not
     reference = [_sample("r", p, i, seconds=s) for i, s in enumerate((1.0, 4.0)) for p in "ab"]
     ours = [_sample("m", p, i, seconds=s / 2) for i, s in enumerate((1.0, 4.0)) for p in "ab"]
     assert paired_ratio(ours, reference, lambda s: s.tg_ts) == 2.0
@@ -59,7 +71,7 @@ def test_ratios_pair_the_same_work_and_take_the_median() -> None:
     assert paired_ratio([_sample("m", "a", 0, tokens=0)], reference, lambda s: s.tg_ts) is None
 
 
-def test_an_interrupted_run_keeps_the_work_that_every_mode_did() -> None:
+def test_an_interrupted_run_keeps_the_work_of_all_modes() -> None:
     done = [_sample(mode, prompt, 0) for prompt in "ab" for mode in ("x", "y")]
     cut = [_sample("x", "a", 1), _sample("y", "a", 1), _sample("x", "b", 1)]
     assert {s.key for s in common_samples([*done, *cut], ["x", "y"], expected=2)} == {("a", 0, 0), ("b", 0, 0)}
@@ -80,3 +92,24 @@ def test_a_stop_token_was_decoded_too() -> None:
 def test_quotient() -> None:
     assert quotient(3, 4) == 0.75
     assert quotient(3, 0) is None
+
+
+def test_a_sample_keeps_the_difference() -> None:
+    counters = counted(_BEGIN, _END)
+    assert counters is not None
+    assert set(counters) == set(COUNTERS)
+    assert (counters["steps"], counters["pairs"], counters["pairs_hit"], counters["uploads"]) == (2, 200, 100, 0)
+    assert counted(None, None) is None
+
+
+def test_rates_are_those_of_the_sums() -> None:
+    nothing = dict.fromkeys(COUNTERS, 0)
+    small = nothing | {"steps": 1, "pairs": 10, "pairs_hit": 10, "unique": 4, "unique_hit": 4, "uploads": 8}
+    large = nothing | {"steps": 3, "pairs": 90, "pairs_hit": 0, "unique": 12, "unique_hit": 0, "bytes_moved": 100}
+    figures = cache_figures([small, None, large])
+    assert figures == CacheFigures(
+        hit_rate_pairs=0.1, hit_rate_unique=0.25, uploads_per_step=2.0, bytes_moved=100
+    )  # the mean of the rates would be 0.5
+    assert cache_figures([None]) == cache_figures([]) == CacheFigures()
+    idle = cache_figures([nothing])
+    assert (idle.hit_rate_pairs, idle.uploads_per_step, idle.bytes_moved) == (None, None, 0)
