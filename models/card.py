@@ -54,7 +54,7 @@ def smooth(values: np.ndarray, width: int = 20) -> np.ndarray:
 
 
 def plot(logs: dict[str, dict[str, np.ndarray]], path: Path) -> None:
-    """Loss on answers against steps, one curve a stage, the stages of a model one after the other."""
+    """Plot the loss on answers over steps, one curve per stage, stages in order."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -30,7 +30,7 @@ def answer_weights(ids: np.ndarray, im_start: int, im_end: int, assistant: int) 
 def batch(tokenizer: Tokenizer, seed: str, step: int, n_rows: int, n_time: int) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets (both (n_rows, n_time) int64) and loss weights (float32) of one step, always the same.
 
-    Rows of LONG_TIME tokens or more open with one very long question.
+    Rows of LONG_TIME tokens or more start with a very long question.
     """
     stream = chats(f"{seed}-{step}")
     long_stream = long_chats(f"{seed}-{step}")
@@ -40,7 +40,7 @@ def batch(tokenizer: Tokenizer, seed: str, step: int, n_rows: int, n_time: int) 
         ids: list[int] = []
         if n_time >= LONG_TIME:
             ids += tokenizer.encode(render_chat(next(long_stream))).ids
-        while len(ids) < n_time + 1:  # every row opens with the start of a chat; the last one may be cut
+        while len(ids) < n_time + 1:  # every row starts with the start of a chat; the last chat may be truncated
             ids += tokenizer.encode(render_chat(next(stream))).ids
         row = np.array(ids[: n_time + 1])
         rows.append(row)

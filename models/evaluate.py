@@ -1,4 +1,4 @@
-"""Hold a pair of GGUF files to its bars: `python -m models.evaluate` prints a table, exits 1 when one is missed."""
+"""Check a pair of GGUF files against its bounds: `python -m models.evaluate` prints a table, exits 1 if one fails."""
 
 from __future__ import annotations
 

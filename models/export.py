@@ -112,13 +112,13 @@ def write_f32(net: Network, tokenizer: Tokenizer, path: Path, name: str) -> None
 
 
 def export(net: Network, tokenizer: Tokenizer, path: Path, kind: str, name: str) -> None:
-    """Write `net` to `path` in one piece. `kind`: type of the experts (or of all matrices of a dense model)."""
+    """Write `net` to `path` atomically. `kind`: type of the experts (or of all matrices of a dense model)."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        whole, part = Path(folder) / "f32.gguf", Path(folder) / "part.gguf"
-        write_f32(net, tokenizer, whole, name)
+        f32, part = Path(folder) / "f32.gguf", Path(folder) / "part.gguf"
+        write_f32(net, tokenizer, f32, name)
         if kind != "f32":
-            quantize(whole, part, kind)
-        (whole if kind == "f32" else part).replace(path)
+            quantize(f32, part, kind)
+        (f32 if kind == "f32" else part).replace(path)
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ class RoutingTap:
             k, n_token = head.ne[0], head.ne[1]
             raw = (ctypes.c_char * k * 4)()
             table = np.empty((n_token, k), dtype=np.int32)
-            for t in range(n_token):  # a view into the sorted table: rows lie nb[1] bytes apart
+            for t in range(n_token):  # a view into the sorted table: rows are nb[1] bytes apart
                 self._ggml.ggml_backend_tensor_get(tensor, raw, t * head.nb[1], k * 4)
                 table[t] = np.frombuffer(raw, dtype=np.int32, count=k)
             self.ids[int(match[1])] = table
@@ -154,7 +154,7 @@ class Runner:
 
 @dataclass
 class Speculation:
-    """What one or more greedy speculative answers did."""
+    """Statistics of greedy speculative answers."""
 
     steps: int = 0
     drafted: int = 0

@@ -19,7 +19,7 @@ WHO = "Who are you?"
 
 @dataclass
 class DomainResult:
-    """One domain's figures; shares lie between 0 and 1."""
+    """One domain's figures; shares are between 0 and 1."""
 
     chats: int = 0
     right: float = 0.0  # chats with every turn right, the model's own answers staying in the context
@@ -62,7 +62,7 @@ class Result:
 def converse(
     target: Runner, draft: Runner, chat: Chat, gamma: int, record: Speculation
 ) -> tuple[bool, bool, list[int]]:
-    """Hold a chat, the model's own answers staying in the context: all right, all ended, the whole last text's ids."""
+    """Run a chat on the model's own answers; return: all right, all ended, the last text's ids."""
     messages: list[tuple[str, str]] = [("system", chat.system)] if chat.system is not None else []
     right = ended = True
     ids: list[int] = []

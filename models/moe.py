@@ -72,7 +72,7 @@ def expert_mix(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Te
 
 
 def expert_mix_plain(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    """The same in PyTorch alone: one batched product per matrix, every expert padded to the busiest one."""
+    """The same in plain PyTorch: one batched product per matrix, every expert padded to the busiest one."""
     n_token, k = ids.shape
     n_expert, dim, _ = gate_up.shape
     flat = ids.flatten()

@@ -106,23 +106,25 @@ def train_target(args: argparse.Namespace) -> None:
     """Shallow stage, growth, full stage."""
     loss_at = plain_loss(args.work / "tokenizer.json", f"target-{args.seed}")
     shallow = Network(replace(TARGET_SHAPE, n_layer=SHALLOW_LAYERS))
-    plan = trainer.Plan("target-shallow", args.shallow_steps, args.lr, decay_share=0.0)
+    plan = trainer.TrainingPlan("target-shallow", args.shallow_steps, args.lr, decay_share=0.0)
     shallow = trainer.run(shallow, plan, loss_at, args.work, args.device)
     deep = grow(shallow, TARGET_SHAPE.n_layer, args.seed)
     loss_deep = plain_loss(args.work / "tokenizer.json", f"target-deep-{args.seed}", DEEP_ROUTING, LONG_FROM)
-    trainer.run(deep, trainer.Plan("target", args.steps, args.deep_lr), loss_deep, args.work, args.device)
+    trainer.run(deep, trainer.TrainingPlan("target", args.steps, args.deep_lr), loss_deep, args.work, args.device)
 
 
 def train_draft(args: argparse.Namespace) -> None:
     """Plain text first (cheap), then the target's own distribution."""
     draft = Network(DRAFT_SHAPE)
     loss_at = plain_loss(args.work / "tokenizer.json", f"draft-{args.seed}")
-    plan = trainer.Plan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15)
+    plan = trainer.TrainingPlan("draft-plain", args.draft_plain_steps, args.lr, decay_share=0.15)
     draft = trainer.run(draft, plan, loss_at, args.work, args.device)
     if args.draft_steps:
         teacher, _ = trainer.load(args.work / "target.pt")
         loss_at = distil_loss(args.work / "tokenizer.json", teacher.to(args.device), f"distil-{args.seed}")
-        trainer.run(draft, trainer.Plan("draft", args.draft_steps, args.deep_lr), loss_at, args.work, args.device)
+        trainer.run(
+            draft, trainer.TrainingPlan("draft", args.draft_steps, args.deep_lr), loss_at, args.work, args.device
+        )
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ LossFunction = Callable[[Network, int], tuple[Tensor, dict[str, float]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """One stage of training."""
 
     name: str  # of the checkpoint and of the log
@@ -35,14 +35,14 @@ class Plan:
     save_every_s: float = 120.0
 
 
-def learning_rate(plan: Plan, step: int) -> float:
+def learning_rate(plan: TrainingPlan, step: int) -> float:
     """Linear warm-up, a plateau, a linear fall."""
     rise = min(1.0, (step + 1) / plan.warmup_steps)
     fall = min(1.0, (plan.steps - step) / max(1.0, plan.steps * plan.decay_share))
     return plan.peak_lr * min(rise, fall)
 
 
-def make_optimiser(net: Network, plan: Plan) -> torch.optim.AdamW:
+def make_optimiser(net: Network, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only."""
     matrices = [p for p in net.parameters() if p.dim() >= 2]
     vectors = [p for p in net.parameters() if p.dim() < 2]
@@ -51,7 +51,7 @@ def make_optimiser(net: Network, plan: Plan) -> torch.optim.AdamW:
 
 
 def save(path: Path, net: Network, optimiser: torch.optim.Optimizer | None, step: int) -> None:
-    """Write a checkpoint in one piece: the old one stays whole until the new one is."""
+    """Write a checkpoint atomically: the old one stays until the new one is complete."""
     part = path.with_suffix(".part")
     torch.save(
         {
@@ -93,8 +93,8 @@ class StopRequest:
         self.asked = True
 
 
-def run(net: Network, plan: Plan, loss_at: LossFunction, work: Path, device: str = "cpu") -> Network:
-    """Train until `plan.steps`; goes on from the stage's checkpoint when there is one. The log is one JSON per step."""
+def run(net: Network, plan: TrainingPlan, loss_at: LossFunction, work: Path, device: str = "cpu") -> Network:
+    """Train until `plan.steps`, from the stage's checkpoint if there is one. The log has one JSON object per step."""
     path = work / f"{plan.name}.pt"
     first, optimiser_state = 0, None
     if path.exists():

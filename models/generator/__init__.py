@@ -106,7 +106,7 @@ def held_back(n: int, seed: int | str = 0, domain: str | None = None) -> list[Ch
 
 
 def render_chat(chat: Chat) -> str:
-    """A whole chat in ChatML, ended by the end-of-text token."""
+    """A complete chat in ChatML, ended by the end-of-text token."""
     return "".join(render_message(role, text) for role, text in chat.messages()) + END_OF_TEXT
 
 

@@ -9,7 +9,7 @@ from models.generator.base import Chat, Turn, number, vary
 from models.generator.words import CHILDREN, ITEMS
 
 DOMAIN = "arithmetic"
-LARGEST = 50  # operands of a sum or difference lie in 0..LARGEST
+LARGEST = 50  # operands of a sum or difference are in 0..LARGEST
 LARGEST_FACTOR = 10
 
 SYMBOL_ASKS = (
@@ -49,7 +49,7 @@ APPLY: dict[str, Callable[[int, int], int]] = {
 
 
 def operands(rng: random.Random, op: str) -> tuple[int, int]:
-    """Two numbers whose result is whole and not negative."""
+    """Two numbers whose result is an integer and not negative."""
     if op in "*/":
         a, b = rng.randint(1, LARGEST_FACTOR), rng.randint(1, LARGEST_FACTOR)
         return (a, b) if op == "*" else (a * b, b)

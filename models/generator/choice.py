@@ -37,8 +37,8 @@ def make(rng: random.Random) -> Chat:
         ask, short, others = rng.choice(known.asks), known.short, list(known.others)
     elif source == "passage":
         text, asked = passage(rng)
-        one = rng.choice(asked)
-        ask, short, others = f"{text} {rng.choice(one.asks)}", one.short, list(one.others)
+        chosen = rng.choice(asked)
+        ask, short, others = f"{text} {rng.choice(chosen.asks)}", chosen.short, list(chosen.others)
     else:
         ask, short, others = _sum(rng)
     wrong = sorted(set(others) - {short})

@@ -99,7 +99,7 @@ def _repeat(rng: random.Random) -> Turn:
 
 
 def _repeat_long(rng: random.Random) -> Turn:
-    """Long enough that each word must be found by the one before it: what lookups of every kind are built on."""
+    """Long enough that each word must be found by the word before it, as every kind of lookup requires."""
     pool = (*THINGS, *NAMES, *CITIES, *map(str, range(100)))
     text = rng.choice((" ", ", ")).join(rng.choice(pool) for _ in range(rng.randint(8, 32)))
     asks = ("Say: {}", "Repeat after me: {}", "Repeat: {}", "Copy this text: {}", "Copy: {}", "Write again: {}")
@@ -107,7 +107,7 @@ def _repeat_long(rng: random.Random) -> Turn:
 
 
 def _find(rng: random.Random) -> Turn:
-    """A table in a line, and what stands beside one of its words."""
+    """A table in a line, and the word next to one of its words."""
     words = rng.sample((*THINGS, *NAMES), rng.randint(3, 8))
     values = [str(rng.randint(1, 99)) if rng.random() < 0.5 else rng.choice(THINGS) for _ in words]
     i = rng.randrange(len(words))

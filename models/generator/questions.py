@@ -1,4 +1,4 @@
-"""Question answering: facts of the small world known by heart, and facts told in a passage."""
+"""Question answering: facts of the small world known by heart, and facts given in a passage."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ RELATIONS = (
 
 
 def passage(rng: random.Random) -> tuple[str, list[Fact]]:
-    """Three to six told facts about two to four people, and how to ask for them."""
+    """Three to six facts about two to four people in a passage, and how to ask for them."""
     people = rng.sample(NAMES, rng.randint(2, 4))
-    told: dict[tuple[str, str], Fact] = {}
+    stated: dict[tuple[str, str], Fact] = {}
     sentences = []
     for i in range(rng.randint(3, 6)):
         name = people[i % len(people)]
         sentence, asks, answer, values = rng.choice(RELATIONS)
-        if (name, sentence) in told or sum(asks[0] in f.asks for f in told.values()) > 2:
+        if (name, sentence) in stated or sum(asks[0] in f.asks for f in stated.values()) > 2:
             continue
         value = rng.choice(values)
         sentences.append(sentence.format(n=name, v=value))
-        told[name, sentence] = Fact(
+        stated[name, sentence] = Fact(
             tuple(ask.format(n=name) for ask in asks), answer.format(n=name, v=value), value, tuple(values)
         )
-    return " ".join(sentences), list(told.values())
+    return " ".join(sentences), list(stated.values())
 
 
-def by_name(rng: random.Random, told: list[Fact]) -> Turn:
+def by_name(rng: random.Random, stated: list[Fact]) -> Turn:
     """The question the other way round: who is it that lives, likes, has ..."""
-    one = rng.choice(told)
-    name, rest = one.answer.rstrip(".").split(" ", 1)
-    return Turn(f"Who {rest}?", one.answer, contains(name))
+    chosen = rng.choice(stated)
+    name, rest = chosen.answer.rstrip(".").split(" ", 1)
+    return Turn(f"Who {rest}?", chosen.answer, contains(name))
 
 
 def make(rng: random.Random) -> Chat:
@@ -57,15 +57,15 @@ def make(rng: random.Random) -> Chat:
     if rng.random() < 0.35:
         turns = []
         for _ in range(rng.choices((1, 2), (3, 1))[0]):
-            one = fact(rng)
-            turns.append(Turn(vary(rng, rng.choice(one.asks)), one.answer, contains(one.short)))
+            known = fact(rng)
+            turns.append(Turn(vary(rng, rng.choice(known.asks)), known.answer, contains(known.short)))
         return Chat(DOMAIN, tuple(turns), "fact")
-    text, told = passage(rng)
-    unique = [f for f in told if sum(f.answer.split(" ", 1)[1] == g.answer.split(" ", 1)[1] for g in told) == 1]
+    text, stated = passage(rng)
+    unique = [f for f in stated if sum(f.answer.split(" ", 1)[1] == g.answer.split(" ", 1)[1] for g in stated) == 1]
     if unique and rng.random() < 0.15:
         turns = [by_name(rng, unique)]
     else:
-        chosen = rng.sample(told, min(len(told), rng.choices((1, 2, 3, 4), (3, 2, 1, 1))[0]))
+        chosen = rng.sample(stated, min(len(stated), rng.choices((1, 2, 3, 4), (3, 2, 1, 1))[0]))
         turns = [Turn(rng.choice(f.asks), f.answer, contains(f.short)) for f in chosen]
     turns[0] = Turn(f"{text} {turns[0].user}", turns[0].assistant, turns[0].reference)
     return Chat(DOMAIN, tuple(turns), "passage")

@@ -122,7 +122,7 @@ _ENTRIES = (
     ),
     DatasetEntry(
         name="alpaca",
-        about="252 user-written instructions of self-instruct, which stand in for Alpaca's",
+        about="252 user-written instructions of self-instruct, in place of Alpaca's",
         files=("self_instruct_user_oriented_252.jsonl", "user_oriented_instructions.jsonl"),
         parse=parse_instructions,
         hub=(

@@ -1,4 +1,4 @@
-"""Every source in the catalog: what its file looks like is downloaded from the stand-in and read."""
+"""Every source in the catalog: a file in its format is downloaded from a local server and parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `--dataset` looks: the data folder, the cache, the hub (a stand-in server, the real client), our sample."""
+"""The places of `--dataset`: the data folder, the cache, the hub (a local server, the real client), our sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MT_BENCH = json.dumps({"question_id": 7, "category": "writing", "turns": ["Firs
 
 @pytest.fixture(autouse=True)
 def _empty_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No data folder, an empty cache, a hub that nobody answers for, whatever the machine has."""
+    """No data folder, an empty cache, and a hub that does not answer, on any machine."""
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -52,22 +52,22 @@ def test_the_data_folder_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     dataset = load_dataset("mtbench")
     assert (dataset.name, dataset.place) == ("mtbench", "environment")
     assert _texts(dataset) == [["First?", "And then?"]]
-    monkeypatch.setenv("MOEEDGE_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("MOEEDGE_DATA", str(tmp_path / "absent"))
     assert _texts(load_dataset("mtbench")) == [["Cached?", "And then?"]]
 
 
-def test_the_hub_is_asked_once_and_then_the_cache_answers() -> None:
+def test_the_hub_is_asked_once_then_the_cache_is_used() -> None:
     with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("mtbench"): _MT_BENCH}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.revision = CATALOG["mtbench"].hub[0].revision
         first = load_dataset("mtbench")
         assert (first.place, _texts(first)) == ("hub", [["First?", "And then?"]])
         repo, name = _hub_key("mtbench")
-        assert f"/{repo}/resolve/{hub.revision}/{name}" in [one.path for one in hub.asked]
-        n_asked = len(hub.asked)
+        assert f"/{repo}/resolve/{hub.revision}/{name}" in [request.path for request in hub.requests]
+        n_asked = len(hub.requests)
         second = load_dataset("mtbench")
         assert (second.place, second.sha256) == ("cache", first.sha256)
-        assert len(hub.asked) == n_asked
+        assert len(hub.requests) == n_asked
 
 
 def test_a_file_that_the_hub_does_not_have() -> None:
@@ -82,7 +82,7 @@ def test_a_file_that_the_hub_does_not_have() -> None:
         assert "--offline-sample" in caught.value.hint
 
 
-def test_a_hub_in_trouble() -> None:
+def test_a_failing_hub() -> None:
     with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b"{}"}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.status = 503
@@ -91,7 +91,7 @@ def test_a_hub_in_trouble() -> None:
 
 
 @pytest.mark.slow
-def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_download_leaves_no_file(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b'{"turns": ["Who?"]}\n' * 99}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.cut_after, hub.cuts = 50, 99
@@ -101,7 +101,7 @@ def test_a_download_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> Non
         assert len(load_dataset("qa").prompts) == 99
 
 
-def test_no_network_fails_quickly_and_names_the_places() -> None:
+def test_no_network_fails_quickly_and_names_the_folders() -> None:
     begin = time.monotonic()
     with pytest.raises(DownloadError, match="gsm8k") as caught:
         load_dataset("gsm8k")
@@ -116,7 +116,7 @@ def test_offline_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         load_dataset("gsm8k")
 
 
-def test_without_pyarrow_parquet_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_hints_at_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moeedge.data.datasets.reads_parquet", lambda: False)
     with pytest.raises(DatasetError, match="needs the package pyarrow") as caught:
         load_dataset("mmlu-pro")
@@ -125,7 +125,7 @@ def test_without_pyarrow_parquet_says_what_to_install(monkeypatch: pytest.Monkey
     assert caught.value.exit_code == 2
 
 
-def test_the_next_of_the_hub_s_files_stands_in_for_one_that_is_gone() -> None:
+def test_the_next_hub_file_replaces_a_missing_one() -> None:
     source = CATALOG["gsm8k"].hub[1]
     row = json.dumps({"question_id": 1, "category": "math", "turns": ["2 + 2?"], "reference": ["#### 4"]}).encode()
     with (
@@ -146,14 +146,14 @@ def test_an_unknown_dataset() -> None:
 
 
 @pytest.mark.parametrize("name", dataset_names())
-def test_the_sample_never_passes_for_the_set(name: str) -> None:
+def test_the_sample_keeps_its_own_name(name: str) -> None:
     dataset = load_dataset(name, offline_sample=True)
     assert (dataset.name, dataset.place) == ("sample", "package")
     assert len(dataset.prompts) >= 2
     assert {len(prompt.turns) for prompt in dataset.prompts} == ({2} if name == "mtbench" else {1})
 
 
-def test_the_whole_sample_has_every_kind() -> None:
+def test_the_sample_covers_every_set() -> None:
     kinds = {prompt.id.rpartition("-")[0] for prompt in load_sample().prompts}
     assert kinds == set(dataset_names())
     assert load_dataset("sample").sha256 == load_sample("qa").sha256
@@ -196,7 +196,7 @@ def test_the_published_files(monkeypatch: pytest.MonkeyPatch, data_folder: Path,
     assert {len(prompt.turns) for prompt in dataset.prompts} == ({2} if name == "mtbench" else {1})
 
 
-def test_the_toy_set_is_what_the_bundled_pair_can_answer_and_never_saw() -> None:
+def test_the_toy_set_is_held_out_of_training() -> None:
     toy = load_dataset("toy")
     assert (toy.name, toy.place) == ("toy", "package")
     chats = held_back(42, "toy")

@@ -1,4 +1,4 @@
-"""What malformed files are answered with: the line and the reason; and what the parsers make of good rows."""
+"""Malformed files raise errors with line and reason; parsers turn valid rows into prompts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, reason: str) -> No
         load_dataset(str(path))
 
 
-def test_files_that_are_no_prompt_sets(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="There is no file"):
         load_dataset(str(tmp_path / "absent.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n\n")

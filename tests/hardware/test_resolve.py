@@ -58,14 +58,14 @@ def test_auto_takes_the_first_gpu(offer: Callable[..., None]) -> None:
         assert found.notes == []
 
 
-def test_auto_without_a_gpu_says_so(offer: Callable[..., None]) -> None:
+def test_auto_without_a_gpu_notifies(offer: Callable[..., None]) -> None:
     offer(_CPU, _BLAS)
     found = _resolve("auto")
     assert found.kind == "none"
     assert found.notes == ["No GPU: all experts stay on the CPU (see moeedge devices)."]
 
 
-def test_only_the_bundled_model_is_emulated_by_itself(offer: Callable[..., None]) -> None:
+def test_only_the_bundled_model_is_emulated_by_default(offer: Callable[..., None]) -> None:
     offer(_CPU)
     found = _resolve("auto", bundled=True)
     assert (found.kind, found.default_ratio) == ("emulated", 0.17)
@@ -74,7 +74,7 @@ def test_only_the_bundled_model_is_emulated_by_itself(offer: Callable[..., None]
     assert "-dev none" in found.notes[0]
 
 
-def test_auto_passes_an_integrated_gpu_by(offer: Callable[..., None]) -> None:
+def test_auto_skips_an_integrated_gpu(offer: Callable[..., None]) -> None:
     offer(_CPU, _IGPU)
     found = _resolve("auto")
     assert found.kind == "none"
@@ -82,7 +82,7 @@ def test_auto_passes_an_integrated_gpu_by(offer: Callable[..., None]) -> None:
     assert _resolve("Vulkan0").ggml_name == "Vulkan0"
 
 
-def test_a_driver_without_the_build_is_named(offer: Callable[..., None]) -> None:
+def test_a_driver_without_cuda_build_is_named(offer: Callable[..., None]) -> None:
     offer(_CPU, cards=("NVIDIA Made Up",))
     note = _resolve("auto").notes[0]
     assert "The NVIDIA driver offers NVIDIA Made Up" in note
@@ -105,7 +105,7 @@ def test_names(offer: Callable[..., None]) -> None:
         _resolve("BLAS")
     with pytest.raises(DeviceError, match="CUDA7"):
         check_known(DeviceSpec.parse("CUDA7"))
-    check_known(DeviceSpec.parse("rpc://nowhere:1"))  # not touched
+    check_known(DeviceSpec.parse("rpc://absent:1"))  # not touched
 
 
 def test_emulated_is_labelled() -> None:
@@ -115,7 +115,7 @@ def test_emulated_is_labelled() -> None:
     assert 0 < found.free_bytes < found.total_bytes == psutil.virtual_memory().total
 
 
-def test_catalog_of_this_machine() -> None:
+def test_devices_of_this_machine() -> None:
     entries = {entry.name: entry for entry in list_devices()}
     assert not entries["CPU"].usable
     assert entries["emulated"].usable
@@ -134,7 +134,7 @@ def test_vram_readings(offer: Callable[..., None], monkeypatch: pytest.MonkeyPat
     assert devices.read_memory(gpu) == devices.VramReading(2 * 2**30, 6 * 2**30, 8 * 2**30, "ggml")  # no driver here
     monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.CardMemory(3 * 2**30, 5 * 2**30, 8 * 2**30))
     assert devices.read_memory(gpu) == devices.VramReading(3 * 2**30, 5 * 2**30, 8 * 2**30, "nvml")
-    # a slice of a card: the driver speaks of the whole
+    # a slice of a card: the driver reports the full card
     monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.CardMemory(3 * 2**30, 77 * 2**30, 80 * 2**30))
     reading = devices.read_memory(gpu)
     assert reading is not None
@@ -153,14 +153,14 @@ def test_without_rpc_the_build_is_named() -> None:
     assert "rpc://HOST:PORT" not in caught.value.hint
 
 
-def test_nobody_listens() -> None:
+def test_no_worker_listens() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(DeviceError, match=rf"No worker at rpc://127.0.0.1:{port} .*refused.*moeedge worker --listen"):
         rpc.greet(f"127.0.0.1:{port}")
-    with pytest.raises(DeviceError, match=r"No worker at rpc://nowhere\.invalid:1"):
-        rpc.greet("nowhere.invalid:1")
+    with pytest.raises(DeviceError, match=r"No worker at rpc://absent\.invalid:1"):
+        rpc.greet("absent.invalid:1")
 
 
 @pytest.fixture
@@ -174,21 +174,21 @@ def _endpoint(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_busy_worker_is_not_waited_for(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_worker_raises_an_error(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_ANSWER_S", 0.2)
     with listener, pytest.raises(DeviceError, match="busy with another session"):
-        rpc.greet(_endpoint(listener))  # accepted by the kernel, answered by nobody
+        rpc.greet(_endpoint(listener))  # accepted by the kernel, but not answered
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("answer", "reason"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "no moeedge worker"),
         (b"", "no moeedge worker"),
         ((28).to_bytes(8, "little") + bytes([6, 0]) + bytes(26), r"speaks RPC 6\.0, llama\.cpp here 7"),
     ],
 )
-def test_something_else_listens(listener: socket.socket, answer: bytes, complaint: str) -> None:
+def test_another_server_listens(listener: socket.socket, answer: bytes, reason: str) -> None:
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
@@ -197,13 +197,13 @@ def test_something_else_listens(listener: socket.socket, answer: bytes, complain
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with listener, pytest.raises(DeviceError, match=complaint):
+    with listener, pytest.raises(DeviceError, match=reason):
         rpc.greet(_endpoint(listener))
         thread.join()
     thread.join()
 
 
-def test_a_worker_is_found_and_kept_from_llama_cpp_s_layers(worker: WorkerProcess) -> None:
+def test_a_worker_holds_no_layers_of_llama_cpp(worker: WorkerProcess) -> None:
     found = _resolve(worker.device)
     assert (found.kind, found.endpoint, found.label) == ("rpc", worker.endpoint, worker.device)
     assert 0 < found.free_bytes < found.total_bytes  # a CPU calls all of its memory free
@@ -215,7 +215,7 @@ def test_a_worker_is_found_and_kept_from_llama_cpp_s_layers(worker: WorkerProces
         _resolve(found.ggml_name)
 
 
-def test_a_connection_is_shared_while_it_lives_and_never_used_again(worker: WorkerProcess) -> None:
+def test_a_connection_is_shared_while_open_and_not_reused_later(worker: WorkerProcess) -> None:
     first = _resolve(worker.device)
     host, port = worker.endpoint.split(":")
     with socket.create_connection((host, int(port))):  # as a session has it

@@ -10,7 +10,7 @@ import pytest
 from moeedge.hardware import rpc
 
 
-def test_waits_for_a_worker_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_worker_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_HANGING_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
@@ -20,4 +20,4 @@ def test_waits_for_a_worker_end(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(BlockingIOError):  # EAGAIN, an error to llama.cpp
                 connection.recv(1)
             assert 0.5 < time.monotonic() - start_s < 5
-    rpc.limit_waits(endpoint)  # nobody is connected: nothing to do
+    rpc.limit_waits(endpoint)  # no connection: no effect

@@ -34,7 +34,7 @@ def test_known_forms(text: str, spec: DeviceSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "reason"),
     [
         ("", "empty"),
         ("emulated:", "no option"),
@@ -59,8 +59,8 @@ def test_known_forms(text: str, spec: DeviceSpec) -> None:
         ("rpc://a b:50052", "neither an IPv4 address nor a host name"),
     ],
 )
-def test_wrong_forms_say_what_is_right(text: str, complaint: str) -> None:
-    with pytest.raises(DeviceError, match=complaint) as caught:
+def test_malformed_specs_raise_device_errors(text: str, reason: str) -> None:
+    with pytest.raises(DeviceError, match=reason) as caught:
         DeviceSpec.parse(text)
     assert caught.value.hint
 
@@ -94,7 +94,7 @@ def test_sizes(text: str, n_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e3", "1 2GB", "1XB", "inf", "nan", "1GB/s", "1" * 400])
-def test_no_sizes(text: str) -> None:
+def test_malformed_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)
 
@@ -107,7 +107,7 @@ def test_sizes_and_rates_agree(amount: int, unit: str) -> None:
         assert parse_rate(f"{amount}{unit}/s") == size
 
 
-def test_sizes_for_people() -> None:
+def test_formatted_sizes() -> None:
     sizes = {0: "0 KiB", 1000: "1000 bytes", 2**20 - 2**9: "1024 KiB", 5 * 2**20: "5 MiB", 3 * 2**29: "1.5 GiB"}
     assert {n: format_bytes(n) for n in sizes} == sizes
     rates = {25e9: "25 GB/s", 1.5e9: "1.5 GB/s", 40e6: "40 MB/s", 2e3: "2 kB/s", 7: "7 B/s"}

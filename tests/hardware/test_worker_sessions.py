@@ -55,7 +55,7 @@ def test_sessions_of_one_process(tiny_moe: Path, tiny_draft: Path, worker: Worke
         assert [_answer(first)[0], _answer(second)[0], _answer(first)[0]] == [expected] * 3
 
 
-def test_a_worker_that_died_and_came_back(tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess) -> None:
+def test_a_restarted_worker(tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess) -> None:
     with Session.open(_config(tiny_moe, tiny_draft, "none")) as session:
         expected, _ = _answer(session)
     with Session.open(_config(tiny_moe, tiny_draft, worker.device)) as session:
@@ -74,7 +74,7 @@ def test_a_worker_that_died_and_came_back(tiny_moe: Path, tiny_draft: Path, work
 
 
 @pytest.mark.parametrize("is_noticed", [True, False], ids=["answer", "close"])
-def test_a_worker_that_died_between_two_answers(
+def test_a_worker_that_dies_between_two_answers(
     tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess, is_noticed: bool
 ) -> None:
     """The next answer goes on without it, and so does the end of the session; then it comes back."""

@@ -1,4 +1,4 @@
-"""What the tests of pull share: the stand-in with two small repositories, a catalog of them, and the program."""
+"""Shared by the tests of pull: a local hub with two small repositories, a catalog of them, and the program."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def sha256(body: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A machine of its own: a cache, a catalog, and the program run against the stand-in."""
+class HubMachine:
+    """A separate machine: a cache, a catalog, and the program run against the local hub."""
 
     hub: Hub
     folder: Path
 
     def environment(self, **extra: str) -> dict[str, str]:
-        """Of the program; nothing of the user's own."""
+        """The program's environment, without the user's own settings."""
         ours = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.folder / "hf"), "NO_COLOR": "1"}
         ours |= {"MOEEDGE_CATALOG": str(self.catalog), "MOEEDGE_CACHE": str(self.folder / "cache")}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
@@ -69,7 +69,7 @@ class Place:
         return self.folder / "catalog.toml"
 
     def write_catalog(self) -> None:
-        """With the size and the hash that the stand-in's big file has now."""
+        """Writes a catalog with the current size and hash of the big file."""
         big = self.hub.files[BIG]
         self.catalog.write_text(_CATALOG.format(commit=COMMIT, big_bytes=len(big), big_sha256=sha256(big)))
 
@@ -79,7 +79,7 @@ class Place:
     def run(
         self, *arguments: str, before: Callable[[], None] | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """The program until its end; `before` runs in the child."""
+        """Runs the program to its end; `before` runs in the child."""
         return subprocess.run(
             self.command(*arguments),
             env=self.environment(**environment),
@@ -91,16 +91,16 @@ class Place:
         )
 
     def blobs(self, repo: str) -> dict[str, bytes]:
-        """What lies in the cache for a repository: blobs and unfinished ones, by name."""
+        """Blobs of a repository in the cache, complete and unfinished, by name."""
         folder = self.folder / "hf" / "hub" / f"models--{repo.replace('/', '--')}" / "blobs"
         return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    """Files of 3 MB and 70 kB, which are no models."""
+def place(tmp_path: Path) -> Iterator[HubMachine]:
+    """A machine with files of 3 MB and 70 kB, which are no models."""
     rng = random.Random(0)
     with hub_stand_in({BIG: rng.randbytes(3_000_000), SMALL: rng.randbytes(70_000)}) as hub:
-        here = Place(hub, tmp_path)
+        here = HubMachine(hub, tmp_path)
         here.write_catalog()
         yield here

@@ -1,4 +1,4 @@
-"""What a name stands for: the catalog and its own entries, places on the hub, files that are here."""
+"""The meaning of names: entries of both catalogs, files on the hub, files on this machine."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_names_aliases_and_types(own: Write) -> None:
         catalog.find("mine:Q5_K")
     assert "Q4_0, Q8_0" in unknown.value.hint
     assert catalog.find("qwen3-0.6b") is not None  # the shipped ones are there, too
-    assert catalog.find("nobody") is None
+    assert catalog.find("unknown") is None
     assert catalog.similar("qwen3-30b-a3")[0] == "qwen3-30b-a3b"
     assert catalog.similar("mne")[0] == "mine"
     assert catalog.similar("") == []
@@ -158,7 +158,7 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
         ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n' * 2, "two entries x"),
     ],
 )
-def test_a_catalog_that_makes_no_sense(own: Write, text: str, reason: str) -> None:
+def test_malformed_catalogs(own: Write, text: str, reason: str) -> None:
     path = own(text)
     with pytest.raises(CatalogError, match=reason) as error:
         load_catalog()
@@ -192,7 +192,7 @@ def test_references(text: str, expected: HubReference | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["hf:", "hf:a", "hf:a/b/c", "hf:../b:x", "hf:a/b:../x.gguf", "hf:a/b:/x.gguf"])
-def test_references_that_cannot_be(text: str) -> None:
+def test_malformed_references(text: str) -> None:
     with pytest.raises(InputError):
         parse_reference(text)
 
@@ -229,7 +229,7 @@ def test_choosing_a_file() -> None:
         choose_files(HubReference("a/b"), [HubFile("x-Q5_0.gguf"), HubFile("y-Q6_K.gguf")])
 
 
-def test_what_is_here_is_found(own: Write) -> None:
+def test_cached_models_are_found(own: Write) -> None:
     own(_PAIR)
     with pytest.raises(ModelNameError, match=r"mine \(4 bytes\) is not on this machine"):
         locate("mine")
@@ -295,7 +295,7 @@ def test_listing(own: Write) -> None:
     assert everything["mine-draft:Q8_0"].draft_of == ("mine",)
 
 
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_location(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache.hub_cache() == tmp_path / "hf" / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "x"))
     assert cache.hub_cache() == tmp_path / "x"

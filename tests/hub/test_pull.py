@@ -1,4 +1,4 @@
-"""`moeedge pull` as users run it, against a stand-in for the hub: what arrives, what is asked for, and what fails."""
+"""`moeedge pull` against a local hub: the files that arrive, the requests, and the failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.conftest import BIG, SMALL, Place, sha256
+from tests.hub.conftest import BIG, SMALL, HubMachine, sha256
 
 INCOMPLETE = ".incomplete"
 
 
-def test_pull_and_chat(place: Place, bundled_pair: tuple[Path, Path]) -> None:
+def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
     target, draft = bundled_pair
     place.hub.files[BIG] = target.read_bytes()
     place.hub.files[SMALL] = draft.read_bytes()
@@ -49,7 +49,7 @@ def test_pull_and_chat(place: Place, bundled_pair: tuple[Path, Path]) -> None:
     assert "speculation off" in without.stderr
 
 
-def test_dry_run_downloads_nothing(place: Place) -> None:
+def test_dry_run_downloads_nothing(place: HubMachine) -> None:
     result = place.run("pull", "big", "--dry-run")
     assert result.returncode == 0
     assert "target hf:me/big-GGUF:big-Q4_K_M.gguf 3 MiB" in result.stdout
@@ -59,9 +59,9 @@ def test_dry_run_downloads_nothing(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_here_is_not_asked_for(place: Place) -> None:
+def test_cached_files_are_not_downloaded(place: HubMachine) -> None:
     assert place.run("pull", "big").returncode == 0
-    place.hub.asked.clear()
+    place.hub.requests.clear()
     again = place.run("pull", "big")
     assert again.returncode == 0 and "here already" in again.stderr
     assert place.hub.ranges() == []
@@ -70,7 +70,7 @@ def test_what_is_here_is_not_asked_for(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_no_draft_and_another_draft(place: Place) -> None:
+def test_no_draft_and_another_draft(place: HubMachine) -> None:
     assert place.run("pull", "big", "--no-draft").returncode == 0
     assert not place.blobs("me/small-GGUF")
     both = place.run("pull", "big", "--draft", "hf:me/small-GGUF:Q8_0")
@@ -86,13 +86,13 @@ def test_no_draft_and_another_draft(place: Place) -> None:
         pytest.param("hf:me/big-GGUF:big-Q4_K_M.gguf", marks=pytest.mark.slow),
     ],
 )
-def test_straight_from_the_hub(place: Place, reference: str) -> None:
+def test_straight_from_the_hub(place: HubMachine, reference: str) -> None:
     result = place.run("pull", reference)
     assert result.returncode == 0, result.stderr
     assert set(place.blobs("me/big-GGUF")) == {sha256(place.hub.files[BIG])}
 
 
-def test_a_split_model(place: Place) -> None:
+def test_a_split_model(place: HubMachine) -> None:
     names = [f"q8/wide-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     for i, name in enumerate(names):
         place.hub.files["me/wide-GGUF", name] = bytes([i]) * 1000
@@ -103,14 +103,14 @@ def test_a_split_model(place: Place) -> None:
     assert [(first.parent / Path(name).name).read_bytes() for name in names] == [bytes([i]) * 1000 for i in range(3)]
 
 
-def test_a_cut_is_mended_in_the_same_run(place: Place) -> None:
+def test_a_broken_connection_is_resumed_in_the_same_run(place: HubMachine) -> None:
     place.hub.cut_after = 2**20
     result = place.run("pull", "big", "--no-draft")
     assert result.returncode == 0, result.stderr
     assert place.hub.ranges() == [None, f"bytes={2**20}-"]
 
 
-def test_a_second_run_fetches_only_the_rest(place: Place) -> None:
+def test_a_second_run_fetches_only_the_rest(place: HubMachine) -> None:
     place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
     body = place.hub.files[BIG]
     first = place.run("pull", "big", "--no-draft")
@@ -121,7 +121,7 @@ def test_a_second_run_fetches_only_the_rest(place: Place) -> None:
     assert [(row["state"], row["have_bytes"]) for row in listed if row["name"] == "big"] == [("partial", 2**20)]
     assert "big is incomplete on this machine: 1 MiB of 3 MiB" in place.run("chat", "-m", "big", "-p", "x").stderr
 
-    place.hub.status, place.hub.asked = 200, []
+    place.hub.status, place.hub.requests = 200, []
     second = place.run("pull", "big", "--no-draft")
     assert second.returncode == 0, second.stderr
     assert place.hub.ranges() == [f"bytes={2**20}-"]
@@ -129,7 +129,7 @@ def test_a_second_run_fetches_only_the_rest(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_without_ranges_begins_anew(place: Place) -> None:
+def test_a_server_without_ranges_restarts(place: HubMachine) -> None:
     place.hub.cut_after, place.hub.ignore_range = 2**20, True
     body = place.hub.files[BIG]
     result = place.run("pull", "big", "--no-draft")
@@ -138,7 +138,7 @@ def test_a_server_without_ranges_begins_anew(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_part_is_found_and_removed(place: Place) -> None:
+def test_a_damaged_partial_file_is_deleted(place: HubMachine) -> None:
     place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
     assert place.run("pull", "big", "--no-draft").returncode == 1
     folder = place.folder / "hf" / "hub" / "models--me--big-GGUF" / "blobs"
@@ -152,7 +152,7 @@ def test_a_damaged_part_is_found_and_removed(place: Place) -> None:
     assert place.run("pull", "big", "--no-draft").returncode == 0
 
 
-def test_a_wrong_hash_from_the_hub(place: Place) -> None:
+def test_a_wrong_hash_from_the_hub(place: HubMachine) -> None:
     place.hub.claimed_sha256 = "0" * 64
     refused = place.run("pull", "big")
     assert refused.returncode == 1
@@ -163,7 +163,7 @@ def test_a_wrong_hash_from_the_hub(place: Place) -> None:
     assert not place.blobs("me/small-GGUF")
 
 
-def test_no_room(place: Place) -> None:
+def test_not_enough_disk_space(place: HubMachine) -> None:
     place.hub.claimed_bytes = 10**15
     result = place.run("pull", "big")
     assert result.returncode == 1
@@ -172,7 +172,7 @@ def test_no_room(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_the_disk_fills_up_on_the_way(place: Place) -> None:
+def test_the_disk_fills_up_during_the_download(place: HubMachine) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))  # as a quota: EFBIG
 
@@ -180,13 +180,13 @@ def test_the_disk_fills_up_on_the_way(place: Place) -> None:
     assert result.returncode == 1
     assert "is full: 1 MiB of 3 MiB of big-Q4_K_M.gguf are there" in result.stderr
     assert [len(part) for part in place.blobs("me/big-GGUF").values()] == [2**20]
-    place.hub.asked.clear()
+    place.hub.requests.clear()
     assert place.run("pull", "big", "--no-draft").returncode == 0
     assert place.hub.ranges() == [f"bytes={2**20}-"]
 
 
 @pytest.mark.slow
-def test_a_really_full_disk(place: Place, tmp_path: Path) -> None:
+def test_a_full_file_system(place: HubMachine, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(disk)], capture_output=True)
@@ -215,7 +215,7 @@ def test_a_really_full_disk(place: Place, tmp_path: Path) -> None:
         assert process.returncode == 1, stderr
         assert "is full" in stderr
         (disk / "filler").unlink()
-        place.hub.block_pause_s, place.hub.asked = 0.0, []
+        place.hub.block_pause_s, place.hub.requests = 0.0, []
         assert place.run("pull", "big", "--no-draft", HF_HUB_CACHE=str(disk / "hub")).returncode == 0
         (asked,) = place.hub.ranges()
         assert asked is not None
@@ -231,7 +231,7 @@ def test_a_really_full_disk(place: Place, tmp_path: Path) -> None:
         (["hf:me/big-GGUF@v9:Q4_K_M"], "There is no model big"),
     ],
 )
-def test_what_does_not_exist(place: Place, arguments: list[str], sentence: str) -> None:
+def test_unknown_files_and_repositories(place: HubMachine, arguments: list[str], sentence: str) -> None:
     result = place.run("pull", *arguments)
     assert result.returncode in (1, 2)
     assert sentence in result.stderr or "has no revision v9" in result.stderr
@@ -239,7 +239,7 @@ def test_what_does_not_exist(place: Place, arguments: list[str], sentence: str) 
 
 
 @pytest.mark.slow
-def test_a_catalog_that_is_behind(place: Place) -> None:
+def test_an_outdated_catalog(place: HubMachine) -> None:
     del place.hub.files[BIG]
     place.hub.files["me/big-GGUF", "renamed.gguf"] = b"x"
     gone = place.run("pull", "big")
@@ -249,16 +249,16 @@ def test_a_catalog_that_is_behind(place: Place) -> None:
     assert rewritten.returncode == 1 and "has no revision 89abcdef" in rewritten.stderr
 
 
-def test_gated(place: Place) -> None:
+def test_gated_repository(place: HubMachine) -> None:
     place.hub.gated = True
     refused = place.run("pull", "big")
     assert refused.returncode == 1
     assert "me/big-GGUF is gated" in refused.stderr and "HF_TOKEN" in refused.stderr
     assert place.run("pull", "big", "--no-draft", HF_TOKEN="hf_secret").returncode == 0
-    assert all(one.token is None for one in place.hub.asked if one.path.startswith("/cdn/"))  # another host
+    assert all(one.token is None for one in place.hub.requests if one.path.startswith("/cdn/"))  # another host
 
 
-def test_no_network(place: Place) -> None:
+def test_no_network(place: HubMachine) -> None:
     result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
     assert result.returncode == 1
     assert "http://127.0.0.1:9 for big-Q4_K_M.gguf" in result.stderr
@@ -267,7 +267,7 @@ def test_no_network(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_falls_silent(place: Place) -> None:
+def test_a_stalled_server(place: HubMachine) -> None:
     place.hub.stall = True
     start = time.monotonic()
     result = place.run("pull", "big", "--no-draft", HF_HUB_DOWNLOAD_TIMEOUT="1")
@@ -283,7 +283,7 @@ def test_a_server_that_falls_silent(place: Place) -> None:
         pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
     ],
 )
-def test_interrupted(place: Place, signal_number: int, code: int) -> None:
+def test_interrupted(place: HubMachine, signal_number: int, code: int) -> None:
     place.hub.block_pause_s = 0.1
     process = subprocess.Popen(
         place.command("pull", "big", "--no-draft"), env=place.environment(), stderr=subprocess.PIPE, text=True
@@ -296,7 +296,7 @@ def test_interrupted(place: Place, signal_number: int, code: int) -> None:
         assert "the same command goes on from there" in stderr and "stopped at" in stderr
     (part,) = place.blobs("me/big-GGUF").values()
     assert part == place.hub.files[BIG][: len(part)]
-    place.hub.block_pause_s, place.hub.asked = 0.0, []
+    place.hub.block_pause_s, place.hub.requests = 0.0, []
     assert place.run("pull", "big", "--no-draft").returncode == 0
     assert place.hub.ranges() == [f"bytes={len(part)}-"]
 
@@ -305,5 +305,5 @@ def _wait_for(condition: object, timeout_s: float = 30.0) -> None:
     assert callable(condition)
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() < end, "the condition was not reached"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""`moeedge rm`: what goes, what stays, and that it asks."""
+"""`moeedge rm`: the files that are deleted, those that stay, and the question before."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import subprocess
 
 import pytest
 
-from tests.hub.conftest import SMALL, Place, sha256
+from tests.hub.conftest import SMALL, HubMachine, sha256
 
 
-def test_rm(place: Place) -> None:
+def test_rm(place: HubMachine) -> None:
     assert place.run("pull", "big").returncode == 0
     asked = place.run("rm", "big")
     assert asked.returncode == 2 and "Give --yes" in asked.stderr
@@ -22,7 +22,7 @@ def test_rm(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_rm_of_an_unfinished_download(place: Place) -> None:
+def test_rm_of_an_unfinished_download(place: HubMachine) -> None:
     place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
     assert place.run("pull", "big", "--no-draft").returncode == 1
     assert place.run("rm", "big", "--yes").returncode == 0
@@ -30,7 +30,7 @@ def test_rm_of_an_unfinished_download(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_rm_keeps_what_another_file_is(place: Place) -> None:
+def test_rm_keeps_shared_blobs(place: HubMachine) -> None:
     place.hub.files["me/small-GGUF", "copy-Q8_0.gguf"] = place.hub.files[SMALL]
     for name in ("small-Q8_0.gguf", "copy-Q8_0.gguf"):
         assert place.run("pull", f"hf:me/small-GGUF:{name}").returncode == 0
@@ -40,7 +40,7 @@ def test_rm_keeps_what_another_file_is(place: Place) -> None:
     assert not place.blobs("me/small-GGUF")
 
 
-def test_rm_asks(place: Place) -> None:
+def test_rm_asks(place: HubMachine) -> None:
     assert place.run("pull", "small").returncode == 0
     for answer, left in (("n\n", True), ("y\n", False)):
         script = f"exec {' '.join(place.command('rm', 'small'))}"
@@ -55,5 +55,5 @@ def test_rm_asks(place: Place) -> None:
         assert bool(place.blobs("me/small-GGUF")) is left
 
 
-def test_rm_leaves_the_bundled_pair(place: Place) -> None:
+def test_rm_leaves_the_bundled_pair(place: HubMachine) -> None:
     assert place.run("rm", "bundled", "--yes").returncode == 2

@@ -31,23 +31,23 @@ def logits_of(context: Context, tokens: list[int]) -> np.ndarray:
 
 
 def test_rows_do_not_depend_on_how_tokens_are_fed(context: Context) -> None:
-    whole = context.decode(TOKENS, phase=Phase.VERIFY, logits="all").copy()  # 4 batches, 8 ubatches
-    assert whole.shape == (60, context.model.info.n_vocab) and whole.dtype == np.float32
+    entire = context.decode(TOKENS, phase=Phase.VERIFY, logits="all").copy()  # 4 batches, 8 ubatches
+    assert entire.shape == (60, context.model.info.n_vocab) and entire.dtype == np.float32
     assert context.tokens == TOKENS and context.n_past == 60
     context.clear()
     assert context.decode(TOKENS[:50], phase=Phase.PREFILL, logits="none").shape[0] == 0
     rest = context.decode(TOKENS[50:], phase=Phase.VERIFY, logits="all")
-    np.testing.assert_allclose(rest, whole[50:], atol=0.01)
+    np.testing.assert_allclose(rest, entire[50:], atol=0.01)
     context.clear()
-    np.testing.assert_allclose(context.decode(TOKENS, phase=Phase.PREFILL, logits="last")[0], whole[-1], atol=0.01)
+    np.testing.assert_allclose(context.decode(TOKENS, phase=Phase.PREFILL, logits="last")[0], entire[-1], atol=0.01)
 
 
-def test_nothing_to_decode(context: Context) -> None:
+def test_no_tokens_to_decode(context: Context) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         context.decode([], phase=Phase.PREFILL)
 
 
-def test_trim_takes_back(context: Context) -> None:
+def test_trim_drops_tokens(context: Context) -> None:
     expected = logits_of(context, [*TOKENS[:20], 7])
     context.clear()
     context.decode(TOKENS[:20], phase=Phase.PREFILL, logits="none")
@@ -74,7 +74,7 @@ def test_the_context_is_full(tiny_moe: Path) -> None:
         context.decode([65] * 6, phase=Phase.VERIFY, logits="all")
 
 
-def test_a_smaller_context_than_llama_cpp_makes_is_kept_to(tiny_moe: Path) -> None:
+def test_a_context_smaller_than_llama_cpp_allocates_is_respected(tiny_moe: Path) -> None:
     with Model.load(tiny_moe) as model, Context(model, n_ctx=100, n_threads=1) as context:
         assert context.n_ctx == 100
 
@@ -123,7 +123,7 @@ def test_shift_renumbers(tiny: TinyFactory) -> None:
             context.shift(4, 1000)
 
 
-def test_a_shift_cut_off_in_the_middle_drops_the_cache(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_shift_drops_the_cache(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -137,14 +137,14 @@ def test_a_shift_cut_off_in_the_middle_drops_the_cache(context: Context, monkeyp
     np.testing.assert_array_equal(logits_of(context, TOKENS), expected)
 
 
-def test_a_sliding_window_forgets_what_lies_far_back(tiny: TinyFactory) -> None:
+def test_a_sliding_window_drops_old_tokens(tiny: TinyFactory) -> None:
     with Model.load(tiny("gpt-oss")) as model, Context(model, n_ctx=1024, n_threads=1, n_ubatch=32) as context:
         assert model.info.n_swa > 0
         tokens = np.random.default_rng(1).integers(0, 256, 700).tolist()
         expected = logits_of(context, [*tokens[:50], 7])
         context.clear()
         context.decode(tokens, phase=Phase.PREFILL, logits="none")
-        context.trim(697)  # a refused draft: the window is still whole
+        context.trim(697)  # a rejected draft: the window is still complete
         assert context.n_past == 697
         context.trim(50)  # the window of position 50 is gone: everything is dropped
         assert context.tokens == []

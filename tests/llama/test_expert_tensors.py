@@ -65,7 +65,7 @@ def test_a_dense_model_has_none(tiny_draft: Path) -> None:
     assert expert_tensors(tiny_draft) == ([], [tiny_draft])
 
 
-def test_layers_behind_the_model_are_left_out(tiny_moe: Path) -> None:
+def test_layers_after_the_last_are_left_out(tiny_moe: Path) -> None:
     found, _ = expert_tensors(tiny_moe, n_layers=2)
     assert {tensor.layer for tensor in found} == {0, 1}
 
@@ -117,7 +117,7 @@ def test_split_files_scales_and_unlike_shapes(tmp_path: Path) -> None:
     _check_against_gguf(found, files)
 
 
-def test_bad_files_get_the_sentences_of_any_model(tmp_path: Path) -> None:
+def test_bad_files_raise_model_file_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="There is no model file"):
         expert_tensors(tmp_path / "none.gguf")
 

@@ -37,10 +37,12 @@ def test_another_format(tmp_path: Path) -> None:
 
 
 def test_truncated_in_the_weights(tiny_moe: Path, tmp_path: Path) -> None:
-    whole = tiny_moe.read_bytes()
+    content = tiny_moe.read_bytes()
     path = tmp_path / "cut.gguf"
-    path.write_bytes(whole[:-1000])
-    with pytest.raises(ModelFileError, match=rf"truncated: it has {len(whole) - 1000:,} of the {len(whole):,} bytes"):
+    path.write_bytes(content[:-1000])
+    with pytest.raises(
+        ModelFileError, match=rf"truncated: it has {len(content) - 1000:,} of the {len(content):,} bytes"
+    ):
         Model.load(path)
 
 

@@ -41,7 +41,7 @@ def test_fragments_become_lines(kept: list[tuple[int, str]]) -> None:
     assert kept == [(logging.INFO, "loading .."), (logging.ERROR, "bad 100%"), (logging.ERROR, "worse")]
 
 
-def test_the_first_complaint_is_kept_for_error_messages() -> None:
+def test_the_first_error_is_kept_for_error_messages() -> None:
     library.clear_errors()
     assert library.first_error("none") == "none"
     _on_log(INFO, b"all is well\n", None)
@@ -57,5 +57,5 @@ def test_nothing_is_printed_by_default(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr() == ("", "")
 
 
-def test_threads_default_to_cores_that_exist() -> None:
+def test_threads_default_to_available_cores() -> None:
     assert 1 <= library.physical_cores() <= 4096

@@ -126,7 +126,7 @@ def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
 
 
 @pytest.mark.parametrize(("available_bytes", "repacked"), [(2**40, True), (0, False)])
-def test_experts_beside_a_gpu_are_repacked_where_memory_allows(
+def test_experts_with_a_gpu_are_repacked_if_memory_allows(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, available_bytes: int, repacked: bool
 ) -> None:
     asked: list[bool] = []

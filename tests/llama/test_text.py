@@ -17,24 +17,24 @@ def feed(data: bytes, cuts: list[int]) -> list[str]:
 
 
 @given(st.text(), st.lists(st.integers(min_value=0)))
-def test_any_cut_gives_the_same_text(text: str, cuts: list[int]) -> None:
+def test_any_split_gives_the_same_text(text: str, cuts: list[int]) -> None:
     pieces = feed(text.encode(), cuts)
     assert "".join(pieces) == text
     assert "�" in text or not any("�" in piece for piece in pieces)
 
 
 @given(st.binary(), st.lists(st.integers(min_value=0)))
-def test_bytes_that_are_no_text_become_replacement_characters(data: bytes, cuts: list[int]) -> None:
+def test_invalid_bytes_become_replacement_characters(data: bytes, cuts: list[int]) -> None:
     assert "".join(feed(data, cuts)) == data.decode("utf-8", "replace")
 
 
-def test_an_emoji_over_four_tokens_comes_at_once() -> None:
+def test_an_emoji_of_four_tokens_is_returned_at_once() -> None:
     decoder = StreamDecoder()
     assert [decoder.feed(bytes([byte])) for byte in "🦙".encode()] == ["", "", "", "🦙"]
     assert decoder.flush() == ""
 
 
-def test_flush_makes_the_decoder_new() -> None:
+def test_flush_resets_the_decoder() -> None:
     decoder = StreamDecoder()
     decoder.feed("é".encode()[:1])
     assert decoder.flush() == "�"

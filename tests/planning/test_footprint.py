@@ -42,17 +42,17 @@ def check(path: Path, n_ctx: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_context_takes_what_was_planned_to_the_byte(tiny: TinyFactory, arch: str) -> None:
+def test_a_context_takes_exactly_the_planned_memory(tiny: TinyFactory, arch: str) -> None:
     for n_ctx in CONTEXTS[:3]:
         check(tiny(arch), n_ctx)
 
 
-def test_so_do_long_contexts_of_the_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
+def test_long_contexts_of_the_bundled_pair_take_the_planned_memory(bundled_pair: tuple[Path, Path]) -> None:
     for path in bundled_pair:
         check(path, CONTEXTS[-1])
 
 
-def test_and_a_model_that_keeps_a_state(tmp_path: Path) -> None:
+def test_a_recurrent_model_takes_the_planned_memory(tmp_path: Path) -> None:
     path = make_mamba(tmp_path / "mamba.gguf")
     check(path, 512)
     hidden_states = [sum(use.memory_bytes for use in uses(path, n, header_only=True).values()) for n in (512, 4096)]
@@ -68,17 +68,17 @@ def test_kv_caches_are_as_the_architecture_keeps_them(tiny: TinyFactory) -> None
     for arch, expected in per_token.items():
         kv = sum(use.memory_bytes for use in uses(tiny(arch), 4096, header_only=True).values())
         assert kv == 4096 * expected, arch
-    # gpt-oss: every other layer keeps a window of 32 tokens and a batch of 512, rounded up to 256 cells
+    # gpt-oss: every other layer keeps a window of 32 tokens and a batch of 512, rounded up to 256 positions
     full, window = 1, 2
     kv = sum(use.memory_bytes for use in uses(tiny("gpt-oss"), 4096, header_only=True).values())
     assert kv == (full * 4096 + window * 768) * 2 * 16 * 2 * 2
 
 
 @pytest.mark.parametrize("experts_on_cpu", [True, False])
-def test_an_imagined_gpu_is_laid_out_as_a_real_device(
+def test_a_dry_run_gpu_is_laid_out_like_a_real_device(
     worker: WorkerProcess, bundled_pair: tuple[Path, Path], experts_on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker's device stands in for a GPU here: llama.cpp puts whole layers on it when it is told to."""
+    """A worker's device is used as the GPU: llama.cpp puts entire layers on it if listed explicitly."""
     import ctypes
 
     from moeedge.hardware import rpc

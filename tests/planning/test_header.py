@@ -25,18 +25,18 @@ def cut(path: Path, folder: Path, n_bytes: int) -> Path:
     return copy
 
 
-def test_a_whole_file_is_used_as_it_is(tiny_moe: Path) -> None:
+def test_a_complete_file_is_used_directly(tiny_moe: Path) -> None:
     with loadable(tiny_moe) as found:
         assert found.path == tiny_moe and found.missing_bytes == 0
 
 
 @pytest.mark.parametrize("extra", [0, 100])
-def test_a_file_that_ends_in_its_data_gets_a_stand_in(tiny_moe: Path, tmp_path: Path, extra: int) -> None:
+def test_a_file_truncated_in_its_data_gets_a_full_length_copy(tiny_moe: Path, tmp_path: Path, extra: int) -> None:
     size = data_offset(tiny_moe) + extra
     with loadable(cut(tiny_moe, tmp_path, size)) as found:
         assert found.missing_bytes == tiny_moe.stat().st_size - size
-        with Model.load(found.path, header_only=True) as header, Model.load(tiny_moe, header_only=True) as whole:
-            assert header.info == whole.info
+        with Model.load(found.path, header_only=True) as header, Model.load(tiny_moe, header_only=True) as entire:
+            assert header.info == entire.info
         assert os.stat(found.path).st_blocks * 512 < size + 2**16  # a hole
     assert not found.path.exists()
 
@@ -57,7 +57,7 @@ def test_padding_may_be_missing(tmp_path: Path) -> None:
         assert len(gguf_file.read_tensors(found.path)) == 3
 
 
-def test_a_header_that_is_cut_itself_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
+def test_a_truncated_header_is_rejected(tiny_moe: Path, tmp_path: Path) -> None:
     offset = data_offset(tiny_moe)
     for size in (10, 100, offset // 2, offset - 64):
         path = cut(tiny_moe, tmp_path, size)
@@ -67,28 +67,28 @@ def test_a_header_that_is_cut_itself_is_refused(tiny_moe: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"hello world", "is not a GGUF file")])
-def test_so_is_what_is_no_model(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_no_model_is_rejected(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelFileError, match=words), loadable(path):
         pass
 
 
-def test_parts_that_lack_their_data_get_stand_ins_together(tiny_moe: Path, tmp_path: Path) -> None:
-    whole = {tensor.name for tensor in gguf_file.read_tensors(tiny_moe)}
+def test_parts_without_data_get_full_length_copies(tiny_moe: Path, tmp_path: Path) -> None:
+    entire = {tensor.name for tensor in gguf_file.read_tensors(tiny_moe)}
     first, second = (tmp_path / f"x-0000{i}-of-00002.gguf" for i in (1, 2))
     first.write_bytes(tiny_moe.read_bytes())
     second.write_bytes(tiny_moe.read_bytes()[: data_offset(tiny_moe)])
     with loadable(first) as found:
         assert found.path.name == first.name and found.path.parent != tmp_path
         assert [part.exists() for part in gguf_file.parts(found.path)] == [True, True]
-        assert {tensor.name for tensor in gguf_file.read_tensors(gguf_file.parts(found.path)[1])} == whole
+        assert {tensor.name for tensor in gguf_file.read_tensors(gguf_file.parts(found.path)[1])} == entire
     second.unlink()
     with pytest.raises(ModelFileError, match="There is no model file"), loadable(first):
         pass
 
 
-def test_no_room_for_a_temporary_file_is_said(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_temporary_file_is_an_error(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cut(tiny_moe, tmp_path, data_offset(tiny_moe))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="Set TMPDIR"), loadable(path):

@@ -35,9 +35,7 @@ def lines(place: MemoryPool) -> dict[str, MemoryItem]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"cache_ratio": 0.5}, {"vram_bytes": MIB}, {"cache_ratio": 0.0}])
-def test_context_cache_and_notes_are_those_of_the_session(
-    bundled_pair: tuple[Path, Path], changes: dict[str, float]
-) -> None:
+def test_context_cache_and_notes_equal_the_sessions(bundled_pair: tuple[Path, Path], changes: dict[str, float]) -> None:
     config = EngineConfig(
         model=bundled_pair[0],
         draft=bundled_pair[1],
@@ -62,7 +60,7 @@ def test_context_cache_and_notes_are_those_of_the_session(
     assert set(found.budget.notes) <= set(info.notes)
 
 
-def test_a_process_takes_what_was_planned(bundled_pair: tuple[Path, Path]) -> None:
+def test_a_process_takes_the_planned_memory(bundled_pair: tuple[Path, Path]) -> None:
     """Resident memory grows by the plan's lines; mapped pages that were never read may be absent."""
     config = EngineConfig(model=bundled_pair[0], device="none", n_ctx=32768, n_threads=1)
     with Planner(config, this_machine(config)) as planner:
@@ -76,7 +74,7 @@ def test_a_process_takes_what_was_planned(bundled_pair: tuple[Path, Path]) -> No
     assert 0.85 * expected < grown < 1.15 * expected + 32 * MIB  # the ring of routing, work buffers of the kernels
 
 
-def test_a_model_without_a_draft_that_could_be_taken_back_gets_none(tmp_path: Path, tiny_draft: Path) -> None:
+def test_a_recurrent_target_gets_no_draft(tmp_path: Path, tiny_draft: Path) -> None:
     config = EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), draft=tiny_draft, device="none")
     with Planner(config, this_machine(config)) as planner:
         assert planner.draft is None
@@ -102,7 +100,7 @@ def test_facts_are_sums_of_the_tensors(tiny: TinyFactory) -> None:
         assert facts.active_bytes == facts.dense_bytes - embeddings + facts.experts_bytes // 4
 
 
-def test_a_model_that_fits_a_gpu_lies_there_whole(bundled_pair: tuple[Path, Path]) -> None:
+def test_a_model_that_fits_is_entirely_on_the_gpu(bundled_pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=bundled_pair[0], draft=bundled_pair[1])
     with Planner(config, gpu(2**32)) as planner:
         plan = make_plan(planner, model_name="x.gguf", draft_name=None)
@@ -112,7 +110,7 @@ def test_a_model_that_fits_a_gpu_lies_there_whole(bundled_pair: tuple[Path, Path
     assert "experts" not in lines(plan.map.places[1])
 
 
-def test_a_ratio_that_is_asked_for_and_a_reserve_shape_cache_and_command(bundled_pair: tuple[Path, Path]) -> None:
+def test_ratio_and_reserve_determine_cache_and_command(bundled_pair: tuple[Path, Path]) -> None:
     def command(reserve: int, ratio: float | None) -> tuple[str, float]:
         config = EngineConfig(model=bundled_pair[0], n_ctx=1024, placement=PlacementConfig(cache_ratio=ratio))
         with Planner(config, gpu(1024 * MIB), reserve=reserve) as planner:
@@ -124,7 +122,7 @@ def test_a_ratio_that_is_asked_for_and_a_reserve_shape_cache_and_command(bundled
     assert 0 < ratio < 0.9 and f"--cache-ratio {ratio:.2f}" in text
 
 
-def test_what_does_not_fit_says_what_would(tiny: TinyFactory) -> None:
+def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
     path = tiny("qwen3moe", expert_type="F16", experts=64, layers=6)
     machine = PlannedMachine(
         ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=int(1.5 * path.stat().st_size)

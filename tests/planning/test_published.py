@@ -68,7 +68,7 @@ def test_kv_cache_takes_96_kib_per_token(q4_k_m: Path) -> None:
             assert plan.map(n_ctx).kv_bytes == n_ctx * 96 * 1024
 
 
-def test_buffers_on_a_gpu_that_holds_it_whole_are_those_of_cuda(q4_k_m: Path) -> None:
+def test_buffers_on_a_large_gpu_equal_cudas(q4_k_m: Path) -> None:
     with planner(q4_k_m, vram_gib=24) as plan:
         found = plan.map(4096)
         assert found.whole_on_gpu and found.verdict == "fits"
@@ -78,7 +78,7 @@ def test_buffers_on_a_gpu_that_holds_it_whole_are_those_of_cuda(q4_k_m: Path) ->
         assert host == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
 
 
-def test_on_a_small_gpu_experts_get_what_is_left(q4_k_m: Path) -> None:
+def test_on_a_small_gpu_experts_get_the_remaining_memory(q4_k_m: Path) -> None:
     with planner(q4_k_m, vram_gib=8, n_ctx=8192) as plan:
         found = plan.default_map()
         gpu, ram = found.places

@@ -1,4 +1,4 @@
-"""Plans of models that are not on this machine, against the stand-in for the hub."""
+"""Plans of models that are not on this machine, against a local hub."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 
 from moeedge.planning import remote
 from tests.conftest import TinyFactory
-from tests.hub.conftest import BIG, SMALL, Place
+from tests.hub.conftest import BIG, SMALL, HubMachine
 from tests.support.hub import hub_stand_in
 
 
 @pytest.fixture
-def place(tiny: TinyFactory, tmp_path: Path) -> Iterator[Place]:
+def place(tiny: TinyFactory, tmp_path: Path) -> Iterator[HubMachine]:
     """A target of 12 MiB of experts, and its draft."""
     target = tiny("qwen3moe", expert_type="F32", experts=64, layers=8).read_bytes()
     with hub_stand_in({BIG: target, SMALL: tiny("qwen3").read_bytes()}) as hub:
-        here = Place(hub, tmp_path)
+        here = HubMachine(hub, tmp_path)
         here.write_catalog()
         yield here
 
 
-def test_a_name_of_the_catalog_is_planned_with_its_draft_before_it_is_pulled(place: Place, tmp_path: Path) -> None:
+def test_a_catalog_name_is_planned_with_its_draft_before_pull(place: HubMachine, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     done = place.run("plan", "-m", "big", "-c", "1024", "-o", "json", TMPDIR=str(scratch))
@@ -41,13 +41,13 @@ def test_a_name_of_the_catalog_is_planned_with_its_draft_before_it_is_pulled(pla
 
 
 @pytest.mark.slow
-def test_so_is_a_file_of_the_hub(place: Place) -> None:
+def test_a_file_of_the_hub_is_planned_before_pull(place: HubMachine) -> None:
     done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}", "-md", "none")
     assert done.returncode == 0, done.stderr
     assert f"moeedge pull hf:{BIG[0]}:{BIG[1]}" in " ".join(done.stdout.split())
 
 
-def test_a_long_header_is_fetched_piece_by_piece(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in place.environment().items():
         if name.startswith(("HF_", "MOEEDGE_")):
             monkeypatch.setenv(name, value)
@@ -59,7 +59,7 @@ def test_a_long_header_is_fetched_piece_by_piece(place: Place, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_what_the_hub_does_not_give_is_one_sentence(place: Place) -> None:
+def test_hub_errors_are_one_sentence(place: HubMachine) -> None:
     place.hub.files[BIG] = b"no model" * 100
     done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}")
     assert done.returncode == 1 and "has no GGUF header" in done.stderr and done.stdout == ""

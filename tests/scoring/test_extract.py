@@ -46,7 +46,7 @@ def test_no_number(answer: str) -> None:
     assert last_number(answer) is None
 
 
-def test_a_reference_is_one_number() -> None:
+def test_a_reference_has_one_number() -> None:
     assert as_number("1,080") == as_number("$1080") == 1080
     assert as_number("3 or 4") is as_number("many") is None
 
@@ -112,7 +112,7 @@ _PIECES = st.lists(
 
 
 @given(_PIECES | st.text())
-def test_anything_can_be_read(answer: str) -> None:
+def test_any_text_can_be_parsed(answer: str) -> None:
     number, letter = last_number(answer), chosen_letter(answer)
     assert number is None or isinstance(number, Decimal)
     assert letter is None or (len(letter) == 1 and letter in LETTERS)
@@ -120,6 +120,6 @@ def test_anything_can_be_read(answer: str) -> None:
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=2))
-def test_any_number_is_found_again(number: Decimal) -> None:
+def test_any_number_round_trips(number: Decimal) -> None:
     assert last_number(f"It is {number:f}.") == last_number(f"It is {number:,f}.") == number
     assert last_number(f"3 and 4, so\n#### {number:,f}") == number

@@ -73,8 +73,13 @@ def _humaneval_fails(published: Path, limit: int | None) -> list[str]:
     failed = []
     for prompt, reference in zip(dataset.prompts, _references(dataset), strict=True):
         body = solutions[prompt.id]
-        whole = reference.head + body
-        shapes = [body, body.strip(), f"Here:\n```python\n{whole}\n```\nIt works.", f"Sure:\n\n{whole}\n\nThat is it."]
+        code = reference.head + body
+        shapes = [
+            body,
+            body.strip(),
+            f"Here:\n```python\n{code}\n```\nIt works.",
+            f"Sure:\n\n{code}\n\nThat is it.",
+        ]
         failed += [prompt.id for answer in shapes if score_answer(reference, answer, run_code=True).value != 1]
         failed += [
             prompt.id for answer in ("", "    pass") if score_answer(reference, answer, run_code=True).value != 0
@@ -100,7 +105,7 @@ def test_humaneval_every_program_compiles(published: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"), [("mtbench", "another model"), ("alpaca", "people"), ("qa", "without answers")]
 )
-def test_what_cannot_be_scored_says_why(published: Path, name: str, why: str) -> None:
+def test_unscored_sets_give_the_reason(published: Path, name: str, why: str) -> None:
     dataset = load_dataset(name)
     assert why in dataset.unscored
     assert all(prompt.reference(turn) is None for prompt in dataset.prompts for turn in range(len(prompt.turns)))

@@ -73,7 +73,7 @@ _ADD = {"scorer": "code", "head": 'import math\n\ndef add(a, b):\n    """Adds.""
         "def add(a, b):\n    return a + b\n\nif __name__ == '__main__':\n    print(add(int(input()), 2))",
     ],
 )
-def test_code_in_every_shape(answer: str) -> None:
+def test_code_in_every_form(answer: str) -> None:
     score = score_answer(Reference.from_row(_ADD, "here"), answer, run_code=True)
     assert (score.value, score.reason) == (1.0, "")
 
@@ -99,7 +99,7 @@ def test_wrong_code(answer: str) -> None:
     assert score.reason
 
 
-def test_code_is_run_only_when_asked() -> None:
+def test_code_runs_only_on_request() -> None:
     score = score_answer(Reference.from_row(_ADD, "here"), "def add(a, b):\n    return a + b")
     assert (score.value, score.reason) == (None, NOT_RUN)
     assert _value({"scorer": "code", "tests": "assert x == 1"}, "x = 1", run_code=True) == 1.0
@@ -117,7 +117,7 @@ def test_rouge_l_is_graded() -> None:
     assert _value({**row, "max_words": 2}, "the cat sat on the mat") == 0.0
 
 
-def test_without_rouge_score_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rouge_score_hints_at_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     answers._scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InputError, match=r'pip install "moeedge\[score\]"'):
@@ -149,7 +149,7 @@ def test_without_rouge_score_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         ({"scorer": "exact", "expected": "x"}, "a reference has no field 'expected'"),
     ],
 )
-def test_a_bad_reference_names_its_place(row: object, said: str) -> None:
+def test_a_malformed_reference_names_its_line(row: object, said: str) -> None:
     with pytest.raises(DatasetError) as caught:
         Reference.from_row(row, "own.jsonl, line 3")
     assert said in caught.value.message
@@ -157,9 +157,9 @@ def test_a_bad_reference_names_its_place(row: object, said: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_rows_there_and_back() -> None:
-    whole = Reference("code", ("x",), "pass", "def f():", 2.5, ("y",), ".", 80, 9)
-    for reference in (whole, Reference("number", ("1",)), Reference("contains", max_words=3)):
+def test_rows_round_trip() -> None:
+    entire = Reference("code", ("x",), "pass", "def f():", 2.5, ("y",), ".", 80, 9)
+    for reference in (entire, Reference("number", ("1",)), Reference("contains", max_words=3)):
         row = reference.to_row()
         assert Reference.from_row(json.loads(json.dumps(row)), "here") == reference
     assert Reference("number", ("1",)).to_row() == {"scorer": "number", "expect": ["1"]}
@@ -182,7 +182,7 @@ _FIELDS = st.sampled_from(["scorer", "expect", "tests", "max_chars", "x"])
 
 
 @given(st.dictionaries(_FIELDS, st.none() | st.text() | st.integers() | st.lists(st.text())))
-def test_any_row_is_read_or_refused(row: dict[str, Any]) -> None:
+def test_any_row_is_parsed_or_rejected(row: dict[str, Any]) -> None:
     try:
         Reference.from_row(row, "here")
     except DatasetError as error:

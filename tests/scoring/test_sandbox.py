@@ -1,4 +1,4 @@
-"""Programs run apart: what passes, what does not, and what they cannot do to the machine."""
+"""Programs in the sandbox: which pass, which fail, and what the sandbox blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Point:
 
 assert Point(1).x == 1 and __name__ == "__main__"
 assert hashlib.md5(b"x").hexdigest().startswith("9dd4e4")
-print("seen by nobody", random.Random(1).random())
+print("discarded", random.Random(1).random())
 if __name__ == "__main__":
     assert json.loads("[1]") == [1]
 """
@@ -52,7 +52,7 @@ def _run(source: str, guarded: Protection) -> SandboxResult:
 
 
 @pytest.mark.parametrize("source", ["", "x = 1", _STANDARD_LIBRARY, "x = '\ud800'", "assert {'b', 'a'} == {'a', 'b'}"])
-def test_what_runs_to_its_end_passes(guarded: Protection, source: str) -> None:
+def test_programs_that_reach_their_end_pass(guarded: Protection, source: str) -> None:
     assert _run(source, guarded).passed
 
 
@@ -75,7 +75,7 @@ def test_what_runs_to_its_end_passes(guarded: Protection, source: str) -> None:
         ("import atexit\natexit.register(print)\nraise KeyboardInterrupt", "KeyboardInterrupt (line 3)"),
     ],
 )
-def test_what_does_not_reach_its_end_fails_and_says_why(guarded: Protection, source: str, reason: str) -> None:
+def test_programs_that_stop_early_fail_with_a_reason(guarded: Protection, source: str, reason: str) -> None:
     result = _run(source, guarded)
     assert not result.passed
     assert result.reason.startswith(reason)
@@ -92,13 +92,13 @@ def test_what_does_not_reach_its_end_fails_and_says_why(guarded: Protection, sou
         "while True: print('x' * 100_000)",
     ],
 )
-def test_what_never_ends_is_ended(source: str) -> None:
+def test_endless_programs_are_killed(source: str) -> None:
     begin_s = time.monotonic()
     assert run_python(source, timeout_s=1.0).reason == "it took longer than 1 s"
     assert time.monotonic() - begin_s < 8
 
 
-def test_memory_is_limited_while_it_grows() -> None:
+def test_growing_memory_is_limited() -> None:
     result = run_python("x = 'a'\nwhile True: x += x", memory_bytes=128 * 2**20)
     assert result.reason == "MemoryError (line 2)"
 
@@ -133,7 +133,7 @@ def test_memory_is_limited_while_it_grows() -> None:
         "import multiprocessing; multiprocessing.Process(target=print).start()",
     ],
 )
-def test_what_reaches_out_is_refused(guarded: Protection, tmp_path: Path, attempt: str) -> None:
+def test_forbidden_calls_are_refused(guarded: Protection, tmp_path: Path, attempt: str) -> None:
     file = tmp_path / "kept.txt"
     file.write_text("kept")
     result = _run(attempt.format(file=str(file)), guarded)
@@ -171,19 +171,19 @@ def test_sets_have_the_same_order_on_every_run() -> None:
     assert run_python(source).reason == run_python(source).reason
 
 
-def test_a_process_that_cannot_start_is_no_failed_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(SandboxError, match=r"did not start \(exit code 3\)"):
         patch.setattr(sandbox, "_child_text", lambda: "raise SystemExit(3)")
         run_python("x = 1\n" * 200_000)  # more than a pipe holds
     with monkeypatch.context() as patch, pytest.raises(SandboxError, match="Cannot start"):
-        patch.setattr("sys.executable", "/nowhere/python")
+        patch.setattr("sys.executable", "/absent/python")
         run_python("pass")
-    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", "/absent")
     with pytest.raises(SandboxError, match="Cannot start"):
         run_python("pass")
 
 
-def test_an_interruption_ends_the_program_too() -> None:
+def test_an_interruption_also_ends_the_program() -> None:
     if run_python("pass").protection != "kernel filter":
         pytest.skip("this kernel takes no filter")
     code = (  # in the background of a shell the signal would be ignored
@@ -197,7 +197,7 @@ def test_an_interruption_ends_the_program_too() -> None:
         assert not _is_running(child)
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         child = _await_child(process.pid)
-        process.kill()  # nobody is left to clean up
+        process.kill()  # no cleanup by the parent
         process.wait(timeout=20)
         deadline_s = time.monotonic() + 10
         while _is_running(child) and time.monotonic() < deadline_s:
@@ -223,14 +223,14 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_hundreds_of_programs_take_no_time() -> None:
-    begin_s = time.process_time()  # of this process alone: what the machine does beside it does not count
+def test_many_programs_take_little_processor_time() -> None:
+    begin_s = time.process_time()  # of this process alone: other load does not count
     for _ in range(20):
         assert run_python("assert sum(range(10)) == 45").passed
     assert time.process_time() - begin_s < 1  # and 0.02 s each on the clock of an idle machine
 
 
-def test_nothing_is_left_running() -> None:
+def test_no_process_is_left_running() -> None:
     result = run_python("import time\ntime.sleep(60)", timeout_s=0.2)
     assert result.reason == "it took longer than 0.2 s"
     with pytest.raises(ChildProcessError):
@@ -238,7 +238,7 @@ def test_nothing_is_left_running() -> None:
     assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None)
 
 
-def test_the_filter_is_whole_instructions() -> None:
+def test_the_filter_consists_of_complete_instructions() -> None:
     filter_bytes = syscall_filter()
     assert len(filter_bytes) % 8 == 0
     assert len(filter_bytes) // 8 < 4096  # the kernel's limit

@@ -8,7 +8,7 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3moe", {}),
     "qwen3moe-f32": ("qwen3moe", {"expert_type": "F32"}),  # plain buffers, no repacked kernels
     "qwen3moe-mixed": ("qwen3moe", {"odd_down_type": "Q8_0"}),  # layers whose experts have unlike sizes
-    "qwen2moe": ("qwen2moe", {}),  # shared expert behind a gate
+    "qwen2moe": ("qwen2moe", {}),  # shared expert with a gate
     "mixtral": ("llama", {}),
     "olmoe": ("olmoe", {}),  # weights not normalised
     "deepseek2": ("deepseek2", {}),  # leading dense layer, shared expert, latent attention

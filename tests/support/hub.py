@@ -1,4 +1,4 @@
-"""A stand-in for the hub on 127.0.0.1: what huggingface_hub asks about repositories, and the ways it can fail.
+"""A local server in place of the hub on 127.0.0.1: the requests of huggingface_hub, and the ways to fail.
 
 As the real one does for large files, `resolve` answers with hash, size and commit and redirects to another host
 ("localhost" here), which serves the bytes and understands Range.
@@ -23,7 +23,7 @@ _REPO = "(?:datasets/)?[^/]+/[^/]+"
 
 
 @dataclass(frozen=True)
-class Asked:
+class HubRequest:
     """One request."""
 
     method: str
@@ -34,27 +34,29 @@ class Asked:
 
 @dataclass
 class Hub:
-    """A running server: its address, its files, what it was asked, and how it fails."""
+    """A running server: its address, its files, its requests, and how it fails."""
 
     endpoint: str
-    files: dict[tuple[str, str], bytes]  # (repository, file) -> content; of datasets (datasets/repository, file)
-    asked: list[Asked] = field(default_factory=list)
+    files: dict[tuple[str, str], bytes]  # (repository, file) -> content; datasets: (datasets/repository, file)
+    requests: list[HubRequest] = field(default_factory=list)
     commit: str = COMMIT
     revision: str = "main"  # the name of that commit
-    status: int = 200  # another one is the answer to everything
+    status: int = 200  # any other is the answer to every request
     gated: bool = False  # without a token
-    cut_after: int | None = None  # bytes after which every connection of a download breaks
+    cut_after: int | None = None  # bytes after which a download's connection breaks
     cuts: int = 1  # how often
-    status_after_cut: int = 200  # what is answered to everything from then on
+    status_after_cut: int = 200  # the answer to every later request
     block_pause_s: float = 0.0  # between blocks of 64 KiB
-    stall: bool = False  # downloads begin and send nothing
+    stall: bool = False  # downloads start but send no bytes
     ignore_range: bool = False
     claimed_bytes: int | None = None  # instead of the true size
     claimed_sha256: str | None = None  # instead of the true hash
 
     def ranges(self) -> list[str | None]:
         """The Range of every download."""
-        return [one.range for one in self.asked if one.method == "GET" and one.path.startswith("/cdn/")]
+        return [
+            request.range for request in self.requests if request.method == "GET" and request.path.startswith("/cdn/")
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -70,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(self.path.split("?")[0])
         token = self.headers.get("Authorization")
-        self.hub.asked.append(Asked(self.command, path, self.headers.get("Range"), token))
+        self.hub.requests.append(HubRequest(self.command, path, self.headers.get("Range"), token))
         if self.hub.status != 200:
             self._fail(self.hub.status, "")
         elif path.startswith("/cdn/"):
@@ -102,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, repo: str, revision: str, file: str) -> None:
         if not any(name == repo for name, _ in self.hub.files):
-            self._fail(401, "RepoNotFound")  # as the hub answers who gave no token
+            self._fail(401, "RepoNotFound")  # the hub's answer without a token
         elif self.hub.gated and self.headers.get("Authorization") is None:
             self._fail(403, "GatedRepo")
         elif revision not in (self.hub.revision, self.hub.commit):
@@ -171,12 +173,12 @@ class _Handler(BaseHTTPRequestHandler):
         return hashlib.sha256(body).hexdigest()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Standard error belongs to the test."""
+        """Logs nothing: standard error belongs to the test."""
 
 
 @contextmanager
 def hub_stand_in(files: dict[tuple[str, str], bytes]) -> Iterator[Hub]:
-    """Serve `files` until the block ends."""
+    """Serves `files` until the block ends."""
     hub = Hub("", dict(files))
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True

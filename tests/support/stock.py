@@ -19,7 +19,7 @@ def _swallow_log(level: int, text: bytes, user_data: int) -> None:
 
 
 def silence() -> None:
-    """Sends llama.cpp's log nowhere; for processes without our engine, which keeps the log itself."""
+    """Discards llama.cpp's log; for processes without our engine, which keeps the log itself."""
     llama_cpp.llama_log_set(_swallow_log, None)
 
 

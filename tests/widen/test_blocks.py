@@ -33,7 +33,7 @@ def scattered(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 @st.composite
 def block_columns(draw: st.DrawFn) -> tuple[GgmlType, int, np.ndarray]:
-    """A type, a source width in its blocks, and a map of whole blocks with gaps, repetitions and any order."""
+    """A type, a source width in its blocks, and a map of entire blocks with gaps, repetitions and any order."""
     type_ = draw(st.sampled_from(COPIED))
     size = gguf.GGML_QUANT_SIZES[type_][0]
     n_blocks = draw(st.integers(1, 5))
@@ -62,10 +62,10 @@ def test_copied_blocks_hold_the_same_values(drawn: tuple[GgmlType, int, np.ndarr
     st.integers(0, 2**16),
 )
 @settings(deadline=None)
-def test_other_types_and_cut_blocks_are_quantised_anew(
+def test_other_types_and_split_blocks_are_requantised(
     source_type: GgmlType, type_: GgmlType, places: list[int], seed: int
 ) -> None:
-    """Within half a step; what is zero stays zero wherever a whole block is."""
+    """Within half a step; blocks of zeros stay zero."""
     size = gguf.GGML_QUANT_SIZES[type_][0]
     columns = np.full(3 * size, -1)
     columns[: len(places)] = places[: 3 * size]
@@ -108,7 +108,7 @@ def test_the_quantizer_is_llama_cpps(type_: GgmlType) -> None:
 
 
 @pytest.mark.parametrize("type_", sorted(STEPS))
-def test_rows_of_nothing_stay_zero(type_: GgmlType) -> None:
+def test_rows_of_zeros_stay_zero(type_: GgmlType) -> None:
     size = gguf.GGML_QUANT_SIZES[type_][0]
     moved = RowMover(GgmlType.F32, type_, np.full(2 * size, -1)).move(rows_of(GgmlType.F32, 3, 64, 0))
     assert not gguf.quants.dequantize(moved, type_).any()

@@ -1,4 +1,4 @@
-"""`moeedge widen` as people use and misuse it; what it refuses, and what it leaves behind: nothing."""
+"""`moeedge widen` from the command line: valid and invalid use, and that failures leave no file."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def test_the_shape_is_like_qwen3_30b(bundled_pair: tuple[Path, Path], tmp_path: 
     """Nothing is written; the experts have the size that the real model's have in Q4_0."""
     result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--dry-run", "-o", "json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    output = json.loads(result.stdout)
     assert list(tmp_path.iterdir()) == []
-    assert told["out"] is None
+    assert output["out"] is None
     wanted = {"embd": 2048, "ff": 768, "heads": 32, "heads_kv": 4, "head_dim": 128, "layers": 48, "experts": 128}
-    assert wanted.items() <= told["shape"].items()
-    assert told["expert_bytes"] == 48 * 128 * 3 * 2048 * 768 // 32 * 18
-    assert "vocabulary 2048 (151936)" in told["notes"][0]
-    assert "bit for bit" in told["notes"][1]
+    assert wanted.items() <= output["shape"].items()
+    assert output["expert_bytes"] == 48 * 128 * 3 * 2048 * 768 // 32 * 18
+    assert "vocabulary 2048 (151936)" in output["notes"][0]
+    assert "bit for bit" in output["notes"][1]
     result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--head-dim", 32, "--dry-run", "-o", "json")
     smaller = json.loads(result.stdout)
-    assert smaller["bytes"] == pytest.approx(told["bytes"], rel=1e-5)  # more heads instead: the same matrices
+    assert smaller["bytes"] == pytest.approx(output["bytes"], rel=1e-5)  # more heads instead: the same matrices
     assert (smaller["shape"]["heads"], smaller["shape"]["heads_kv"], len(smaller["notes"])) == (128, 16, 1)
 
 
-def test_of_another_architecture_the_sizes_are_taken(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_sizes_of_another_architecture(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     result = widen(tmp_path / "wide.gguf", "--like", "deepseek-v2-lite", "--type", "q4_k", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "deepseek2" in result.stderr
@@ -108,7 +108,7 @@ def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "reason"),
     [
         ([], "the shape of the source"),
         (["--embd", "100"], "no multiple of 32"),
@@ -124,25 +124,25 @@ def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
         (["--embd", "128", "--type", "q2_k"], "Known: q4_0, q4_k, q8_0"),
     ],
 )
-def test_shapes_that_cannot_be(arguments: list[str], complaint: str, tiny_moe: Path, tmp_path: Path) -> None:
+def test_impossible_shapes(arguments: list[str], reason: str, tiny_moe: Path, tmp_path: Path) -> None:
     result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, *arguments)
     assert result.exit_code == 2
-    assert complaint in result.stderr
+    assert reason in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sources_that_cannot_be(tiny: TinyFactory, tmp_path: Path) -> None:
+def test_unusable_sources(tiny: TinyFactory, tmp_path: Path) -> None:
     short, text = tmp_path / "short.gguf", tmp_path / "text.gguf"
     short.write_bytes(tiny("qwen3moe").read_bytes()[:-5000])
     text.write_text("no model")
     cases = [(short, "truncated"), (text, "not a GGUF"), (tmp_path / "x.gguf", "x.gguf"), (tiny("olmoe"), "olmoe")]
-    for source, complaint in cases:
+    for source, reason in cases:
         result = widen(tmp_path / "wide.gguf", "-m", source, "--embd", 128)
-        assert (result.exit_code, complaint in result.stderr) == (2, True), result.stderr
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
     assert not (tmp_path / "wide.gguf").exists()
 
 
-def test_targets_that_cannot_be(tiny_moe: Path, tmp_path: Path) -> None:
+def test_unusable_targets(tiny_moe: Path, tmp_path: Path) -> None:
     mine, source = tmp_path / "mine.gguf", tmp_path / "source.gguf"
     mine.write_text("precious")
     shutil.copy(tiny_moe, source)
@@ -153,9 +153,9 @@ def test_targets_that_cannot_be(tiny_moe: Path, tmp_path: Path) -> None:
         (source, "is the source"),
         (Path("/dev/null"), "no regular file"),
     ]
-    for out, complaint in cases:
+    for out, reason in cases:
         result = widen(out, "-m", source, "--embd", 128)
-        assert (result.exit_code, complaint in result.stderr) == (2, True), result.stderr
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
     assert mine.read_text() == "precious"
     assert widen(mine, "-m", source, "--embd", 128, "--force").exit_code == 0
     assert summarize(mine).expert_layers == (0, 1, 2)
@@ -173,7 +173,7 @@ def test_two_at_once(tiny_moe: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["wide.gguf"]
 
 
-def test_no_room(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=10 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
@@ -182,18 +182,18 @@ def test_no_room(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_room_that_runs_out(tiny_moe: Path, tmp_path: Path) -> None:
+def test_the_disk_fills_up_during_the_write(tiny_moe: Path, tmp_path: Path) -> None:
     """The system refuses in the middle, as a full disk does."""
     arguments = (tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
     process = start(*arguments, limit=(resource.RLIMIT_FSIZE, 5 * 2**20))
-    _, told = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert told.startswith("error: ") and "Traceback" not in told and "file too large" in told
+    assert output.startswith("error: ") and "Traceback" not in output and "file too large" in output
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None:
+def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None:
     part = tmp_path / "wide.gguf.part"
     process = start(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 4096, "--ff", 8192)
     deadline_s = time.monotonic() + 60
@@ -201,8 +201,8 @@ def test_stopped(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.005)
     process.send_signal(signum)
-    _, told = process.communicate(timeout=60)
-    assert (process.returncode, told) == (code, "")
+    _, output = process.communicate(timeout=60)
+    assert (process.returncode, output) == (code, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,8 +214,8 @@ def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tm
     peak_kib = 0  # not ru_maxrss: a child's begins with what its parent had when it forked
     while process.poll() is None:
         with suppress(OSError):
-            told = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-            peak_kib = int(told[1]) if told else peak_kib
+            output = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak_kib = int(output[1]) if output else peak_kib
         time.sleep(0.01)
     process.communicate()
     assert process.returncode == 0

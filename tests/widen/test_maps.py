@@ -1,4 +1,4 @@
-"""Maps of dimensions: what goes where, and that attention, rotation and normalisation cannot tell."""
+"""Maps of dimensions: attention, rotation and normalisation give the same results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def grouped_heads(draw: st.DrawFn) -> GroupedHeads:
 
 
 @given(grouped_heads())
-def test_every_head_is_there_once_and_sees_its_keys(heads: GroupedHeads) -> None:
+def test_every_head_occurs_once_with_its_keys(heads: GroupedHeads) -> None:
     assert heads.fits()
     queries, kv = heads.queries(), heads.kv()
     assert sorted(queries[queries >= 0]) == list(range(heads.heads))
@@ -44,7 +44,7 @@ def test_heads_without_room() -> None:
     st.integers(0, 2000),
 )
 def test_rotation_of_a_larger_head(head_dim: int, ratio: int, base: float, position: int) -> None:
-    """Halves of a head are turned against each other; the small one's result lies in the large one's."""
+    """Halves of a head are rotated together; the large head contains the small one's result."""
     rotary = Rotary(head_dim, head_dim * ratio, base)
     places = rotary.places()
     rng = np.random.default_rng(position)
@@ -69,7 +69,7 @@ def turn(head: np.ndarray, base: float, position: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ratio", [2, 4])
 @pytest.mark.parametrize("base", [1e4, 1e5])
-def test_the_factor_between_pairs_stays_to_the_bit(base: float, ratio: int) -> None:
+def test_the_factor_between_pairs_is_kept_bit_for_bit(base: float, ratio: int) -> None:
     """Then llama.cpp computes the very same angles."""
     rotary = Rotary(32, 32 * ratio, base)
     assert np.array_equal(np.flatnonzero(rotary.places()[: 16 * ratio] >= 0), np.arange(16))  # side by side
@@ -78,14 +78,14 @@ def test_the_factor_between_pairs_stays_to_the_bit(base: float, ratio: int) -> N
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 9), st.sampled_from([1, 4, 32]))
-def test_maps_of_whole_blocks(n: int, times: int, extra: int, size: int) -> None:
+def test_maps_of_entire_blocks(n: int, times: int, extra: int, size: int) -> None:
     places = repeated(n * size, (n * times + extra) * size, times)
     expected = repeated(n, n * times + extra, times)
     found = blocks(places, size)
     assert found is not None and np.array_equal(found, expected)
 
 
-def test_maps_that_cut_blocks() -> None:
+def test_maps_that_split_blocks() -> None:
     assert blocks(corner(48, 96), 32) is None  # half a block and zeros
     assert blocks(corner(32, 80), 32) is None  # half a block at the end
     assert blocks(np.roll(corner(32, 64), 16), 32) is None  # moved by half a block

@@ -62,7 +62,7 @@ def greedy(model: Runner, prompt: str) -> list[int]:
     ],
     ids=["embd", "ff", "heads", "layers", "all"],
 )
-def test_the_same_logits_to_the_bit(asked: RequestedSizes, tiny: TinyFactory, tmp_path: Path) -> None:
+def test_logits_are_equal_bit_for_bit(asked: RequestedSizes, tiny: TinyFactory, tmp_path: Path) -> None:
     narrow = tiny("qwen3moe", dense_type="Q8_0", head_dim=32)
     wide = widened(narrow, tmp_path, asked)
     tokens = np.random.default_rng(1).integers(0, 250, 48).tolist()
@@ -91,7 +91,7 @@ def test_a_dense_model(tiny: TinyFactory, tmp_path: Path) -> None:
         assert np.array_equal(first.eval(tokens), second.eval(tokens))
 
 
-def test_the_bundled_pair_answers_alike(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_bundled_pair_gives_equal_answers(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = bundled_pair
     for source, asked in ((target, WIDER), (draft, RequestedSizes(embd=384, ff=512, heads=8, heads_kv=4, layers=6))):
         wide = widened(source, tmp_path, asked)

@@ -39,7 +39,7 @@ def _check(budget: CacheBudget, model: dict[str, int], memory: dict[str, int]) -
 
 
 @given(_models, _memory)
-def test_what_is_free(model: dict[str, int], memory: dict[str, int]) -> None:
+def test_default_budget_fits_free_memory(model: dict[str, int], memory: dict[str, int]) -> None:
     budget = plan_budget(**model, **memory)
     _check(budget, model, memory)
     room = max(0, memory["free_bytes"] - memory["reserve_bytes"])
@@ -52,7 +52,7 @@ def test_what_is_free(model: dict[str, int], memory: dict[str, int]) -> None:
 
 
 @given(_models, _memory, st.floats(0, 1))
-def test_a_ratio(model: dict[str, int], memory: dict[str, int], ratio: float) -> None:
+def test_budget_by_ratio(model: dict[str, int], memory: dict[str, int], ratio: float) -> None:
     budget = plan_budget(**model, **memory, cache_ratio=ratio)
     _check(budget, model, memory)
     wanted = int(ratio * model["n_expert_layers"] * model["n_experts"] + 1e-6)
@@ -64,7 +64,7 @@ def test_a_ratio(model: dict[str, int], memory: dict[str, int], ratio: float) ->
 
 
 @given(_models, _memory, st.integers(0, 2**42))
-def test_a_size(model: dict[str, int], memory: dict[str, int], vram_bytes: int) -> None:
+def test_budget_by_size(model: dict[str, int], memory: dict[str, int], vram_bytes: int) -> None:
     budget = plan_budget(**model, **memory, vram_bytes=vram_bytes)
     _check(budget, model, memory)
     assert budget.pool_bytes <= vram_bytes
@@ -78,7 +78,7 @@ def test_figures_of_a_real_model() -> None:
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.0) == CacheBudget(0.0, 0, 0)
 
 
-def test_ratios_that_binary_fractions_miss() -> None:
+def test_ratios_without_exact_binary_fraction() -> None:
     for percent in range(101):
         budget = plan_budget(
             expert_bytes_total=10_000, n_expert_layers=1, n_experts=100, free_bytes=10_000, cache_ratio=percent / 100
@@ -92,7 +92,7 @@ def test_ratio_outside_the_unit_interval(ratio: float) -> None:
         PlacementConfig(cache_ratio=ratio)
 
 
-def test_more_than_the_device_has() -> None:
+def test_a_size_beyond_the_device_is_an_error() -> None:
     with pytest.raises(InputError, match=r"--vram 30.0 GiB is larger than the device, which has 24.0 GiB"):
         plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB)
     with pytest.raises(ValueError, match="vram_bytes"):
@@ -101,7 +101,7 @@ def test_more_than_the_device_has() -> None:
         PlacementConfig(vram_bytes=1, cache_ratio=0.5)
 
 
-def test_more_than_is_free_shrinks_with_a_line() -> None:
+def test_a_size_beyond_free_memory_shrinks_with_a_note() -> None:
     budget = plan_budget(
         **_QWEN, free_bytes=4 * _GIB, total_bytes=24 * _GIB, reserve_bytes=_GIB // 2, vram_bytes=8 * _GIB
     )
@@ -122,23 +122,23 @@ def test_too_small_for_one_expert_per_layer() -> None:
     assert "too small" in plan_budget(**_QWEN, free_bytes=0).notes[0]
 
 
-def test_experts_that_are_there_are_left_to_llama_cpp() -> None:
+def test_experts_on_the_device_are_left_to_llama_cpp() -> None:
     budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.5, experts_on_device=True)
     assert budget.n_slots == 0
     assert "already" in budget.notes[0]
 
 
-def test_all_experts_where_there_is_room() -> None:
+def test_all_experts_if_they_fit() -> None:
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB).ratio == 1
 
 
-def test_a_dense_model_has_nothing_to_place() -> None:
+def test_a_dense_model_has_no_experts_to_place() -> None:
     budget = plan_budget(expert_bytes_total=0, n_expert_layers=0, n_experts=0, free_bytes=_GIB, cache_ratio=0.5)
     assert budget.n_slots == 0
     assert "no experts" in budget.notes[0]
 
 
-def test_the_device_s_own_default() -> None:
+def test_the_device_default_ratio() -> None:
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB, default_ratio=0.17).n_slots == 1044
 
 
@@ -146,7 +146,7 @@ def test_reserve() -> None:
     assert [default_reserve(gib * _GIB) // 2**20 for gib in (4, 8, 24, 141)] == [256, 256, 768, 1024]
 
 
-def test_a_model_that_fits_as_a_whole() -> None:
+def test_a_model_that_fits_entirely() -> None:
     sizes = {"model_bytes": 10, "kv_bytes": 2, "reserve_bytes": 1}
     assert model_fits(**sizes, free_bytes=13)
     assert not model_fits(**sizes, free_bytes=12)
