@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moeedge.bench.ablation import AblationRow
-from moeedge.bench.records import BenchRow
-from moeedge.bench.samples import Spread
 from moeedge.bench.scores import different_scores
-from moeedge.engine.types import EngineInfo
-from moeedge.policies.cost_model import CostModel
-from moeedge.scheduler.calibration import Calibration
 from moeedge.ui.tables import (
     NONE,
     Column,
@@ -25,6 +20,14 @@ from moeedge.ui.tables import (
     text_column,
     value_columns,
 )
+
+if TYPE_CHECKING:
+    from moeedge.bench.ablation import AblationRow
+    from moeedge.bench.records import BenchRow
+    from moeedge.bench.samples import Spread
+    from moeedge.engine.types import EngineInfo
+    from moeedge.policies.cost_model import CostModel
+    from moeedge.scheduler.calibration import Calibration
 
 FORMATS = ("md", "csv", "json", "jsonl")
 _MIB = 2.0**-20  # from bytes

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moeedge.hardware.devices import DeviceRow
-from moeedge.hub.local import ListedModel
-from moeedge.hub.pull import MissingFile, WantedModel
 from moeedge.ui.console import say, stderr_console, visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
-from moeedge.widen.layout import WidePlan
 from moeedge.widen.shape import SIZE_NAMES
+
+if TYPE_CHECKING:
+    from moeedge.hardware.devices import DeviceRow
+    from moeedge.hub.local import ListedModel
+    from moeedge.hub.pull import MissingFile, WantedModel
+    from moeedge.widen.layout import WidePlan
 
 _MIB = 2.0**-20  # from bytes
 _WIDE = 72  # columns from which everything known about a device has room

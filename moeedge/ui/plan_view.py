@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moeedge.planning.headers import ModelFacts
-from moeedge.planning.memory_map import MemoryMap, MemoryPool
-from moeedge.planning.session_plan import SessionPlan
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
+
+if TYPE_CHECKING:
+    from moeedge.planning.headers import ModelFacts
+    from moeedge.planning.memory_map import MemoryMap, MemoryPool
+    from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis.profile import LayerProfile
-from moeedge.bench.records import BenchRow
 from moeedge.errors import InputError
 from moeedge.sim.clock import STREAMS, Span
+
+if TYPE_CHECKING:
+    from moeedge.analysis.profile import LayerProfile
+    from moeedge.bench.records import BenchRow
 
 _DPI = 130
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -26,9 +26,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from moeedge.bench.samples import Sample
 from moeedge.ui.console import say, stderr_console, supports_panel
 from moeedge.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from moeedge.bench.samples import Sample
 
 _WIDE = 80  # columns from which a download's name, rate and remaining time have room
 _AnyBar = TypeVar("_AnyBar", bound="Bar")

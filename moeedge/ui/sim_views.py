@@ -11,14 +11,14 @@ from rich.console import Console
 
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.sim.papers import Compared, Fit, same_order
-from moeedge.sim.replay import ReplayRow
-from moeedge.sim.simulate import SimulationResult
 from moeedge.ui.console import visible
 from moeedge.ui.plots import Chart
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.bench.validation import Comparison
+    from moeedge.sim.replay import ReplayRow
+    from moeedge.sim.simulate import SimulationResult
 
 _MIB = 2.0**-20  # from bytes
 _MS = 1e3  # from seconds

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moeedge.analysis.profile import HotExpert, LayerProfile
-from moeedge.trace.summary import TraceSummary
 from moeedge.ui.console import show_figures, visible
 from moeedge.ui.figures import Figure
 from moeedge.ui.tables import NONE, Column, print_table, text_column
+
+if TYPE_CHECKING:
+    from moeedge.analysis.profile import HotExpert, LayerProfile
+    from moeedge.trace.summary import TraceSummary
 
 _MIB = 2**20
 _STRIP_STEPS = 36  # steps in the strip after each of the hottest experts

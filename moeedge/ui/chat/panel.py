@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.box import ROUNDED
 from rich.panel import Panel
 from rich.text import Text
 
-from moeedge.engine.session import Session
 from moeedge.notifications import Notify, ignore
-from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.ui.figures import Figure
+
+if TYPE_CHECKING:
+    from moeedge.engine.session import Session
+    from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 _CELL_COLUMNS = 24  # label, blank and value of one figure
 _NARROW_CELL_COLUMNS = 17

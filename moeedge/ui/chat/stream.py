@@ -12,18 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, RenderableType
 
-from moeedge.engine.types import EngineInfo, GenerationStats
-from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui.cache_figures import live_cache_figures
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.console import supports_panel, visible
 from moeedge.ui.figures import live_figures
+
+if TYPE_CHECKING:
+    from moeedge.engine.types import EngineInfo, GenerationStats
+    from moeedge.scheduler.stats import PlacementStats
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
