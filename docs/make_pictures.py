@@ -69,13 +69,7 @@ def draw_chat(path: Path) -> None:
             figures += live_cache_figures(cache)
         console.print(render_panel(figures, columns=COLUMNS, rows=30, hint="Ctrl-C stops"))
         answer.close()
-<<<<<<< HEAD
     without_fonts = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # on a network
-=======
-    without_fonts = re.sub(
-        r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
-    )  # they are on a network
->>>>>>> b5a3013 (Draw the README's pictures from a real run)
     code_format = without_fonts.replace("Fira Code, monospace", FONTS)
     svg = console.export_svg(title="moeedge chat", code_format=code_format, unique_id="chat")
     path.write_text(svg, encoding="utf-8")
