@@ -15,21 +15,12 @@ step: its uses are not hits, but belady may keep what it used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    BoolArray,
-    CacheShape,
-    ExpertPrediction,
-    IntArray,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-)
+from moeedge.policies.base import BoolArray, CacheShape, IntArray, Observation, PolicyConfig, Resident
 from moeedge.policies.planner import PooledPolicy
 
 NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again
@@ -110,14 +101,12 @@ class Oracle(PooledPolicy):
         """Moves on by one step."""
         self._next += not observation.prefill
 
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans to hold the experts that the next step uses most."""
+    def _set_scores(self, resident: Resident) -> None:
         if self._next < len(self._future):
             np.copyto(self._score, self._future[self._next], casting="unsafe")
         else:
             self._score[:] = 0.0
         np.minimum(self._score, self._cap, out=self._utility)
-        return super().plan(resident, tokens, prediction)
 
 
 class Belady(PooledPolicy):
@@ -142,8 +131,7 @@ class Belady(PooledPolicy):
                 self._coming[used] = following
             self._step += 1
 
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans to hold, of the resident and the used experts, those that are used next soonest."""
+    def _set_scores(self, resident: Resident) -> None:
         # the reciprocal of the wait orders by it, and keeps the order in float32 for far more steps than traces have
         wait = self._coming.astype(np.float64) - self._step  # 0: used by the next step
         score = self._score.reshape(-1)
@@ -151,7 +139,6 @@ class Belady(PooledPolicy):
         score[self._coming == NEVER] = 0.0
         self._score *= self._used | (np.asarray(resident) != 0)  # no other expert may be uploaded
         np.copyto(self._utility, self._score)
-        return super().plan(resident, tokens, prediction)
 
 
 def _future(shape: CacheShape, config: PolicyConfig, name: str) -> IntArray:

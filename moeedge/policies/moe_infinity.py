@@ -19,8 +19,6 @@ in priority_score: uploads and victims of a plan must follow from one score.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from moeedge.policies.base import (
@@ -57,7 +55,7 @@ class MoeInfinity(PooledPolicy):
         self._n_entries = 0
         self._n_steps = 0
         self._nearest = -1
-        self._decay = self._decay_from(0)
+        self._decay = self._decay_from_first = self._decay_from(0)
 
     def observe(self, observation: Observation) -> None:
         """Adds to the sequence's matrix and finds the nearest entry."""
@@ -70,15 +68,14 @@ class MoeInfinity(PooledPolicy):
             self._n_matches[self._nearest] += 1
         self._n_steps += not observation.prefill
 
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans for a pass that starts at the first layer."""
-        return self._plan_decayed(resident, self._decay)
-
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans for the layers after `layer`. Experts of earlier layers leave first, those of `layer` stay."""
         in_use = np.asarray(resident, dtype=np.uint8).copy()
         in_use[layer, in_use[layer] > 0] = IN_FLIGHT  # an expert in flight is no victim
-        return self._plan_decayed(in_use, self._decay_from(layer + 1))
+        self._decay = self._decay_from(layer + 1)
+        plan = self.plan(in_use, [], prediction)
+        self._decay = self._decay_from_first
+        return plan
 
     def reset(self) -> None:
         """Ends the sequence and adds its matrix to the collection."""
@@ -96,17 +93,17 @@ class MoeInfinity(PooledPolicy):
         self._n_steps = 0
         self._nearest = -1
 
-    def _plan_decayed(self, resident: Resident, decay: FloatArray) -> Plan:
+    def _set_scores(self, resident: Resident) -> None:
         score = self._score
         np.copyto(score, _normalised_rows(self._matrix))
         if self._nearest >= 0:
             score += self._shares[self._nearest]
         score += _EPSILON
-        score *= decay
-        marginal = self._planner.fit(score, resident, 0.0)
+        score *= self._decay
+
+    def _set_utilities(self, marginal: list[float]) -> None:
         unit = max(max((value for value in marginal if np.isfinite(value)), default=0.0), float(_EPSILON))
-        np.minimum(score / np.float32(unit), self._cap, out=self._utility)
-        return self._planner.moves(score, self._utility, self._tau, resident)
+        np.minimum(self._score / np.float32(unit), self._cap, out=self._utility)
 
     def _decay_from(self, layer: int) -> FloatArray:
         """1 at `layer`, decreasing with every layer after it, 0 before it; [n_layers, 1]."""

@@ -209,8 +209,8 @@ class Planner:
 class PooledPolicy:
     """Base of policies with one pool of slots per group and tau = 1.
 
-    A subclass sets `name`, and in `observe` the scores, the utilities and, if only experts of the last step may be
-    uploaded, `_used`.
+    A subclass sets `name`, the arrays `_score` and `_utility` (in `observe`, or in one of the hooks of `plan`), and
+    `_used` if only experts of the last step may be uploaded.
     """
 
     name: str
@@ -236,11 +236,18 @@ class PooledPolicy:
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the experts with the highest scores."""
-        self._planner.fit(self._score, resident, 0.0)
+        self._set_scores(resident)
+        self._set_utilities(self._planner.fit(self._score, resident, 0.0))
         return self._planner.moves(self._score, self._utility, self._tau, resident, allowed=self._used)
 
     def reset(self) -> None:
         """Keeps what was learned."""
+
+    def _set_scores(self, resident: Resident) -> None:
+        """Sets `_score` where it depends on the plan."""
+
+    def _set_utilities(self, marginal: list[float]) -> None:
+        """Sets `_utility` where it depends on `marginal` [n_groups], the lowest score that fits."""
 
 
 def _flat_ids(shape: CacheShape, group: int) -> slice | IndexArray:

@@ -32,7 +32,7 @@ class RunsIn(Enum):
     BOUND = "bound"  # it reads the future (PolicyConfig.future): replay and simulator only
 
 
-_EVICTION = frozenset({"no-prefetch", "no-evict"})
+EVICTION_ABLATIONS = frozenset({"no-prefetch", "no-evict"})
 _ALL = frozenset(ABLATIONS)
 
 
@@ -67,7 +67,7 @@ def _simulated(make: Callable[[CacheShape, PolicyConfig], Policy], description: 
 
 
 def _bound(make: Callable[[CacheShape, PolicyConfig], Policy], description: str) -> PolicyEntry:
-    return PolicyEntry(make, f"bound: {description}", RunsIn.BOUND, _EVICTION)
+    return PolicyEntry(make, f"bound: {description}", RunsIn.BOUND, EVICTION_ABLATIONS)
 
 
 TABLE: dict[str, PolicyEntry] = {
@@ -78,12 +78,14 @@ TABLE: dict[str, PolicyEntry] = {
         reads_tokens=True,
     ),
     "spac-paper": PolicyEntry(SpacPaper, "Algorithm 1 of MoE-SpAc as printed", ablations=_ALL),
-    "lru": PolicyEntry(Lru, "least recently used", ablations=_EVICTION),
-    "lfu": PolicyEntry(Lfu, "least frequently used, with decay", ablations=_EVICTION),
+    "lru": PolicyEntry(Lru, "least recently used", ablations=EVICTION_ABLATIONS),
+    "lfu": PolicyEntry(Lfu, "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
     "static": PolicyEntry(
         Static, "the most used experts of a profile or of the first steps, placed once", takes_profile=True
     ),
-    "moe-infinity": PolicyEntry(MoeInfinity, "activations of the most similar earlier sequence", ablations=_EVICTION),
+    "moe-infinity": PolicyEntry(
+        MoeInfinity, "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
+    ),
     "fate": PolicyEntry(Fate, "the next layer's gate on this layer's input; ARC per layer"),
     "adapmoe": PolicyEntry(AdapMoe, "the next layer's gate, one expert prefetched; LRU per layer"),
     "hybrimoe": PolicyEntry(HybriMoe, "averaged routing scores; a queue divides each layer between CPU and GPU"),

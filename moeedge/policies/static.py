@@ -23,7 +23,6 @@ from moeedge.policies.base import (
     CacheShape,
     ExecutionModel,
     ExpertPrediction,
-    FloatArray,
     Observation,
     Plan,
     PolicyConfig,
@@ -52,17 +51,10 @@ class Static(PooledPolicy):
             self._score += observation.counts.astype(np.float32)
             self._steps_left -= not observation.prefill
 
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans to hold the most used experts."""
-        marginal = self._planner.fit(self._score, resident, 0.0)
-        np.copyto(self._utility, self._score >= _layer_marginal(marginal, self.shape))
-        return self._planner.moves(self._score, self._utility, self._tau, resident)
-
-
-def _layer_marginal(marginal: list[float], shape: CacheShape) -> FloatArray:
-    """The lowest score that fits, [n_layers, 1]; infinite for layers without a group."""
-    least = np.array([*(max(value, 1e-30) for value in marginal), np.inf], dtype=np.float32)
-    return np.asarray(least[shape.group][:, None])
+    def _set_utilities(self, marginal: list[float]) -> None:
+        # the last is of layers without experts, whose group is -1
+        least = np.array([*(max(value, 1e-30) for value in marginal), np.inf], dtype=np.float32)
+        np.copyto(self._utility, self._score >= least[self.shape.group][:, None])
 
 
 class Fiddler(Static):

@@ -55,6 +55,30 @@ def test_too_few_blocks_give_nothing() -> None:
     assert fit_side(n_tokens, 0 * unique, pairs, time_s) is None
 
 
+def by_dropping(columns: np.ndarray, target: np.ndarray) -> list[float]:
+    """Least squares with coefficients >= 0: drops the most negative one until none is."""
+    kept = list(range(columns.shape[1]))
+    coefficients = np.zeros(columns.shape[1])
+    while kept:
+        solution, *_ = np.linalg.lstsq(columns[:, kept], target, rcond=None)
+        if solution.min() >= 0:
+            coefficients[kept] = solution
+            break
+        del kept[int(solution.argmin())]
+    return coefficients.tolist()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("constants", [(5e-6, 20e-6, 3e-6), (0.0, 1e-3, 0.0), (2e-4, 3e-5, 1e-5), (0.0, 2e-5, 1e-6)])
+def test_the_fit_agrees_with_dropping_negative_coefficients(constants: tuple[float, ...], noise: float) -> None:
+    n_tokens, unique, pairs, time_s = blocks(*constants, noise=noise)
+    fit = fit_side(n_tokens, unique, pairs, time_s)
+    columns = np.stack([np.ones(len(unique)), unique, pairs - unique], axis=1) / time_s[:, None]
+    expected = by_dropping(columns, np.ones(len(unique)))
+    assert fit is not None
+    assert (fit.fixed_s, fit.expert_s, fit.token_s) == pytest.approx(expected, rel=1e-6, abs=1e-11)
+
+
 def test_the_curve_starts_at_nothing_and_grows_by_tokens() -> None:
     fit = fit_side(*blocks(0.0, 20e-6, 3e-6))
     assert fit is not None

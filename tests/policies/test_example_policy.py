@@ -1,0 +1,80 @@
+"""The worked example of CONTRIBUTING.md: a new policy in thirty lines, checked as every policy is and replayed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moeedge.policies import registry
+from moeedge.policies.base import CacheShape, Observation, PolicyConfig, check_plan
+from moeedge.policies.planner import PooledPolicy
+from moeedge.policies.registry import PolicyEntry, make_policy
+from moeedge.sim.replay import ReplayConfig, replay
+from moeedge.sim.slots import Slots
+from moeedge.trace.schedule import cut_schedule
+from tests.support.traces import plain_text
+
+
+class Window(PooledPolicy):
+    """Keeps the experts that were used in most of the last `N_STEPS` steps.
+
+    Score: the number of these steps that used the expert. Only experts of the last step are uploaded.
+    """
+
+    name = "window"
+    N_STEPS = 8
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        super().__init__(shape, config)
+        size = (shape.n_layers, shape.n_experts)
+        self._used = np.zeros(size, dtype=np.bool_)  # may be uploaded
+        self._window = np.zeros((self.N_STEPS, *size), dtype=np.bool_)
+        self._step = 0
+
+    def observe(self, observation: Observation) -> None:
+        """Takes in which experts the step used."""
+        np.greater(observation.counts, 0, out=self._used)
+        self._window[self._step % self.N_STEPS] = self._used
+        self._step += 1
+        self._score[:] = self._window.sum(axis=0)
+        self._utility[:] = self._cap * self._score / self.N_STEPS  # 0..K: the integer part is the upload's priority
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line in the table of moeedge/policies/registry.py does the same."""
+    entry = PolicyEntry(Window, "most used in the last eight steps", ablations=registry.EVICTION_ABLATIONS)
+    monkeypatch.setitem(registry.TABLE, "window", entry)
+
+
+def test_plans_keep_the_rules_and_hold_the_most_used_experts() -> None:
+    shape = CacheShape.uniform(2, 8, 6)
+    policy = make_policy("window", shape)
+    slots, rng = Slots(shape), np.random.default_rng(0)
+    for _ in range(30):
+        counts = (rng.random((2, 8)) < 0.1).astype(np.uint32)
+        counts[:, :3] = 2  # three experts of each layer are used in every step
+        policy.observe(Observation(counts, n_tokens=4, n_accepted=3))
+        plan = policy.plan(slots.resident, [])
+        check_plan(plan, shape, slots.resident, cap=4)
+        slots.push(plan)
+    assert slots.resident[:, :3].all()
+
+
+def test_the_replay_compares_it_with_the_bounds() -> None:
+    schedule = cut_schedule(plain_text(40), gamma=3)
+    rows = {row.policy: row for row in replay(schedule, ReplayConfig(policies=("window", "lru"), ratios=(0.5,)))}
+    assert 0 < rows["window"].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
+    assert rows["window"].hit_rate_unique <= rows["belady"].hit_rate_unique
+
+
+def test_without_eviction_no_expert_leaves() -> None:
+    shape = CacheShape.uniform(2, 8, 6)
+    policy = make_policy("window", shape, PolicyConfig(ablations=frozenset({"no-evict"})))
+    slots = Slots(shape)
+    for expert in range(8):
+        counts = np.zeros((2, 8), dtype=np.uint32)
+        counts[:, expert] = 1
+        policy.observe(Observation(counts, n_tokens=1, n_accepted=0))
+        slots.push(policy.plan(slots.resident, []))
+    assert np.flatnonzero(slots.resident[0]).tolist() == [0, 1, 2]
