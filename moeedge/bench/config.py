@@ -14,7 +14,6 @@ from moeedge.scheduler.config import ExecutionConfig
 
 REFERENCE = "stock-ar"
 NO_POLICY = "none"
-DEFAULT_ANSWER_TOKENS = 128
 DEFAULT_REPETITIONS = 3
 
 
@@ -51,7 +50,6 @@ MODES = {
         BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
     )
 }
-DEFAULT_MODES = ("stock-ar", "stock-sd", "moeedge")
 
 
 def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
@@ -176,7 +174,7 @@ class BenchPlan:
     modes: tuple[BenchMode, ...]
     dataset: Dataset | None = None  # already limited to the prompts of the run
     limit: int | None = None
-    n_predict: int = DEFAULT_ANSWER_TOKENS  # tokens of an answer at most
+    n_predict: int = 128  # tokens of an answer at most
     n_prompt: int = 0  # tokens of the synthetic prefill; 0: none
     n_gen: int = 0  # tokens of the synthetic decoding; 0: none
     repetitions: int = DEFAULT_REPETITIONS

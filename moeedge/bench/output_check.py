@@ -8,8 +8,7 @@ listed and is no failure. Any other difference is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +96,6 @@ class Difference:
     token: int | None  # None: this mode stopped here
     gap: float  # logits by which stock-ar's context prefers the better of the two
     near_tie: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for the record."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
