@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,28 @@ class Loaded:
     expected: list[int]
 
 
-def each_case(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Runs a test for those of MOE_CASES, whose models stay loaded from one test of a module to the next."""
-    return pytest.mark.parametrize("loaded", list(names), indirect=True, scope="module")
+def each_case(
+    names: Iterable[str], name: str = "", values: Iterable[object] = (), *, quick: Collection[object] = ()
+) -> pytest.MarkDecorator:
+    """Runs a test for those of MOE_CASES, whose models stay loaded from one test of a module to the next.
+
+    name, values: another parameter. The first case runs with all of its values, the others with those in `quick`; the
+    other pairs are slow.
+    """
+    first, *others = names
+    if not name:
+        return pytest.mark.parametrize("loaded", [first, *others], indirect=True, scope="module")
+    pairs = [
+        pytest.param(
+            case,
+            value,
+            id=f"{value}-{case}",
+            marks=() if case == first or value in quick else pytest.mark.slow,
+        )
+        for case in (first, *others)
+        for value in values
+    ]
+    return pytest.mark.parametrize(("loaded", name), pairs, indirect=["loaded"], scope="module")
 
 
 @pytest.fixture(scope="module")

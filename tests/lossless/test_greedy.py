@@ -24,6 +24,7 @@ PROMPT = np.random.default_rng(4).integers(0, 256, 20).tolist()
 # drafts that copy: the n-gram lookup has something to find from the first step on
 REPETITIVE = PROMPT[:10] * 3
 DRAFTS = [None, *((kind, gamma) for kind in ("model", "ngram") for gamma in (1, 4, 8))]
+QUICK_DRAFTS = (None, ("model", 4), ("ngram", 4))  # with every model; the others are slow but for qwen3moe
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,19 @@ def config(target: Path, speculation: tuple[str, int] | None, draft: Path, **opt
     return EngineConfig(model=target, draft=source, gamma=gamma, n_ctx=512, n_threads=1, **options)
 
 
-@pytest.mark.parametrize("speculation", DRAFTS, ids=lambda spec: "-".join(map(str, spec)) if spec else "plain")
-@pytest.mark.parametrize("case", MOE_CASES)
+@pytest.mark.parametrize(
+    ("case", "speculation"),
+    [
+        pytest.param(
+            case,
+            speculation,
+            id=f"{case}-{'-'.join(map(str, speculation)) if speculation else 'plain'}",
+            marks=() if case == "qwen3moe" or speculation in QUICK_DRAFTS else pytest.mark.slow,
+        )
+        for case in MOE_CASES
+        for speculation in DRAFTS
+    ],
+)
 def test_greedy_equals_stock(
     case: str,
     speculation: tuple[str, int] | None,

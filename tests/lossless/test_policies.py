@@ -39,8 +39,7 @@ def open_session(loaded: Loaded, policy: str, execution: ExecutionConfig | None 
     return Session.open(config, model=loaded.model, draft_model=loaded.draft)
 
 
-@each_case(CASES)
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"none"}))
+@each_case(CASES, "policy", sorted(set(POLICIES) - {"none"}), quick=("spac", "sp-moe"))
 def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
     with open_session(loaded, policy) as session:
         for turn in range(2):
@@ -56,8 +55,7 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
             assert told > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"
 
 
-@each_case(CASES)
-@pytest.mark.parametrize("name", EXECUTIONS)
+@each_case(CASES, "name", EXECUTIONS, quick=("batched",))
 def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
     execution = ExecutionConfig(**EXECUTIONS[name])
     with open_session(loaded, "sp-moe", execution) as session:
