@@ -1,46 +1,38 @@
-"""Routing traces written in the layouts of other tools, as moeedge.trace_import reads them.
+"""Writes routing traces in the layouts of other tools, as moeedge.trace.importers reads them.
 
-  npz        our own format, everything
+  npz        moeedge's own format, everything
   arrays     .npz with ids [tokens, layers, k] and lengths [sequences]: the decoded text
   positions  .csv with pos,layer,id0,id1,...: the decoded text, positions counted from 0 in every text
   route      .csv "route_trace v1": turn,phase,step,layer,slot,expert,weight: the prompt and the decoded text
 
-The decoded text is what speculation does not change: accepted tokens of decode and verification steps. Refused drafts
-have no place in the foreign layouts.
+The decoded text is the same with and without speculation: the accepted tokens of decode and verification steps. Foreign
+layouts have no place for rejected drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.paths import replace_file
-from moeedge.trace.format import Trace
+from moeedge.trace.format import Trace, replacing
 
 
 def write_trace(trace: Trace, path: Path, layout: str) -> int:
-    """Writes the file in one of `LAYOUTS` and returns how many tokens it holds. Raises InputError."""
+    """Writes the file in one of `LAYOUTS` and returns the number of tokens in it. Raises InputError."""
     if path.name == "-":
         raise InputError("A trace is written to a file, not to standard output.", "Name one, or /dev/stdout for csv.")
-    try:
-        with replace_file(path) as beside:
-            return LAYOUTS[layout](trace, beside)
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the trace {path}: {reason}.", "Name another file.") from None
+    with replacing(path) as temporary:
+        return LAYOUTS[layout](trace, temporary)
 
 
 def layout_of(path: Path) -> str:
-    """What the name of a file to be written asks for: its own format for .npz, positions for .csv.
-
-    Raises InputError for any other ending.
-    """
+    """The layout for a file name: npz for .npz, positions for .csv. Raises InputError for any other ending."""
     layouts = {".npz": "npz", ".csv": "positions"}
     if path.suffix.lower() not in layouts:
         raise InputError(
@@ -68,36 +60,29 @@ def _write_arrays(trace: Trace, path: Path) -> int:
 
 def _write_positions(trace: Trace, path: Path) -> int:
     rows = _text(trace)
-    sequence = trace.sequence[rows]
-    position = np.arange(rows.size) - np.searchsorted(sequence, sequence)
-    token, layer = _recorded(trace, rows)
-    ids = trace.ids[rows[token], layer].astype(np.int64)
+    place, layer, ids = _recorded(trace, rows)
     ids[ids == trace.sentinel] = -1
-    columns = ",".join(["pos", "layer", *(f"id{slot}" for slot in range(ids.shape[1]))])
+    numbers = np.column_stack((_position(trace, rows)[place], layer, ids))
     with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(columns + "\n")
-        _write_rows(file, np.column_stack((position[token], layer, ids)))
+        file.write(",".join(["pos", "layer", *(f"id{slot}" for slot in range(ids.shape[1]))]) + "\n")
+        file.writelines(f"{','.join(map(str, row))}\n" for row in numbers.tolist())
     return int(rows.size)
 
 
 def _write_route(trace: Trace, path: Path) -> int:
-    """Weights that were not recorded are written as 0; `step` counts tokens, as in the files of BigMoeOnEdge."""
+    """Writes 0 for weights that were not recorded; `step` counts tokens, as in the files of BigMoeOnEdge."""
     meta = trace.meta
     rows = np.union1d(np.flatnonzero((trace.phase == Phase.PREFILL) & trace.accepted), _text(trace))
-    sequence = trace.sequence[rows]
-    step = np.arange(rows.size) - np.searchsorted(sequence, sequence)
-    prefill = trace.phase[rows] == Phase.PREFILL
-    token, layer = _recorded(trace, rows)
-    ids = trace.ids[rows[token], layer].astype(np.int64)  # [lines / k, k]
-    if trace.weights is None:
-        weights = np.zeros(ids.shape)
-    else:
-        weights = np.nan_to_num(trace.weights[rows[token], layer].astype(np.float64))
-    used = ids != trace.sentinel
-    place, slot = np.nonzero(used)
-    numbers = np.column_stack(
-        (sequence[token], ~prefill[token], step[token], layer)  # turn, phase, step, layer
-    )[place]
+    is_decoded = trace.phase[rows] != Phase.PREFILL
+    place, layer, ids = _recorded(trace, rows)
+    weights = np.zeros(ids.shape)
+    if trace.weights is not None:
+        weights = np.nan_to_num(trace.weights[rows[place], layer].astype(np.float64))
+    turn, step = trace.sequence[rows[place]], _position(trace, rows)[place]
+    columns = np.column_stack((turn, is_decoded[place], step, layer))  # turn, phase, step, layer
+    is_used = ids != trace.sentinel
+    line, slot = np.nonzero(is_used)
+    lines = zip(columns[line].tolist(), slot.tolist(), ids[is_used].tolist(), weights[is_used].tolist(), strict=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write("# route_trace v1\n")
         name = meta.model.replace(" ", "_") or "unknown"
@@ -109,7 +94,6 @@ def _write_route(trace: Trace, path: Path) -> int:
         for index, size in enumerate([] if sizes is None else sizes.tolist()):
             file.write(f"# layer={index} expert_bytes={size}\n")
         file.write("turn,phase,step,layer,slot,expert,weight\n")
-        lines = zip(numbers.tolist(), slot.tolist(), ids[used].tolist(), weights[used].tolist(), strict=True)
         file.writelines(f"{','.join(map(str, row))},{s},{expert},{weight:.6g}\n" for row, s, expert, weight in lines)
     return int(rows.size)
 
@@ -131,11 +115,13 @@ def _text(trace: Trace) -> NDArray[np.int64]:
     return rows
 
 
-def _recorded(trace: Trace, rows: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Indices into `rows` and layers of which at least one expert is known, in reading order."""
-    token, layer = np.nonzero((trace.ids[rows] != trace.sentinel).any(axis=2))
-    return token, layer
+def _position(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each row among those of its text, from 0."""
+    sequence = trace.sequence[rows]
+    return np.arange(rows.size) - np.searchsorted(sequence, sequence)
 
 
-def _write_rows(file: TextIO, numbers: NDArray[np.int64]) -> None:
-    file.writelines(f"{','.join(map(str, row))}\n" for row in numbers.tolist())
+def _recorded(trace: Trace, rows: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+    """Indices into `rows` [n] and layers [n] with at least one known expert, in reading order; their ids [n, k]."""
+    place, layer = np.nonzero((trace.ids[rows] != trace.sentinel).any(axis=2))
+    return place, layer, trace.ids[rows[place], layer].astype(np.int64)

@@ -1,20 +1,20 @@
-"""Routing traces: which experts every token used, in one format that the profiler writes and everything else reads.
+"""Routing traces: the experts of every token, in the format that the profiler writes and every other command reads.
 
 A trace file is a NumPy .npz archive (zip, compressed) of these arrays, T rows in the order of computation;
-docs/traces.md is the description for other tools.
+docs/traces.md describes it for other tools.
 
   ids       uint8 or uint16 [T, n_layers, k]  experts of the token, the router's first choice first; the dtype's largest
                                               value means "not recorded" (a layer without experts, a row left out)
-  weights   float16 [T, n_layers, k]          the weights given to them; NaN where not recorded (optional)
+  weights   float16 [T, n_layers, k]          the router's weights of them; NaN where not recorded (optional)
   states    float16 [T, d]                    the draft's hidden state of the token, of d values; NaN where not recorded
                                               (optional)
-  phase     uint8 [T]                         native.abi.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
-  sequence  int32 [T]                         which text (prompt and answer) the token belongs to, from 0
+  phase     uint8 [T]                         moeedge.native.abi.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
+  sequence  int32 [T]                         the text (prompt and answer) of the token, from 0
   step      int32 [T]                         step of the sequence: 0 is the prefill, then 1, 2, ... per decode call
   accepted  bool [T]                          the token is part of the text (prefill, accepted drafts, the token before)
   token     int32 [T]                         vocabulary id, -1 where unknown
   position  int32 [T]                         position in the sequence, -1 where unknown
-  meta      string                            JSON, the fields of TraceMeta and "format", "schema"
+  meta      string                            JSON: "format", "schema" and the fields of TraceMeta
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any
@@ -40,20 +42,34 @@ MAX_EXPERTS = 65535  # ids are uint16 at most and one value is the sentinel
 
 Ids = NDArray[np.uint8] | NDArray[np.uint16]
 
+_ROW_TYPES: dict[str, np.dtype[Any]] = {
+    "phase": np.dtype(np.uint8),
+    "sequence": np.dtype(np.int32),
+    "step": np.dtype(np.int32),
+    "accepted": np.dtype(np.bool_),
+    "token": np.dtype(np.int32),
+    "position": np.dtype(np.int32),
+}
+_REQUIRED = ("ids", *_ROW_TYPES)
+_OPTIONAL = ("weights", "hidden_states")
+# names in the file that differ from those of the fields; other tools read it
+_IN_FILE = {"hidden_states": "states", "n_expert_used": "n_experts_used"}
+_IN_MEMORY = {in_file: name for name, in_file in _IN_FILE.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TraceMeta:
-    """What the rows of a trace mean."""
+    """The model and the run that a trace is of. Raises ValueError for impossible values."""
 
-    model: str  # file name, or whatever the source calls it
-    n_layers: int  # all of the model's, those without experts included
+    model: str  # file name, or the name that the source gives
+    n_layers: int  # with and without experts
     n_experts: int  # N of each MoE layer
     n_expert_used: int  # k
     architecture: str = ""
     gamma: int = 0  # draft length; 0: no speculation
     draft: str = "none"
-    source: str = ""  # what made the trace
-    parameters: dict[str, Any] = field(default_factory=dict)  # anything else worth keeping: prompts, sampling, versions
+    source: str = ""  # the program that made the trace
+    parameters: dict[str, Any] = field(default_factory=dict)  # anything else: prompts, sampling, versions, expert_bytes
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_experts", "n_expert_used", "gamma"):
@@ -82,7 +98,7 @@ def ids_dtype(n_experts: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Trace:
-    """A routing trace in memory: the arrays of the file, checked against each other."""
+    """A routing trace in memory. Raises ValueError where its arrays do not fit each other."""
 
     meta: TraceMeta
     ids: Ids  # [T, n_layers, k]
@@ -97,26 +113,22 @@ class Trace:
 
     def __post_init__(self) -> None:
         shape = (self.ids.shape[0] if self.ids.ndim else 0, self.meta.n_layers, self.meta.n_expert_used)
-        expected = {"ids": ids_dtype(self.meta.n_experts)} | _ROW_TYPES
-        for name, dtype in expected.items():
+        for name, dtype in ({"ids": ids_dtype(self.meta.n_experts)} | _ROW_TYPES).items():
             array = getattr(self, name)
-            want = shape if name == "ids" else shape[:1]
-            if array.dtype != dtype or array.shape != want:
-                raise ValueError(f"{name} must be {dtype} {list(want)}, not {array.dtype} {list(array.shape)}")
+            expected = shape if name == "ids" else shape[:1]
+            if array.dtype != dtype or array.shape != expected:
+                raise ValueError(f"{name} must be {dtype} {list(expected)}, not {array.dtype} {list(array.shape)}")
         if self.weights is not None and (self.weights.dtype != np.float16 or self.weights.shape != shape):
             raise ValueError(f"weights must be float16 {list(shape)}")
-        hidden_states = self.hidden_states
-        if hidden_states is not None and (
-            hidden_states.dtype != np.float16
-            or hidden_states.ndim != 2
-            or hidden_states.shape[0] != shape[0]
-            or hidden_states.shape[1] < 1
+        states = self.hidden_states
+        if states is not None and (
+            states.dtype != np.float16 or states.ndim != 2 or states.shape[0] != shape[0] or states.shape[1] < 1
         ):
             raise ValueError(f"states must be float16 [{shape[0]}, d], d at least 1")
         if np.any((self.ids >= self.meta.n_experts) & (self.ids != self.sentinel)):
             raise ValueError(f"an expert id is not below n_experts = {self.meta.n_experts}")
         if np.any((self.phase < Phase.PREFILL) | (self.phase > Phase.VERIFY)):
-            raise ValueError(f"a phase is not in {Phase.PREFILL}..{Phase.VERIFY}")
+            raise ValueError(f"a phase is not in {Phase.PREFILL:d}..{Phase.VERIFY:d}")
         if np.any(np.diff(self.sequence) < 0) or np.any(self.sequence < 0) or np.any(self.step < 0):
             raise ValueError("sequences must be numbered upwards from 0, steps be >= 0")
         same_sequence = np.diff(self.sequence) == 0
@@ -140,20 +152,20 @@ class Trace:
         return ids
 
     def expert_layers(self) -> list[int]:
-        """The layers for which any expert was recorded."""
+        """The layers with any recorded expert."""
         return [int(layer) for layer in np.flatnonzero((self.ids != self.sentinel).any(axis=(0, 2)))]
 
     def expert_bytes(self) -> NDArray[np.int64] | None:
-        """Bytes of one expert of each layer, int64 [n_layers]; None where the source did not say."""
-        known = self.meta.parameters.get("expert_bytes")
-        values = known if isinstance(known, list) else [known] * self.meta.n_layers
-        whole = all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48 for value in values)
-        return np.array(values, dtype=np.int64) if whole and len(values) == self.meta.n_layers else None
+        """Bytes of one expert of each layer, int64 [n_layers]; None where the source does not say."""
+        stated = self.meta.parameters.get("expert_bytes")
+        sizes = stated if isinstance(stated, list) else [stated] * self.meta.n_layers
+        valid = all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 48 for size in sizes)
+        return np.array(sizes, dtype=np.int64) if valid and len(sizes) == self.meta.n_layers else None
 
     def rows_of(self, rows: NDArray[np.bool_]) -> Trace:
-        """The trace of some rows, `rows` [T]."""
-        names = ("ids", *_ROW_TYPES, *(name for name in _OPTIONAL if getattr(self, name) is not None))
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+        """The trace of the chosen rows, bool [T]."""
+        chosen: dict[str, Any] = {name: array[rows] for name, array in self._arrays().items()}
+        return replace(self, **chosen)
 
     def text_rows(self) -> NDArray[np.int64]:
         """Rows of the decoded text, in reading order: accepted tokens of decode and verification steps."""
@@ -161,100 +173,99 @@ class Trace:
         return np.flatnonzero(decoded & self.accepted)
 
     def save(self, path: Path) -> None:
-        """Write the .npz file. Raises InputError where the path cannot be written."""
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in ("ids", *_ROW_TYPES)}
-        arrays |= {
-            _IN_FILE.get(name, name): getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None
-        }
+        """Writes the .npz file. Raises InputError where the path cannot be written."""
+        arrays: dict[str, Any] = {_IN_FILE.get(name, name): array for name, array in self._arrays().items()}
         header: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
         header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
-        try:
-            with replace_file(path) as beside, beside.open("wb") as file:  # a file object: numpy appends .npz to names
-                np.savez_compressed(file, **arrays)
-        except OSError as error:
-            reason = error.strerror or "write error"
-            raise InputError(f"Cannot write the trace {path}: {reason}.", "Name another file.") from None
+        with replacing(path) as temporary, temporary.open("wb") as file:  # a file object: numpy appends .npz to names
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Read a file that `save` wrote. Raises InputError, with the reason, for anything else."""
-        arrays = read_npz(path)
+        """Reads a file that `save` wrote. Raises InputError, with the reason, for anything else."""
+        arrays = {_IN_MEMORY.get(name, name): array for name, array in read_npz(path).items()}
         if "meta" not in arrays:
-            raise not_a_trace(path, "it holds no metadata")
+            raise unusable_trace(path, "it holds no metadata")
         meta = _parse_meta(path, arrays["meta"])
-        missing = [name for name in ("ids", *_ROW_TYPES) if name not in arrays]
+        missing = [name for name in _REQUIRED if name not in arrays]
         if missing:
-            raise not_a_trace(path, f"the array {missing[0]!r} is missing")
-        arrays = {_IN_MEMORY.get(name, name): array for name, array in arrays.items()}
-        kept = {name: arrays[name] for name in ("ids", *_ROW_TYPES, *_OPTIONAL) if name in arrays}
+            raise unusable_trace(path, f"the array {missing[0]!r} is missing")
         try:
-            return cls(meta=meta, **kept)
+            return cls(meta=meta, **{name: arrays[name] for name in (*_REQUIRED, *_OPTIONAL) if name in arrays})
         except ValueError as error:
-            raise not_a_trace(path, str(error)) from None
+            raise unusable_trace(path, str(error)) from None
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays that the trace has, by field."""
+        arrays = {name: getattr(self, name) for name in (*_REQUIRED, *_OPTIONAL)}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
-_OPTIONAL = ("weights", "hidden_states")
-# the names in the file where they differ from those of the fields: other tools read it
-_IN_FILE = {"hidden_states": "states", "n_expert_used": "n_experts_used"}
-_IN_MEMORY = {value: key for key, value in _IN_FILE.items()}
-_ROW_TYPES: dict[str, np.dtype[Any]] = {
-    "phase": np.dtype(np.uint8),
-    "sequence": np.dtype(np.int32),
-    "step": np.dtype(np.int32),
-    "accepted": np.dtype(np.bool_),
-    "token": np.dtype(np.int32),
-    "position": np.dtype(np.int32),
-}
-
-
-def not_a_trace(path: Path, reason: str) -> InputError:
-    """The error of every reader: one sentence with the file and the reason."""
+def unusable_trace(path: Path, reason: str) -> InputError:
+    """The error of all readers: one sentence with the file and the reason."""
     hint = "Write one with moeedge profile --trace-out FILE."
     return InputError(f"{path} is not a usable routing trace: {reason}.", hint)
 
 
-def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """All arrays of an .npz file, without pickles. Raises InputError for whatever is not one."""
-    _refuse_empty(path)
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns the errors of opening and reading a trace file into InputError."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return {entry.filename.removesuffix(".npy"): _read_member(archive, entry) for entry in archive.infolist()}
+        if path.is_file() and path.stat().st_size == 0:
+            raise unusable_trace(path, "it is empty")
+        yield
     except FileNotFoundError:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
-        raise not_a_trace(path, error.strerror or "it cannot be read") from None
-    except Exception as error:
-        # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
-        raise not_a_trace(path, f"not an .npz archive ({type(error).__name__})") from None
+        raise unusable_trace(path, error.strerror or "it cannot be read") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path that replaces `path` at the end. Raises InputError where it cannot be written."""
+    try:
+        with replace_file(path) as temporary:
+            yield temporary
+    except OSError as error:
+        reason = error.strerror or "write error"
+        raise InputError(f"Cannot write the trace {path}: {reason}.", "Name another file.") from None
+
+
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """All arrays of an .npz file, without pickles. Raises InputError for anything else."""
+    with reading(path):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return {
+                    member.filename.removesuffix(".npy"): _read_member(archive, member) for member in archive.filelist
+                }
+        except OSError:
+            raise
+        except Exception as error:
+            # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
+            raise unusable_trace(path, f"not an .npz archive ({type(error).__name__})") from None
 
 
 def read_npy(path: Path) -> NDArray[Any]:
-    """The array of an .npy file, without pickles. Raises InputError for whatever is not one."""
-    _refuse_empty(path)
-    try:
-        with path.open("rb") as file:
-            return _read_array(file, path.stat().st_size)
-    except FileNotFoundError:
-        raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
-    except OSError as error:
-        raise not_a_trace(path, error.strerror or "it cannot be read") from None
-    except Exception as error:  # as above
-        raise not_a_trace(path, f"not an .npy file ({type(error).__name__})") from None
+    """The array of an .npy file, without pickles. Raises InputError for anything else."""
+    with reading(path):
+        try:
+            with path.open("rb") as file:
+                return _read_array(file, path.stat().st_size)
+        except OSError:
+            raise
+        except Exception as error:  # see read_npz
+            raise unusable_trace(path, f"not an .npy file ({type(error).__name__})") from None
 
 
-def _refuse_empty(path: Path) -> None:
-    if path.is_file() and path.stat().st_size == 0:
-        raise not_a_trace(path, "it is empty")
-
-
-def _read_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
-    with archive.open(entry) as stream:
-        return _read_array(stream, entry.file_size)
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(member) as stream:
+        return _read_array(stream, member.file_size)
 
 
 def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
-    """One array; a header that promises more data than there is is refused before memory is asked for."""
+    """One array. Raises ValueError for a header that promises more data than there is, before memory is allocated."""
     version = npy.read_magic(stream)
     header = npy.read_array_header_1_0(stream) if version == (1, 0) else npy.read_array_header_2_0(stream)
     shape, _, dtype = header
@@ -268,14 +279,14 @@ def _parse_meta(path: Path, array: NDArray[Any]) -> TraceMeta:
     try:
         header = json.loads(str(array))
     except (ValueError, RecursionError):
-        raise not_a_trace(path, "its metadata is not JSON") from None
+        raise unusable_trace(path, "its metadata is not JSON") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise not_a_trace(path, "its metadata is of another format")
+        raise unusable_trace(path, "its metadata is of another format")
     if header.get("schema") != SCHEMA:
-        raise not_a_trace(path, f"its schema is {header.get('schema')!r}, this version reads {SCHEMA}")
-    known = {item.name for item in fields(TraceMeta)}
+        raise unusable_trace(path, f"its schema is {header.get('schema')!r}, this version reads {SCHEMA}")
     header = {_IN_MEMORY.get(key, key): value for key, value in header.items()}
-    try:  # keys that this version does not know are left alone: a later writer may add some
+    known = {item.name for item in fields(TraceMeta)}
+    try:  # unknown keys are ignored: a later version may write more
         return TraceMeta(**{key: value for key, value in header.items() if key in known})
     except (TypeError, ValueError) as error:
-        raise not_a_trace(path, f"its metadata is incomplete ({error})") from None
+        raise unusable_trace(path, f"its metadata is incomplete ({error})") from None

@@ -1,4 +1,4 @@
-"""Routing traces of other tools, read into the one `Trace` class.
+"""Reads routing traces of other tools into `Trace`.
 
   .npz  ids [T, n_layers, k] with lengths [sequences]  decode tokens of several texts
   .npz  ids [T, n_layers, k] with phase [T]            one text, phase 0 prefill and 1 decode, id -1 not recorded
@@ -6,33 +6,42 @@
   .csv  turn,phase,step,layer,slot,expert,weight,...   "route_trace v1" of BigMoeOnEdge: a row per (token, layer, slot)
   .csv  pos,layer,id0,id1,...                          a row per (token, layer), by token or by layer
 
-None of them says how many experts the model has, except route_trace v1: it is then the largest id + 1 unless given.
-Every token of such a trace counts as accepted; token ids are unknown (-1).
+Only route_trace v1 states the model's number of experts; for the others it is the largest id + 1 unless it is given.
+Every token of such a trace counts as accepted; vocabulary ids are unknown (-1).
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.trace.format import MAX_EXPERTS, Ids, Trace, TraceMeta, ids_dtype, not_a_trace, read_npy, read_npz
+from moeedge.trace.format import (
+    MAX_EXPERTS,
+    Ids,
+    Trace,
+    TraceMeta,
+    ids_dtype,
+    read_npy,
+    read_npz,
+    reading,
+    unusable_trace,
+)
 
-_MAX_CELLS = 1 << 31  # a few damaged digits in a csv must not ask for terabytes
+_MAX_GRID_BYTES = 1 << 31  # a few damaged digits in a csv must not ask for terabytes
 
 
 def read_trace(path: Path, n_experts: int | None = None) -> Trace:
-    """A trace of our own format or of one of the foreign ones, told apart by content. Raises InputError.
+    """A trace in moeedge's own format or in a foreign one, told apart by content.
 
-    n_experts  of a foreign trace whose file does not say it; ValueError where no model has so many
+    n_experts: of a foreign trace whose file does not state it. Raises InputError for an unusable file, ValueError for
+    an impossible `n_experts`.
     """
     if n_experts is not None and not 1 <= n_experts <= MAX_EXPERTS:
         raise ValueError(f"the number of experts must be in 1..{MAX_EXPERTS}, not {n_experts}")
@@ -45,61 +54,61 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
 
 
 def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
-    """A trace in one of the two csv layouts. Raises InputError with the line number of what it cannot use."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header = _Header()
-            lines = list(_without_comments(file, header))
-        if not any(line.strip() for line in lines):
-            raise not_a_trace(path, "it is empty")
-        columns = next(csv.reader(lines[:1]), [])
-        if columns[:2] == ["pos", "layer"] and len(columns) > 2:
-            return _from_positions(path, _table(path, lines[1:], len(columns)), n_experts)
-        if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
-            return _from_slots(path, _table(path, lines[1:], len(columns)), header, n_experts)
-    except FileNotFoundError:
-        raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
-    except OSError as error:
-        raise not_a_trace(path, error.strerror or "it cannot be read") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise not_a_trace(path, f"not a csv file ({error})") from None
-    raise not_a_trace(path, "its first row is neither pos,layer,id0,... nor that of route_trace v1")
+    """A trace in one of the two csv layouts. Raises InputError with the number of the row that it cannot use."""
+    comments, lines = _Comments(), []
+    with reading(path):
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                for line in file:
+                    if line.startswith("#"):
+                        comments.add(line)
+                    else:
+                        lines.append(line)
+            return _from_csv(path, lines, comments, n_experts)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise unusable_trace(path, f"not a csv file ({error})") from None
 
 
 @dataclass
-class _Header:
-    """What comment lines say: `# key=value ...`, and in route_trace v1 `# layer=0 expert_bytes=4336640 ...`."""
+class _Comments:
+    """The comment lines: `# key=value ...`, and in route_trace v1 `# layer=0 expert_bytes=4336640 ...`."""
 
     values: dict[str, str] = field(default_factory=dict)
     expert_bytes: dict[int, int] = field(default_factory=dict)  # by layer
 
     def add(self, line: str) -> None:
-        """One comment line."""
+        """Reads one comment line."""
         found: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", line))
-        layer, size = _count(found.get("layer", "")), _count(found.get("expert_bytes", ""))
+        layer, size = _parse_count(found.get("layer", "")), _parse_count(found.get("expert_bytes", ""))
         if layer is not None and size is not None:
             self.expert_bytes[layer] = size
         self.values.update(found)
 
-    def bytes_of(self, n_layers: int) -> list[int] | None:
-        """Bytes of one expert by layer, None where no layer says it."""
-        return [self.expert_bytes.get(layer, 0) for layer in range(n_layers)] if self.expert_bytes else None
+    def count(self, name: str) -> int | None:
+        """The count of that name; None where there is none."""
+        return _parse_count(self.values.get(name, ""))
 
 
-def _without_comments(file: TextIO, header: _Header) -> Iterator[str]:
-    """The csv lines; the comments in between fill `header`."""
-    for line in file:
-        if line.startswith("#"):
-            header.add(line)
-        else:
-            yield line
+def _parse_count(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def _from_csv(path: Path, lines: list[str], comments: _Comments, n_experts: int | None) -> Trace:
+    if not any(line.strip() for line in lines):
+        raise unusable_trace(path, "it is empty")
+    columns = next(csv.reader(lines[:1]), [])
+    if columns[:2] == ["pos", "layer"] and len(columns) > 2:
+        return _from_positions(path, _table(path, lines[1:], len(columns)), n_experts)
+    if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
+        return _from_slots(path, _table(path, lines[1:], len(columns)), comments, n_experts)
+    raise unusable_trace(path, "its first row is neither pos,layer,id0,... nor that of route_trace v1")
 
 
 def _table(path: Path, lines: list[str], n_columns: int) -> NDArray[np.float64]:
     """The rows below the column names, float64 [rows, columns]; there is at least one."""
     if not any(line.strip() for line in lines):
-        raise not_a_trace(path, "it has no rows")
-    try:  # a tenth of the time that csv takes, for files that are as they should be
+        raise unusable_trace(path, "it has no rows")
+    try:  # for intact files in a tenth of the time of csv
         table = np.loadtxt(lines, delimiter=",", comments=None, ndmin=2, dtype=np.float64)
         if table.shape[1] == n_columns and np.isfinite(table).all():
             return table
@@ -118,53 +127,49 @@ def _table_by_row(path: Path, lines: list[str], n_columns: int) -> NDArray[np.fl
         try:
             values = [float(cell) for cell in cells]
         except ValueError:
-            raise not_a_trace(path, f"{where} holds something that is no number") from None
+            raise unusable_trace(path, f"{where} holds something that is no number") from None
         if len(values) != n_columns or not np.isfinite(values).all():
-            raise not_a_trace(path, f"{where} does not have {n_columns} finite numbers")
+            raise unusable_trace(path, f"{where} does not have {n_columns} finite numbers")
         rows.append(values)
     if not rows:
-        raise not_a_trace(path, "it has no rows")
+        raise unusable_trace(path, "it has no rows")
     return np.array(rows, dtype=np.float64)
 
 
 def _from_arrays(path: Path, arrays: dict[str, NDArray[Any]], n_experts: int | None) -> Trace:
     ids = arrays.get("ids")
     if ids is None or ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape:
-        raise not_a_trace(path, "it has no integer array ids [tokens, layers, k]")
+        raise unusable_trace(path, "it has no integer array ids [tokens, layers, k]")
     n_rows = ids.shape[0]
     phase = np.full(n_rows, Phase.DECODE, dtype=np.uint8)
     sequence = np.zeros(n_rows, dtype=np.int32)
     if "lengths" in arrays:
         lengths = arrays["lengths"]
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any() or (lengths > n_rows).any():
-            raise not_a_trace(path, "lengths is not a list of counts")
+            raise unusable_trace(path, "lengths is not a list of counts")
         if int(lengths.sum()) != n_rows:
-            raise not_a_trace(path, f"lengths add up to {int(lengths.sum())}, ids has {n_rows} tokens")
+            raise unusable_trace(path, f"lengths add up to {int(lengths.sum())}, ids has {n_rows} tokens")
         sequence = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths.astype(np.int64))
     elif "phase" in arrays:
-        recorded = arrays["phase"]
-        if recorded.shape != (n_rows,) or not np.isin(recorded, (0, 1)).all():
-            raise not_a_trace(path, "phase is not 0 or 1 for each token")
-        phase = np.where(recorded == 0, Phase.PREFILL, Phase.DECODE).astype(np.uint8)
+        phase = _phases(path, arrays["phase"], n_rows)
     if ids.dtype.kind == "u" and int(ids.max()) > np.iinfo(np.int64).max:
-        raise not_a_trace(path, f"it names expert {int(ids.max())}")
+        raise unusable_trace(path, f"it names expert {int(ids.max())}")
     return _assemble(path, ids.astype(np.int64), phase, sequence, n_experts)
 
 
 def _from_positions(path: Path, table: NDArray[np.float64], n_experts: int | None) -> Trace:
-    """Columns pos, layer, id0, ... ; a position that does not rise begins another text.
+    """Columns pos, layer, id0, ...; a position that does not rise begins another text.
 
     Rows come token by token, or, where the layer never falls, layer by layer.
     """
-    numbers = _whole(path, table)
+    numbers = _integers(path, table)
     if (numbers[:, :2] < 0).any():
-        raise not_a_trace(path, "a position or layer is negative")
+        raise unusable_trace(path, "a position or layer is negative")
     numbers = numbers[_by_token(numbers[:, 0], numbers[:, 1])]
     position, layer = numbers[:, 0], numbers[:, 1]
-    new_token = np.r_[True, (np.diff(position) != 0) | (np.diff(layer) <= 0)]
-    token = np.cumsum(new_token) - 1
-    first = position[new_token]
-    sequence = np.cumsum(np.r_[0, np.diff(first) <= 0]).astype(np.int32)
+    is_new_token = np.r_[True, (np.diff(position) != 0) | (np.diff(layer) <= 0)]
+    token = np.cumsum(is_new_token) - 1
+    sequence = np.cumsum(np.r_[0, np.diff(position[is_new_token]) <= 0]).astype(np.int32)
     ids = _grid(path, (int(token[-1]) + 1, int(layer.max()) + 1, numbers.shape[1] - 2))
     ids[token, layer] = numbers[:, 2:]
     phase = np.full(ids.shape[0], Phase.DECODE, dtype=np.uint8)
@@ -182,43 +187,42 @@ def _by_token(position: NDArray[np.int64], layer: NDArray[np.int64]) -> NDArray[
     return np.lexsort((layer, position, text))
 
 
-def _from_slots(path: Path, table: NDArray[np.float64], header: _Header, n_experts: int | None) -> Trace:
+def _from_slots(path: Path, table: NDArray[np.float64], comments: _Comments, n_experts: int | None) -> Trace:
     """Columns turn, phase, step, layer, slot, expert, weight, ...: one row per chosen expert, `step` counts tokens."""
-    numbers = _whole(path, table[:, :6])
+    numbers = _integers(path, table[:, :6])
     if (numbers < 0).any():
-        raise not_a_trace(path, "a column is negative")
-    turn, phase, step, layer, slot, expert = numbers.T
-    order = np.lexsort((layer, step, turn))  # files list all tokens of a layer before the next layer
-    turn, phase, step, layer, slot, expert = (column[order] for column in (turn, phase, step, layer, slot, expert))
-    new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
-    token = np.cumsum(new_token) - 1
-    n_layers = _count(header.values.get("n_layer", "")) or 0
-    ids = _grid(path, (int(token[-1]) + 1, max(n_layers, int(layer.max()) + 1), int(slot.max()) + 1))
+        raise unusable_trace(path, "a column is negative")
+    order = np.lexsort((numbers[:, 3], numbers[:, 2], numbers[:, 0]))  # files list all tokens layer by layer
+    turn, phase, step, layer, slot, expert = numbers[order].T
+    is_new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
+    token = np.cumsum(is_new_token) - 1
+    n_layers = max(comments.count("n_layer") or 0, int(layer.max()) + 1)
+    ids = _grid(path, (int(token[-1]) + 1, n_layers, int(slot.max()) + 1))
     weights = np.full(ids.shape, np.nan, dtype=np.float16)
     ids[token, layer, slot] = expert
     weights[token, layer, slot] = np.clip(table[order, 6], -60000, 60000)
-    n_experts = n_experts or _count(header.values.get("n_expert", ""))
-    if not np.isin(phase, (0, 1)).all():
-        raise not_a_trace(path, "a phase is neither 0 nor 1")
-    phases = np.where(phase[new_token] == 0, Phase.PREFILL, Phase.DECODE).astype(np.uint8)
-    sequence = np.unique(turn[new_token], return_inverse=True)[1].astype(np.int32)
-    return _assemble(path, ids, phases, sequence, n_experts, weights, header)
+    phases = _phases(path, phase, phase.size)[is_new_token]
+    sequence = np.unique(turn[is_new_token], return_inverse=True)[1].astype(np.int32)
+    return _assemble(path, ids, phases, sequence, n_experts or comments.count("n_expert"), weights, comments)
 
 
-def _count(text: str) -> int | None:
-    """A count in a header; None where it is none."""
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+def _phases(path: Path, recorded: NDArray[Any], n_rows: int) -> NDArray[np.uint8]:
+    """Phases of moeedge from 0 prefill and 1 decode."""
+    if recorded.shape != (n_rows,) or not np.isin(recorded, (0, 1)).all():
+        raise unusable_trace(path, "phase is not 0 or 1 for each token")
+    return np.where(recorded == 0, Phase.PREFILL, Phase.DECODE).astype(np.uint8)
 
 
-def _whole(path: Path, table: NDArray[np.float64]) -> NDArray[np.int64]:
+def _integers(path: Path, table: NDArray[np.float64]) -> NDArray[np.int64]:
     if (np.abs(table) > 2**31).any() or (table != np.floor(table)).any():
-        raise not_a_trace(path, "a position, layer or expert is not a whole number")
+        raise unusable_trace(path, "a position, layer or expert is not an integer")
     return table.astype(np.int64)
 
 
 def _grid(path: Path, shape: tuple[int, int, int]) -> NDArray[np.int64]:
-    if shape[0] * shape[1] * shape[2] * 8 > _MAX_CELLS:
-        raise not_a_trace(path, f"it names {shape[0]} tokens x {shape[1]} layers x {shape[2]} experts")
+    """Ids of that shape, none recorded."""
+    if shape[0] * shape[1] * shape[2] * 8 > _MAX_GRID_BYTES:
+        raise unusable_trace(path, f"it names {shape[0]} tokens x {shape[1]} layers x {shape[2]} experts")
     return np.full(shape, -1, dtype=np.int64)
 
 
@@ -229,36 +233,37 @@ def _assemble(
     sequence: NDArray[np.int32],
     n_experts: int | None,
     weights: NDArray[np.float16] | None = None,
-    header: _Header | None = None,
+    comments: _Comments | None = None,
 ) -> Trace:
-    """Number the steps and positions, narrow the ids, check everything."""
-    header = header or _Header()
+    """Numbers the steps and positions, narrows the ids, checks everything."""
+    comments = comments or _Comments()
     n_rows, n_layers, n_used = ids.shape
     n_named = int(ids.max(initial=-1)) + 1
     if n_named == 0 or ids.min() < -1:
-        raise not_a_trace(path, f"it names expert {ids.min()}" if n_named else "it names no expert")
+        raise unusable_trace(path, f"it names expert {ids.min()}" if n_named else "it names no expert")
     n_experts = n_experts or max(n_named, n_used)
     if n_named > min(n_experts, MAX_EXPERTS):
-        raise not_a_trace(path, f"it names expert {n_named - 1}, which is not below {min(n_experts, MAX_EXPERTS)}")
-    if np.any((phase[1:] == Phase.PREFILL) & (phase[:-1] != Phase.PREFILL) & (sequence[1:] == sequence[:-1])):
-        raise not_a_trace(path, "a token of a prompt follows decoded text")
+        raise unusable_trace(path, f"it names expert {n_named - 1}, which is not below {min(n_experts, MAX_EXPERTS)}")
+    is_prefill = phase == Phase.PREFILL
+    if np.any(is_prefill[1:] & ~is_prefill[:-1] & (sequence[1:] == sequence[:-1])):
+        raise unusable_trace(path, "a token of a prompt follows decoded text")
     dtype = ids_dtype(n_experts)
     narrow: Ids = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
-    starts = np.searchsorted(sequence, sequence)  # first row of each row's sequence
-    position = np.arange(n_rows) - starts
-    n_prefill = np.zeros(int(sequence[-1]) + 1, dtype=np.int64)
-    np.add.at(n_prefill, sequence, phase == Phase.PREFILL)
-    step = np.where(phase == Phase.PREFILL, 0, position - n_prefill[sequence] + 1)
-    expert_bytes = header.bytes_of(n_layers)
+    position = np.arange(n_rows) - np.searchsorted(sequence, sequence)
+    n_prefill = np.bincount(sequence, weights=is_prefill).astype(np.int64)  # of each sequence
+    step = np.where(is_prefill, 0, position - n_prefill[sequence] + 1)
+    parameters: dict[str, Any] = {}
+    if comments.expert_bytes:
+        parameters["expert_bytes"] = [comments.expert_bytes.get(layer, 0) for layer in range(n_layers)]
     try:
         meta = TraceMeta(
-            model=Path(header.values["model"]).name if "model" in header.values else path.stem,
-            architecture=header.values.get("arch", ""),
+            model=Path(comments.values["model"]).name if "model" in comments.values else path.stem,
+            architecture=comments.values.get("arch", ""),
             n_layers=n_layers,
             n_experts=n_experts,
             n_expert_used=n_used,
             source=f"imported from {path.name}",
-            parameters={} if expert_bytes is None else {"expert_bytes": expert_bytes},
+            parameters=parameters,
         )
         return Trace(
             meta=meta,
@@ -272,4 +277,4 @@ def _assemble(
             weights=weights,
         )
     except ValueError as error:
-        raise not_a_trace(path, str(error)) from None
+        raise unusable_trace(path, str(error)) from None

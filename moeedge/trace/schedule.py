@@ -1,16 +1,11 @@
-"""From a routing trace to the batches that a decoder would run, and what each of them activates.
+"""From a routing trace to the batches that a decoder would run, and the activations of each.
 
-A trace with verification steps is replayed as it was computed: its batches, its refused drafts, its acceptance. A trace
-of plain text is cut into verification windows of gamma + 1 tokens, each draft accepted with a fixed chance. What
-rejected drafts would have routed to is then unknown, so there are two models of rejected tokens, as bounds:
+A trace with verification steps is replayed as it was computed: its batches, its rejected drafts, its acceptance. A
+trace of plain text is cut into verification windows (steps.simulated_steps), with one of two models of the rejected
+tokens. The prompt of a text, if the trace holds it, comes first as one batch (`prefill`): policies see it, no figure
+counts it.
 
-  optimistic   they route like the tokens that really follow
-  pessimistic  they route like unrelated tokens of the same text
-
-Both draw the same acceptances for the same seed. The prompt of a text, where the trace holds it, comes first as one
-batch (`prefill`): policies see it, nothing is counted.
-
-Batches come in chunks, counted together and shared by all that replays them (moeedge/sim/replay.py).
+Batches come in chunks, which are counted together and shared by all policies of a replay (moeedge/sim/replay.py).
 """
 
 from __future__ import annotations
@@ -26,25 +21,31 @@ from moeedge.counting import count_ids
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import RejectedTokenModel, Steps, recorded_steps, simulated_steps, text_steps
-from moeedge.trace.summary import speculation
+from moeedge.trace.steps import (
+    RejectedTokenModel,
+    Steps,
+    draft_length_and_acceptance,
+    recorded_steps,
+    simulated_steps,
+    text_steps,
+)
 
-GAMMA, ACCEPTANCE = 8, 0.8  # of a text of which nothing else is known: MoE-SpAc's draft length
-_CELLS_AT_ONCE = 1 << 20  # of the counts of a chunk: 4 MB
-_PREFILL_TOKENS = 4096  # at least so many tokens of prompts may lie in a chunk
+GAMMA, ACCEPTANCE = 8, 0.8  # of a text whose trace has no drafts: MoE-SpAc's draft length
+_CHUNK_COUNTS = 1 << 20  # elements of a chunk's counts, 4 MB
+_CHUNK_TOKENS = 4096  # a chunk ends before it has more tokens, unless its batches are many
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Batch:
-    """What is computed together: a prompt, or the token emitted last and the drafts behind it."""
+    """Tokens that are computed together: a prompt, or the token emitted last and the drafts after it."""
 
     ids: NDArray[np.int32]  # [n_layers, n_tokens, k], -1: not recorded
     counts: NDArray[np.int32]  # [n_layers, n_experts], activations
-    tokens: NDArray[np.int32] | None  # [n_tokens], vocabulary ids where known
+    tokens: NDArray[np.int32] | None  # [n_tokens], vocabulary ids; None: unknown
     n_accepted: int  # drafts that became text
     prefill: bool
-    is_first: bool  # the first batch of its text
-    hidden_states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens, where known
+    is_first: bool  # of its text
+    hidden_states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens; None: unknown
 
     @property
     def n_tokens(self) -> int:
@@ -72,13 +73,13 @@ class Schedule:
     acceptance: float | None  # None without drafts
     rows: NDArray[np.int64]  # [n], batch by batch
     starts: NDArray[np.int64]  # [n_batches + 1], into `rows`
-    n_text: NDArray[np.int64]  # [n_batches], tokens that became text, the one emitted before included
+    n_text: NDArray[np.int64]  # [n_batches], tokens that became text, with the one emitted before
     prefill: NDArray[np.bool_]  # [n_batches]
     is_first: NDArray[np.bool_]  # [n_batches]
 
     @property
     def n_steps(self) -> int:
-        """Batches without prompts."""
+        """Batches that are not prompts."""
         return int(np.count_nonzero(~self.prefill))
 
     @property
@@ -88,7 +89,7 @@ class Schedule:
 
     @property
     def tokens_per_step(self) -> float:
-        """Text per step."""
+        """Mean tokens of text per step."""
         return float(self.n_text[~self.prefill].mean()) if self.n_steps else 0.0
 
     @property
@@ -101,84 +102,102 @@ class Schedule:
         return [batch for chunk in self.chunks() for batch in chunk.batches]
 
     def chunks(self) -> Iterator[Chunk]:
-        """All batches in order."""
-        cells = self.trace.meta.n_layers * self.trace.meta.n_experts
-        n_at_once = max(_CELLS_AT_ONCE // cells, 1)
+        """All batches in order, chunk by chunk."""
+        n_at_once = max(_CHUNK_COUNTS // (self.trace.meta.n_layers * self.trace.meta.n_experts), 1)
         first, n_batches = 0, self.prefill.size
         lengths = np.diff(self.starts)
         while first < n_batches:
             last = min(first + n_at_once, n_batches)
-            long = np.cumsum(lengths[first:last]) > max(_PREFILL_TOKENS, 16 * n_at_once)
-            if long.any():  # prompts of thousands of tokens
-                last = first + max(int(np.argmax(long)), 1)
+            too_long = np.cumsum(lengths[first:last]) > max(_CHUNK_TOKENS, 16 * n_at_once)
+            if too_long.any():  # prompts of thousands of tokens
+                last = first + max(int(np.argmax(too_long)), 1)
             yield self._chunk(first, last)
             first = last
 
     def _chunk(self, first: int, last: int) -> Chunk:
-        trace = self.trace
+        trace, n_batches = self.trace, last - first
         n_layers, n_experts = trace.meta.n_layers, trace.meta.n_experts
-        begin, end = int(self.starts[first]), int(self.starts[last])
-        rows = self.rows[begin:end]
-        ids = trace.ids[rows].astype(np.int32)  # [tokens, n_layers, k]
+        rows = self.rows[self.starts[first] : self.starts[last]]
+        ids = trace.ids[rows].astype(np.int32)  # [n_tokens, n_layers, k]
         ids[ids == trace.sentinel] = -1
         lengths = np.diff(self.starts[first : last + 1])
-        batch_of = np.repeat(np.arange(last - first), lengths)  # [tokens]
+        batch_of = np.repeat(np.arange(n_batches), lengths)
         row_of = batch_of[:, None, None] * n_layers + np.arange(n_layers)[:, None]
-        by_row = count_ids(ids, n_experts, rows=row_of, n_rows=(last - first) * n_layers)
-        counts = by_row.reshape(last - first, n_layers, n_experts).astype(np.int32)
+        by_row = count_ids(ids, n_experts, rows=row_of, n_rows=n_batches * n_layers)
+        counts = by_row.reshape(n_batches, n_layers, n_experts).astype(np.int32)
         tokens = trace.token[rows]
-        known = bool((tokens >= 0).all()) if tokens.size else False
-        blocks = _blocks(ids, lengths)
-        places = self.starts[first : last + 1] - begin
-        batches = [
-            Batch(
-                ids=blocks[index],
+        is_known = bool((tokens >= 0).all())
+        ends = np.cumsum(lengths)
+        batches = []
+        for index, (batch_ids, end, length) in enumerate(zip(_split_ids(ids, lengths), ends, lengths, strict=True)):
+            part = slice(end - length, end)
+            prefill = bool(self.prefill[first + index])
+            batch = Batch(
+                ids=batch_ids,
                 counts=counts[index],
-                tokens=tokens[places[index] : places[index + 1]] if known else None,
-                n_accepted=0 if self.prefill[first + index] else int(self.n_text[first + index]) - 1,
-                prefill=bool(self.prefill[first + index]),
+                tokens=tokens[part] if is_known else None,
+                n_accepted=0 if prefill else int(self.n_text[first + index]) - 1,
+                prefill=prefill,
                 is_first=bool(self.is_first[first + index]),
-                hidden_states=self._states(rows[places[index] : places[index + 1]]),
+                hidden_states=self._hidden_states(rows[part]),
             )
-            for index in range(last - first)
-        ]
-        assert counts.shape[1:] == (n_layers, n_experts)
+            batches.append(batch)
         return Chunk(first, batches, counts, ~self.prefill[first:last])
 
-    def _states(self, rows: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Of the first tokens of a batch: the draft computes no state of the last draft before its verification."""
+    def _hidden_states(self, rows: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Those of a batch's first tokens: the draft does not compute the last draft before its verification."""
         hidden_states = self.trace.hidden_states
         if hidden_states is None or rows.size < 2:
             return None
-        known = np.isfinite(hidden_states[rows[:-1]]).all(axis=1)
-        n_known = int(np.argmin(known)) if not known.all() else known.size
+        is_known = np.isfinite(hidden_states[rows[:-1]]).all(axis=1)
+        n_known = is_known.size if is_known.all() else int(np.argmin(is_known))
         return hidden_states[rows[:n_known]].astype(np.float32) if n_known else None
 
 
-def _blocks(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-    """Ids of each batch, contiguous [n_layers, n_tokens, k]; all at once where the batches are of one length."""
-    n_layers, k = ids.shape[1:]
-    if lengths.size and (lengths == lengths[0]).all():
-        together = ids.reshape(lengths.size, int(lengths[0]), n_layers, k).transpose(0, 2, 1, 3)
-        return list(np.ascontiguousarray(together))
-    ends = np.cumsum(lengths)
-    pairs = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
-    return [np.ascontiguousarray(ids[start:end].transpose(1, 0, 2)) for start, end in pairs]
+def schedules(
+    trace: Trace,
+    *,
+    gamma: int | None = None,
+    acceptance: float | None = None,
+    rejected_token_models: Sequence[RejectedTokenModel] | None = None,
+    seed: int = 0,
+) -> list[Schedule]:
+    """The schedules to replay a trace by: as it was recorded, or one for each model of rejected tokens.
+
+    As recorded if the trace has verification steps and no argument is given. Otherwise its text is cut into windows, by
+    both models unless `rejected_token_models` names them. gamma and acceptance default to the trace's own, else to 8
+    and 0.8. Without drafts (gamma 0) the models are the same: one schedule. Raises InputError where no experts were
+    recorded or no window fits, ValueError for an impossible gamma or acceptance.
+    """
+    if not trace.expert_layers():
+        raise InputError(
+            "The trace records no experts: there is nothing to replay.", "Look at it with moeedge trace info."
+        )
+    own_gamma, own_acceptance = draft_length_and_acceptance(trace)
+    if gamma is None and acceptance is None and rejected_token_models is None:
+        recorded = recorded_schedule(trace)
+        if recorded is not None:
+            return [recorded]
+    if gamma is None:
+        gamma = GAMMA if own_gamma is None else own_gamma
+    if acceptance is None:
+        acceptance = ACCEPTANCE if own_acceptance is None else own_acceptance
+    models: Sequence[RejectedTokenModel] = rejected_token_models or ("optimistic", "pessimistic")
+    return [
+        cut_schedule(trace, gamma=gamma, acceptance=acceptance, rejected_token_model=model, seed=seed)
+        for model in (models if gamma > 0 else models[:1])
+    ]
 
 
 def recorded_schedule(trace: Trace) -> Schedule | None:
-    """The batches as they were computed; None where the trace has no verification steps."""
-    gamma, acceptance = speculation(trace)
-    if gamma is None:
-        return None
-    return _schedule(trace, recorded_steps(trace), "recorded", gamma, acceptance)
+    """The batches as they were computed; None where the trace has no drafts."""
+    gamma, acceptance = draft_length_and_acceptance(trace)
+    return None if gamma is None else _schedule(trace, recorded_steps(trace), "recorded", gamma, acceptance)
 
 
 def as_computed(trace: Trace) -> Schedule:
-    """The batches as they were computed, whether there were drafts or not."""
-    return recorded_schedule(trace) or cut_schedule(
-        trace, gamma=0, acceptance=1.0, rejected_token_model="optimistic", seed=0
-    )
+    """The batches as they were computed, with or without drafts."""
+    return recorded_schedule(trace) or cut_schedule(trace, gamma=0)
 
 
 def cut_schedule(
@@ -189,10 +208,9 @@ def cut_schedule(
     rejected_token_model: RejectedTokenModel = "optimistic",
     seed: int = 0,
 ) -> Schedule:
-    """The text cut into windows of gamma + 1 tokens; with gamma 0 one token after the other.
+    """The text in windows of gamma + 1 tokens; with gamma 0 one token after the other.
 
-    Windows that would leave their text are dropped. Raises ValueError for an impossible gamma or acceptance,
-    InputError where no window fits.
+    Raises ValueError for an impossible gamma or acceptance, InputError where no window fits.
     """
     if gamma < 0:
         raise ValueError(f"gamma must be >= 0, not {gamma}")
@@ -204,10 +222,16 @@ def cut_schedule(
         trace,
         gamma=gamma,
         acceptance=acceptance,
-        rejected_token_model=rejected_token_model,
         rng=np.random.default_rng(seed),
+        rejected_token_model=rejected_token_model,
     )
     return _schedule(trace, steps, rejected_token_model, gamma, acceptance)
+
+
+def texts_of(trace: Trace, first: int, last: int | None = None) -> Trace:
+    """The texts number `first` up to but not including `last`, in order of their appearance."""
+    numbers = np.unique(trace.sequence)[first:last]
+    return trace.rows_of(np.isin(trace.sequence, numbers))
 
 
 def _schedule(
@@ -217,76 +241,40 @@ def _schedule(
     gamma: int,
     acceptance: float | None,
 ) -> Schedule:
-    """Steps as batches, with each text's prompt in front."""
+    """Steps as batches, each text's prompt before its steps."""
     if not len(steps):
         raise InputError(
             f"No text of the trace is as long as a step of {gamma + 1} tokens.", "Use a smaller --gamma, or 0."
         )
-    prompts = np.flatnonzero(trace.phase == Phase.PREFILL)
-    of_prompts, counts = np.unique(trace.sequence[prompts], return_counts=True)
-    used = np.isin(of_prompts, steps.sequence)
-    prompts = prompts[np.isin(trace.sequence[prompts], of_prompts[used])]
-    of_prompts, counts = of_prompts[used], counts[used]
-    # sort key: the text, then prompt before steps; np.lexsort keeps the order of steps
-    owner = np.concatenate((of_prompts, steps.sequence))
-    is_prompt = np.r_[np.ones(of_prompts.size, dtype=np.bool_), np.zeros(len(steps), dtype=np.bool_)]
-    lengths = np.concatenate((counts, steps.n_tokens)).astype(np.int64)
-    order = np.lexsort((np.arange(owner.size), owner))
-    flat = np.concatenate((prompts, steps.rows[steps.rows >= 0]))
-    begins = np.cumsum(lengths) - lengths
-    sorted_lengths = lengths[order]
-    starts = np.concatenate(([0], np.cumsum(sorted_lengths)))
-    inside = np.arange(int(starts[-1])) - np.repeat(starts[:-1], sorted_lengths)
+    prompts = np.flatnonzero((trace.phase == Phase.PREFILL) & np.isin(trace.sequence, steps.sequence))
+    prompt_texts, prompt_lengths = np.unique(trace.sequence[prompts], return_counts=True)
+    owner = np.concatenate((prompt_texts, steps.sequence))
+    is_prompt = np.arange(owner.size) < prompt_texts.size
+    order = np.argsort(owner, kind="stable")  # by text, prompts before steps
+    lengths = np.concatenate((prompt_lengths, steps.n_tokens))
+    begins = np.cumsum(lengths) - lengths  # in the rows of all prompts, then of all steps
+    lengths, begins = lengths[order], begins[order]
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    place = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)  # of each row in its batch
+    rows = np.concatenate((prompts, steps.rows[steps.rows >= 0]))
     return Schedule(
         trace=trace,
         rejected_token_model=rejected_token_model,
         gamma=gamma,
         acceptance=acceptance,
-        rows=flat[np.repeat(begins[order], sorted_lengths) + inside],
+        rows=rows[np.repeat(begins, lengths) + place],
         starts=starts,
-        n_text=np.concatenate((counts, steps.n_text))[order],
+        n_text=np.concatenate((prompt_lengths, steps.n_text))[order],
         prefill=is_prompt[order],
         is_first=np.r_[True, np.diff(owner[order]) != 0],
     )
 
 
-def schedules(
-    trace: Trace,
-    *,
-    gamma: int | None = None,
-    acceptance: float | None = None,
-    rejected_token_models: Sequence[RejectedTokenModel] | None = None,
-    seed: int = 0,
-) -> list[Schedule]:
-    """What a trace is replayed as: once as it was recorded, or once per model of rejected tokens.
-
-    As recorded where the trace has verification steps and nothing else is asked for. Otherwise its text is cut into
-    windows: by both models unless `rejected_token_models` says which; gamma and acceptance are the trace's where it has
-    them and none are given, else 8 and 0.8. Without drafts (gamma 0) the models are the same: once.
-    """
-    if not trace.expert_layers():
-        raise InputError(
-            "The trace records no experts: there is nothing to replay.", "Look at it with moeedge trace info."
-        )
-    own_gamma, own_acceptance = speculation(trace)
-    if own_gamma is not None and gamma is None and acceptance is None and rejected_token_models is None:
-        recorded = recorded_schedule(trace)
-        assert recorded is not None
-        return [recorded]
-    gamma = gamma if gamma is not None else own_gamma if own_gamma is not None else GAMMA
-    acceptance = acceptance if acceptance is not None else own_acceptance if own_acceptance is not None else ACCEPTANCE
-    kept: Sequence[RejectedTokenModel] = (
-        rejected_token_models if rejected_token_models is not None else ("optimistic", "pessimistic")
-    )
-    if gamma == 0:
-        kept = kept[:1]
-    return [
-        cut_schedule(trace, gamma=gamma, acceptance=acceptance, rejected_token_model=rejected_token_model, seed=seed)
-        for rejected_token_model in kept
-    ]
-
-
-def texts_of(trace: Trace, first: int, last: int | None = None) -> Trace:
-    """The texts number `first` up to but not including `last`, in order of their appearance."""
-    numbers = np.unique(trace.sequence)[first:last]
-    return trace.rows_of(np.isin(trace.sequence, numbers))
+def _split_ids(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    """Ids [n_tokens, n_layers, k] by batch, contiguous [n_layers, length, k]; in one copy if all lengths are equal."""
+    n_layers, k = ids.shape[1:]
+    if lengths.size and (lengths == lengths[0]).all():
+        together = ids.reshape(lengths.size, int(lengths[0]), n_layers, k).transpose(0, 2, 1, 3)
+        return list(np.ascontiguousarray(together))
+    parts = np.split(ids, np.cumsum(lengths)[:-1])
+    return [np.ascontiguousarray(part.transpose(1, 0, 2)) for part in parts]

@@ -1,10 +1,10 @@
-"""From the rows of a trace to the steps of a decoder: which rows are computed together, and what each step activates.
+"""From the rows of a trace to the steps of a decoder: rows that are computed together, and their activations.
 
 Three ways to cut the same trace:
 
-  recorded_steps   as it was computed: one step per decode or verification call, rejected drafts included
+  recorded_steps   as it was computed: one step per decode or verification call, with rejected drafts
   text_steps       as plain decoding would have read the same text: one accepted token per step
-  simulated_steps  a trace of plain decoding cut into verification windows, with acceptance drawn at random
+  simulated_steps  the text of a trace cut into verification windows, with acceptance drawn at random
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moeedge.counting import count_ids
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 
-RejectedTokenModel = Literal["optimistic", "pessimistic"]  # what rejected drafts route to, see simulated_steps
+RejectedTokenModel = Literal["optimistic", "pessimistic"]  # see simulated_steps
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Steps:
-    """Rows of a trace, grouped by decode call, in order."""
+    """Rows of a trace grouped by decode call, in order."""
 
     rows: NDArray[np.int64]  # [n_steps, width], -1 beyond the tokens of a step
-    sequence: NDArray[np.int32]  # [n_steps], the text that each step belongs to
+    sequence: NDArray[np.int32]  # [n_steps], the text of each step
     n_text: NDArray[np.int64]  # [n_steps], how many of the rows, from the first, became text
 
     def __len__(self) -> int:
@@ -39,41 +39,46 @@ class Steps:
         return np.asarray((self.rows >= 0).sum(axis=1), dtype=np.int64)
 
     def is_first(self) -> NDArray[np.bool_]:
-        """Bool [n_steps]: the first step of its text."""
+        """Whether each step is the first of its text, bool [n_steps]."""
         return np.r_[True, np.diff(self.sequence) != 0] if len(self) else np.zeros(0, dtype=np.bool_)
 
 
-def recorded_steps(trace: Trace) -> Steps:
-    """The decode and verification steps of a trace, in the order in which they were computed."""
-    rows = np.flatnonzero((trace.phase == Phase.DECODE) | (trace.phase == Phase.VERIFY))
+def recorded_steps(trace: Trace, phases: tuple[Phase, ...] = (Phase.DECODE, Phase.VERIFY)) -> Steps:
+    """The steps of these phases in the order in which they were computed."""
+    rows = np.flatnonzero(np.isin(trace.phase, phases))
     if not rows.size:
         return _no_steps()
     sequence, step = trace.sequence[rows], trace.step[rows]
-    new_step = np.r_[True, (np.diff(sequence) != 0) | (np.diff(step) != 0)]
-    index = np.cumsum(new_step) - 1  # step of each row
-    starts = np.flatnonzero(new_step)
-    place = np.arange(rows.size) - starts[index]  # place of each row in its step
-    table = np.full((starts.size, int(place.max()) + 1), -1, dtype=np.int64)
+    is_new = np.r_[True, (np.diff(sequence) != 0) | (np.diff(step) != 0)]
+    index = np.cumsum(is_new) - 1  # the step of each row
+    place = np.arange(rows.size) - np.flatnonzero(is_new)[index]  # of each row in its step
+    n_steps = int(index[-1]) + 1
+    table = np.full((n_steps, int(place.max()) + 1), -1, dtype=np.int64)
     table[index, place] = rows
-    n_text = np.bincount(index, weights=trace.accepted[rows], minlength=starts.size).astype(np.int64)
-    return Steps(table, sequence[new_step], n_text)
+    n_text = np.bincount(index, weights=trace.accepted[rows], minlength=n_steps).astype(np.int64)
+    return Steps(table, sequence[is_new], n_text)
 
 
 def text_steps(trace: Trace) -> Steps:
-    """The accepted tokens one at a time: what a sensor of plain decoding sees of the same text."""
+    """The accepted tokens one at a time, as plain decoding computes the same text."""
     rows = trace.text_rows()
     return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
 
 
 def simulated_steps(
-    trace: Trace, *, gamma: int, acceptance: float, rejected_token_model: RejectedTokenModel, rng: np.random.Generator
+    trace: Trace,
+    *,
+    gamma: int,
+    acceptance: float,
+    rng: np.random.Generator,
+    rejected_token_model: RejectedTokenModel = "optimistic",
 ) -> Steps:
-    """Cut the text of a trace into verification windows of gamma + 1 tokens; each draft has a fixed chance.
+    """The text of a trace in verification windows of gamma + 1 tokens; each draft has the same chance of acceptance.
 
-    A window that starts at token p and has n accepted drafts is followed by one at p + n + 1; windows that would leave
-    the text are dropped. What rejected drafts would have routed to is unknown; two bounds: `optimistic` takes the
-    tokens that really follow, `pessimistic` random tokens of the same text. Both draw the same
-    acceptances from generators of the same seed.
+    A window that starts at token p and has n accepted drafts is followed by one at p + n + 1. Windows that would leave
+    their text are dropped. A trace does not hold the routing of rejected drafts; the two models of it are bounds:
+    `optimistic` takes the tokens that really follow, `pessimistic` random tokens of the same text. Both draw the same
+    acceptances from generators of the same seed. Raises ValueError for an impossible gamma or acceptance.
     """
     if gamma < 1:
         raise ValueError(f"gamma must be >= 1, not {gamma}")
@@ -81,11 +86,9 @@ def simulated_steps(
         raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
     rejected_rng = rng.spawn(1)[0]
     text = trace.text_rows()
-    sequences = trace.sequence[text]
     windows: list[NDArray[np.int64]] = []
-    accepted: list[int] = []
-    owners: list[int] = []
-    for rows in np.split(text, np.flatnonzero(np.diff(sequences)) + 1):
+    n_text: list[int] = []
+    for rows in np.split(text, np.flatnonzero(np.diff(trace.sequence[text])) + 1):
         start = 0
         while start + gamma + 1 <= rows.size:
             rejected = np.flatnonzero(rng.random(gamma) >= acceptance)
@@ -94,16 +97,16 @@ def simulated_steps(
             if rejected_token_model == "pessimistic":
                 window[n_accepted + 1 :] = rejected_rng.choice(rows, gamma - n_accepted)
             windows.append(window)
-            accepted.append(n_accepted + 1)
-            owners.append(int(trace.sequence[rows[0]]))
+            n_text.append(n_accepted + 1)
             start += n_accepted + 1
     if not windows:
         return _no_steps()
-    return Steps(np.stack(windows), np.array(owners, dtype=np.int32), np.array(accepted, dtype=np.int64))
+    table = np.stack(windows)
+    return Steps(table, trace.sequence[table[:, 0]], np.array(n_text, dtype=np.int64))
 
 
 def activation_counts(trace: Trace, steps: Steps, layers: list[int]) -> NDArray[np.uint16]:
-    """How many tokens of each step used each expert, uint16 [n_steps, len(layers), n_experts]."""
+    """Tokens of each step that used each expert, uint16 [n_steps, len(layers), n_experts]."""
     n_experts = trace.meta.n_experts
     counts = np.zeros((len(steps), len(layers), n_experts), dtype=np.uint16)
     index, place = np.nonzero(steps.rows >= 0)
@@ -112,6 +115,21 @@ def activation_counts(trace: Trace, steps: Steps, layers: list[int]) -> NDArray[
         ids = trace.layer_ids(layer)[rows]  # [tokens of all steps, k]
         counts[:, column] = count_ids(ids, n_experts, rows=index[:, None], n_rows=len(steps))
     return counts
+
+
+def draft_length_and_acceptance(trace: Trace) -> tuple[int | None, float | None]:
+    """The longest draft of the verifications, and the chance of a draft to be accepted; None without drafts.
+
+    The chance is that of one draft after all before it were accepted: accepted drafts over those that were judged. Of
+    a step's rejected drafts the target judged only the first on its own.
+    """
+    steps = recorded_steps(trace, (Phase.VERIFY,))
+    gamma = int(steps.n_tokens.max(initial=1)) - 1
+    if gamma == 0:
+        return None, None
+    n_accepted = steps.n_text - 1
+    n_judged = int(np.minimum(n_accepted + 1, steps.n_tokens - 1).sum())
+    return gamma, int(n_accepted.sum()) / n_judged if n_judged else None
 
 
 def _no_steps() -> Steps:

@@ -14,7 +14,8 @@ from moeedge.native.abi import Phase
 from moeedge.trace.exporters import LAYOUTS, layout_of, write_trace
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
-from moeedge.trace.summary import speculation, summarize
+from moeedge.trace.steps import draft_length_and_acceptance
+from moeedge.trace.summary import summarize
 from tests.support.traces import make_trace, plain_text, two_texts
 
 ENDINGS = {"npz": "npz", "arrays": "npz", "positions": "csv", "route": "csv"}
@@ -103,7 +104,7 @@ def test_summary_by_hand() -> None:
 
 
 def test_plain_decoding_has_no_drafts() -> None:
-    assert speculation(plain_text(5)) == (None, None)
+    assert draft_length_and_acceptance(plain_text(5)) == (None, None)
     assert summarize(plain_text(5)).tokens_per_step == 1.0
     empty = summarize(make_trace([(Phase.PREFILL, 0, 0, True)]))
     assert (empty.steps, empty.tokens_per_step, empty.overlap) == (0, None, None)

@@ -124,7 +124,7 @@ def test_expert_sizes_in_a_route_header(tmp_path: Path) -> None:
         ("c.csv", POSITIONS.replace("0,1,3,4", "0,1,3"), "row 3"),
         ("d.csv", POSITIONS.replace("0,1,3,4", "0,1,3,x"), "row 3"),
         ("e.csv", POSITIONS.replace("0,1,3,4", "0,-1,3,4"), "negative"),
-        ("f.csv", POSITIONS.replace("0,1,3,4", "0,1,3,4.5"), "whole number"),
+        ("f.csv", POSITIONS.replace("0,1,3,4", "0,1,3,4.5"), "not an integer"),
         ("g.csv", POSITIONS.replace("0,1,3,4", "0,999999999,3,4"), "layers"),
         ("h.csv", "pos,layer,id0\n", "no rows"),
         ("m.csv", "turn,phase,step,layer,slot,expert,weight\n", "no rows"),
