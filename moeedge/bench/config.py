@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from moeedge.data import Dataset
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama.model import Mode
 from moeedge.scheduler.config import ExecutionConfig
+
+if TYPE_CHECKING:  # imported before the options are read, which must not load llama.cpp
+    from moeedge.llama.model import Mode
 
 REFERENCE = "stock-ar"
 NO_POLICY = "none"

@@ -2,214 +2,208 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 import sys
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors, show_log
-from moeedge.cli.pair import Pair, check_device, layer_notes, limit_openmp_spin, placement_config, resolve_pair
-from moeedge.engine.conversation import Conversation
-from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import InputError
+from moeedge.cli.common import accept_any_text, show_log, valid_text
+from moeedge.cli.declare import Output, flatten, output_option
+from moeedge.cli.engine_options import (
+    EngineOptions,
+    PlacementOptions,
+    SamplingOptions,
+    layer_notes,
+)
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import EmptyPromptError, InputError
 
 if TYPE_CHECKING:
+    from moeedge.engine.conversation import Conversation
     from moeedge.engine.session import Session
     from moeedge.ui.chat.settings import Settings
 
+_PATIENCE_S = 2.0  # until a notice that standard input is being waited for
 
-_DEFAULT = SamplingConfig()
+SystemPrompt = Annotated[
+    str, typer.Option("-sys", "--system-prompt", metavar="TEXT", help="System prompt.", rich_help_panel=options.WORK)
+]
+SingleTurn = Annotated[
+    bool, typer.Option("-st", "--single-turn", help="Exit after one answer.", rich_help_panel=options.WORK)
+]
+ContextShift = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift",
+        help="Drop the older half when the context is full, instead of stopping.",
+        rich_help_panel=options.HARDWARE,
+    ),
+]
+Stats = Annotated[
+    Output | None,
+    output_option(
+        Output.JSON, flags=("--stats",), help="At the end, print all counters of expert placement on standard error."
+    ),
+]
 
 
+@flatten
 def chat(
-    model: options.Model = None,
-    model_draft: options.ModelDraft = None,
-    draft_max: options.DraftMax = None,
     prompt: options.Prompt = None,
-    system_prompt: options.SystemPrompt = "",
+    system_prompt: SystemPrompt = "",
     n_predict: options.NPredict = -1,
-    output: options.OutputFormat = options.Output.TEXT,
-    single_turn: options.SingleTurn = False,
     raw: options.Raw = False,
-    temp: options.Temp = _DEFAULT.temperature,
-    top_k: options.TopK = _DEFAULT.top_k,
-    top_p: options.TopP = _DEFAULT.top_p,
-    min_p: options.MinP = _DEFAULT.min_p,
-    repeat_penalty: options.RepeatPenalty = _DEFAULT.repeat_penalty,
-    repeat_last_n: options.RepeatLastN = _DEFAULT.repeat_last_n,
-    seed: options.Seed = -1,
-    ctx_size: options.CtxSize = 0,
-    context_shift: options.ContextShift = False,
-    threads: options.Threads = 0,
-    n_gpu_layers: options.NGpuLayers = None,
-    device: options.Device = "auto",
-    vram: options.Vram = None,
-    cache_ratio: options.CacheRatio = None,
-    policy: options.Policy = "spac",
-    ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
-    utility_cap: options.UtilityCap = 4,
-    forgetting: options.Forgetting = 0.1,
-    prefill_path: options.PrefillPath = "auto",
-    no_calibrate: options.NoCalibrate = False,
-    stats: options.Stats = None,
+    single_turn: SingleTurn = False,
+    *,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    placement: PlacementOptions,
+    context_shift: ContextShift = False,
+    output: options.TextOrJson = Output.TEXT,
+    stats: Stats = None,
     verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model, or answer a single prompt with -p TEXT or text piped in.
 
     The answer goes to standard output, everything else to standard error.
     """
-    limit_openmp_spin(device, may_emulate=model is None or paths.is_bundled(model))
-    # what follows loads numpy, llama.cpp and the terminal libraries: not needed for --help
-    from moeedge.cli.prompt_input import accept_any_text
+    engine.limit_openmp_spin(emulate_bundled=True)
+    # from here on llama.cpp may be loaded
+    from moeedge.engine.conversation import Conversation, prompt_tokens
+    from moeedge.engine.session import Session
+    from moeedge.ui.chat.greeting import print_header
     from moeedge.ui.chat.settings import Settings
+    from moeedge.ui.chat.single import answer_once
+    from moeedge.ui.console import notifier, say, stderr_console, stdout_console
 
-    with cli_errors():
-        accept_any_text()
-        if raw and system_prompt:
-            raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        sampling = _sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
-        placement = placement_config(
-            vram=vram,
-            cache_ratio=cache_ratio,
-            policy=policy,
-            ablate=ablate,
-            utility_cap=utility_cap,
-            forgetting=forgetting,
-            prefill_path=prefill_path,
-            no_calibrate=no_calibrate,
-        )
-        check_device(device)
-        pair = resolve_pair(model, model_draft)
-        config = pair.engine_config(
-            ctx_size=ctx_size,
-            threads=threads,
-            draft_max=draft_max,
-            n_gpu_layers=n_gpu_layers,
-            device=device,
-            context_shift=context_shift,
-            placement=placement,
-            emulate=True,
-        )
-        settings = Settings(sampling, n_predict=n_predict, gamma=config.gamma)
-        if verbose:
-            show_log()
-        as_json = output is options.Output.JSON
-        conversation = _conversation(prompt, system_prompt, as_json=as_json)
-        talk = _Talk(config, conversation, settings, pair, raw, panel=not verbose)
-        code = talk.run(single_turn=single_turn, as_json=as_json, stats=stats is not None)
-        if code:
-            raise typer.Exit(code)
-
-
-def _sampling(
-    temp: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, repeat_last_n: int, seed: int
-) -> SamplingConfig:
-    from moeedge.ui.chat.settings import seed_or_random
-
-    return SamplingConfig(
-        temperature=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repeat_penalty=repeat_penalty,
-        repeat_last_n=repeat_last_n,
-        seed=seed_or_random(seed),
-    )
-
-
-def _conversation(prompt: str | None, system_prompt: str, *, as_json: bool) -> Conversation:
-    """With an open question, unless a person sits at the terminal and -p was not given."""
-    from moeedge.cli.prompt_input import one_shot_prompt, valid_text
-    from moeedge.ui.console import say, stderr_console
-
+    accept_any_text()
+    if raw and system_prompt:
+        raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
+    settings = Settings(sampling.config(), n_predict=n_predict)
+    config = engine.config(placement.config(), emulate_bundled=True, context_shift=context_shift)
     err = stderr_console()
-    text = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, complain=lambda line: say(err, line))
-    if text is None and as_json:
+    if verbose:
+        show_log()
+    question = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, notice=lambda line: say(err, line))
+    if question is None and output is Output.JSON:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
     conversation = Conversation(system=valid_text(system_prompt))
-    if text is not None:
-        conversation.ask(text)
-    return conversation
+    with Session.open(config, notify=notifier(err)) as session:
+        settings = replace(settings, gamma=session.gamma)  # 0 where there is no draft
+        if question is None:
+            code = _talk(session, config, conversation, settings, raw=raw, panel=not verbose, single_turn=single_turn)
+        else:
+            print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+            conversation.ask(question)
+            prompt_ids = prompt_tokens(session.model, conversation, raw=raw)
+            as_json = output is Output.JSON
+            code = answer_once(
+                session, prompt_ids, settings, as_json=as_json, panel=not verbose, out=stdout_console(), err=err
+            )
+        if stats is not None:
+            _print_stats(session)
+    if code:
+        raise typer.Exit(code)
+
+
+def one_shot_prompt(given: str | None, stream: TextIO | None, *, notice: Callable[[str], None]) -> str | None:
+    """The text to answer, or None when a person sits at the terminal and -p was not given.
+
+    With -p and piped input the prompt is -p's text, a blank line, and the input. Raises EmptyPromptError for blanks.
+    """
+    from moeedge.ui.console import is_terminal
+
+    if is_terminal(stream):
+        if given is None:
+            return None
+        piped = ""
+    else:
+        piped = _read_piped(stream, with_prompt=given is not None, notice=notice)
+    parts = [part for part in (given or "", piped.strip("\n")) if part.strip()]
+    if not parts:
+        where = "-p is blank" if given is not None else "standard input is empty and is no terminal"
+        raise EmptyPromptError(
+            f"The prompt is empty: {where}.", "Give -p TEXT, pipe a text in, or start the chat in a terminal."
+        )
+    return "\n\n".join(parts)
+
+
+def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[str], None]) -> str:
+    """All of standard input, which is no terminal; a notice if the other end stays silent."""
+    if stream is None or stream.closed:
+        return ""
+    if with_prompt and not _is_pipe_or_file(stream):
+        return ""  # a socket or device that a service manager left open may never end; -p is enough
+    waiting = threading.Timer(_PATIENCE_S, notice, ["Waiting for standard input to end (Ctrl-D or closing it)."])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        text = stream.read()
+        text.encode("utf-8")  # in the C locale, bytes that are not UTF-8 become lone surrogates instead of an error
+        return text
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise InputError(f"Standard input is not UTF-8 text, from position {error.start} on.") from None
+    except OSError:  # closed in the meantime, or not readable
+        return ""
+    finally:
+        waiting.cancel()
+
+
+def _is_pipe_or_file(stream: TextIO) -> bool:
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # no descriptor: the text of a test or of an embedding program
+        return True
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _talk(
+    session: Session,
+    config: EngineConfig,
+    conversation: Conversation,
+    settings: Settings,
+    *,
+    raw: bool,
+    panel: bool,
+    single_turn: bool,
+) -> int:
+    """Chats until the user leaves. Returns the exit code."""
+    from moeedge.ui.chat import commands
+    from moeedge.ui.chat.greeting import print_greeting
+    from moeedge.ui.chat.prompt import make_reader, open_history
+    from moeedge.ui.chat.repl import Repl
+    from moeedge.ui.console import say, stderr_console, stdout_console
+
+    err = stderr_console()
+    print_greeting(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+    history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
+    repl = Repl(
+        session,
+        conversation,
+        settings,
+        read=make_reader(commands.names(), history),
+        out=stdout_console(),
+        err=err,
+        autosave=lambda: paths.cache_dir() / "chat_autosave.json",
+        raw=raw,
+        panel=panel,
+        single_turn=single_turn,
+    )
+    return repl.run()
 
 
 def _print_stats(session: Session) -> None:
     """One JSON line on standard error: every counter of expert placement, and those of the sensor."""
-    import json
-
     placement = session.placement_stats()
     sensor = session.target.sensor
     record: dict[str, object] = {"device": "none"} if placement is None else placement.to_dict()
     record["sensor"] = None if sensor is None else asdict(sensor.stats())
     typer.echo(json.dumps(record), err=True)
-
-
-@dataclass(frozen=True)
-class _Talk:
-    """What both ways of talking need."""
-
-    config: EngineConfig
-    conversation: Conversation
-    settings: Settings
-    pair: Pair
-    raw: bool
-    panel: bool
-
-    def run(self, *, single_turn: bool, as_json: bool, stats: bool) -> int:
-        """Answer the conversation's open question, or chat where there is none. Returns the exit code."""
-        from moeedge.engine.session import Session
-        from moeedge.ui.console import notifier, stderr_console
-
-        with Session.open(self.config, notify=notifier(stderr_console())) as session:
-            notes = layer_notes(self.config.n_gpu_layers or 0)
-            if self.conversation.messages:
-                code = self._one_shot(session, notes, as_json=as_json)
-            else:
-                code = self._interactive(session, notes, single_turn=single_turn)
-            if stats:
-                _print_stats(session)
-        return code
-
-    def _one_shot(self, session: Session, notes: list[str], *, as_json: bool) -> int:
-        from moeedge.engine.conversation import prompt_tokens
-        from moeedge.ui.chat.greeting import print_header
-        from moeedge.ui.chat.single import answer_once
-        from moeedge.ui.console import stderr_console, stdout_console
-
-        err = stderr_console()
-        print_header(err, session.info, toy=self.pair.bundled, warnings=notes)
-        return answer_once(
-            session,
-            prompt_tokens(session.model, self.conversation, raw=self.raw),
-            self.settings,
-            as_json=as_json,
-            panel=self.panel,
-            out=stdout_console(),
-            err=err,
-        )
-
-    def _interactive(self, session: Session, notes: list[str], *, single_turn: bool) -> int:
-        from moeedge.ui.chat import commands
-        from moeedge.ui.chat.greeting import print_greeting
-        from moeedge.ui.chat.prompt import make_reader, open_history
-        from moeedge.ui.chat.repl import Repl
-        from moeedge.ui.console import say, stderr_console, stdout_console
-
-        err = stderr_console()
-        print_greeting(err, session.info, toy=self.pair.bundled, warnings=notes)
-        history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
-        repl = Repl(
-            session,
-            self.conversation,
-            replace(self.settings, gamma=session.gamma),  # 0 where there is no draft
-            read=make_reader(commands.names(), history),
-            out=stdout_console(),
-            err=err,
-            autosave=lambda: paths.cache_dir() / "chat_autosave.json",
-            raw=self.raw,
-            panel=self.panel,
-            single_turn=single_turn,
-        )
-        return repl.run()

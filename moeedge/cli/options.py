@@ -1,31 +1,62 @@
-"""The options that commands share, named as in llama.cpp where it has them."""
+"""Every option of the command line, declared once and named as in llama.cpp where it has them.
+
+A command gives the default; where it also needs another type or help text, `derive` changes a copy of the one
+declaration, so that a name stands for the same thing in every command.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-_MODEL = "Model"
-_SAMPLING = "Sampling"
-_HARDWARE = "Hardware"
-_PLACEMENT = "Expert placement"
+from moeedge.cli.declare import OUTPUT, Output, derive, list_of, output_option
+
+MODEL = "Model"
+WORK = "Workload"
+SAMPLING = "Sampling"
+HARDWARE = "Hardware"
+PLACEMENT = "Expert placement"
+TRACE = "Trace"
+
+# spellings of earlier releases, without dashes, and what they stand for now
+OLD_NAMES = {
+    "tail": "rejected-token-model",
+    "hint-accuracy": "predictor-accuracy",
+    "repeat": "repetitions",
+    "tokens": "n-predict",
+}
 
 
-class Output(str, Enum):
-    """How a single answer is printed."""
+class RejectedTokenModel(str, Enum):
+    """How rejected draft tokens route where a trace does not record it; see moeedge.trace.schedule."""
 
-    TEXT = "text"
-    JSON = "json"
+    OPTIMISTIC = "optimistic"
+    PESSIMISTIC = "pessimistic"
+    BOTH = "both"
+
+    @property
+    def models(self) -> tuple[Literal["optimistic", "pessimistic"], ...]:
+        """The models to replay with, one after the other."""
+        if self is RejectedTokenModel.BOTH:
+            return ("optimistic", "pessimistic")
+        return ("optimistic",) if self is RejectedTokenModel.OPTIMISTIC else ("pessimistic",)
 
 
-class StatsFormat(str, Enum):
-    """How the counters are printed."""
+def ablations(given: list[str]) -> frozenset[str]:
+    """The names that --ablate was given, one by one or as lists."""
+    return frozenset(name.strip() for text in given for name in text.split(",") if name.strip())
 
-    JSON = "json"
 
+def check_expert_bytes(n_bytes: int) -> None:
+    """Raises ValueError for a size that an expert cannot have."""
+    if not 0 < n_bytes < 1 << 48:
+        raise ValueError(f"--expert-bytes must be > 0, not {n_bytes}")
+
+
+# model
 
 Model = Annotated[
     Path | None,
@@ -33,8 +64,8 @@ Model = Annotated[
         "-m",
         "--model",
         metavar="FILE|NAME",
-        help="Model file (GGUF), or the name of one that was pulled (moeedge list). Default: the bundled one.",
-        rich_help_panel=_MODEL,
+        help="GGUF file, or the name of a pulled model (moeedge list). Default: the bundled model.",
+        rich_help_panel=MODEL,
     ),
 ]
 ModelDraft = Annotated[
@@ -43,106 +74,132 @@ ModelDraft = Annotated[
         "-md",
         "--model-draft",
         metavar="FILE|NAME|ngram|none",
-        help="Where drafts come from: a smaller model with the same vocabulary, n-gram lookup in the text so far, or "
-        "nowhere. Default: the bundled draft for the bundled model, the catalog's for a model of the catalog, none for "
-        "any other.",
-        rich_help_panel=_MODEL,
+        help="Source of drafts: a smaller model with the same vocabulary, n-gram lookup in the text so far, or none. "
+        "Default: the bundled draft for the bundled model, the catalog's for a model of the catalog, otherwise none.",
+        rich_help_panel=MODEL,
     ),
 ]
 DraftMax = Annotated[
     int | None,
     typer.Option(
         "--draft-max",
-        help="Tokens per draft (gamma); 0 switches speculation off. Default: what the catalog suggests for the model, "
-        "otherwise 4.",
-        show_default=False,
-        rich_help_panel=_MODEL,
+        "--gamma",
+        metavar="N",
+        help="Tokens per draft (gamma); 0: no speculation. Default: the catalog's value for the model, otherwise 4.",
+        rich_help_panel=MODEL,
     ),
 ]
-Prompt = Annotated[
-    str | None, typer.Option("-p", "--prompt", help="Answer this text and exit; text piped in is put after it.")
-]
-SystemPrompt = Annotated[str, typer.Option("-sys", "--system-prompt", help="System prompt.")]
-NPredict = Annotated[
-    int, typer.Option("-n", "--n-predict", help="Tokens of an answer at most; -1: until the model stops.")
-]
-OutputFormat = Annotated[
-    Output,
-    typer.Option("-o", "--output", help="Print a single answer as text, or as one JSON object with its figures."),
-]
-Stats = Annotated[
-    StatsFormat | None,
-    typer.Option(
-        "--stats",
-        metavar="json",
-        help="At the end, print all counters of expert placement as one JSON line on standard error.",
+DraftMaxList = Annotated[
+    str,
+    derive(
+        DraftMax,
+        metavar="LIST",
+        help="Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared.",
     ),
 ]
-SingleTurn = Annotated[bool, typer.Option("-st", "--single-turn", help="Exit after one answer.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error, and no live panel.")]
 
-Temp = Annotated[
-    float,
-    typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.", rich_help_panel=_SAMPLING),
-]
-TopK = Annotated[
-    int, typer.Option("--top-k", help="Draw from the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[
-    float,
+# workload
+
+Prompt = Annotated[
+    str | None,
     typer.Option(
-        "--top-p", help="Draw from the likeliest tokens of this joint probability.", rich_help_panel=_SAMPLING
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        help="Answer this text; chat puts text that is piped in after it.",
+        rich_help_panel=WORK,
     ),
 ]
-MinP = Annotated[
-    float,
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.", rich_help_panel=WORK)
+]
+Dataset = Annotated[
+    str | None,
     typer.Option(
-        "--min-p", help="Drop tokens less likely than this share of the likeliest.", rich_help_panel=_SAMPLING
+        "--dataset",
+        metavar="NAME|FILE.jsonl",
+        help="Prompts: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (some of each), toy (for the "
+        'bundled pair), or a file of objects with "prompt", "turns" or "messages", one a line. Looked for in '
+        "$MOEEDGE_DATA, the cache and the hub. Default: profile sample; ablate, and bench with --policy, "
+        "--cache-ratio or --score: toy for the bundled pair, otherwise sample; bench: llama-bench's synthetic tests.",
+        rich_help_panel=WORK,
     ),
 ]
-RepeatPenalty = Annotated[
-    float,
+OfflineSample = Annotated[
+    bool,
     typer.Option(
-        "--repeat-penalty", help="Makes tokens that were said before less likely; 1: off.", rich_help_panel=_SAMPLING
+        "--offline-sample",
+        help="Do not ask the hub: moeedge's own few prompts of the same kind, named sample, replace a dataset that is "
+        "not on this machine.",
+        rich_help_panel=WORK,
     ),
 ]
-RepeatLastN = Annotated[
-    int, typer.Option("--repeat-last-n", help="Tokens that the penalty looks back on.", rich_help_panel=_SAMPLING)
+Limit = Annotated[
+    int,
+    typer.Option(
+        "--limit",
+        metavar="N",
+        help="At most N prompts, spread evenly over the dataset (replay: the first N texts); 0: all.",
+        rich_help_panel=WORK,
+    ),
 ]
+NPredict = Annotated[
+    int,
+    typer.Option(
+        "-n",
+        "--n-predict",
+        metavar="N",
+        help="Tokens of an answer at most; -1 (chat, profile): until the model stops.",
+        rich_help_panel=WORK,
+    ),
+]
+Repetitions = Annotated[
+    int,
+    typer.Option("-r", "--repetitions", metavar="N", help="How often everything is measured.", rich_help_panel=WORK),
+]
+
+# sampling
+
+Temp = Annotated[float, typer.Option("--temp", metavar="X", help="Temperature; 0: greedy.", rich_help_panel=SAMPLING)]
 Seed = Annotated[
     int,
     typer.Option(
-        "-s", "--seed", help="Seed of the sampling; -1: a fresh one for every answer.", rich_help_panel=_SAMPLING
+        "-s",
+        "--seed",
+        metavar="N",
+        help="Seed of all random choices; -1 (chat, profile): a new one each time.",
+        rich_help_panel=SAMPLING,
     ),
 ]
+
+# hardware
 
 CtxSize = Annotated[
     int,
     typer.Option(
-        "-c", "--ctx-size", help="Context in tokens; 0: what the model was trained with.", rich_help_panel=_HARDWARE
-    ),
-]
-ContextShift = Annotated[
-    bool,
-    typer.Option(
-        "--context-shift",
-        help="Forget the older half when the context is full, instead of stopping.",
-        rich_help_panel=_HARDWARE,
+        "-c",
+        "--ctx-size",
+        metavar="N",
+        help="Context in tokens; 0: the model's training context (bench: as much of it as the prompts need; prompts "
+        "that do not fit are left out).",
+        rich_help_panel=HARDWARE,
     ),
 ]
 Threads = Annotated[
-    int, typer.Option("-t", "--threads", help="CPU threads; 0: one per physical core.", rich_help_panel=_HARDWARE)
+    int,
+    typer.Option(
+        "-t", "--threads", metavar="N", help="CPU threads; 0: one per physical core.", rich_help_panel=HARDWARE
+    ),
 ]
 NGpuLayers = Annotated[
     int | None,
     typer.Option(
         "-ngl",
         "--n-gpu-layers",
-        help="Layers whose attention and dense weights llama.cpp keeps on the GPU. Default: all of them where experts "
-        "are placed on a GPU, otherwise none.",
-        show_default=False,
-        rich_help_panel=_HARDWARE,
+        metavar="N",
+        help="Layers whose attention and dense weights llama.cpp keeps on the GPU. Default: all if experts are placed "
+        "on a GPU, otherwise none.",
+        rich_help_panel=HARDWARE,
     ),
 ]
 Device = Annotated[
@@ -151,21 +208,23 @@ Device = Annotated[
         "-dev",
         "--device",
         metavar="auto|none|emulated|NAME|rpc://HOST:PORT",
-        help="What may hold experts: a GPU by its name (moeedge devices lists them), a worker on another machine, the "
-        "emulated device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down "
-        "and sets its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in "
-        "chat, calibrate, ablate and bench's sweeps.",
-        rich_help_panel=_HARDWARE,
+        help="Device that may hold experts: a GPU by name (moeedge devices), a worker on another machine, the emulated "
+        "device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down and sets "
+        "its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in chat, "
+        "calibrate, ablate and bench's sweeps.",
+        rich_help_panel=HARDWARE,
     ),
 ]
+
+# expert placement
 
 Vram = Annotated[
     str | None,
     typer.Option(
         "--vram",
         metavar="SIZE",
-        help="Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, but for a reserve.",
-        rich_help_panel=_PLACEMENT,
+        help="Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, minus a reserve.",
+        rich_help_panel=PLACEMENT,
     ),
 ]
 CacheRatio = Annotated[
@@ -173,19 +232,28 @@ CacheRatio = Annotated[
     typer.Option(
         "--cache-ratio",
         metavar="R",
-        help="Instead of --vram: the share of all expert bytes that the device holds, 0 to 1. Default for the emulated "
-        "device: 0.17.",
-        rich_help_panel=_PLACEMENT,
+        help="Share of all expert bytes that the device holds, 0 to 1. Default for the emulated device: 0.17.",
+        rich_help_panel=PLACEMENT,
     ),
 ]
+CacheRatioList = Annotated[str, list_of(CacheRatio)]
 Policy = Annotated[
     str,
     typer.Option(
         "--policy",
         metavar="NAME",
-        help="Who decides which experts the device holds: spac, spac-paper, lru, lfu, static, moe-infinity, fate, "
-        "adapmoe, hybrimoe, fiddler, sp-moe or none.",
-        rich_help_panel=_PLACEMENT,
+        help="Policy that decides which experts the device holds: spac, spac-paper, lru, lfu, static, moe-infinity, "
+        "fate, adapmoe, hybrimoe, fiddler, sp-moe or none.",
+        rich_help_panel=PLACEMENT,
+    ),
+]
+PolicyList = Annotated[str, list_of(Policy)]
+SystemList = Annotated[
+    str,
+    derive(
+        Policy,
+        metavar="LIST",
+        help="Policies and systems to compare, separated by commas, or all; docs/policies.md lists them.",
     ),
 ]
 Ablate = Annotated[
@@ -193,23 +261,26 @@ Ablate = Annotated[
     typer.Option(
         "--ablate",
         metavar="NAME",
-        help="Leave a part of the policy out (MoE-SpAc, Table 4): no-spec-ue, no-ada-bc, no-het-wb, no-prefetch, "
-        "no-evict or no-sd. May be given several times.",
+        help="Switch a part of the policy off (MoE-SpAc, Table 4): no-spec-ue, no-ada-bc, no-het-wb, no-prefetch, "
+        "no-evict or no-sd. May be given several times, or as a list separated by commas.",
         show_default=False,
-        rich_help_panel=_PLACEMENT,
+        rich_help_panel=PLACEMENT,
     ),
 ]
 UtilityCap = Annotated[
     int,
-    typer.Option("--utility-cap", metavar="K", help="The highest utility of an expert.", rich_help_panel=_PLACEMENT),
+    typer.Option(
+        "-K", "--utility-cap", metavar="K", help="Highest utility of an expert (K).", rich_help_panel=PLACEMENT
+    ),
 ]
+UtilityCapList = Annotated[str, list_of(UtilityCap)]
 Forgetting = Annotated[
     float,
     typer.Option(
         "--forgetting",
         metavar="L",
-        help="How fast spac-paper's boundaries move, 0 to 1.",
-        rich_help_panel=_PLACEMENT,
+        help="Forgetting factor of spac-paper's boundaries, 0 to 1.",
+        rich_help_panel=PLACEMENT,
     ),
 ]
 PrefillPath = Annotated[
@@ -218,15 +289,103 @@ PrefillPath = Annotated[
         "--prefill-path",
         metavar="auto|cpu|resident|stream",
         help="How prompts are computed: as without a cache, with resident experts on the device, with all experts "
-        "streamed through the device, or auto: what measured fastest.",
-        rich_help_panel=_PLACEMENT,
+        "streamed through the device, or auto: the fastest as measured.",
+        rich_help_panel=PLACEMENT,
     ),
 ]
 NoCalibrate = Annotated[
     bool,
     typer.Option(
         "--no-calibrate",
-        help="Do not measure machine and device on first use; what was measured before is used all the same.",
-        rich_help_panel=_PLACEMENT,
+        help="Do not measure machine and device on first use; earlier measurements are still used.",
+        rich_help_panel=PLACEMENT,
+    ),
+]
+
+# trace
+
+TraceFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE",
+        help="A trace of moeedge (.npz), a csv file with pos,layer,id0,... or route_trace v1, or an array of ids by "
+        "token, layer and slot (.npz or .npy).",
+        show_default=False,
+    ),
+]
+NExperts = Annotated[
+    int | None,
+    typer.Option(
+        "--n-experts",
+        metavar="N",
+        help="Experts of each layer, where the file does not say. Default: the largest id + 1.",
+        rich_help_panel=TRACE,
+    ),
+]
+ExpertBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--expert-bytes",
+        metavar="N",
+        help="Size of an expert in bytes, where the trace does not say.",
+        rich_help_panel=TRACE,
+    ),
+]
+Acceptance = Annotated[
+    float | None,
+    typer.Option(
+        "--acceptance",
+        metavar="X",
+        help="Acceptance rate of drafts. Default: the trace's own, or 0.8.",
+        rich_help_panel=TRACE,
+    ),
+]
+RejectedTokens = Annotated[
+    RejectedTokenModel | None,
+    typer.Option(
+        "--rejected-token-model",
+        metavar="optimistic|pessimistic|both",
+        help="How rejected tokens that the trace does not record route: like the tokens that follow (optimistic), like "
+        "unrelated tokens of the text (pessimistic), or both in turn. Default: the recorded steps if there are any, "
+        "otherwise both.",
+        rich_help_panel=TRACE,
+    ),
+]
+
+# hub and files
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
+
+# output
+
+TextOrJson = Annotated[
+    Output, output_option(Output.TEXT, Output.JSON, help="Print text or JSON; sizes in bytes, times in s.")
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        help="Show llama.cpp's log on standard error, and no live panel or progress bar.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw the result (.png, .svg or .pdf). bench: hit rate and speed over the cache ratio, a line per policy; "
+        "profile: activations and prediction accuracy, step by step for one layer.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-out",
+        metavar="FILE.npz",
+        help="Write the routing of every token, rejected drafts included (docs/traces.md). bench answers the prompts "
+        "once more for it, after the measurement.",
+        rich_help_panel=OUTPUT,
     ),
 ]

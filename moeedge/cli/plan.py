@@ -1,4 +1,4 @@
-"""`moeedge plan`: what a model will take and what fits, before anything of it is loaded."""
+"""`moeedge plan`: how much memory a model takes and what fits, before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -6,41 +6,39 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors, show_log
-from moeedge.cli.pair import Pair, check_device, placement_config, resolve_pair
+from moeedge.cli.common import show_log
+from moeedge.cli.declare import Output, derive
+from moeedge.cli.engine_options import EngineOptions, ModelFiles, PlacementOptions, check_device, resolve_models
 from moeedge.errors import ModelNameError
+from moeedge.units import parse_size
 
-Vram = Annotated[
+FreeVram = Annotated[
     str | None,
-    typer.Option(
-        "--vram",
-        metavar="SIZE",
-        help="Plan for a GPU with so much free memory, for instance 8G, instead of what is measured; there need "
-        "not be one here.",
-        rich_help_panel="Hardware",
+    derive(
+        options.Vram,
+        help="Plan for a GPU with this much free memory, for instance 8G; this machine need not have one. Default: "
+        "what is measured.",
     ),
 ]
-Ram = Annotated[
+FreeRam = Annotated[
     str | None,
     typer.Option(
         "--ram",
         metavar="SIZE",
-        help="Plan for a machine with so much free memory, instead of what is measured.",
-        rich_help_panel="Hardware",
+        help="Plan for a machine with this much free memory. Default: what is measured.",
+        rich_help_panel=options.PLACEMENT,
     ),
 ]
 CacheRatio = Annotated[
     float | None,
-    typer.Option(
-        "--cache-ratio",
-        metavar="R",
-        help="The share of all expert bytes that the device shall hold, 0 to 1; 0: no cache. Default: what fits.",
-        rich_help_panel="Expert placement",
+    derive(
+        options.CacheRatio,
+        help="Share of all expert bytes that the device holds, 0 to 1; 0: no cache. Default: what fits.",
     ),
 ]
 Reserve = Annotated[
@@ -48,8 +46,8 @@ Reserve = Annotated[
     typer.Option(
         "--reserve",
         metavar="SIZE",
-        help="Memory of the device to leave free, beside what the cache leaves to others anyway.",
-        rich_help_panel="Expert placement",
+        help="Device memory to leave free, in addition to what the cache leaves to others anyway.",
+        rich_help_panel=options.PLACEMENT,
     ),
 ]
 
@@ -61,60 +59,54 @@ def plan(
     ctx_size: options.CtxSize = 0,
     n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "auto",
-    vram: Vram = None,
-    ram: Ram = None,
+    vram: FreeVram = None,
+    ram: FreeRam = None,
     cache_ratio: CacheRatio = None,
     reserve: Reserve = None,
-    output: Annotated[
-        options.Output, typer.Option("-o", "--output", help="Print tables, or one JSON object with sizes in bytes.")
-    ] = options.Output.TEXT,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show llama.cpp's log on standard error.")] = False,
+    output: options.TextOrJson = Output.TEXT,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Say what a model will take of this machine's memory, and what fits, before anything is loaded.
+    """Show how much memory a model takes on this machine, and what fits, before it is loaded.
 
-    The header of the file is enough: a download that has only begun will do, and of a model that is not here it is read
-    from the hub. Prints what lies on the device and what in memory, the share of the experts that the device can hold,
-    the largest context, and the command that runs it so.
+    The header of the file is enough: an unfinished download will do, and the header of a model that is not on this
+    machine is read from the hub. Prints what is on the device and in memory, the share of the experts that the device
+    can hold, the largest context, and the command that runs the model this way.
     """
     from moeedge.planning.memory_map import this_machine
     from moeedge.planning.planner import Planner
     from moeedge.planning.session_plan import make_plan
     from moeedge.ui.console import stdout_console
     from moeedge.ui.plan_view import plan_json, print_plan
-    from moeedge.units import parse_size
 
-    with cli_errors(), ExitStack() as resources:
-        placement = placement_config(cache_ratio=cache_ratio)
-        vram_bytes, ram_bytes, reserve_bytes = (
-            None if one is None else parse_size(one) for one in (vram, ram, reserve)
-        )
-        check_device(device)
-        if verbose:
-            show_log()
-        pair, names = _find(model, model_draft, resources)
-        config = pair.engine_config(
-            ctx_size=ctx_size,
-            threads=0,
-            draft_max=draft_max,
-            n_gpu_layers=n_gpu_layers,
-            device=device,
-            placement=placement,
-            emulate=True,
-        )
+    placement = PlacementOptions(cache_ratio=cache_ratio).config()
+    vram_bytes, ram_bytes, reserve_bytes = (None if size is None else parse_size(size) for size in (vram, ram, reserve))
+    check_device(device)
+    if verbose:
+        show_log()
+    engine = EngineOptions(
+        model=model,
+        model_draft=model_draft,
+        draft_max=draft_max,
+        ctx_size=ctx_size,
+        n_gpu_layers=n_gpu_layers,
+        device=device,
+    )
+    with ExitStack() as resources:
+        files, names = _find(model, model_draft, resources)
+        config = engine.config(placement, emulate_bundled=True, files=files)
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         with Planner(config, machine, reserve=reserve_bytes or 0, names=names) as planner:
-            typed = None if model is None else os.fspath(model)
-            found = make_plan(planner, model_name=typed, draft_name=model_draft)
-        if output is options.Output.JSON:
+            found = make_plan(planner, model_name=None if model is None else os.fspath(model), draft_name=model_draft)
+        if output is Output.JSON:
             typer.echo(plan_json(found), nl=False)
         else:
             print_plan(found, stdout_console())
 
 
-def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[Pair, dict[Path, str]]:
-    """The pair that -m and -md name; of what is not on this machine the headers, and what to pull for them."""
+def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:
+    """The files that -m and -md name; of those that are not on this machine the headers, and what to pull for them."""
     try:
-        return resolve_pair(model, draft), {}
+        return resolve_models(model, draft), {}
     except ModelNameError:
         if model is None:
             raise
@@ -123,13 +115,11 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
 
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
     err = stderr_console()
-    target = locate_or_fetch(str(model), folder, lambda line: say(err, line))
+    found = [locate_or_fetch(str(model), folder, lambda line: say(err, line))]
     if draft is None and not model.exists():
         draft = catalog_draft(str(model))
-    if draft in (None, "none"):
-        return Pair(target.path, None), {target.path: target.remote_name} if target.remote_name else {}
-    if draft == "ngram":
-        return Pair(target.path, "ngram"), {target.path: target.remote_name} if target.remote_name else {}
-    assistant = locate_or_fetch(str(draft), folder, lambda line: say(err, line))
-    names = {one.path: one.remote_name for one in (target, assistant) if one.remote_name}
-    return Pair(target.path, assistant.path), names
+    draft_file: Path | Literal["ngram"] | None = "ngram" if draft == "ngram" else None
+    if draft not in (None, "none", "ngram"):
+        found.append(locate_or_fetch(str(draft), folder, lambda line: say(err, line)))
+        draft_file = found[1].path
+    return ModelFiles(found[0].path, draft_file), {file.path: file.remote_name for file in found if file.remote_name}

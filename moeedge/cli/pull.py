@@ -2,84 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import cli_errors
+from moeedge.cli.declare import Output
 from moeedge.errors import InputError
+from moeedge.hub.catalog import load_catalog
+from moeedge.hub.pull import check_room, fetch_all, missing_files, refresh, want_pair
 
-if TYPE_CHECKING:
-    from moeedge.hub.pull import MissingFile, WantedModel
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf.",
+    ),
+]
+Quant = Annotated[
+    str | None, typer.Option("--quant", metavar="TYPE", help="Another quantization of the model, for instance Q8_0.")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="NAME", help="Another draft model. Default: the first of the catalog's drafts."),
+]
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="Download only the model itself.")]
 
 
 def pull(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or "
-            "hf:owner/repo:file.gguf.",
-        ),
-    ],
-    quant: Annotated[
-        str | None,
-        typer.Option(
-            "--quant", metavar="TYPE", help="Another file of the same model, for instance Q8_0.", show_default=False
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            metavar="NAME",
-            help="Another draft, named likewise. Default: the first that the catalog has for the model.",
-            show_default=False,
-        ),
-    ] = None,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="Only the model itself.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be downloaded, and stop.")] = False,
-    output: Annotated[
-        options.Output, typer.Option("-o", "--output", help="Print the files' paths, or one JSON object.")
-    ] = options.Output.TEXT,
+    name: Name,
+    quant: Quant = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    dry_run: options.DryRun = False,
+    output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Download a model and the draft that goes with it; what an earlier try brought is not asked for again.
+    """Download a model and its draft; an interrupted download continues.
 
-    Files go into the hub's cache ($HF_HUB_CACHE, else ~/.cache/huggingface/hub), which other programs share, and are
-    checked by their SHA-256. HF_TOKEN opens gated repositories, HF_ENDPOINT names another server.
+    Files go into the hub's cache ($HF_HUB_CACHE, otherwise ~/.cache/huggingface/hub), which other programs share, and
+    are checked by their SHA-256. HF_TOKEN gives access to gated repositories, HF_ENDPOINT names another server.
     """
-    from moeedge.hub.catalog import load_catalog
-    from moeedge.hub.pull import check_room, fetch_all, missing_files, refresh, want_pair
-    from moeedge.ui.model_views import notify_downloads
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.model_views import files_json, notify_downloads, print_files
     from moeedge.ui.progress import PullProgress
 
-    with cli_errors():
-        if draft is not None and no_draft:
-            raise InputError("--draft and --no-draft exclude each other.", "Give one of them.")
-        wanted = want_pair(load_catalog(), name, quant=quant, draft=draft, no_draft=no_draft)
-        missing = missing_files(wanted)
-        progress = PullProgress()
-        notify_downloads(wanted, missing, progress.note)
-        if dry_run:
-            _show(wanted, missing, output)
-            return
+    if draft is not None and no_draft:
+        raise InputError("--draft and --no-draft exclude each other.", "Give one of them.")
+    wanted = want_pair(load_catalog(), name, quant=quant, draft=draft, no_draft=no_draft)
+    missing = missing_files(wanted)
+    progress = PullProgress()
+    notify_downloads(wanted, missing, progress.note)
+    if not dry_run:
         check_room(missing)
         try:
             with progress:
                 fetch_all(missing, progress)
         except KeyboardInterrupt:
-            progress.note("Stopped; the same command goes on from there.")
+            progress.note("Stopped; the same command continues from here.")
             raise
-        _show(refresh(wanted), [], output)
-
-
-def _show(wanted: Sequence[WantedModel], missing: Sequence[MissingFile], output: options.Output) -> None:
-    from moeedge.ui.console import stdout_console
-    from moeedge.ui.model_views import files_json, print_files
-
-    if output is options.Output.JSON:
+        wanted, missing = refresh(wanted), []
+    if output is Output.JSON:
         typer.echo(files_json(wanted, missing), nl=False)
     else:
         print_files(wanted, missing, stdout_console())

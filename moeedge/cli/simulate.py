@@ -1,119 +1,185 @@
-"""`moeedge simulate`: what a policy would do on a machine that is not there."""
+"""`moeedge simulate`: the time that a policy would take on a machine that is not there."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
 import typer
 
-from moeedge.cli import simulate_options as options
-from moeedge.cli.common import Output, cli_errors, numbers, whole_numbers, words
+from moeedge.cli import options
+from moeedge.cli.common import integers, names, numbers
+from moeedge.cli.declare import Output, derive
 from moeedge.errors import InputError
+from moeedge.policies.registry import expand_names
+from moeedge.sim import simulate as simulation
+from moeedge.sim.model_shape import ModelShape, builtin_models, find_model
+from moeedge.sim.step_costs import StepCosts, find_hardware, roofline_costs
+from moeedge.trace.format import Trace
+from moeedge.trace.importers import read_trace
+from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
+from moeedge.ui.progress import count_bar
+from moeedge.ui.sim_views import print_simulation, typical_step
 
-if TYPE_CHECKING:
-    from moeedge.sim.model_shape import ModelShape
-    from moeedge.sim.simulate import SimulationConfig, SimulationResult
-    from moeedge.sim.step_costs import StepCosts
-    from moeedge.trace.format import Trace
+Hardware = Annotated[
+    str,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="rtx4090-pcie4, rtx3090, rtx-a5000, a100, a JSON file with the same fields, a file that moeedge calibrate "
+        'wrote, or "this": the newest such file for the model.',
+        rich_help_panel=options.HARDWARE,
+    ),
+]
+Model = Annotated[
+    str,
+    derive(options.Model, metavar="NAME|FILE", help="Model to simulate: qwen3-30b-a3b and others, or a GGUF file."),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Routing trace to simulate from (moeedge trace info). Default: seeded synthetic text.",
+        rich_help_panel=options.TRACE,
+    ),
+]
+NTokens = Annotated[int, derive(options.NPredict, help="Tokens of synthetic text.", min=16)]
+MaxSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--max-steps",
+        metavar="N",
+        help="Verification steps to simulate, at most.",
+        min=1,
+        rich_help_panel=options.TRACE,
+    ),
+]
+Acceptance = Annotated[
+    float, derive(options.Acceptance, help="Acceptance rate of drafts, where the trace does not say.")
+]
+RejectedTokens = Annotated[options.RejectedTokenModel, derive(options.RejectedTokens, metavar="optimistic|pessimistic")]
+LinkFactor = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        metavar="LIST",
+        help="Link speed as a multiple of the machine's. Several, separated by commas, are compared.",
+        rich_help_panel=options.HARDWARE,
+    ),
+]
+Gantt = Annotated[
+    Path | None,
+    typer.Option(
+        "--gantt",
+        metavar="FILE",
+        help="Draw one step of every row (.png, .svg or .pdf).",
+        rich_help_panel=options.OUTPUT,
+    ),
+]
+EventLog = Annotated[
+    Path | None,
+    typer.Option(
+        "--event-log", metavar="FILE", help="Write all events of the last row.", rich_help_panel=options.OUTPUT
+    ),
+]
 
 
 def simulate(
-    hardware: options.Hardware = "rtx4090-pcie4",
-    model: options.Model = "qwen3-30b-a3b",
-    trace: options.Trace = None,
-    n_tokens: options.NTokens = 512,
-    max_steps: options.MaxSteps = None,
-    acceptance: options.Acceptance = 0.8,
-    rejected_token_model: options.RejectedTokenModel = options.RejectedTokenModelChoice.OPTIMISTIC,
-    tail: options.Tail = None,
+    hardware: Hardware = "rtx4090-pcie4",
+    model: Model = "qwen3-30b-a3b",
+    trace: TraceOption = None,
+    n_tokens: NTokens = 512,
+    max_steps: MaxSteps = None,
+    acceptance: Acceptance = 0.8,
+    rejected_token_model: RejectedTokens = options.RejectedTokenModel.OPTIMISTIC,
     seed: options.Seed = 0,
-    policy: options.Policy = "spac",
-    cache_ratio: options.CacheRatio = "0.17",
-    gamma: options.Gamma = "8",
-    utility_cap: options.UtilityCap = "4",
-    link: options.Link = "1",
-    ablate: options.Ablate = "",
-    gantt: options.Gantt = None,
-    event_log: options.EventLog = None,
-    output: options.OutputFormat = Output.TABLE,
+    policy: options.SystemList = "spac",
+    cache_ratio: options.CacheRatioList = "0.17",
+    draft_max: options.DraftMaxList = "8",
+    utility_cap: options.UtilityCapList = "4",
+    link: LinkFactor = "1",
+    ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
+    gantt: Gantt = None,
+    event_log: EventLog = None,
+    output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Simulate policies on a machine: GPU, CPU, link and draft as discrete events, driven by a routing trace.
+    """Simulate policies on a machine: GPU, CPU, link and draft as discrete events.
 
-    Every combination of the lists becomes a row: tokens per second, time per token, and what the device waited for.
-    Constants of the built-in machines come from data files with sources; those of this one from moeedge calibrate.
+    A routing trace drives the simulation. Every combination of the lists becomes a row: tokens per second, time per
+    token, and what the device waited for. Constants of the built-in machines come from data files with sources; those
+    of this machine from moeedge calibrate.
     """
-    with cli_errors():
-        from moeedge.policies.registry import expand_names
-        from moeedge.sim.simulate import simulate as run
-        from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
-        from moeedge.ui.progress import count_bar
-        from moeedge.ui.sim_views import print_simulation
-
-        if seed < 0:
-            raise ValueError(f"--seed must be >= 0, not {seed}")
-        if gantt is not None:
-            check_picture(gantt, "--gantt")
-        if event_log is not None:
-            check_output(event_log)
-        routing, shape = _trace(trace, model, n_tokens, seed)
-        costs, name = _costs(hardware, model, shape)
-        about = {
-            "hardware": name,
-            "model": shape.name if shape else model,
-            "trace": trace.name if trace else "stand-in",
-        }
-        configs = list(
-            _configs(
-                policies=expand_names(words(policy, "--policy")),
-                ratios=numbers(cache_ratio, "--cache-ratio"),
-                gammas=whole_numbers(gamma, "--gamma"),
-                caps=whole_numbers(utility_cap, "--utility-cap"),
-                links=numbers(link, "--link"),
-                common={
-                    "acceptance": acceptance,
-                    "ablations": frozenset(words(ablate, "--ablate")) if ablate else frozenset(),
-                    "rejected_token_model": (tail or rejected_token_model).value,
-                    "seed": seed,
-                    "max_steps": max_steps,
-                },
-            )
+    if seed < 0:
+        raise ValueError(f"--seed must be >= 0, not {seed}")
+    if rejected_token_model is options.RejectedTokenModel.BOTH:
+        raise InputError("A simulation takes one model of rejected tokens.", "Choose optimistic or pessimistic.")
+    if gantt is not None:
+        check_picture(gantt, "--gantt")
+    if event_log is not None:
+        check_output(event_log)
+    routing, shape = _trace(trace, model, n_tokens, seed)
+    costs, machine_name = _costs(hardware, model, shape)
+    about = {"hardware": machine_name, "model": shape.name, "trace": trace.name if trace else "stand-in"}
+    configs = [
+        simulation.SimulationConfig(
+            policy=name,
+            cache_ratio=ratio,
+            gamma=gamma,
+            cap=cap,
+            link_factor=link_factor,
+            acceptance=acceptance,
+            ablations=options.ablations(ablate),
+            rejected_token_model=rejected_token_model.models[0],
+            seed=seed,
+            max_steps=max_steps,
         )
-        wants_log = gantt is not None or event_log is not None
-        results: list[SimulationResult] = []
+        for name, ratio, gamma, cap, link_factor in itertools.product(
+            expand_names(names(policy, "--policy")),
+            numbers(cache_ratio, "--cache-ratio"),
+            integers(draft_max, "--draft-max"),
+            integers(utility_cap, "--utility-cap"),
+            numbers(link, "--link"),
+        )
+    ]
+    keep_log = gantt is not None or event_log is not None
+    results: list[simulation.SimulationResult] = []
+    try:
+        with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
+            for config in configs:
+                results.append(simulation.simulate(costs, routing, config, keep_log=keep_log))
+                bar.add()
+    finally:  # Ctrl-C keeps the rows so far
+        rows = [result.row(**about) for result in results]
+        if rows and output is Output.JSON:
+            typer.echo(json.dumps(rows, indent=1))
+        elif rows:
+            print_simulation(rows, stdout_console())
+    if gantt is not None:
+        from moeedge.ui.plots import draw_gantt  # loads Matplotlib
+
+        draw_gantt([typical_step(result) for result in results], gantt)
+    if event_log is not None:
         try:
-            with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
-                for config in configs:
-                    results.append(run(costs, routing, config, keep_log=wants_log))
-                    bar.add()
-        finally:  # Ctrl-C keeps the rows that there are
-            rows = [result.row(**about) for result in results]
-            if rows and output is Output.JSON:
-                typer.echo(json.dumps(rows, indent=1))
-            elif rows:
-                print_simulation(rows, stdout_console())
-        _write(results, gantt, event_log)
+            event_log.write_text(results[-1].log.text(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None
 
 
 def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Trace, ModelShape]:
     """The trace of a file, or a synthetic one, and the model's sizes. Raises InputError."""
-    from moeedge.sim.model_shape import builtin_models, find_model
-    from moeedge.sim.simulate import synthetic_trace
-    from moeedge.trace.importers import read_trace
-
     is_file = model.endswith(".gguf")
     if path is None:
         if is_file:
-            raise InputError("A model file says nothing of its routing.", "Name a --trace, see moeedge profile.")
+            raise InputError("A model file has no routing.", "Name a --trace; moeedge profile --trace-out writes one.")
         shape = find_model(model)
-        return synthetic_trace(shape, n_tokens, 1, seed), shape
+        return simulation.synthetic_trace(shape, n_tokens, 1, seed), shape
     known = builtin_models()
     trace = read_trace(path, known[model].n_experts if model in known else None)
     if is_file:
-        from moeedge.sim.calibrated import shape_of_file
+        from moeedge.sim.calibrated import shape_of_file  # loads llama.cpp
 
         shape = shape_of_file(Path(model), trace.meta.n_expert_used)
     else:
@@ -129,42 +195,12 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
 
 
 def _costs(hardware: str, model: str, shape: ModelShape) -> tuple[StepCosts, str]:
-    """The costs of a machine, and its name."""
-    from moeedge.sim.step_costs import find_hardware, roofline_costs
-
+    """The costs of a machine, and its name: built in, described by a file, or calibrated."""
     if hardware == "this" or hardware.endswith(".json"):
-        from moeedge.sim.calibrated import calibration_file, read_calibration
+        from moeedge.sim.calibrated import calibration_file, read_calibration  # loads llama.cpp
 
         file = calibration_file(hardware, Path(model).name)
         if file is not None:
             return read_calibration(file), file.stem
     spec = find_hardware(hardware)
     return roofline_costs(spec, shape), spec.name
-
-
-def _configs(
-    *,
-    policies: list[str],
-    ratios: list[float],
-    gammas: list[int],
-    caps: list[int],
-    links: list[float],
-    common: dict[str, Any],
-) -> Iterator[SimulationConfig]:
-    from moeedge.sim.simulate import SimulationConfig
-
-    for name, ratio, gamma, cap, link in itertools.product(policies, ratios, gammas, caps, links):
-        yield SimulationConfig(policy=name, cache_ratio=ratio, gamma=gamma, cap=cap, link_factor=link, **common)
-
-
-def _write(results: list[SimulationResult], gantt: Path | None, event_log: Path | None) -> None:
-    if gantt is not None:
-        from moeedge.ui.plots import draw_gantt
-        from moeedge.ui.sim_views import typical_step
-
-        draw_gantt([typical_step(result) for result in results], gantt)
-    if event_log is not None:
-        try:
-            event_log.write_text(results[-1].log.text(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None

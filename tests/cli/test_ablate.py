@@ -94,13 +94,13 @@ def test_a_draft_of_another_width(target: Path, tiny: TinyFactory) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--cutoff", "x"], "is no list of layers"),
-        (["--cutoff", "-1"], "is no list of layers"),
-        (["--limit", "0"], "nothing to measure"),
+        (["--cutoff", "x"], "is not a list of layers"),
+        (["--cutoff", "-1"], "is not a list of layers"),
+        (["--limit", "-1"], "nothing to measure"),
         (["-n", "1"], "nothing to measure"),
         (["--draft-type", "q17"], 'no type "q17"'),
-        (["--cutoff", "5"], "beyond the 4 layers"),
-        (["--cache-ratio", "0"], "--cache-ratio must be above 0"),
+        (["--cutoff", "5"], "beyond the last layer"),
+        (["--cache-ratio", "0"], "--cache-ratio must be more than 0"),
         (["--dataset", "none.jsonl"], "none.jsonl"),
     ],
 )

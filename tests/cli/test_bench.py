@@ -21,7 +21,7 @@ from moeedge.bench.records import SCHEMA, BenchRow, Environment
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
 from moeedge.cli.app import app
-from moeedge.cli.bench import _judge, make_plan
+from moeedge.cli.bench import exit_code, make_plan
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -145,7 +145,7 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
     [
         (["--dataset", "mtbanch"], 'Unknown dataset "mtbanch". Choose one of mtbench, humaneval'),
         (["--modes", "stock"], '"stock"'),
-        (["--dataset", "sample", "--limit", "0"], "--limit must be at least 1"),
+        (["--dataset", "sample", "--limit", "-1"], "--limit must be at least 0"),
         (["-p", "0", "-n", "0"], "nothing to measure"),
         (["--dataset", "sample", "-n", "0"], "(-n) must be at least 1"),
         (["-r", "0"], "(-r) must be at least 1"),
@@ -159,7 +159,7 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
         (["--policy", "spac", "-dev", "emulated", "--modes", "stock-ar"], "Stock modes have no expert cache"),
         (
             ["--policy", "lru", "-dev", "none"],
-            "a device holds, and there is none. -dev emulated stands in",
+            "there is no device for one. Use -dev emulated",
         ),
         (["--cache-ratio", "0.5", "--vram", "1GB", "-dev", "emulated"], "--vram and --cache-ratio exclude each other"),
         (["--plot", "sweep.png"], "--plot draws what --policy and --cache-ratio compare"),
@@ -236,13 +236,15 @@ def test_a_difference_that_is_no_near_tie_fails(capsys: pytest.CaptureFixture[st
     tie = Difference("7", 1, 0, 4, 11, 12, 0.01, True)
     wrong = Difference("8", 0, 0, 2, 11, None, 3.5, False)
     tied = _row(OutputCheck(equal=7, compared=8, near_ties=(tie,)))
-    assert _judge([tied]) == 0
+    assert exit_code([tied]) == 0
     assert difference_lines([tied]) == [
         "near-tie: moeedge, qa prompt 7, turn 2, token 5: token 12 instead of token 11, 0.0100 logits apart"
     ]
     failed = _row(OutputCheck(equal=6, compared=8, near_ties=(tie,), different=(wrong,)))
-    assert _judge([failed]) == 1
-    assert "output of moeedge differs from stock-ar's in 1 place that is no near-tie" in capsys.readouterr().err
+    assert exit_code([failed]) == 1
+    assert (
+        "output of moeedge differs from stock-ar's at 1 position(s) by more than a near-tie" in capsys.readouterr().err
+    )
     assert difference_lines([failed])[1].startswith("DIFFERENT: moeedge, qa prompt 8, turn 1, token 3: the end instead")
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from moeedge import native
 from moeedge.cli.app import app
-from moeedge.cli.pair import Pair, resolve_pair
-from moeedge.cli.prompt_input import one_shot_prompt
+from moeedge.cli.chat import one_shot_prompt
+from moeedge.cli.engine_options import ModelFiles, resolve_models
 from moeedge.errors import EmptyPromptError
 from tests.conftest import TinyFactory
 from tests.support.greedy import judge
@@ -247,12 +247,12 @@ def test_output_that_the_encoding_lacks_becomes_a_question_mark(pair: list[str])
 
 def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
     target, draft = bundled_pair
-    assert resolve_pair(None, None) == Pair(target, draft)
-    assert resolve_pair(target, None) == Pair(target, draft)
-    assert resolve_pair(None, "none") == Pair(target, None)
-    assert resolve_pair(None, "ngram") == Pair(target, "ngram")
-    assert resolve_pair(Path("other.gguf"), None) == Pair(Path("other.gguf"), None)
-    assert resolve_pair(Path("other.gguf"), "small.gguf") == Pair(Path("other.gguf"), Path("small.gguf"))
+    assert resolve_models(None, None) == ModelFiles(target, draft)
+    assert resolve_models(target, None) == ModelFiles(target, draft)
+    assert resolve_models(None, "none") == ModelFiles(target, None)
+    assert resolve_models(None, "ngram") == ModelFiles(target, "ngram")
+    assert resolve_models(Path("other.gguf"), None) == ModelFiles(Path("other.gguf"), None)
+    assert resolve_models(Path("other.gguf"), "small.gguf") == ModelFiles(Path("other.gguf"), Path("small.gguf"))
 
 
 def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> None:
@@ -285,13 +285,13 @@ class _Silent(io.StringIO):
 
 
 def test_waiting_for_standard_input_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeedge.cli.prompt_input._PATIENCE_S", 0.01)
+    monkeypatch.setattr("moeedge.cli.chat._PATIENCE_S", 0.01)
     said: list[str] = []
-    assert one_shot_prompt("hi", _Silent(), complain=said.append) == "hi\n\nlate"
+    assert one_shot_prompt("hi", _Silent(), notice=said.append) == "hi\n\nlate"
     assert said == ["Waiting for standard input to end (Ctrl-D or closing it)."]
 
 
 def test_closed_standard_input_is_empty() -> None:
     with pytest.raises(EmptyPromptError):
-        one_shot_prompt(None, None, complain=typer.echo)
-    assert one_shot_prompt("hi", None, complain=typer.echo) == "hi"
+        one_shot_prompt(None, None, notice=typer.echo)
+    assert one_shot_prompt("hi", None, notice=typer.echo) == "hi"

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moeedge.cli.app import app
-from moeedge.cli.pair import limit_openmp_spin, placement_config
+from moeedge.cli.engine_options import PlacementOptions, limit_openmp_spin
 from moeedge.scheduler.config import PlacementConfig
 
 EMULATED = ["-dev", "emulated:threads=1"]
@@ -80,7 +80,7 @@ def test_stats_without_a_device(pair: list[str]) -> None:
         ([*EMULATED, "--cache-ratio", "1.01"], "must be in [0, 1], not 1.01"),
         ([*EMULATED, "--cache-ratio", "-0.01"], "must be in [0, 1], not -0.01"),
         ([*EMULATED, "--cache-ratio", "nan"], "must be in [0, 1], not nan"),
-        ([*EMULATED, "--policy", "best"], 'There is no policy "best". Known: spac, spac-paper, lru,'),
+        ([*EMULATED, "--policy", "best"], "Unknown policy 'best'. Choose from: spac, spac-paper, lru,"),
         ([*EMULATED, "--ablate", "no-luck"], 'unknown ablation "no-luck"'),
         ([*EMULATED, "--utility-cap", "0"], "utility cap must be in 1..64"),
         ([*EMULATED, "--forgetting", "1.5"], "forgetting factor must be in [0, 1]"),
@@ -157,15 +157,15 @@ def test_calibrate_as_tables(pair: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        (["-dev", "none"], "Name one, for instance -dev emulated."),
-        ([*EMULATED, "--cache-ratio", "0"], "Give the cache room: --cache-ratio R or --vram SIZE."),
-        ([*EMULATED, "--vram", "100"], "Give the cache room: --cache-ratio R or --vram SIZE."),
+        (["-dev", "none"], "-dev emulated"),
+        ([*EMULATED, "--cache-ratio", "0"], "--cache-ratio R or --vram SIZE"),
+        ([*EMULATED, "--vram", "100"], "--cache-ratio R or --vram SIZE"),
     ],
 )
 def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], hint: str) -> None:
     result = run("calibrate", *pair, *options)
     assert result.exit_code == 2
-    assert f"Nothing was measured: no experts lie on a device. {hint}" in result.stderr
+    assert "Nothing was measured" in result.stderr and hint in result.stderr
 
 
 def test_calibrate_needs_experts(tiny_draft: Path) -> None:
@@ -175,7 +175,7 @@ def test_calibrate_needs_experts(tiny_draft: Path) -> None:
 
 
 def test_defaults_of_the_options_are_those_of_the_configuration() -> None:
-    assert placement_config() == PlacementConfig()
+    assert PlacementOptions().config() == PlacementConfig()
 
 
 @pytest.mark.parametrize(

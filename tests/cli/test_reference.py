@@ -1,17 +1,21 @@
-"""docs/cli.md is what the commands declare, and the commands' --help says the same."""
+"""docs/cli.md is what the commands declare, and --help shows the same; help loads no more than it needs."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from moeedge.cli.app import app
-from moeedge.cli.reference import Command, commands, markdown
+from moeedge.cli.app import COMMANDS, app, load_command
+from moeedge.cli.options import OLD_NAMES
+from moeedge.cli.reference import markdown
+from moeedge.ui.chat.commands import help_rows
+from tests.support.commands import all_commands, option_names
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -21,36 +25,65 @@ def words(text: str) -> str:
     return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
 
 
-def test_the_committed_reference_is_up_to_date() -> None:
-    assert DOCUMENT.read_text(encoding="utf-8") == markdown(app), "run: python -m moeedge.cli.reference > docs/cli.md"
-
-
-@pytest.mark.parametrize("command", commands(app), ids=lambda command: command.name)
-def test_help_says_the_same(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    result = CliRunner().invoke(app, [*command.name.split(), "--help"])
+def help_of(name: str) -> str:
+    result = CliRunner().invoke(app, [*name.split(), "--help"])
     assert result.exit_code == 0
-    shown = words(result.stdout)
-    for parameter in command.parameters:
-        for name in parameter.names:
-            assert name in shown
-        assert words(parameter.help) in shown
+    return result.stdout
 
 
-@pytest.mark.parametrize("command", commands(app), ids=lambda command: command.name)
-def test_the_terminal_breaks_the_lines_of_help(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of the source, in a terminal of another width, would leave ragged ends."""
+def test_the_committed_reference_is_up_to_date() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == markdown(), "run: python -m moeedge.cli.reference > docs/cli.md"
+
+
+def test_the_reference_has_every_option_and_slash_command() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    sections = dict(zip(*[iter(re.split(r"^##+ `moeedge (.*)`\n", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    for name, command in all_commands().items():
+        for option in command.params:
+            assert all(spelling in sections[name] for spelling in option.opts if spelling.startswith("-"))
+            assert option.help in sections[name]
+    for row in help_rows():
+        assert f"* `{row.label}`: {row.value}\n" in sections["chat"]
+    assert "text|json" in sections["chat"] and "md|csv|json|jsonl" in sections["bench"]  # choices
+    assert "[default: 0.95]" in sections["chat"]
+
+
+@pytest.mark.parametrize("name", all_commands())
+def test_help_shows_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = words(help_of(name))
+    for option in all_commands()[name].params:
+        assert all(spelling in shown for spelling in option.opts if spelling.startswith("-"))
+        assert words(option.help) in shown
+
+
+@pytest.mark.parametrize("name", all_commands())
+def test_the_terminal_breaks_the_lines_of_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line breaks of the source would leave ragged ends in a terminal of another width."""
     monkeypatch.setenv("COLUMNS", "100")
-    shown = CliRunner().invoke(app, [*command.name.split(), "--help"]).stdout.partition("╭")[0]
-    lines = [line.rstrip() for line in shown.splitlines()]
+    lines = [line.rstrip() for line in help_of(name).partition("╭")[0].splitlines()]
     for line, following in itertools.pairwise(lines):
         first_word = following.split(" ")[1] if following else ""
         assert not first_word or not line or len(line) + len(f" {first_word}") >= 100, f"{line}\n{following}"
 
 
-def test_every_command_is_there() -> None:
-    mounted = typer.main.get_command(app)
-    groups = {name for name, command in mounted.commands.items() if hasattr(command, "commands")}  # type: ignore[attr-defined]
-    listed = [command.name for command in commands(app)]
-    assert {name.split(" ")[0] for name in listed} == set(mounted.commands)  # type: ignore[attr-defined]
-    assert {name.split(" ")[0] for name in listed if " " in name} == groups
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_has_the_first_paragraph_of_each(name: str) -> None:
+    assert COMMANDS[name][1] == load_command(name).help.partition("\n\n")[0]
+
+
+def test_old_spellings_are_taken() -> None:
+    assert {f"--{name}" for name in OLD_NAMES.values()} <= option_names()
+    result = CliRunner().invoke(app, ["replay", "absent.npz", "--tail", "optimistic", "--hint-accuracy", "default"])
+    assert result.exit_code == 2 and "No such option" not in result.stderr and "absent.npz" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], *([*name.split()] for name in all_commands())], ids=" ".join)
+def test_help_does_not_load_llama_cpp(arguments: list[str]) -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from moeedge.cli.app import app;"
+        "code = CliRunner().invoke(app, [*sys.argv[1:], '--help']).exit_code;"
+        "print(code, 'llama_cpp' in sys.modules, 'numpy' in sys.modules and len(sys.argv) == 1)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "0 False False\n", ran.stderr

@@ -147,14 +147,14 @@ def test_the_bounds_alone(plain: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "mru"], 'no policy "mru"'),
-        (["--policy", ","], "names no policy"),
+        (["--policy", "mru"], "Unknown policy 'mru'"),
+        (["--policy", ","], "--policy is empty"),
         (["--cache-ratio", "2"], "[0, 1]"),
         (["--gamma", "-1"], "gamma must be >= 0"),
         (["--gamma", "100"], "smaller --gamma"),
         (["--acceptance", "1.5"], "acceptance must be"),
         (["--seed", "-1"], "--seed"),
-        (["--profile-texts", "1"], "leaves nothing to replay"),
+        (["--profile-texts", "1"], "--profile-texts"),
         (["--predictor-accuracy", "gate=1"], "next-gate"),
         (["--predictor-accuracy", "next-gate=x"], "NAME=SHARE"),
         (["--expert-bytes", "0"], "--expert-bytes"),

@@ -32,14 +32,14 @@ def test_without_rpc() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--listen", "0.0.0.0:0"], "llama.cpp's RPC has no authentication: whoever connects can read and write"),
+        (["--listen", "0.0.0.0:0"], "llama.cpp's RPC has no authentication: everyone who connects can read and write"),
         (["--listen", "192.0.2.1:0"], "--insecure-listen"),
         (["--listen", "127.0.0.1"], "it is not HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], '"99999" is no port'),
         (["--listen", "[::1]:50052"], "neither an IPv4 address nor a host name"),
         (["--listen", "nowhere.invalid:0"], "Unknown host 'nowhere.invalid'"),
         (["--listen", "192.0.2.1:0", "--insecure-listen"], "Cannot listen on 192.0.2.1:0 "),
-        (["--device", "CUDA77"], 'There is no device "CUDA77" to serve. Known: CPU'),
+        (["--device", "CUDA77"], "There is no device 'CUDA77' to serve. Choose from: CPU"),
         (["--threads", "-1"], "--threads must be in 0..512"),
     ],
 )
@@ -75,8 +75,8 @@ def test_insecure_listen(needs_rpc: None) -> None:
 def test_sessions_one_after_the_other(worker: WorkerProcess) -> None:
     """Each in a process of its own, as users have them; the second gets the memory that the first gave back."""
     program = (
-        "import sys; from moeedge.engine import library; library.start();"
-        "from moeedge.hardware.resolve import resolve; from moeedge.hardware.spec import DeviceSpec;"
+        "import sys; from moeedge.llama import library; library.start();"
+        "from moeedge.hardware.devices import resolve; from moeedge.hardware.spec import DeviceSpec;"
         "print(resolve(DeviceSpec.parse(sys.argv[1])).ggml_name)"
     )
     for _ in range(3):

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 import moeedge
-from moeedge.cli.app import app
-from moeedge.cli.reference import commands
 from moeedge.hardware.devices import EMULATED_RATIO
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.scheduler.sizing import default_reserve
 from moeedge.units import parse_size
+from tests.support.commands import option_names
 
 TEXT = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
 
@@ -24,7 +23,7 @@ def test_devices_are_accepted() -> None:
 
 
 def test_options_exist() -> None:
-    known = {name for command in commands(app) for parameter in command.parameters for name in parameter.names}
+    known = option_names()
     pip = {"--no-cache-dir", "--force-reinstall"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) - pip <= known
 

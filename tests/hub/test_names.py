@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeedge import paths
-from moeedge.cli.pair import Pair, resolve_pair
+from moeedge.cli.engine_options import ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
 from moeedge.hub import cache
 from moeedge.hub.catalog import HubFile, Variant, load_catalog
@@ -265,18 +265,18 @@ def test_a_path_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_pairs(own: Write, capfd: pytest.CaptureFixture[str]) -> None:
     own(_PAIR)
     target = store("me/mine-GGUF", "mine-Q4_0.gguf", blob=_SHA)
-    assert resolve_pair(Path("mine"), None) == Pair(target, None)
+    assert resolve_models(Path("mine"), None) == ModelFiles(target, None)
     assert "Its draft mine-draft:Q8_0 is not on this machine: no drafts" in capfd.readouterr().err.replace("\n", " ")
     small = store("me/draft-GGUF", "draft-Q4_0.gguf", blob="e" * 64)
-    assert resolve_pair(Path("mine"), None).draft is None  # the catalog names its Q8_0
+    assert resolve_models(Path("mine"), None).draft is None  # the catalog names its Q8_0
     draft = store("me/draft-GGUF", "draft-Q8_0.gguf")
-    assert resolve_pair(Path("mine"), None) == Pair(target, draft, 2)
+    assert resolve_models(Path("mine"), None) == ModelFiles(target, draft, 2)
     said = " ".join(capfd.readouterr().err.split())
     assert "Draft, by the catalog: mine-draft:Q8_0 is" in said and "suggests 2 tokens per draft" in said
-    assert resolve_pair(Path("mine"), "none") == Pair(target, None)
-    assert resolve_pair(Path("mine"), "ngram") == Pair(target, "ngram", 2)
-    assert resolve_pair(Path("mine"), "mine-draft") == Pair(target, small, 2)
-    assert resolve_pair(Path("bundled"), None) == Pair(paths.bundled_target(), paths.bundled_draft())
+    assert resolve_models(Path("mine"), "none") == ModelFiles(target, None)
+    assert resolve_models(Path("mine"), "ngram") == ModelFiles(target, "ngram", 2)
+    assert resolve_models(Path("mine"), "mine-draft") == ModelFiles(target, small, 2)
+    assert resolve_models(Path("bundled"), None) == ModelFiles(paths.bundled_target(), paths.bundled_draft())
 
 
 def test_listing(own: Write) -> None:

@@ -1,0 +1,84 @@
+"""How options are declared: derived from one another, with a format to choose, as fields of a dataclass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import wraps
+from typing import Any, get_type_hints
+
+import typer
+
+OUTPUT = "Output"  # panel of --help
+
+
+class Output(str, Enum):
+    """Formats of results; each command takes some of them."""
+
+    TEXT = "text"
+    JSON = "json"
+    JSONL = "jsonl"
+    CSV = "csv"
+    MD = "md"
+
+
+def derive(declared: Any, **changes: Any) -> Any:
+    """A copy of the option of an Annotated type, with some attributes (help, metavar, min) changed."""
+    (option,) = declared.__metadata__
+    derived = copy(option)
+    for name, value in changes.items():
+        setattr(derived, name, value)
+    return derived
+
+
+def list_of(declared: Any) -> Any:
+    """The same option with a list as its value, of which every element gives a result."""
+    (option,) = declared.__metadata__
+    return derive(declared, metavar="LIST", help=f"{option.help} Several, separated by commas, are compared.")
+
+
+def output_option(*formats: Output, help: str, flags: tuple[str, ...] = ("-o", "--output")) -> Any:
+    """An option that chooses one of these formats."""
+    names = [output.value for output in formats]
+
+    def parse(text: str) -> Output:
+        name = "text" if text == "table" else text  # "table": a spelling of earlier releases
+        if name not in names:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}.")
+        return Output(name)
+
+    return typer.Option(*flags, parser=parse, metavar="|".join(names), help=help, rich_help_panel=OUTPUT)
+
+
+def flatten(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as Typer needs it: every field of the dataclasses that it takes is an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        field_hints = get_type_hints(groups[name], include_extras=True)
+        for option in fields(groups[name]):
+            default = option.default if option.default_factory is MISSING else option.default_factory()
+            parameters.append(
+                inspect.Parameter(
+                    option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[option.name]
+                )
+            )
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        objects = {
+            name: kind(**{option.name: values.pop(option.name) for option in fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(**objects, **values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

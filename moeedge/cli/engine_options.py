@@ -1,0 +1,264 @@
+"""Groups of options that become the engine's configurations, and the models that -m and -md name.
+
+A command takes a group as one parameter; `flatten` shows its fields to Typer as options. Nothing here loads llama.cpp
+before `EngineOptions.config` is called, so that limit_openmp_spin can come first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from moeedge import paths
+from moeedge.cli import options
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import InputError
+from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
+from moeedge.hub.catalog import load_catalog
+from moeedge.hub.local import LocalModel, local_draft, locate
+from moeedge.native.abi import PrefillPath
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.units import parse_size
+
+DRAFT_MAX = 4  # tokens per draft, where neither the user nor the catalog says
+_SPIN_COUNT = "1000"
+
+TopK = Annotated[
+    int,
+    typer.Option(
+        "--top-k", metavar="K", help="Sample from the k most likely tokens; 0: all.", rich_help_panel=options.SAMPLING
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Sample from the most likely tokens with this cumulative probability.",
+        rich_help_panel=options.SAMPLING,
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        help="Drop tokens less likely than this fraction of the most likely one.",
+        rich_help_panel=options.SAMPLING,
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repeat-penalty",
+        metavar="X",
+        help="Make repeated tokens less likely; 1: off.",
+        rich_help_panel=options.SAMPLING,
+    ),
+]
+RepeatLastN = Annotated[
+    int,
+    typer.Option(
+        "--repeat-last-n",
+        metavar="N",
+        help="Last tokens that the penalty looks at.",
+        rich_help_panel=options.SAMPLING,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A target and where its drafts come from."""
+
+    target: Path
+    draft: Path | Literal["ngram"] | None
+    draft_max: int = DRAFT_MAX  # suits the two
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The models and the hardware they run on."""
+
+    model: options.Model = None
+    model_draft: options.ModelDraft = None
+    draft_max: options.DraftMax = None
+    ctx_size: options.CtxSize = 0
+    threads: options.Threads = 0
+    n_gpu_layers: options.NGpuLayers = None
+    device: options.Device = "auto"
+
+    def limit_openmp_spin(self, *, emulate_bundled: bool = False) -> None:
+        """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model."""
+        bundled = self.model is None or paths.is_bundled(self.model)
+        limit_openmp_spin(self.device, may_emulate=emulate_bundled and bundled)
+
+    def config(
+        self,
+        placement: PlacementConfig | None = None,
+        *,
+        emulate_bundled: bool = False,
+        context_shift: bool = False,
+        files: ModelFiles | None = None,
+    ) -> EngineConfig:
+        """The engine's configuration, its device and models checked. files: where -m and -md are resolved already."""
+        check_device(self.device)
+        files = files or resolve_models(self.model, self.model_draft)
+        return EngineConfig(
+            model=files.target,
+            draft=files.draft,
+            n_ctx=self.ctx_size,
+            n_threads=self.threads,
+            gamma=files.draft_max if self.draft_max is None else self.draft_max,
+            n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
+            device=self.device,
+            emulate_bundled=emulate_bundled,
+            placement=placement or PlacementConfig(),
+            context_shift=context_shift,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """Which experts the device holds, and who decides."""
+
+    vram: options.Vram = None
+    cache_ratio: options.CacheRatio = None
+    policy: options.Policy = "spac"
+    ablate: options.Ablate = field(default_factory=list)
+    utility_cap: options.UtilityCap = 4
+    forgetting: options.Forgetting = 0.1
+    prefill_path: options.PrefillPath = "auto"
+    no_calibrate: options.NoCalibrate = False
+
+    def config(self, *, measure_anew: bool = False) -> PlacementConfig:
+        """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
+        from moeedge.policies.registry import POLICIES
+
+        if self.policy not in POLICIES:
+            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
+        return PlacementConfig(
+            vram_bytes=None if self.vram is None else parse_size(self.vram),
+            cache_ratio=self.cache_ratio,
+            policy=self.policy,
+            ablations=options.ablations(self.ablate),
+            utility_cap=self.utility_cap,
+            forgetting=self.forgetting,
+            prefill=PrefillPath(self.prefill_path),
+            calibrate=not self.no_calibrate,
+            measure_anew=measure_anew,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is drawn."""
+
+    temp: options.Temp = SamplingConfig.temperature
+    top_k: TopK = SamplingConfig.top_k
+    top_p: TopP = SamplingConfig.top_p
+    min_p: MinP = SamplingConfig.min_p
+    repeat_penalty: RepeatPenalty = SamplingConfig.repeat_penalty
+    repeat_last_n: RepeatLastN = SamplingConfig.repeat_last_n
+    seed: options.Seed = -1
+
+    def config(self) -> SamplingConfig:
+        """The engine's configuration. Raises ValueError for values that it cannot have."""
+        from moeedge.ui.chat.settings import seed_or_random
+
+        return SamplingConfig(
+            temperature=self.temp,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repeat_penalty=self.repeat_penalty,
+            repeat_last_n=self.repeat_last_n,
+            seed=seed_or_random(self.seed),
+        )
+
+
+def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
+    """The files that the values of -m and -md name; reports on standard error what a name stands for.
+
+    Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
+    the best of its drafts that is on this machine, and any other model none; "ngram" and "none" are not files. A path
+    that exists takes precedence over a name. Raises ModelFileError where the bundled files are missing, ModelNameError
+    for a name that is unknown or whose files are not on this machine.
+    """
+    given: Path | Literal["ngram"] | None = None
+    if draft == "ngram":
+        given = "ngram"
+    elif draft is not None and draft != "none":
+        given = _locate(draft).path
+    if model is None or (str(model).lower() == "bundled" and not model.exists()):
+        model = paths.bundled_target()
+    if paths.is_bundled(model):
+        use_bundled_draft = draft is None and model.name == "target.gguf"
+        return ModelFiles(model, paths.bundled_draft() if use_bundled_draft else given)
+    target = _locate(str(model))
+    if target.choice is None:
+        return ModelFiles(target.path, given)
+    entry = target.choice.entry
+    if draft is None and entry.drafts:
+        found = local_draft(load_catalog(), target.choice)
+        if found is None:
+            name = entry.drafts[0]
+            _say(f"Its draft {name} is not on this machine: no drafts. Download it with moeedge pull {name}.")
+        else:
+            given = found.path
+            _say(f"Draft, by the catalog: {found.name} is {found.path}")
+    if given is None or entry.draft_max is None:
+        return ModelFiles(target.path, given)
+    if entry.draft_max != DRAFT_MAX:
+        _say(f"The catalog suggests {entry.draft_max} tokens per draft for it; --draft-max overrides this.")
+    return ModelFiles(target.path, given, entry.draft_max)
+
+
+def check_device(text: str) -> None:
+    """Raises DeviceError for a malformed device, or one that this machine does not have; the hint names the known."""
+    spec = DeviceSpec.parse(text)
+    if spec.kind != "name":
+        return
+    from moeedge.hardware.devices import check_known
+    from moeedge.llama import library
+
+    library.start()
+    check_known(spec)
+
+
+def limit_openmp_spin(device: str, *, may_emulate: bool = False) -> None:
+    """Makes idle OpenMP threads yield their core soon where another team of threads computes at the same time.
+
+    That team is the emulated device, or a worker, which may run on this machine. GOMP_SPINCOUNT is read when llama_cpp
+    is loaded, so this must come before. may_emulate: auto may turn out to be the emulated device.
+    """
+    if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto"):
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+
+
+def layer_notes(config: EngineConfig) -> list[str]:
+    """A sentence where -ngl has no effect."""
+    if not config.n_gpu_layers:
+        return []
+    from moeedge import native
+
+    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
+        return []
+    return ["llama.cpp lists no GPU here: -ngl has no effect."]
+
+
+def _locate(text: str) -> LocalModel:
+    found = locate(text)
+    if found.name:
+        _say(f"{found.name} is {found.path}")
+    return found
+
+
+def _say(text: str) -> None:
+    from moeedge.ui.console import say, stderr_console
+
+    say(stderr_console(), text)
