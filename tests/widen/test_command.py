@@ -192,7 +192,9 @@ def test_the_disk_fills_up_during_the_write(tiny_moe: Path, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None:
     part = tmp_path / "wide.gguf.part"
     process = start(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 4096, "--ff", 8192)
@@ -206,7 +208,9 @@ def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("type_", [[], ["--type", "q8_0"]], ids=["copied", "quantised"])
+@pytest.mark.parametrize(
+    "type_", [pytest.param([], id="copied"), pytest.param(["--type", "q8_0"], id="quantised", marks=pytest.mark.slow)]
+)
 def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tmp_path: Path) -> None:
     """Files of more than 5 GB; they are sparse, but every byte of theirs passes through memory."""
     out = tmp_path / "wide.gguf"
@@ -224,7 +228,7 @@ def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tm
     assert 0 < peak_kib * 1024 < 2**30
 
 
-@pytest.mark.parametrize("columns", [100, 60])
+@pytest.mark.parametrize("columns", [100, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_bar_in_a_terminal(columns: int, tiny_moe: Path, tmp_path: Path) -> None:
     arguments: Sequence[str] = ["widen", str(tmp_path / "w.gguf"), "-m", str(tiny_moe), "--embd", "1024", "--ff", "512"]
     env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}

@@ -91,6 +91,7 @@ def test_a_dense_model(tiny: TinyFactory, tmp_path: Path) -> None:
         assert np.array_equal(first.eval(tokens), second.eval(tokens))
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_gives_equal_answers(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = bundled_pair
     for source, asked in ((target, WIDER), (draft, RequestedSizes(embd=384, ff=512, heads=8, heads_kv=4, layers=6))):
