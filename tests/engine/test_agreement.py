@@ -1,4 +1,4 @@
-"""Equal answers, near-ties and errors are told apart."""
+"""Equal answers, near-ties and errors are distinguished."""
 
 from __future__ import annotations
 

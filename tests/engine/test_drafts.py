@@ -124,16 +124,16 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
             tokens += proposal.tokens
             tokens += [70 + n_missing]
             context.trim(max(len(tokens) - 1 - n_missing, 0))
-    assert [one.tokens for one in stated] == [one.tokens for one in plain]
-    assert all(one.hidden_states is None for one in plain)
+    assert [proposal.tokens for proposal in stated] == [proposal.tokens for proposal in plain]
+    assert all(proposal.hidden_states is None for proposal in plain)
     context.clear()
     batch = [*history, *stated[0].tokens[:-1]]
-    whole = []
+    decoded = []
     for token in batch:
         context.decode([token], phase=Phase.DRAFT, logits="all", hidden_states=True)
-        whole.append(context.last_hidden_state().copy())
+        decoded.append(context.last_hidden_state().copy())
     assert stated[0].hidden_states is not None
-    np.testing.assert_allclose(stated[0].hidden_states, np.stack(whole[len(history) - 1 :]), atol=0.02)
+    np.testing.assert_allclose(stated[0].hidden_states, np.stack(decoded[len(history) - 1 :]), atol=0.02)
     assert np.abs(np.diff(stated[0].hidden_states, axis=0)).max() > 0.1
 
 

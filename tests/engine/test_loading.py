@@ -77,7 +77,7 @@ def test_the_target(
     ("device", "changes", "n_gpu_layers"),
     [(SMALL_GPU, {}, 0), (SMALL_GPU, {"n_gpu_layers": 2}, 2), (LARGE_GPU, {}, -1)],
 )
-def test_a_dense_target_lies_on_the_gpu_as_a_whole_or_as_asked(
+def test_a_dense_target_is_on_the_gpu_entirely_or_as_requested(
     tiny_draft: Path, asked: list[dict[str, Any]], device: ResolvedDevice, changes: dict[str, Any], n_gpu_layers: int
 ) -> None:
     with loading.load_target(config(tiny_draft, **changes), device):
@@ -89,7 +89,7 @@ def test_a_dense_target_lies_on_the_gpu_as_a_whole_or_as_asked(
     ("device", "changes", "n_gpu_layers"),
     [(NO_DEVICE, {}, 0), (SMALL_GPU, {}, -1), (SMALL_GPU, {"n_gpu_layers": 0}, 0)],
 )
-def test_the_draft_lies_whole_beside_the_experts(
+def test_the_draft_is_entirely_on_the_gpu_of_the_experts(
     tiny_moe: Path,
     tiny_draft: Path,
     asked: list[dict[str, Any]],
@@ -104,9 +104,7 @@ def test_the_draft_lies_whole_beside_the_experts(
     assert "experts_on_cpu" not in options
 
 
-def test_a_context_that_does_not_fit_beside_it_keeps_experts_off_the_gpu(
-    tiny_moe: Path, asked: list[dict[str, Any]]
-) -> None:
+def test_a_context_that_does_not_fit_the_gpu_keeps_experts_off_it(tiny_moe: Path, asked: list[dict[str, Any]]) -> None:
     device = ResolvedDevice("gpu", ggml_name="GPU0", llama_device="none", free_bytes=4 * _GIB, total_bytes=4 * _GIB)
     for n_ctx, fits in ((512, True), (MAX_N_CTX, False)):  # the latter's KV cache takes 6 GiB
         with loading.load_target(config(tiny_moe, n_ctx=n_ctx), device):
@@ -114,7 +112,7 @@ def test_a_context_that_does_not_fit_beside_it_keeps_experts_off_the_gpu(
         assert ("experts_on_cpu" not in asked[-1]) == fits
 
 
-def test_a_long_context_that_nobody_asked_for_does_not(
+def test_a_long_default_context_does_not(
     tiny_moe: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tiny model was trained for 4,096 tokens, whose KV cache takes three times 2**19 bytes."""

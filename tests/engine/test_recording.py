@@ -70,7 +70,7 @@ def test_trace_says_what_the_engine_did(session: Session) -> None:
 def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     witness = Witness()
     session.observers.append(witness)
-    assert _record(session).trace.hidden_states is None  # nobody asked for them
+    assert _record(session).trace.hidden_states is None  # not requested
     assert isinstance(session.draft, ModelDraft)
     monkeypatch.setattr(session.draft, "propose", partial(session.draft.propose, keep_hidden_states=True))
     witness.records.clear()
@@ -102,8 +102,8 @@ def test_tokens_and_positions_are_the_text(session: Session) -> None:
     n_answer = min(int(text.sum()) - len(prompt), len(answer.tokens))
     assert n_answer > 10
     assert trace.token[text][len(prompt) :][:n_answer].tolist() == answer.tokens[:n_answer]
-    refused = ~trace.accepted
-    assert refused.any() and (trace.token[refused] >= 0).all() and (trace.phase[refused] == Phase.VERIFY).all()
+    rejected = ~trace.accepted
+    assert rejected.any() and (trace.token[rejected] >= 0).all() and (trace.phase[rejected] == Phase.VERIFY).all()
 
 
 def test_weights_are_recorded(session: Session) -> None:

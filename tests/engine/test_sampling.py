@@ -199,7 +199,7 @@ def test_greedy_acceptance_stops_at_the_first_difference() -> None:
     assert sampler.accept(logits[:1], [], [], [0]) == (0, 1)
 
 
-def test_the_whole_history_counts_with_a_window_of_minus_one() -> None:
+def test_the_entire_history_counts_with_a_window_of_minus_one() -> None:
     logits = np.array([5.0, 4.0, 1.0], dtype=np.float32)
     history = [0] + [2] * 100
     assert Sampler(SamplingConfig(temperature=0, repeat_penalty=2, repeat_last_n=-1), 3).argmax(logits, history) == 1

@@ -1,4 +1,4 @@
-"""Whole answers: exactness, KV reuse over turns, interruption, limits, what is reported and what is refused."""
+"""Answers: exactness, KV reuse over turns, interruption, limits, what is reported and what is refused."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_same_seed_gives_the_same_answer(session: Session) -> None:
     assert answer(session, sampling=SamplingConfig(temperature=1.0, seed=6)) != first
     generation = session.generate(PROMPT, n_predict=8, sampling=SamplingConfig(temperature=1.0))
     list(generation)
-    assert generation.stats.seed is not None  # a fresh one is told, to be able to repeat it
+    assert generation.stats.seed is not None  # a random seed is reported, so that the answer can be repeated
 
 
 def test_turns_reuse_the_kv_cache(session: Session, pair: tuple[Path, Path]) -> None:
@@ -241,8 +241,8 @@ def test_ctrl_c_at_any_decode(
     assert session.draft_context is not None
     assert session.draft_context.tokens == text[: session.draft_context.n_past]
     # the answer goes on where it stopped
-    rest = answer(session, text, N_PREDICT - len(generation.tokens))
-    check(session, PROMPT, reference, [*generation.tokens, *rest])
+    continued = answer(session, text, N_PREDICT - len(generation.tokens))
+    check(session, PROMPT, reference, [*generation.tokens, *continued])
 
 
 def test_closing_an_answer_early(session: Session, reference: list[int]) -> None:

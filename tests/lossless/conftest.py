@@ -1,4 +1,4 @@
-"""What several files compare: one architecture's models, loaded once, beside stock's answer."""
+"""Shared by several files: the models of one architecture, loaded once, and stock's answer."""
 
 from __future__ import annotations
 

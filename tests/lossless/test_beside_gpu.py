@@ -75,9 +75,7 @@ def test_one_split_per_block_that_gives_back_one_sum(
     path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
     devices = (ctypes.c_void_p * 2)(library._device(gpu), None)
     monkeypatch.setattr(library, "device_list", lambda _name: devices)
-    monkeypatch.setattr(
-        hardware_devices, "read_memory", lambda *_, **__: None
-    )  # nobody tells how much a worker has left
+    monkeypatch.setattr(hardware_devices, "read_memory", lambda *_, **__: None)  # a worker's free memory is unknown
     with StockContext(path) as stock, Model.load(path, n_gpu_layers=-1, experts_on_cpu=True) as model:
         expected, _ = stock.greedy(PROMPT, N_PREDICT)
         config = hybrid_config(path, tiny_draft, 0.5, gamma=4, device="emulated:threads=1")
@@ -95,10 +93,10 @@ def test_one_split_per_block_that_gives_back_one_sum(
 
 
 @pytest.mark.parametrize("policy", ["fate", "sp-moe", "hybrimoe"])
-def test_hidden_states_beside_a_gpu(
+def test_hidden_states_next_to_a_gpu(
     policy: str, tiny: TinyFactory, tiny_draft: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU computes routers and draft: what the experts read stands in, and of the draft nobody knows anything."""
+    """The GPU computes routers and draft: predictions use what the experts read; the draft's inputs are unknown."""
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     devices = (ctypes.c_void_p * 2)(library._device(gpu), None)
     monkeypatch.setattr(library, "device_list", lambda _name: devices)
@@ -118,6 +116,6 @@ def test_hidden_states_beside_a_gpu(
                 assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")
             assert session.placement is not None and session.placement.on_demand is not None
             assert session.placement.on_demand.loaded > 0
-            told = session.placement.predicted_share
-            assert (told is not None) == (policy != "sp-moe"), session.info.notes
-            assert told is None or told > 0.2
+            share = session.placement.predicted_share
+            assert (share is not None) == (policy != "sp-moe"), session.info.notes
+            assert share is None or share > 0.2

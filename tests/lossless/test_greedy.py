@@ -101,7 +101,7 @@ def test_most_answers_need_no_tie(tiny: TinyFactory, tiny_draft: Path, stock: Ca
 
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 def test_drafts_are_accepted(kind: str, tiny_moe: Path, tiny_draft: Path) -> None:
-    """That the comparisons above cover acceptance as well as refusal."""
+    """That the comparisons above cover acceptance as well as rejection."""
     with Session.open(config(tiny_moe, (kind, 4), tiny_draft)) as session:
         generation = session.generate(REPETITIVE, n_predict=N_PREDICT, sampling=GREEDY)
         for _ in generation:
@@ -158,7 +158,7 @@ def test_stock_mode_is_the_same_loop(
 
 
 def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock: Callable[[Path], StockContext]) -> None:
-    """A second turn computes only what is new, and still gives what stock gives for the whole prompt."""
+    """A second turn computes only the new tokens and gives the answer of stock for the entire prompt."""
     with Session.open(config(tiny_moe, ("model", 4), tiny_draft)) as session:
         first = session.generate(PROMPT, n_predict=20, sampling=GREEDY)
         for _ in first:

@@ -66,7 +66,7 @@ def test_batches_are_bit_identical_while_experts_move(tiny: TinyFactory) -> None
 
 
 def test_the_test_can_fail(tiny: TinyFactory) -> None:
-    """Another model's experts on the device give other answers: what lies there is what is computed with."""
+    """Another model's experts on the device give other answers: the device computes with its own copies."""
     path, other = (tiny("qwen3moe", experts=MANY_EXPERTS, seed=seed) for seed in (0, 1))
     prompt = random_prompt(9, 0)
     library.start()

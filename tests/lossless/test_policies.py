@@ -48,11 +48,11 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None and not stats.lost
         assert stats.blocks_unknown == 0 and stats.uploads > 0 and stats.pairs_hit > 0
-        told = placement.predicted_share
+        share = placement.predicted_share
         needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.required_inputs)
-        assert (told is not None) == needs_hidden_states, session.info.notes
-        if told is not None and policy != "sp-moe":  # a random draft says nothing about a random target
-            assert told > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"
+        assert (share is not None) == needs_hidden_states, session.info.notes
+        if share is not None and policy != "sp-moe":  # a random draft says nothing about a random target
+            assert share > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"
 
 
 @each_case(CASES, "name", EXECUTIONS, quick=("batched",))
@@ -78,8 +78,8 @@ def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("drafting", ["worker", "vanilla"])
 @each_case(CASES)
-def test_a_target_foretells_itself(drafting: str, loaded: Loaded) -> None:
-    """As its own draft it reads what it will read: every expert is foretold, behind dense layers, too."""
+def test_a_target_predicts_itself(drafting: str, loaded: Loaded) -> None:
+    """As its own draft it reads the same inputs: every expert is predicted, after dense layers, too."""
     config = hybrid_config(loaded.path, loaded.path, 0.3, gamma=4, policy="sp-moe")
     config = replace(config, placement=replace(config.placement, execution=ExecutionConfig(drafting=drafting)))
     with Session.open(config, model=loaded.model, draft_model=loaded.model) as session:
@@ -87,13 +87,13 @@ def test_a_target_foretells_itself(drafting: str, loaded: Loaded) -> None:
         assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, drafting)
         placement = session.placement
         assert placement is not None and placement.predicted_share is not None
-        # routers that choose among groups of experts are foretold without the groups
+        # routers that choose among groups of experts are predicted without the groups
         assert placement.predicted_share > (0.7 if loaded.model.info.architecture == "deepseek2" else 0.99)
 
 
 @each_case(CASES)
-def test_stock_mode_hears_of_nothing(loaded: Loaded) -> None:
-    """Between stock and moeedge in one session: hooks are quiet in stock mode, and work again behind it."""
+def test_hooks_are_off_in_stock_mode(loaded: Loaded) -> None:
+    """Between stock and moeedge in one session: hooks are quiet in stock mode, and work again afterwards."""
     with open_session(loaded, "fate", ExecutionConfig(misses="load")) as session:
         assert session.placement is not None and session.placement.on_demand is not None
         within = session.placement.on_demand
@@ -107,7 +107,7 @@ def test_stock_mode_hears_of_nothing(loaded: Loaded) -> None:
 
 @each_case(CASES)
 def test_an_error_between_layers(loaded: Loaded) -> None:
-    """What is raised at a block ends the decode, and the session goes on as if nothing had been."""
+    """An exception at a block ends the decode; the session works afterwards."""
     with open_session(loaded, "fate") as session:
         assert session.placement is not None and session.placement.layer_hook is not None
         greedy_answer(session, PROMPT, 4)

@@ -1,4 +1,4 @@
-"""The warm-up on a tiny model: what it measures, where it is kept, and what follows from it."""
+"""Calibration on a tiny model: what it measures, where it is kept, and what follows from it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_measured_once_and_kept(tiny: TinyFactory) -> None:
         first = session.calibration
         assert first is not None and not first.from_file
         assert any(note.startswith("Measured in ") and "emulation" in note for note in session.info.notes)
-        # nothing of it is left behind
+        # measuring leaves no trace
         stats = session.placement_stats()
         assert stats is not None
         assert (stats.slots_used, stats.uploads, stats.pairs, stats.blocks, stats.steps) == (0, 0, 0, 0, 0)
@@ -162,7 +162,7 @@ def test_the_line_says_that_it_is_emulation() -> None:
     assert "emulation" not in made().sentence(emulated=False, prefill=PrefillPath.STREAM)
 
 
-def test_streaming_is_compared_over_a_whole_graph(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streaming_is_compared_over_a_full_graph(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     decode = Context.decode
 
@@ -183,14 +183,14 @@ def test_streaming_is_compared_over_a_whole_graph(tiny: TinyFactory, monkeypatch
 def test_a_cache_folder_that_cannot_be_made(tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file" / "cache"))
-    told: list[Notification] = []
-    with Session.open(config(tiny), notify=told.append) as session:
+    received: list[Notification] = []
+    with Session.open(config(tiny), notify=received.append) as session:
         assert session.calibration is not None and not session.calibration.kept
         assert any("the cache folder cannot be written" in note for note in session.info.notes)
-    assert [notification.level for notification in told] == [Level.INFO]
+    assert [notification.level for notification in received] == [Level.INFO]
 
 
-def test_a_full_disk_leaves_nothing_behind(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_file(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Sessions whose experts lie partly on the emulated device: what is planned, counted, said, and switched off."""
+"""Sessions with experts on the emulated device: plans, figures, notes, and when placement is off."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def stats_of(session: Session) -> PlacementStats:
     return stats
 
 
-def settle(session: Session) -> None:
+def drain(session: Session) -> None:
     """Waits for the transfers; on a busy machine a short answer is over before the first one."""
     assert session.placement is not None
     assert session.placement.cache.drain(10.0)
@@ -90,7 +90,7 @@ class Recorder:
         self.name = policy.name
         self.observations: list[Observation] = []
         self.upcoming: list[list[int]] = []
-        self.hints: list[ExpertPrediction | None] = []
+        self.predictions: list[ExpertPrediction | None] = []
         self.resets = 0
         self._policy = policy
 
@@ -98,10 +98,10 @@ class Recorder:
         self.observations.append(replace(observation, counts=observation.counts.copy()))
         self._policy.observe(observation)
 
-    def plan(self, resident: Resident, upcoming: Sequence[int], hints: ExpertPrediction | None = None) -> Plan:
+    def plan(self, resident: Resident, upcoming: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         self.upcoming.append(list(upcoming))
-        self.hints.append(hints)
-        return self._policy.plan(resident, upcoming, hints)
+        self.predictions.append(prediction)
+        return self._policy.plan(resident, upcoming, prediction)
 
     def reset(self) -> None:
         self.resets += 1
@@ -120,7 +120,7 @@ def record(session: Session) -> Recorder:
 def test_greedy_is_stocks(pair: tuple[Path, Path], reference: list[int], ratio: float, gamma: int) -> None:
     with Session.open(config(pair, ratio, gamma=gamma)) as session:
         answers = [answer(session)]  # with slots that fill while it runs
-        settle(session)
+        drain(session)
         session.reset()
         answers.append(answer(session))
         assert stats_of(session).pairs_hit > 0
@@ -129,7 +129,7 @@ def test_greedy_is_stocks(pair: tuple[Path, Path], reference: list[int], ratio: 
             check(session, PROMPT, reference, tokens)
 
 
-def test_what_is_said_about_it(session: Session) -> None:
+def test_what_the_session_reports(session: Session) -> None:
     info = session.info
     assert "emulated" in info.device and info.policy == "spac"
     assert (info.cache_slots, info.cache_ratio) == (24, 0.5)
@@ -147,7 +147,7 @@ def test_counters(session: Session) -> None:
     for _ in range(2):
         generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
         n_steps += len(list(generation)) - 1  # the first one is the prompt
-        settle(session)
+        drain(session)
     stats = stats_of(session)
     assert stats.steps == n_steps
     assert 0 < stats.pairs_hit <= stats.pairs and 0 < stats.unique_hit <= stats.unique
@@ -165,7 +165,7 @@ def test_partition_times_by_batch_size(pair: tuple[Path, Path]) -> None:
     with Session.open(config(pair, 0.5, gamma=0)) as session:
         for _ in range(2):
             answer(session)
-            settle(session)
+            drain(session)
         stats = stats_of(session)
         assert stats.partition_us_median_1 is not None and stats.partition_us_median_1 > 0
         assert stats.partition_us_median_9 is None
@@ -192,19 +192,19 @@ def test_the_policy_sees_every_batch(session: Session) -> None:
     assert sum(len(upcoming) == 1 for upcoming in recorder.upcoming) == 1 + len(batches)
 
 
-def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference: list[int]) -> None:
+def test_the_policy_gets_the_drafts_hidden_states(pair: tuple[Path, Path], reference: list[int]) -> None:
     """One per token of a batch but the last draft, and none while stock computes, or without a draft model."""
     with Session.open(config(pair)) as session:
         assert any("from the draft's hidden states" in note for note in session.info.notes)
         recorder = record(session)
         for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
             assert (0 if step.hidden_states is None else len(step.hidden_states)) == len(step.drafts)
-        told = [
-            len(hints.hidden_states) + 1
-            for hints in recorder.hints
-            if hints is not None and hints.hidden_states is not None
+        batch_sizes = [
+            len(prediction.hidden_states) + 1
+            for prediction in recorder.predictions
+            if prediction is not None and prediction.hidden_states is not None
         ]
-        assert told == [len(upcoming) for upcoming in recorder.upcoming if len(upcoming) > 1] and told
+        assert batch_sizes == [len(upcoming) for upcoming in recorder.upcoming if len(upcoming) > 1] and batch_sizes
         session.set_mode("stock")
         session.reset()
         steps = list(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True))
@@ -216,27 +216,27 @@ def test_the_policy_is_told_the_drafts_states(pair: tuple[Path, Path], reference
         assert any("tokens alone" in note for note in session.info.notes)
         recorder = record(session)
         check(session, PROMPT, reference, answer(session))
-        assert not any(recorder.hints)
+        assert not any(recorder.predictions)
 
 
-def test_a_long_prompt_is_told_in_pieces(pair: tuple[Path, Path]) -> None:
-    """The sensor keeps the newest 8 graphs; what came before is told as one sum."""
+def test_a_long_prompt_is_observed_in_pieces(pair: tuple[Path, Path]) -> None:
+    """The sensor keeps the newest 8 graphs; the graphs before them are one sum."""
     prompt = np.random.default_rng(6).integers(0, 256, 10 * 32 + 7).tolist()
     with Session.open(config(pair, n_ubatch=32)) as session:
         recorder = record(session)
         answer(session, prompt, 2)
         pieces = [seen for seen in recorder.observations if seen.prefill]
         assert [piece.n_tokens for piece in pieces] == [3 * 32, *[32] * 7, 7]
-        # the last layer computes nothing for pieces whose logits nobody asked for
+        # the last layer computes nothing for pieces without requested logits
         assert pieces[0].ids is None and pieces[0].counts.sum() == 3 * 32 * (N_LAYERS - 1) * 4
-        told = [token for piece in pieces[1:] if piece.tokens is not None for token in piece.tokens.tolist()]
-        assert told == prompt[3 * 32 :]
+        tokens = [token for piece in pieces[1:] if piece.tokens is not None for token in piece.tokens.tolist()]
+        assert tokens == prompt[3 * 32 :]
 
 
 def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
     recorder = record(session)
     answer(session)
-    settle(session)
+    drain(session)
     used = stats_of(session).slots_used
     session.reset()
     assert recorder.resets == 1
@@ -245,7 +245,7 @@ def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
 
 def test_stock_mode_computes_without_the_cache(session: Session, reference: list[int]) -> None:
     answer(session)
-    settle(session)
+    drain(session)
     session.set_mode("stock")
     session.reset()
     before = stats_of(session)
@@ -263,7 +263,7 @@ def test_other_policies(pair: tuple[Path, Path], reference: list[int], policy: s
     with Session.open(config(pair, placement={"policy": policy})) as session:
         assert session.info.policy == policy
         assert answer(session) == reference
-        settle(session)
+        drain(session)
         assert stats_of(session).uploads > 0
 
 
@@ -328,7 +328,7 @@ def test_more_memory_than_the_device_has(pair: tuple[Path, Path]) -> None:
 def test_a_cache_that_does_not_pay_on_a_real_device(
     pair: tuple[Path, Path], reference: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool
 ) -> None:
-    """It is switched off with a line, unless the user gave it a size; the device is a stand-in for a GPU."""
+    """It is switched off with a line, unless the user gave it a size; the device passes for a GPU."""
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     gpu = ResolvedDevice(
         "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
@@ -347,7 +347,7 @@ def test_a_cache_that_does_not_pay_on_a_real_device(
         assert answer(session) == reference
 
 
-def test_memory_that_could_not_be_pinned_is_told(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_noted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     read = ExpertCache._read_info
     monkeypatch.setattr(ExpertCache, "_read_info", lambda cache: replace(read(cache), unpinned=True))
     with Session.open(config(pair)) as session:
@@ -360,16 +360,16 @@ def test_memory_that_could_not_be_pinned_is_told(pair: tuple[Path, Path], monkey
 @pytest.mark.parametrize(
     ("change", "sentence"), [({"lost": True}, "is lost"), ({"blocks_unknown": 5}, "does not understand")]
 )
-def test_trouble_is_told_once(
+def test_trouble_is_reported_once(
     session: Session, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], sentence: str
 ) -> None:
-    """In mid-answer: the listener hears it, the notes keep it, a lost device gets no further plans."""
+    """During an answer: a notification and a note, and no further plans for a lost device."""
     assert session.placement is not None
     recorder = record(session)
-    told: list[Notification] = []
-    session.notify = told.append
+    received: list[Notification] = []
+    session.notify = received.append
     answer(session, n_predict=8)
-    assert told == []
+    assert received == []
     real = session.placement.cache.stats
 
     def stats() -> CacheStats:
@@ -382,8 +382,8 @@ def test_trouble_is_told_once(
     n_plans = len(recorder.upcoming)
     for _ in generation:
         pass
-    assert len(told) == 1 and sentence in told[0].text and told[0].level is Level.WARNING
-    assert session.info.notes[-1] == told[0].text
+    assert len(received) == 1 and sentence in received[0].text and received[0].level is Level.WARNING
+    assert session.info.notes[-1] == received[0].text
     lost = "lost" in change
     assert stats_of(session).lost == lost == (not session.placement.active)
     assert (len(recorder.upcoming) == n_plans) == lost
@@ -405,23 +405,23 @@ def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeyp
     assert session.target.sensor is not None and not session.target.sensor.read_counts().any()
 
 
-def test_nothing_moves_after_a_rest(pair: tuple[Path, Path]) -> None:
-    """Behind a link that needs seconds for what is planned: what has not arrived in time is dropped."""
+def test_no_transfer_runs_after_draining(pair: tuple[Path, Path]) -> None:
+    """Over a link that needs seconds for the plan: uploads that have not arrived in time are dropped."""
     with Session.open(config(pair, 1.0, device="emulated:threads=1,link=100KB/s")) as session:
         assert session.placement is not None
         answer(session, n_predict=2)
         cache = session.placement.cache
         assert cache.stats().queued > 0
         session.placement.drain_transfers(0.05)
-        rested = cache.stats()
-        assert rested.queued == rested.in_flight == 0
-        assert rested.cancelled > 0
+        drained = cache.stats()
+        assert drained.queued == drained.in_flight == 0
+        assert drained.cancelled > 0
         assert answer(session)  # and planning goes on
-        assert cache.stats().plans > rested.plans
+        assert cache.stats().plans > drained.plans
 
 
 @pytest.mark.parametrize(("n_ctx", "why"), [(512, "as asked"), (64, "a context of 64 tokens has no room for it")])
-def test_that_nothing_was_measured_is_said(pair: tuple[Path, Path], n_ctx: int, why: str) -> None:
+def test_a_missing_measurement_is_noted(pair: tuple[Path, Path], n_ctx: int, why: str) -> None:
     placement = {"calibrate": n_ctx < 512}
     asked = config(pair, n_ctx=n_ctx)
     with Session.open(replace(asked, placement=replace(asked.placement, **placement))) as session:

@@ -107,7 +107,7 @@ def resident(cache: ExpertCache) -> set[tuple[int, int]]:
 
 
 def assert_balanced(cache: ExpertCache) -> None:
-    """That the counters and the table tell the same."""
+    """Asserts that the counters agree with the table."""
     stats = cache.stats()
     assert stats.uploads - stats.evictions == stats.slots_used
     assert stats.slots_used <= cache.info.n_slots

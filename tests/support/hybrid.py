@@ -1,4 +1,4 @@
-"""Hybrid runs: sessions and bare contexts whose experts lie partly on a device.
+"""Hybrid runs: sessions and bare contexts with some of the experts on a device.
 
 $MOEEDGE_TEST_DEVICE names the device as -dev takes it, for instance CUDA0; the emulated one unless it is set.
 """
@@ -154,7 +154,7 @@ class RandomPlans:
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody listens on, as far as one can know."""
+    """A free port of the loopback device."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
