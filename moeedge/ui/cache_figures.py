@@ -135,19 +135,9 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
 
 
 def table(stats: PlacementStats) -> list[Figure]:
-    """The figures of the cache as rows of /stats."""
-    moved = f"{format_bytes(stats.bytes_moved)} at {link(stats)}"
-    rows = [
+    """The figures of the cache as rows of /stats: those of the panel and sums."""
+    return [
         Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
-        Figure("hit rate", f"{percent(stats.hit_rate_pairs)} of pairs, {percent(stats.hit_rate_unique)} of experts"),
-        Figure("slots", f"{stats.slots_used} of {stats.slots_total}, {format_bytes(stats.pool_bytes)}"),
-        Figure("VRAM", memory_text(stats)),
-        Figure("uploads/step", f"{per_step(stats.uploads_per_step)}, {moved}"),
-        Figure("evictions/step", per_step(stats.evictions_per_step)),
-        Figure("step time", ", ".join(f"{part.label} {part.value}" for part in shares(stats)) or NONE),
+        *live_cache_figures(stats),
+        Figure("moved", format_bytes(stats.bytes_moved)),
     ]
-    if stats.tau:
-        rows.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns)))
-    if stats.lost:
-        rows.append(Figure("", "The device was lost; the CPU computes all experts."))
-    return rows

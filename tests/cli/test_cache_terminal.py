@@ -51,7 +51,7 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
         at = terminal.expect("stopped", after=at)
         terminal.expect(PROMPT, after=at)
         terminal.type("/stats\r")
-        for label in ("cache", "of pairs", "slots", "24 of 24", "VRAM", "uploads", "step time", "tau"):
+        for label in ("hit rate", "expert hits", "slots", "24/24", "uploads/step", "VRAM", "CPU", "tau"):
             at = terminal.expect(label, after=at)
         terminal.expect(PROMPT, after=at)
         terminal.type("\x04")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # a closed terminal window (SIGHUP, not on Windows) is treated like SIGTERM
@@ -64,9 +64,7 @@ class Interrupt:
                 self._before[signum] = signal.signal(signum, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, before in self._before.items():
             signal.signal(signum, before)
         self._before.clear()

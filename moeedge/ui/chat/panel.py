@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.box import ROUNDED
@@ -56,9 +55,7 @@ class CacheMeter:
             self._session.observers.append(self._observe)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._session.notify = self._notify
         if self._start is not None:
             self._session.observers.remove(self._observe)

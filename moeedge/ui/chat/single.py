@@ -6,6 +6,7 @@ Units in the keys of the JSON: _ts tokens per second, _s seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -62,45 +63,29 @@ def answer_report(
     }
 
 
+# keys of the JSON object that are fields or properties of the statistics, and those of the session's info
+_STATS_KEYS = (
+    *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
+    *("experts_per_verification", "seed", "prefill_tokens", "generated_tokens", "prefill_s", "decode_s", "draft_s"),
+    *("verify_s", "observe_s", "sense_s", "overhead_share"),
+)
+_INFO_KEYS = (
+    *("device", "cache_ratio", "cache_slots", "pool_bytes", "vram_bytes", "gamma", "draft", "policy", "model"),
+    *("architecture", "n_ctx"),
+)
+
+
 def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats | None = None) -> dict[str, Any]:
     """The figures of one answer and what it ran on; None where a figure is not known."""
     return {
-        "pp_ts": stats.pp_ts,
-        "tg_ts": stats.tg_ts,
-        "ttft_s": stats.ttft_s,
-        "steps": stats.steps,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": stats.acceptance_rate,
-        "tokens_per_step": stats.tokens_per_step,
-        "experts_per_verification": stats.experts_per_verification,
-        "hit_rate": None if cache is None else cache.hit_rate_pairs,
-        "device": info.device,
-        "cache_ratio": info.cache_ratio,
-        "cache_slots": info.cache_slots,
-        "pool_bytes": info.pool_bytes,
-        "vram_bytes": info.vram_bytes,
-        "gamma": info.gamma,
-        "draft": info.draft,
-        "policy": info.policy,
-        "seed": stats.seed,
-        "model": info.model,
-        "architecture": info.architecture,
+        **{key: getattr(stats, key) for key in _STATS_KEYS},
+        **{key: getattr(info, key) for key in _INFO_KEYS},
         "layers": info.n_layers,
         "expert_layers": info.n_expert_layers,
         "experts": info.n_experts,
         "experts_used": info.n_expert_used,
-        "n_ctx": info.n_ctx,
         "threads": info.n_threads,
-        "prefill_tokens": stats.prefill_tokens,
-        "generated_tokens": stats.generated_tokens,
-        "prefill_s": stats.prefill_s,
-        "decode_s": stats.decode_s,
-        "draft_s": stats.draft_s,
-        "verify_s": stats.verify_s,
-        "observe_s": stats.observe_s,
-        "sense_s": stats.sense_s,
-        "overhead_share": stats.overhead_share,
+        "hit_rate": None if cache is None else cache.hit_rate_pairs,
         "placement": None if cache is None else cache.to_dict(),
         "notes": notes_of(info),
     }
@@ -108,14 +93,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
 
 def sampling_report(sampling: SamplingConfig) -> dict[str, Any]:
     """The sampling parameters; the seed is among the figures, which name a random one, too."""
-    return {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repeat_penalty": sampling.repeat_penalty,
-        "repeat_last_n": sampling.repeat_last_n,
-    }
+    return {key: value for key, value in asdict(sampling).items() if key != "seed"}
 
 
 def answer_once(

@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.cells import cell_len, chop_cells
@@ -62,19 +61,6 @@ def complete_end(line: str) -> int:
     return len(line) - len(words[-1])
 
 
-class View(Protocol):
-    """Takes the pieces of one answer."""
-
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def write(self, piece: str) -> None:
-        """Append `piece`."""
-
-
 class PlainView:
     """Writes each piece at once and ends the answer with a newline.
 
@@ -91,9 +77,7 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # the terminal or the reader of a pipe may be gone
             self._wrap(self._word + "\n" if self._row or self._word else "")
             if self._last and not self._last.endswith("\n") and not self._console.is_terminal:
@@ -166,9 +150,7 @@ class LiveView:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
         with suppress(OSError):  # the terminal may be gone
@@ -234,7 +216,7 @@ def open_view(
     stopping: Callable[[], bool] = lambda: False,
     cache: Callable[[], PlacementStats | None] = lambda: None,
     panel: bool = True,
-) -> View:
+) -> LiveView | PlainView:
     """A live view if `panel` is set and the console's terminal can show one, else a plain view."""
     stream = console.file
     if panel and supports_panel(stream, columns=console.width, rows=console.height):
