@@ -1,4 +1,4 @@
-"""The closed form of the balancer against trying every tau, and what it does where device or link are slow."""
+"""The closed form of the balancer against trying every tau, and with a slow device or link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = st.floats(0, 1, allow_subnormal=False)
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[Workload, float, float]:
-    """Any layers and K; CPU times that rise with tau, device times and uploads that fall, sometimes by nothing."""
+    """Any layers and K; CPU times that rise with tau, device times and uploads that do not rise."""
     n_layers, n_tau = draw(st.integers(1, 4)), draw(st.integers(1, 8))
 
     def rising(values: st.SearchStrategy[float]) -> np.ndarray:
@@ -87,7 +87,7 @@ def test_a_slow_link_raises_tau_and_drafting_time_lowers_it() -> None:
     assert thresholds(fast_device, 2e-4, 1.0)[0] == 1
 
 
-def test_nothing_feasible_is_the_highest_tau() -> None:
+def test_without_a_feasible_tau_it_is_the_highest() -> None:
     work = ratios(1e-5, n_uploads=10)
     full = Workload(work.cpu_s, work.device_s, work.n_uploads + 1, np.zeros(1))
     assert thresholds(full, 0.0, 0.0)[0] == 4

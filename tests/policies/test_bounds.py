@@ -15,7 +15,7 @@ from moeedge.policies.bounds import NEVER, NextUse, belady_residency, oracle_res
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS, make_policy
 from moeedge.sim.slots import Slots
 
-# fed without hints, these bring nothing but what was just used
+# without predictions, these upload only experts that were just used
 DEMAND_FILLED = ("lru", "lfu", "fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
 Counts = NDArray[np.uint32]  # [n_steps, n_layers, n_experts]
 
@@ -48,7 +48,7 @@ def hits(name: str, steps: Counts, n_slots: int) -> tuple[int, int]:
 
 
 def best_demand_filled(steps: Counts, n_slots: int) -> int:
-    """The most distinct experts that any cache can find that keeps only what was there or just used: by trying all."""
+    """The most distinct experts that a cache filled by use can find, by trying every choice."""
     found = {frozenset[int](): 0}
     for counts in steps:
         used = frozenset(np.flatnonzero(counts.reshape(-1)).tolist())
@@ -61,13 +61,13 @@ def best_demand_filled(steps: Counts, n_slots: int) -> int:
     return max(found.values())
 
 
-def _choices(cells: frozenset[int], n: int) -> list[frozenset[int]]:
-    return [frozenset(kept) for kept in combinations(sorted(cells), min(n, len(cells)))]
+def _choices(flat_ids: frozenset[int], n: int) -> list[frozenset[int]]:
+    return [frozenset(kept) for kept in combinations(sorted(flat_ids), min(n, len(flat_ids)))]
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps=routings(), n_slots=st.integers(0, 12))
-def test_belady_is_never_beaten_by_a_cache_that_use_fills(steps: Counts, n_slots: int) -> None:
+def test_no_cache_filled_by_use_beats_belady(steps: Counts, n_slots: int) -> None:
     _, bound = hits("belady", steps, n_slots)
     for name in DEMAND_FILLED:
         assert hits(name, steps, n_slots)[1] <= bound, name
@@ -75,7 +75,7 @@ def test_belady_is_never_beaten_by_a_cache_that_use_fills(steps: Counts, n_slots
 
 @settings(max_examples=30, deadline=None)
 @given(steps=routings(), n_slots=st.integers(0, 3))
-def test_belady_is_the_best_there_is(steps: Counts, n_slots: int) -> None:
+def test_belady_equals_the_best_of_all_choices(steps: Counts, n_slots: int) -> None:
     steps = steps[:7, :1, :5]
     assert hits("belady", steps, n_slots)[1] == best_demand_filled(steps, n_slots)
 
@@ -116,7 +116,7 @@ def test_next_use_skips_batches_that_do_not_count() -> None:
 
 
 def test_the_future_ends() -> None:
-    """Past it, the bounds plan nothing that breaks a rule."""
+    """After it, plans still keep the rules."""
     shape = CacheShape.uniform(2, 4, 3)
     steps = np.ones((2, 2, 4), dtype=np.uint32)
     for name in BOUNDS:

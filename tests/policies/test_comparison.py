@@ -1,4 +1,4 @@
-"""The default policy foresees more than the others, on recorded routing and with transfers that take no time.
+"""The default policy predicts more than the others, on recorded routing and with transfers that take no time.
 
 Slices small enough for every run of the suite.
 """
@@ -96,7 +96,7 @@ def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gemma_of_one_prompt(data_folder: Path, model: RejectedTokenModel) -> None:
-    """128 decoded tokens: 32 steps, mostly cold. Nobody is ahead by more than acceptances drawn otherwise change.
+    """128 decoded tokens: 32 steps, mostly cold. No policy leads by more than another draw of acceptances changes.
 
     (Where the prompt is seen, too, and on the 14 steps of gpt-oss-120b, lru is ahead by 0.01, optimistic model.)
     """
@@ -119,7 +119,7 @@ def bundled_steps(bundled_pair: tuple[Path, Path]) -> Schedule:
     return schedule
 
 
-def test_lookahead_on_the_bundled_pair(bundled_steps: Schedule) -> None:
+def test_predictions_from_tokens_on_the_bundled_pair(bundled_steps: Schedule) -> None:
     """The same text once more, its table filled by the first round, comes within a tenth of the oracle."""
     best = oracle(bundled_steps)
     found = compare(bundled_steps, ("spac", *OTHERS))
@@ -131,12 +131,12 @@ def test_lookahead_on_the_bundled_pair(bundled_steps: Schedule) -> None:
     assert replay(policy, bundled_steps).pair_hit >= 0.9 * best
 
 
-def test_without_lookahead_the_bundled_pair_is_hard_to_foresee(bundled_steps: Schedule) -> None:
+def test_without_them_the_bundled_pair_is_hard_to_predict(bundled_steps: Schedule) -> None:
     blind = run("spac", bundled_steps, PolicyConfig(predictor_bytes=0))
     assert run("spac", bundled_steps).pair_hit > blind.pair_hit + 0.05
 
 
-def test_lookahead_does_no_harm_where_tokens_say_nothing(data_folder: Path) -> None:
+def test_predictions_do_no_harm_where_routing_ignores_tokens(data_folder: Path) -> None:
     """gpt-oss-20b with random token ids: the table's trust goes, and with it its influence."""
     rng = np.random.default_rng(0)
     blind = windows_of(data_folder, "gptoss20b_decode", "pessimistic", 8)

@@ -36,7 +36,7 @@ def test_noise_and_interruptions_hardly_matter() -> None:
 
 
 def test_no_coefficient_is_negative() -> None:
-    """Times that fall with the tokens per expert make no sense: the part is left out."""
+    """Times that fall with the tokens per expert: the term is left out."""
     n_tokens, unique, pairs, time_s = blocks(1e-5, 2e-5, 0.0)
     fit = fit_side(n_tokens, unique, pairs, np.maximum(time_s - 1e-7 * (pairs - unique), 1e-6))
     assert fit is not None
@@ -49,7 +49,7 @@ def test_a_further_token_costs_no_more_than_an_expert_with_one() -> None:
     assert fit.token_s == fit.expert_s > 10e-6
 
 
-def test_too_few_blocks_give_nothing() -> None:
+def test_too_few_blocks_give_no_fit() -> None:
     n_tokens, unique, pairs, time_s = blocks(1e-5, 2e-5, 0.0, n=5)
     assert fit_side(n_tokens, unique, pairs, time_s) is None
     assert fit_side(n_tokens, 0 * unique, pairs, time_s) is None
@@ -79,7 +79,7 @@ def test_the_fit_agrees_with_dropping_negative_coefficients(constants: tuple[flo
     assert (fit.fixed_s, fit.expert_s, fit.token_s) == pytest.approx(expected, rel=1e-6, abs=1e-11)
 
 
-def test_the_curve_starts_at_nothing_and_grows_by_tokens() -> None:
+def test_the_curve_starts_at_zero_and_grows_by_tokens() -> None:
     fit = fit_side(*blocks(0.0, 20e-6, 3e-6))
     assert fit is not None
     curve = fit.curve()

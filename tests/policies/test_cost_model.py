@@ -1,4 +1,4 @@
-"""Units survive JSON, refuse nonsense, and read their curves between and beyond the points."""
+"""Cost models survive JSON, reject impossible values, and read their curves between and beyond the points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from moeedge.policies.cost_model import CostModel
 
-UNITS = CostModel(
+MODEL = CostModel(
     cpu_expert_s=np.array([0.0, 1e-4, 1.5e-4]),
     device_expert_s=np.array([0.0, 2e-5, 2.5e-5, 3e-5]),
     transfer_expert_s=2e-4,
@@ -22,21 +22,21 @@ UNITS = CostModel(
 
 
 def test_json_round_trip() -> None:
-    again = CostModel.from_json(UNITS.to_json())
-    assert again.to_json() == UNITS.to_json()
+    again = CostModel.from_json(MODEL.to_json())
+    assert again.to_json() == MODEL.to_json()
     assert again.cap == 4
-    assert np.array_equal(again.r_c, UNITS.r_c)
+    assert np.array_equal(again.r_c, MODEL.r_c)
 
 
 def test_curves_between_and_beyond_their_points() -> None:
-    assert UNITS.cpu_s(1) == pytest.approx(1e-4)
-    assert UNITS.cpu_s(1.5) == pytest.approx(1.25e-4)
-    assert UNITS.cpu_s(4) == pytest.approx(3e-4)  # in proportion to the last point
-    assert UNITS.device_s(0) == 0
+    assert MODEL.cpu_s(1) == pytest.approx(1e-4)
+    assert MODEL.cpu_s(1.5) == pytest.approx(1.25e-4)
+    assert MODEL.cpu_s(4) == pytest.approx(3e-4)  # in proportion to the last point
+    assert MODEL.device_s(0) == 0
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"schema": 1}', '{"schema": 2}', "no json"])
-def test_other_json_is_refused(text: str) -> None:
+def test_other_json_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         CostModel.from_json(text)
 
@@ -53,13 +53,13 @@ def test_other_json_is_refused(text: str) -> None:
         ("r_g", np.array([0.5, 0.5])),
     ],
 )
-def test_impossible_units_are_refused(field: str, value: object) -> None:
+def test_impossible_values_are_rejected(field: str, value: object) -> None:
     with pytest.raises(ValueError):
-        replace(UNITS, **{field: value})
+        replace(MODEL, **{field: value})
 
 
 def test_a_missing_field_is_named() -> None:
-    fields = json.loads(UNITS.to_json())
+    fields = json.loads(MODEL.to_json())
     del fields["r_g"]
     with pytest.raises(ValueError, match="r_g"):
         CostModel.from_json(json.dumps(fields))

@@ -1,4 +1,4 @@
-"""Neighbours in the draft's hidden states: held against the rule written out, and what it is to find."""
+"""Neighbours in the draft's hidden states: against the rule in plain Python, and on similar contexts."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ def by_the_rule(past: list[tuple[int, Floats, Floats, Ids]], tokens: list[int], 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_neighbours_are_weighed_by_the_rule(seed: int) -> None:
+def test_neighbours_have_the_weights_of_the_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
     nothing = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(12):
         tokens, hidden_states, ids = batch(rng)
         ids[1, 2] = -1  # a layer that did not see a token
         out = np.zeros(N, dtype=np.float32)
-        told = memory.expect(tokens.tolist(), hidden_states, out)
+        told = knn.expect(tokens.tolist(), hidden_states, out)
         if past:
             assert out == pytest.approx(
                 by_the_rule(past, tokens.tolist(), hidden_states), abs=0.03
             )  # neighbours as near as each other
             assert np.all((told >= 0) & (told < 1))
-        memory.learn(tokens, ids)
+        knn.learn(tokens, ids)
         for place, token in enumerate(tokens.tolist()):
             own = hidden_states[place] if place < len(hidden_states) else nothing
             past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
-    assert memory.n_stored == len(past)
+    assert knn.n_stored == len(past)
 
 
-def test_a_context_seen_before_is_foretold() -> None:
+def test_a_context_seen_before_is_predicted() -> None:
     rng = np.random.default_rng(0)
     ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 20)
     tokens, hidden_states, ids = batch(rng)
@@ -97,53 +97,53 @@ def test_a_context_seen_before_is_foretold() -> None:
         assert expected.sum() == pytest.approx(5 * N_USED * N_LAYERS, rel=1e-3)
 
 
-def test_the_newest_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_rows_replace_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_knn, "ROWS_MAX", 7)
     rng = np.random.default_rng(3)
-    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
     nothing = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(9):
         tokens, hidden_states, ids = batch(rng, 4)
         out = np.zeros(N, dtype=np.float32)
-        memory.expect(tokens.tolist(), hidden_states, out)
+        knn.expect(tokens.tolist(), hidden_states, out)
         if past:
             assert out == pytest.approx(
                 by_the_rule(past[-7:], tokens.tolist(), hidden_states), abs=0.03
             )  # neighbours as near as each other
-        memory.learn(tokens, ids)
+        knn.learn(tokens, ids)
         for place, token in enumerate(tokens.tolist()):
             own = hidden_states[place] if place < len(hidden_states) else nothing
             past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
-    assert memory.n_stored == memory.n_rows == 7
+    assert knn.n_stored == knn.n_rows == 7
 
 
 def test_long_states_keep_their_neighbours() -> None:
     rng = np.random.default_rng(1)
-    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     seen = []
     for _ in range(20):
         tokens, hidden_states, ids = batch(rng, 5, 1000)
-        memory.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
-        memory.learn(tokens, ids)
+        knn.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
+        knn.learn(tokens, ids)
         seen.append((tokens, hidden_states, ids))
     for tokens, hidden_states, ids in seen:
         noise = 0.3 * rng.standard_normal(hidden_states.shape).astype(np.float32)
         out = np.zeros(N, dtype=np.float32)
-        memory.expect(tokens.tolist()[:-1], hidden_states + noise, out)  # one state per token: no last draft
+        knn.expect(tokens.tolist()[:-1], hidden_states + noise, out)  # one state per token: no last draft
         came = count(ids[:, :-1], N_EXPERTS).reshape(-1)
         assert np.corrcoef(out, came)[0, 1] > 0.8
 
 
-def test_batches_without_states_and_memory_without_bytes_change_nothing() -> None:
+def test_no_prediction_without_hidden_states_or_memory() -> None:
     rng = np.random.default_rng(0)
     tokens, hidden_states, ids = batch(rng)
     out = np.zeros(N, dtype=np.float32)
-    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
-    memory.learn(tokens, ids)  # nobody asked
-    memory.expect(tokens.tolist(), hidden_states, out)
-    memory.learn(tokens[:2], ids[:, :2])  # another batch than was asked about
-    assert memory.n_stored == 0
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    knn.learn(tokens, ids)  # nobody asked
+    knn.expect(tokens.tolist(), hidden_states, out)
+    knn.learn(tokens[:2], ids[:, :2])  # another batch than was asked about
+    assert knn.n_stored == 0
     none = HiddenStateKNN(N_LAYERS, N_EXPERTS, 0)
     for _ in range(3):
         assert not none.expect(tokens.tolist(), hidden_states, out).any()
@@ -151,24 +151,24 @@ def test_batches_without_states_and_memory_without_bytes_change_nothing() -> Non
     assert not out.any()
 
 
-def test_states_that_are_no_numbers_tell_nothing() -> None:
+def test_no_prediction_from_states_that_are_not_finite() -> None:
     rng = np.random.default_rng(0)
-    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     for broken in (False, True, False):
         tokens, hidden_states, ids = batch(rng)
         if broken:
             hidden_states[1, 2] = np.nan
         out = np.zeros(N, dtype=np.float32)
-        told = memory.expect(tokens.tolist(), hidden_states, out)
+        told = knn.expect(tokens.tolist(), hidden_states, out)
         assert not broken or not (told.any() or out.any())
-        memory.learn(tokens, ids)
-    assert memory.n_stored == 10  # of two batches
+        knn.learn(tokens, ids)
+    assert knn.n_stored == 10  # of two batches
 
 
 def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_knn, "ROWS_MAX", 3)
-    memory = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
+    knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     tokens, hidden_states, ids = batch(np.random.default_rng(0), 9)
-    memory.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
-    memory.learn(tokens, ids)
-    assert memory.n_stored == 3
+    knn.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))
+    knn.learn(tokens, ids)
+    assert knn.n_stored == 3

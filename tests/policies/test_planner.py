@@ -1,4 +1,4 @@
-"""From scores to moves: what is chosen, in which order, and what hysteresis, thresholds and limits do to it."""
+"""From scores to transfers: which experts, in which order, under hysteresis, thresholds and limits."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def plan(score: list[list[float]], resident: list[list[int]], n_slots: int, **op
     return made
 
 
-def test_uploads_go_by_level_then_layer() -> None:
+def test_uploads_go_by_priority_then_layer() -> None:
     made = plan([[1.2, 4.9, 0.0], [3.5, 1.0, 2.0], [4.0, 0.5, 3.1]], [[0] * 3] * 3, 6)
     assert made.uploads.tolist() == [[0, 1], [2, 0], [1, 0], [2, 2], [1, 2], [0, 0]]
     assert made.priority.tolist() == [4, 4, 3, 3, 2, 1]
     assert not len(made.victims)
 
 
-def test_victims_are_the_lowest_and_no_better_than_what_comes() -> None:
+def test_victims_are_the_lowest_and_no_better_than_the_uploads() -> None:
     made = plan([[3.0, 2.0, 1.0, 0.5, 2.5]], [[0, 0, 1, 1, 1]], 3)
     assert made.uploads.tolist() == [[0, 0], [0, 1]]
     assert made.victims.tolist() == [[0, 3], [0, 2]]
     assert made.victim_utility.tolist() == [0.5, 1.0]
 
 
-def test_a_margin_keeps_what_is_nearly_as_good() -> None:
+def test_a_margin_keeps_experts_that_are_nearly_as_good() -> None:
     scores, resident = [[2.0, 1.9, 1.0, 3.0]], [[0, 1, 1, 0]]
     assert plan(scores, resident, 2).uploads.tolist() == [[0, 3], [0, 0]]
     assert plan(scores, resident, 2, margin=0.5).uploads.tolist() == [[0, 3]]
@@ -48,9 +48,9 @@ def test_a_threshold_above_one_holds_uploads_back() -> None:
     assert made.uploads.tolist() == [[0, 0], [0, 1]]
 
 
-def test_at_tau_one_whatever_fits_is_hot() -> None:
+def test_at_tau_one_every_expert_that_fits_is_hot() -> None:
     made = plan([[0.3, 0.0, 0.1]], [[0, 0, 0]], 3)
-    assert made.uploads.tolist() == [[0, 0], [0, 2]]  # but not what is never expected
+    assert made.uploads.tolist() == [[0, 0], [0, 2]]  # but not an expert without a score
     assert made.priority.tolist() == [1, 1]
 
 
@@ -60,7 +60,7 @@ def test_a_limit_takes_the_best() -> None:
     assert not len(plan([[1.0, 3.0]], [[0, 0]], 2, max_uploads=0).uploads)
 
 
-def test_only_what_is_allowed_comes() -> None:
+def test_only_allowed_experts_are_uploaded() -> None:
     allowed = np.array([[True, False, True]])
     assert plan([[1.0, 3.0, 2.0]], [[0, 0, 0]], 2, allowed=allowed).uploads.tolist() == [[0, 2]]
 
@@ -72,7 +72,7 @@ def test_without_eviction_only_free_slots_are_filled() -> None:
     assert not len(plan([[3.0, 1.0]], [[0, 1]], 1, evict=False).uploads)
 
 
-def test_what_is_on_its_way_is_neither_uploaded_nor_evicted() -> None:
+def test_an_expert_in_flight_is_neither_uploaded_nor_evicted() -> None:
     made = plan([[3.0, 0.1, 1.0]], [[0, 2, 1]], 2)
     assert made.uploads.tolist() == [[0, 0]]
     assert made.victims.tolist() == [[0, 2]]

@@ -1,4 +1,4 @@
-"""What every policy owes the mover, for any shape of cache, any residency and any ablation."""
+"""Rules that every policy keeps, for any shape of cache, any residency and any ablation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.routing import count
 LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
 
 
-def units(cap: int, device_s: float, transfer_s: float) -> CostModel:
+def cost_model(cap: int, device_s: float, transfer_s: float) -> CostModel:
     """A machine whose CPU takes 100 us per expert."""
     return CostModel(
         cpu_expert_s=np.r_[0.0, np.linspace(1e-4, 2e-4, 9)],
@@ -55,12 +55,14 @@ def shapes(draw: st.DrawFn) -> CacheShape:
 @st.composite
 def configs(draw: st.DrawFn) -> PolicyConfig:
     cap = draw(st.integers(1, 6))
-    measured = draw(st.sampled_from([None, units(cap, 1e-6, 0.0), units(cap, 1e-3, 1e-4), units(cap, 1e-5, 1e-2)]))
+    measured = draw(
+        st.sampled_from([None, cost_model(cap, 1e-6, 0.0), cost_model(cap, 1e-3, 1e-4), cost_model(cap, 1e-5, 1e-2)])
+    )
     return PolicyConfig(
         gamma=draw(st.integers(0, 8)),
         cap=cap,
         ablations=draw(st.frozensets(st.sampled_from(sorted(ABLATIONS)), max_size=3)),
-        cost_model=measured,
+        cost_model=None if times is None else cost_model(cap, *times),
         predictor_bytes=draw(st.sampled_from([0, 300, 64 << 20])),
     )
 
@@ -97,8 +99,8 @@ def observations(shape: CacheShape, seed: int, n_steps: int) -> list[Observation
     return steps
 
 
-def hints(shape: CacheShape, rng: np.random.Generator) -> ExpertPrediction | None:
-    """None at times; else experts foretold for some tokens, of some layers nothing."""
+def prediction_of(shape: CacheShape, rng: np.random.Generator) -> ExpertPrediction | None:
+    """Experts predicted for some tokens and some layers; None at times."""
     if rng.random() < 0.3:
         return None
     n_used = min(3, shape.n_experts)
@@ -106,11 +108,11 @@ def hints(shape: CacheShape, rng: np.random.Generator) -> ExpertPrediction | Non
     ids = order[:, :, :n_used].astype(np.int32)
     ids[rng.random(shape.n_layers) < 0.3] = -1
     ids[shape.group < 0] = -1
-    return ExpertPrediction(ids, "stand-in")
+    return ExpertPrediction(ids, "noisy")
 
 
 def future_of(observed: list[Observation]) -> np.ndarray:
-    """What a clairvoyant policy is given."""
+    """PolicyConfig.future of these steps."""
     return np.stack([each.counts for each in observed if not each.prefill] or [observed[0].counts])
 
 
@@ -119,7 +121,7 @@ def within_capacity(slots: Slots, shape: CacheShape) -> bool:
     return bool((np.array(held) <= shape.capacity).all())
 
 
-def left_by_another(shape: CacheShape, rng: np.random.Generator) -> Slots:
+def slots_of_another_policy(shape: CacheShape, rng: np.random.Generator) -> Slots:
     """Slots as another policy may have left them: any experts, as many as there is room for at most."""
     slots = Slots(shape)
     for group, capacity in enumerate(shape.capacity.tolist()):
@@ -143,15 +145,15 @@ def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig
     for observation in observed:
         policy.observe(observation)
         if rng.random() < 0.2:
-            slots = left_by_another(shape, rng)
+            slots = slots_of_another_policy(shape, rng)
         for upcoming in ([], [3], rng.integers(0, 40, 5).tolist()):
             resident = slots.resident.copy()
             # some of them are still on their way, and a backend may show residency as truth values
             resident[(resident == 1) & (rng.random(resident.shape) < 0.2)] = 2
-            check_plan(policy.plan(resident, upcoming, hints(shape, rng)), shape, resident, cap)
+            check_plan(policy.plan(resident, upcoming, prediction_of(shape, rng)), shape, resident, cap)
             truth = slots.resident.astype(np.bool_)
-            check_plan(policy.plan(truth, upcoming, hints(shape, rng)), shape, truth, cap)
-            plan = policy.plan(slots.resident, upcoming, hints(shape, rng))
+            check_plan(policy.plan(truth, upcoming, prediction_of(shape, rng)), shape, truth, cap)
+            plan = policy.plan(slots.resident, upcoming, prediction_of(shape, rng))
             check_plan(plan, shape, slots.resident, cap)
             slots.push(plan)
             assert within_capacity(slots, shape)
@@ -161,12 +163,12 @@ def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig
 
 
 def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: np.random.Generator) -> None:
-    """One verification of a policy that plans within it: the rules hold, and nothing in use is evicted."""
+    """One verification of a policy that plans within it: the rules hold, and no expert in use is evicted."""
     if not policy.execution_model.prefetch_within_step:
         return
     assert isinstance(policy, LayerPolicy)
     for layer in range(shape.n_layers):
-        plan = policy.plan_layer(layer, slots.resident, hints(shape, rng))
+        plan = policy.plan_layer(layer, slots.resident, prediction_of(shape, rng))
         check_plan(plan, shape, slots.resident, cap)
         assert layer not in plan.victims[:, 0], "a layer that computes loses an expert"
         slots.push(plan)
@@ -176,7 +178,7 @@ def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: 
 @pytest.mark.parametrize("name", ALL_POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1000))
-def test_what_is_on_its_way_is_no_victim(name: str, seed: int) -> None:
+def test_an_expert_in_flight_is_no_victim(name: str, seed: int) -> None:
     """Experts in use are pinned by the native library, those in flight by their state: a plan names neither."""
     shape = CacheShape.uniform(4, 8, 9)
     observed = observations(shape, seed, 6)
@@ -187,7 +189,7 @@ def test_what_is_on_its_way_is_no_victim(name: str, seed: int) -> None:
         policy.observe(observation)
         resident = slots.resident.copy()
         resident[(resident == 1) & (rng.random(resident.shape) < 0.5)] = 2
-        plan = policy.plan(resident, [1, 2], hints(shape, rng))
+        plan = policy.plan(resident, [1, 2], prediction_of(shape, rng))
         assert all(resident[layer, expert] == 1 for layer, expert in plan.victims.tolist())
         assert not any(resident[layer, expert] for layer, expert in plan.uploads.tolist())
         slots.push(policy.plan(slots.resident, []))
@@ -198,16 +200,16 @@ def test_what_is_on_its_way_is_no_victim(name: str, seed: int) -> None:
 @given(shape=shapes(), seed=st.integers(0, 1000))
 def test_layers_grow_beyond_their_shares_into_free_slots_only(name: str, shape: CacheShape, seed: int) -> None:
     policy = make_policy(name, shape)
-    slots, rng = left_by_another(shape, np.random.default_rng(seed)), np.random.default_rng(seed)
+    slots, rng = slots_of_another_policy(shape, np.random.default_rng(seed)), np.random.default_rng(seed)
     for observation in observations(shape, seed, 24):  # adapmoe shares out anew after 16
         policy.observe(observation)
         before = slots.resident.sum(axis=1, dtype=int)
-        slots.push(policy.plan(slots.resident, [1, 2], hints(shape, rng)))
+        slots.push(policy.plan(slots.resident, [1, 2], prediction_of(shape, rng)))
         shares = policy._planner.shares  # type: ignore[attr-defined]
         lent = np.maximum(slots.resident.sum(axis=1, dtype=int) - np.maximum(before, shares), 0)
         for group, capacity in enumerate(shape.capacity.tolist()):
             mine = shape.group == group
-            # what a layer held beyond its share is free, too: it may go instead of the newcomer's neighbour
+            # a slot beyond a layer's share is free, too: its expert may leave instead
             borrowed = np.maximum(before - shares, 0)[mine].sum()
             assert lent[mine].sum() <= capacity - before[mine].sum() + borrowed
             assert shares[mine].sum() <= capacity
@@ -226,16 +228,18 @@ def test_same_input_same_plans(name: str) -> None:
     observed = observations(shape, 1, 12)
     runs = []
     for _ in range(2):
-        policy = make_policy(name, shape, PolicyConfig(cost_model=units(4, 2e-5, 1e-5), future=future_of(observed)))
+        policy = make_policy(
+            name, shape, PolicyConfig(cost_model=cost_model(4, 2e-5, 1e-5), future=future_of(observed))
+        )
         slots, plans, rng = Slots(shape), [], np.random.default_rng(7)
         for observation in observed:
             policy.observe(observation)
             for _ in range(2):
-                plan = policy.plan(slots.resident, [1, 2, 3], hints(shape, rng))
+                plan = policy.plan(slots.resident, [1, 2, 3], prediction_of(shape, rng))
                 plans += copied(plan)
                 slots.push(plan)
             if isinstance(policy, LayerPolicy):
-                plan = policy.plan_layer(2, slots.resident, hints(shape, rng))
+                plan = policy.plan_layer(2, slots.resident, prediction_of(shape, rng))
                 plans += copied(plan)
                 slots.push(plan)
         runs.append(plans)
@@ -248,15 +252,15 @@ def test_inputs_stay_as_they_are(name: str) -> None:
     observed = observations(shape, 2, 4)
     policy = make_policy(name, shape, PolicyConfig(future=future_of(observed)))
     resident = np.zeros((4, 8), dtype=np.uint8)
-    foretold = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32), "stand-in")
+    predicted = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32), "noisy")
     for observation in observed:
         kept = (observation.counts.copy(), observation.ids.copy() if observation.ids is not None else None)
         policy.observe(observation)
-        policy.plan(resident, [1], foretold)
+        policy.plan(resident, [1], predicted)
         assert np.array_equal(observation.counts, kept[0])
         assert observation.ids is None or np.array_equal(observation.ids, kept[1])
     assert not resident.any()
-    assert not foretold.layer_ids.any()
+    assert not predicted.layer_ids.any()
 
 
 # not spac-paper: the same counts in every step are no fluctuation, so no utility moves after the first
@@ -276,7 +280,7 @@ def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
 
 
 class Asked(frozenset[str]):
-    """An empty set that remembers what was looked for."""
+    """An empty set that records which names were looked up."""
 
     def __init__(self) -> None:
         self.names: set[object] = set()
@@ -287,13 +291,13 @@ class Asked(frozenset[str]):
 
 
 @pytest.mark.parametrize("name", ALL_POLICIES)
-def test_an_ablation_is_ignored_where_the_policy_has_no_part_for_it(name: str) -> None:
+def test_the_table_lists_the_ablations_that_each_policy_reads(name: str) -> None:
     asked = Asked()
     config = PolicyConfig(future=np.zeros((1, 2, 4)))
     object.__setattr__(config, "ablations", asked)
     make_policy(name, CacheShape.uniform(2, 4, 3), config)
-    heeded = set(ABLATIONS) - set(ignored_ablations(name, frozenset(ABLATIONS)))
-    assert heeded == asked.names | {"no-sd"}
+    listed = set(ABLATIONS) - set(ignored_ablations(name, frozenset(ABLATIONS)))
+    assert listed == asked.names | {"no-sd"}
 
 
 def test_names_and_mistakes() -> None:

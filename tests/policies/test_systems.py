@@ -24,7 +24,7 @@ N_EXPERTS = 8
 
 
 def units() -> CostModel:
-    """A CPU with 1 ms per token, a device ten times as fast, behind a link with 5 ms per expert."""
+    """A CPU with 1 ms per token, a device ten times as fast, and a link with 5 ms per expert."""
     return CostModel(
         cpu_expert_s=np.array([0.0, 1e-3, 2e-3]),
         device_expert_s=np.array([0.0, 1e-4, 1.1e-4]),
@@ -49,7 +49,7 @@ def requests(seed: int, n: int, n_experts: int = N_EXPERTS) -> list[int]:
 
 
 def resident_after(policy: Policy, shape: CacheShape, string: list[int]) -> list[set[int]]:
-    """What lies in the slots of the only layer after each request."""
+    """Experts in the slots of the only layer after each request."""
     slots = Slots(shape)
     seen = []
     for expert in string:
@@ -144,14 +144,14 @@ def test_fate_favours_the_first_layer() -> None:
     assert shares.sum() == 122 and shares[0] == 30 and set(shares[1:].tolist()) == {4}
 
 
-def test_fate_brings_what_the_gate_names() -> None:
+def test_fate_prefetches_the_experts_that_the_gate_predicts() -> None:
     shape = CacheShape.uniform(3, N_EXPERTS, 9)
     policy = make_policy("fate", shape)
     slots = Slots(shape)
     policy.observe(step_of(np.zeros((3, 1, 2), dtype=np.int32)))
-    named = np.full((3, 1, 2), -1, dtype=np.int32)
-    named[1] = [[5, 6]]
-    plan = policy.plan_layer(0, slots.resident, ExpertPrediction(named, "next-gate"))  # type: ignore[attr-defined]
+    predicted = np.full((3, 1, 2), -1, dtype=np.int32)
+    predicted[1] = [[5, 6]]
+    plan = policy.plan_layer(0, slots.resident, ExpertPrediction(predicted, "next-gate"))  # type: ignore[attr-defined]
     assert {tuple(pair) for pair in plan.uploads.tolist()} == {(1, 5), (1, 6)}
 
 
@@ -263,7 +263,7 @@ def test_adapmoe_allocates_as_dynamic_programming() -> None:
         assert loads[np.arange(3), shares].sum() == pytest.approx(best)
 
 
-def test_adapmoe_brings_one_expert_per_layer() -> None:
+def test_adapmoe_prefetches_one_expert_per_layer() -> None:
     shape = CacheShape.uniform(2, N_EXPERTS, 6)
     policy = make_policy("adapmoe", shape)
     hints = ExpertPrediction(np.array([[[1, 2], [1, 3]], [[4, 5], [5, 6]]], dtype=np.int32), "next-gate")
@@ -272,7 +272,7 @@ def test_adapmoe_brings_one_expert_per_layer() -> None:
 
 
 def test_adapmoe_measures_every_layer_within_the_steps() -> None:
-    """As engine and simulator ask: before each layer, with hints for the layers behind it alone."""
+    """As in engine and simulator: before each layer, with predictions for the layers after it alone."""
     shape = CacheShape.uniform(3, N_EXPERTS, 12)
     policy = make_policy("adapmoe", shape)
     assert isinstance(policy, AdapMoe)
@@ -281,10 +281,10 @@ def test_adapmoe_measures_every_layer_within_the_steps() -> None:
     for _ in range(16):
         policy.plan(resident, [])
         for layer in range(3):
-            named = np.full((3, 1, 2), -1, dtype=np.int32)
-            named[layer + 1 :] = [2, 3]
-            named[2] = [2, 5] if layer == 1 else [6, 7]  # the nearest look counts: half of it is right
-            policy.plan_layer(layer, resident, ExpertPrediction(named, "next-gate"))
+            predicted = np.full((3, 1, 2), -1, dtype=np.int32)
+            predicted[layer + 1 :] = [2, 3]
+            predicted[2] = [2, 5] if layer == 1 else [6, 7]  # the nearest look counts: half of it is right
+            policy.plan_layer(layer, resident, ExpertPrediction(predicted, "next-gate"))
         policy.observe(step_of(ids))
     want = allocate(shape, np.array([0.0, 1.0, 0.5]), 2)
     assert policy._planner.shares.tolist() == want.tolist() != even_shares(shape).tolist()
@@ -295,26 +295,28 @@ GATED = ("fate", "adapmoe", "mixtral-offloading", "hybrimoe")
 
 @pytest.mark.parametrize("name", GATED)
 def test_gates_look_over_layers_without_experts(name: str) -> None:
-    """As in llama4, whose every other layer is dense: what the gate names for the next layer with experts comes."""
+    """As in llama4, whose every other layer is dense: the next layer with experts is prefetched."""
     shape = CacheShape(5, N_EXPERTS, np.array([-1, 0, -1, 0, -1], dtype=np.int32), np.array([8], dtype=np.int32))
     policy = make_policy(name, shape)
     assert isinstance(policy, LayerPolicy)
-    named = np.full((5, 2, 1), -1, dtype=np.int32)
-    named[3] = 5
-    plan = policy.plan_layer(1, np.zeros((5, N_EXPERTS), dtype=np.uint8), ExpertPrediction(named, "next-gate"))
+    predicted = np.full((5, 2, 1), -1, dtype=np.int32)
+    predicted[3] = 5
+    plan = policy.plan_layer(1, np.zeros((5, N_EXPERTS), dtype=np.uint8), ExpertPrediction(predicted, "next-gate"))
     assert plan.uploads.tolist() == [[3, 5]]
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_gates_ask_for_nothing_of_the_layers_before(name: str) -> None:
+def test_gates_prefetch_for_no_earlier_layer(name: str) -> None:
     shape = CacheShape.uniform(4, N_EXPERTS, 8)
     policy = make_policy(name, shape)
     assert isinstance(policy, LayerPolicy)
-    named = np.full((4, 2, 1), -1, dtype=np.int32)
-    named[:2] = 5
+    predicted = np.full((4, 2, 1), -1, dtype=np.int32)
+    predicted[:2] = 5
     assert (
         len(
-            policy.plan_layer(1, np.zeros((4, N_EXPERTS), dtype=np.uint8), ExpertPrediction(named, "next-gate")).uploads
+            policy.plan_layer(
+                1, np.zeros((4, N_EXPERTS), dtype=np.uint8), ExpertPrediction(predicted, "next-gate")
+            ).uploads
         )
         == 0
     )

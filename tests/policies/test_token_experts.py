@@ -1,4 +1,4 @@
-"""Lookahead by tokens: what the table foretells, how much it is trusted, and that it stays within its bytes."""
+"""Predictions from tokens: the table, the trust in it, and its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ N = N_LAYERS * N_EXPERTS
 
 
 def routed(tokens: np.ndarray) -> np.ndarray:
-    """Experts [n_layers, n_tokens, k] that depend on nothing but the token."""
+    """Experts [n_layers, n_tokens, k] that depend on the token alone."""
     first = (tokens[None, :] * 5 + np.arange(N_LAYERS)[:, None]) % N_EXPERTS
     return np.stack((first, (first + 3) % N_EXPERTS), axis=2).astype(np.int32)
 
@@ -22,27 +22,27 @@ def random_ids(rng: np.random.Generator, n_tokens: int) -> np.ndarray:
     return rng.random((N_LAYERS, n_tokens, N_EXPERTS)).argsort(axis=2)[:, :, :N_USED].astype(np.int32)
 
 
-def test_a_token_seen_often_is_foretold() -> None:
-    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
+def test_a_token_seen_often_is_predicted() -> None:
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     tokens = np.array([4, 9], dtype=np.int32)
     for _ in range(30):
-        ahead.learn(tokens, routed(tokens))
+        predictor.learn(tokens, routed(tokens))
     rate = np.full(N, N_USED / N_EXPERTS, dtype=np.float32)
-    expected = ahead.expect(rate, [4, 9], 2.0, np.empty(N, dtype=np.float32)).reshape(N_LAYERS, N_EXPERTS)
+    expected = predictor.expect(rate, [4, 9], 2.0, np.empty(N, dtype=np.float32)).reshape(N_LAYERS, N_EXPERTS)
     came = count(routed(tokens), N_EXPERTS)
     assert np.abs(expected - came).max() < 0.05
     assert expected.sum() == pytest.approx(2 * N_USED * N_LAYERS, rel=1e-4)
 
 
-def test_unknown_tokens_are_history() -> None:
-    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
+def test_unknown_tokens_are_expected_at_the_rates() -> None:
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     rate = np.random.default_rng(0).random(N).astype(np.float32)
-    expected = ahead.expect(rate, [1, 2], 5.0, np.empty(N, dtype=np.float32))
+    expected = predictor.expect(rate, [1, 2], 5.0, np.empty(N, dtype=np.float32))
     assert np.allclose(expected, rate * 5)
 
 
 def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
-    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     rng = np.random.default_rng(0)
     rate = np.full(N, N_USED / N_EXPERTS, dtype=np.float32)
     out = np.empty(N, dtype=np.float32)
@@ -50,26 +50,26 @@ def test_trust_falls_where_routing_does_not_follow_the_token() -> None:
         tokens = rng.integers(0, 10, 4).astype(np.int32)
         ids = random_ids(rng, 4)
         ids[0] = routed(tokens)[0]  # layer 0 does follow it
-        ahead.expect(rate, tokens.tolist(), 4.0, out)
-        ahead.fit_trust(rate, count(ids, N_EXPERTS).reshape(-1).astype(np.float32) / 4, 4)
-        ahead.learn(tokens, ids)
-        assert step < 20 or np.all((ahead.trust >= 0) & (ahead.trust <= 1))
-    assert ahead.trust[0] > 0.95
-    assert ahead.trust[1:].max() < 0.3
+        predictor.expect(rate, tokens.tolist(), 4.0, out)
+        predictor.fit_trust(rate, count(ids, N_EXPERTS).reshape(-1).astype(np.float32) / 4, 4)
+        predictor.learn(tokens, ids)
+        assert step < 20 or np.all((predictor.trust >= 0) & (predictor.trust <= 1))
+    assert predictor.trust[0] > 0.95
+    assert predictor.trust[1:].max() < 0.3
 
 
-def test_the_oldest_token_gives_up_its_row() -> None:
-    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 4 * (N + 136))
-    assert ahead.table.n_rows == 4
+def test_a_new_token_takes_the_row_of_the_oldest() -> None:
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 4 * (N + 136))
+    assert predictor.table.n_rows == 4
     for token in (1, 2, 3, 4, 1, 5):
         tokens = np.array([token], dtype=np.int32)
-        ahead.learn(tokens, routed(tokens))
+        predictor.learn(tokens, routed(tokens))
     rate, out = np.zeros(N, dtype=np.float32), np.empty(N, dtype=np.float32)
-    known = [token for token in range(1, 6) if ahead.expect(rate, [token], 1.0, out).any()]
+    known = [token for token in range(1, 6) if predictor.expect(rate, [token], 1.0, out).any()]
     assert known == [1, 3, 4, 5]
-    assert ahead.table.n_tokens == 4
+    assert predictor.table.n_tokens == 4
     fives = count(routed(np.array([5])), N_EXPERTS).reshape(-1)
-    assert np.array_equal(ahead.expect(rate, [5], 1.0, out) > 0, fives > 0)  # nothing is left of token 2
+    assert np.array_equal(predictor.expect(rate, [5], 1.0, out) > 0, fives > 0)  # token 2 left no count
 
 
 def test_a_large_vocabulary_stays_within_its_bytes() -> None:
@@ -84,25 +84,25 @@ def test_a_large_vocabulary_stays_within_its_bytes() -> None:
 
 
 def test_counts_never_overflow() -> None:
-    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     tokens = np.full(1000, 7, dtype=np.int32)  # a prefill of one word
-    ahead.learn(tokens, routed(tokens))
-    out = ahead.expect(np.zeros(N, dtype=np.float32), [7], 1.0, np.empty(N, dtype=np.float32))
+    predictor.learn(tokens, routed(tokens))
+    out = predictor.expect(np.zeros(N, dtype=np.float32), [7], 1.0, np.empty(N, dtype=np.float32))
     assert np.allclose(out[out > 0], 1.0, atol=0.02)
 
 
-def test_rows_that_a_layer_did_not_see_are_left_out() -> None:
-    ahead = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
+def test_tokens_that_a_layer_did_not_see_are_left_out() -> None:
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
     tokens = np.array([3, 4], dtype=np.int32)
     ids = routed(tokens)
     ids[-1, 0] = -1
-    ahead.learn(tokens, ids)
-    out = ahead.expect(np.zeros(N, dtype=np.float32), [3], 1.0, np.empty(N, dtype=np.float32))
+    predictor.learn(tokens, ids)
+    out = predictor.expect(np.zeros(N, dtype=np.float32), [3], 1.0, np.empty(N, dtype=np.float32))
     assert not out.reshape(N_LAYERS, N_EXPERTS)[-1].any()
     assert out.reshape(N_LAYERS, N_EXPERTS)[0].any()
 
 
-def test_no_bytes_no_table() -> None:
+def test_without_memory_there_is_no_table() -> None:
     table = TokenExpertTable(N_LAYERS, N_EXPERTS, 0)
     tokens = np.array([3], dtype=np.int32)
     table.learn(tokens, routed(tokens))

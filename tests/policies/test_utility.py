@@ -118,7 +118,7 @@ def test_printed_boundaries_only_fall() -> None:
     assert (after.up >= 1).all()
 
 
-def test_printed_boundaries_settle_at_one() -> None:
+def test_printed_boundaries_end_at_one() -> None:
     config = UtilityConfig()
     state = utility.initial_state((1, 1), config)
     for f in (1, 0) * 4:
