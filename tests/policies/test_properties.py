@@ -55,9 +55,7 @@ def shapes(draw: st.DrawFn) -> CacheShape:
 @st.composite
 def configs(draw: st.DrawFn) -> PolicyConfig:
     cap = draw(st.integers(1, 6))
-    measured = draw(
-        st.sampled_from([None, cost_model(cap, 1e-6, 0.0), cost_model(cap, 1e-3, 1e-4), cost_model(cap, 1e-5, 1e-2)])
-    )
+    times = draw(st.sampled_from([None, (1e-6, 0.0), (1e-3, 1e-4), (1e-5, 1e-2)]))
     return PolicyConfig(
         gamma=draw(st.integers(0, 8)),
         cap=cap,

@@ -312,14 +312,8 @@ def test_gates_prefetch_for_no_earlier_layer(name: str) -> None:
     assert isinstance(policy, LayerPolicy)
     predicted = np.full((4, 2, 1), -1, dtype=np.int32)
     predicted[:2] = 5
-    assert (
-        len(
-            policy.plan_layer(
-                1, np.zeros((4, N_EXPERTS), dtype=np.uint8), ExpertPrediction(predicted, "next-gate")
-            ).uploads
-        )
-        == 0
-    )
+    resident = np.zeros((4, N_EXPERTS), dtype=np.uint8)
+    assert len(policy.plan_layer(1, resident, ExpertPrediction(predicted, "next-gate")).uploads) == 0
 
 
 def test_sp_moe_solves_its_constraints() -> None:
