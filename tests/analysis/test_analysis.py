@@ -60,7 +60,7 @@ def test_without_speculation_there_is_no_sd() -> None:
     assert profile.ar_accuracy == pytest.approx(1 - 2 * 2 * (1 - profile.overlap) / 8)
 
 
-def test_constant_routing_is_foreseen() -> None:
+def test_constant_routing_is_predicted() -> None:
     trace = two_texts()
     trace.ids[:] = np.array([3, 5], dtype=np.uint8)
     profile = profile_layers(trace, [0])[0]
@@ -71,7 +71,7 @@ def test_constant_routing_is_foreseen() -> None:
 
 
 def test_profiles_do_not_depend_on_their_neighbours() -> None:
-    """Layers are replayed in groups; each comes out as it does alone."""
+    """Layers are replayed in groups; with the same result as alone."""
     trace = two_texts(n_layers=20)
     together = profile_layers(trace, list(range(20)))
     for layer in (0, 15, 16, 19):
@@ -81,7 +81,7 @@ def test_profiles_do_not_depend_on_their_neighbours() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [(Phase.PREFILL, 0, 0, True)] * 3])
-def test_nothing_decoded(rows: list[tuple[int, int, int, bool]]) -> None:
+def test_profile_of_a_trace_without_steps(rows: list[tuple[int, int, int, bool]]) -> None:
     profile = profile_layers(make_trace(rows), [0])[0]
     assert profile.steps == 0 and profile.overlap is None and profile.sd_accuracy is None and profile.hottest == []
 
@@ -143,7 +143,7 @@ def test_replay_of_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel, pub
     profiles = profile_steps(trace, steps, list(range(24)), gamma=8)
     for name, accuracy in published.items():
         assert _mean(profiles, name) == pytest.approx(accuracy, abs=0.04), name
-    # the speculative sensor foresees the next step better than the one that sees single tokens, and better than "cold"
+    # the speculative sensor predicts the next step better than the one that sees single tokens, and better than "cold"
     ar = np.mean([profile.ar_accuracy for profile in profiles if profile.ar_accuracy is not None])
     cold = np.mean([profile.step_cold_share for profile in profiles if profile.step_cold_share is not None])
     assert _mean(profiles, "alg1-printed") > ar + 0.04 and ar > cold

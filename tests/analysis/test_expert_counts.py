@@ -81,10 +81,10 @@ def test_unrecorded_tokens_are_left_out() -> None:
     assert expert_counts.empirical_overlap(ids, 4) == pytest.approx(0.5)
     assert expert_counts.empirical_unique(ids, 4, 2) == 3.0
     np.testing.assert_allclose(expert_counts.activation_probability(ids, 4), [1.0, 2 / 3, 1 / 3, 0.0])
-    nothing = np.full((5, 2), -1)
-    assert expert_counts.empirical_overlap(nothing, 4) is None
-    assert expert_counts.empirical_unique(nothing, 4, 1) is None
-    assert expert_counts.activation_probability(nothing, 4).sum() == 0
+    unrecorded = np.full((5, 2), -1)
+    assert expert_counts.empirical_overlap(unrecorded, 4) is None
+    assert expert_counts.empirical_unique(unrecorded, 4, 1) is None
+    assert expert_counts.activation_probability(unrecorded, 4).sum() == 0
     assert expert_counts.independence_overlap(np.zeros(4)) == 0.0
 
 
@@ -113,7 +113,7 @@ def test_measurements_equal_a_literal_loop(rows: list[list[int]], n_tokens: int,
 @pytest.mark.parametrize(
     "call", [lambda: expert_counts.uniform_unique(8, 9, 1), lambda: expert_counts.uniform_overlap(8, 0)]
 )
-def test_impossible_shapes_are_refused(call: object) -> None:
+def test_impossible_shapes_are_rejected(call: object) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match="experts per token"):
         call()

@@ -1,4 +1,4 @@
-"""The pictures: written, of the asked kind, and drawn without touching the display."""
+"""Pictures: written in the requested format, without using the display."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_all_slots_hold_what_is_used_when_everything_fits(name: str) -> None:
     assert slots.resident[:, [1, 4, 6]].all()
 
 
-class Asked(frozenset[str]):
+class RecordingSet(frozenset[str]):
     """An empty set that records which names were looked up."""
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class Asked(frozenset[str]):
 
 @pytest.mark.parametrize("name", ALL_POLICIES)
 def test_the_table_lists_the_ablations_that_each_policy_reads(name: str) -> None:
-    asked = Asked()
+    asked = RecordingSet()
     config = PolicyConfig(future=np.zeros((1, 2, 4)))
     object.__setattr__(config, "ablations", asked)
     make_policy(name, CacheShape.uniform(2, 4, 3), config)
