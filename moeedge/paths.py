@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from moeedge.errors import ModelFileError
 
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # values of OSError.errno
 _PACKAGE = Path(__file__).resolve().parent
 _MODELS = _PACKAGE.parent / "models"  # in a checkout (editable install)
 _IN_WHEEL = _PACKAGE / "bundled"

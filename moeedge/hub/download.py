@@ -7,7 +7,6 @@ hf_hub_download only links the complete blob into the cache.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -19,11 +18,11 @@ from typing import BinaryIO, Protocol, cast
 from moeedge.errors import DownloadError
 from moeedge.hub import cache
 from moeedge.hub.remote import NoAnswerError, RemoteFile, hub_endpoint, hub_errors, no_bars
+from moeedge.paths import DISK_FULL_ERRORS
 from moeedge.units import format_bytes
 
 _BLOCK_BYTES = 4 * 2**20
 _CHUNK_BYTES = 2**19  # a broken connection loses up to one chunk: huggingface_hub's 10 MB are too many on a slow link
-_DISK_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _MAX_HTTP_BYTES = 50 * 1000**3  # the hub serves larger files by its own protocol only
 
 
@@ -166,7 +165,7 @@ def _disk_full_errors(file: RemoteFile, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if error.errno not in DISK_FULL_ERRORS:
             raise
         have = format_bytes(cache.size_of(partial))
         raise DownloadError(

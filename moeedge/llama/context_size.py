@@ -26,40 +26,25 @@ def kv_bytes_per_token(model: Model) -> int:
     return model.info.n_layers * max(model.n_heads_kv, 1) * (key + value) * _BYTES_PER_VALUE
 
 
-def choose_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> tuple[int, str | None]:
-    """Returns the context in tokens: `n_ctx` if it fits, or for 0 the default with a note where that was reduced.
+def choose_n_ctx(models: Sequence[Model], n_ctx: int = 0, free_bytes: int | None = None) -> tuple[int, str | None]:
+    """Returns the context in tokens for target and draft, and a note for the user if the default was reduced.
 
-    Raises InputError for an `n_ctx` whose KV caches exceed the free memory.
+    n_ctx: the user's size; raises InputError if its KV caches exceed the free memory. Models with a sliding window or a
+    recurrent state need less than the estimate and are not checked. 0: the first model's trained context, reduced if
+    the KV caches of all models do not fit. free_bytes: measured by default.
     """
+    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
     if n_ctx:
-        check_n_ctx(models, n_ctx, free_bytes)
+        plain = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
+        needed = n_ctx * sum(kv_bytes_per_token(model) for model in plain)
+        if needed > free:
+            raise InputError(
+                f"A context of {n_ctx:,} tokens needs {format_bytes(needed)} of KV cache, "
+                f"but {format_bytes(free)} of memory are free.",
+                f"Use -c {max(N_CTX_STEP, n_ctx * free // needed // N_CTX_STEP * N_CTX_STEP)} or less.",
+            )
         return n_ctx, None
-    return default_n_ctx(models, free_bytes)
-
-
-def check_n_ctx(models: Sequence[Model], n_ctx: int, free_bytes: int | None = None) -> None:
-    """Raises InputError if the KV caches of `n_ctx` tokens exceed the free memory.
-
-    Models with a sliding window or a recurrent state need less than the estimate and are not checked.
-    """
-    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
-    checked = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
-    needed = n_ctx * sum(kv_bytes_per_token(model) for model in checked)
-    if needed > free:
-        raise InputError(
-            f"A context of {n_ctx:,} tokens needs {format_bytes(needed)} of KV cache, "
-            f"but {format_bytes(free)} of memory are free.",
-            f"Use -c {max(N_CTX_STEP, n_ctx * free // needed // N_CTX_STEP * N_CTX_STEP)} or less.",
-        )
-
-
-def default_n_ctx(models: Sequence[Model], free_bytes: int | None = None) -> tuple[int, str | None]:
-    """Returns the context that the first model was trained with, reduced if the KV caches of all models do not fit.
-
-    The second value is a note for the user if it was reduced, else None.
-    """
     n_trained = models[0].info.n_ctx_train
-    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
     per_token = sum(kv_bytes_per_token(model) for model in models)
     n_fitting = max(N_CTX_STEP, int(free * _KV_SHARE) // per_token // N_CTX_STEP * N_CTX_STEP)
     if n_fitting >= n_trained:

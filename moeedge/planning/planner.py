@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 import psutil
 
@@ -128,7 +128,7 @@ class Planner:
         all_on_gpu = self._all_on_gpu(self.config.n_ctx)
         if self.config.n_ctx:
             return self.map(self.config.n_ctx)
-        n_ctx, note = choose_n_ctx(self._models, 0, self._kv_room(all_on_gpu))
+        n_ctx, note = choose_n_ctx(self._models, free_bytes=self._kv_room(all_on_gpu))
         self.notes.extend([note] if note else [])
         return self._map(n_ctx, all_on_gpu)
 
@@ -245,9 +245,7 @@ class Planner:
     def __enter__(self) -> Planner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
 

@@ -127,12 +127,8 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
         words += ["-ngl", str(config.n_gpu_layers)]
     asked = config.placement.cache_ratio is not None
     if advised.budget.n_slots and (asked or planner.machine.device.default_ratio is None):
-        words += ["--cache-ratio", _round_down(advised.budget.ratio)]
+        ratio = math.floor(advised.budget.ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
+        words += ["--cache-ratio", f"{ratio:g}"]
     elif config.placement.cache_ratio == 0:
         words += ["--cache-ratio", "0"]
     return shlex.join(words)
-
-
-def _round_down(ratio: float) -> str:
-    """Formats with three decimals, rounded down so that it fits."""
-    return f"{math.floor(ratio * 1000 + 1e-9) / 1000:g}"

@@ -7,7 +7,6 @@ takes only the room of its content, but reads the same from the page cache.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +19,7 @@ import gguf
 import numpy as np
 
 from moeedge.errors import DiskSpaceError, InputError
+from moeedge.paths import DISK_FULL_ERRORS
 from moeedge.units import format_bytes
 from moeedge.widen.blocks import Bytes, row_bytes
 from moeedge.widen.layout import WidePlan, WideTensor
@@ -82,7 +82,7 @@ def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in DISK_FULL_ERRORS:
             raise DiskSpaceError(
                 f"Cannot write {out}: {(error.strerror or 'no room').lower()}.",
                 "Free some space and try again.",

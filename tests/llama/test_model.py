@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
-from moeedge.llama.context_size import check_n_ctx, default_n_ctx, kv_bytes_per_token
+from moeedge.llama.context_size import choose_n_ctx, kv_bytes_per_token
 from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
 from moeedge.llama.text import ChatFormat
@@ -116,13 +116,13 @@ def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
     with Model.load(tiny("qwen3moe")) as model:
         per_token = kv_bytes_per_token(model)
         assert per_token == 3 * 2 * (16 + 16) * 2  # layers x kv heads x (key + value) x float16
-        assert default_n_ctx([model], free_bytes=2**40) == (4096, None)
-        size, note = default_n_ctx([model, model], free_bytes=per_token * 4 * 1000)
+        assert choose_n_ctx([model], free_bytes=2**40) == (4096, None)
+        size, note = choose_n_ctx([model, model], free_bytes=per_token * 4 * 1000)
         assert size == 768 and note is not None and "instead of the 4,096" in note
-        assert default_n_ctx([model], free_bytes=0)[0] == 256
-        check_n_ctx([model, model], 1000, free_bytes=2 * 1000 * per_token)
+        assert choose_n_ctx([model], free_bytes=0)[0] == 256
+        assert choose_n_ctx([model, model], 1000, free_bytes=2 * 1000 * per_token) == (1000, None)
         with pytest.raises(InputError, match=r"1,001 tokens needs .* Use -c 768 or less"):
-            check_n_ctx([model, model], 1001, free_bytes=2 * 1000 * per_token)
+            choose_n_ctx([model, model], 1001, free_bytes=2 * 1000 * per_token)
 
 
 @pytest.mark.parametrize(("available_bytes", "repacked"), [(2**40, True), (0, False)])
