@@ -110,7 +110,7 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
     except ModelNameError:
         if model is None:
             raise
-    from moeedge.planning.remote import catalog_draft, locate_or_fetch
+    from moeedge.planning.headers import catalog_draft, locate_or_fetch
     from moeedge.ui.console import say, stderr_console
 
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))

@@ -235,7 +235,10 @@ _VARIANT: dict[str, _Rule] = {
 
 
 class _Reader:
-    """Builds entries from the tables of one file; every error names the file, the entry and the key."""
+    """Builds entries from the tables of one file; every error names the file, the entry and the key.
+
+    Not by pydantic, whose import takes longer than everything else in a lookup by name.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -19,7 +19,7 @@ from moeedge.hub.names import all_parts, is_first_part
 from moeedge.llama import library
 from moeedge.native.cache import ExpertTensor
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
 _REPLACE_HINT = "Download or copy it again."
 # not shared experts (_shexp) and the norm before the experts (ffn_norm_exps), which no router chooses
@@ -91,12 +91,12 @@ def _check_readable(path: Path) -> None:
         raise ModelFileError(f"{path} is a folder.", "Give the .gguf file in it.")
     try:
         with path.open("rb") as file:
-            magic = file.read(len(_MAGIC))
+            magic = file.read(len(MAGIC))
     except OSError as error:
         raise ModelFileError(f"Cannot read {path}: {error.strerror}.", "Check its permissions.") from error
     if not magic:
         raise ModelFileError(f"{path} is empty.", _REPLACE_HINT)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise ModelFileError(f"{path} is not a GGUF file.", "Give a model in llama.cpp's GGUF format.")
 
 

@@ -25,7 +25,6 @@ from moeedge.widen.maps import GroupedHeads, Map, Rotary, corner, product, repea
 from moeedge.widen.shape import BLOCK, RequestedSizes, Shape, read_shape, wider_shape
 
 _LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
-_ALIGNMENT = 32  # of tensors in the file
 
 
 class WeightType(str, Enum):
@@ -66,7 +65,7 @@ class WideTensor:
     @property
     def padded_bytes(self) -> int:
         """Bytes with the padding to the next tensor."""
-        return -(-self.n_bytes // _ALIGNMENT) * _ALIGNMENT
+        return int(gguf.GGUFWriter.ggml_pad(self.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
 def is_ffn(name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.planning import remote
+from moeedge.planning import headers
 from tests.conftest import TinyFactory
 from tests.hub.conftest import BIG, SMALL, HubMachine
 from tests.support.hub import hub_stand_in
@@ -51,8 +51,8 @@ def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, m
     for name, value in place.environment().items():
         if name.startswith(("HF_", "MOEEDGE_")):
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote, "_FIRST_BYTES", 256)
-    found = remote.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, lambda line: None)
+    monkeypatch.setattr(headers, "_FIRST_BYTES", 256)
+    found = headers.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, lambda line: None)
     assert found.path.read_bytes() == place.hub.files[BIG][: found.path.stat().st_size]
     assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
     assert found.path.stat().st_size <= 2**16
