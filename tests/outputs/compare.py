@@ -61,7 +61,14 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 # made first: the routing of a real run, for the commands that read one
 SET_UP = ["profile", "--layer", "0", "--dataset", "toy", "--limit", "3", "-n", "24", "-t", "1"]
-RENAMED: dict[str, str] = {}  # by version 0.5.0: old key -> new key
+RENAMED: dict[str, str] = {  # by version 0.5.0: old key -> new key
+    "tail": "rejected_token_model",
+    "hints": "prediction_source",
+    "hints_accuracy": "predictor_accuracy",
+    "draft_states": "draft_hidden_states",
+    "refused_tokens": "rejected_tokens",
+    "has_states": "has_hidden_states",
+}
 RENAMED_OPTIONS: dict[str, str] = {}
 # measured or of this machine: present, but not compared
 _MEASURED = re.compile(
@@ -69,6 +76,7 @@ _MEASURED = re.compile(
     r"n_ctx|overhead_share|notes|started|date|commit.*|dirty|build.*|version|cpu|environment|moeedge.*|path|file|where|seed|"
     r"warm|.*load.*|upload.*|evict.*|cancelled|transfers|.*hit.*|tau|partition.*|blocks|vram.*|slots_used|advice|steps_us.*)$"
 )
+_FOLDERS = re.compile(r'"/(?:[^"/]*/)+')  # of absolute paths, which differ between machines
 _ALWAYS_EXACT = ("replay", "trace", "simulate", "validate")
 
 
@@ -93,7 +101,7 @@ def record(folder: Path, program: list[str]) -> None:
             if (folder / f"{name}.json").exists():
                 continue
             filled = [renamed.get(text, text).format(data=data, scratch=scratch) for text in arguments]
-            output = run(program, [*filled, "-o", "json"])
+            output = _FOLDERS.sub('"', run(program, [*filled, "-o", "json"]))
             (folder / f"{name}.json").write_text(output, encoding="utf-8")
             print(f"{name}: {len(output):,} characters", flush=True)
 
