@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from moeedge.native.abi import PrefillPath
-from moeedge.policies.base import ABLATIONS
+from moeedge.policies.base import PolicyConfig
 
 Misses = Literal["cpu", "load"]
 Drafting = Literal["worker", "vanilla", "off"]
@@ -52,13 +52,18 @@ class PlacementConfig:
             raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
         if self.vram_bytes is not None and self.cache_ratio is not None:
             raise ValueError("--vram and --cache-ratio exclude each other")
-        for ablation in sorted(self.ablations):
-            _check_choice("ablation", ablation, sorted(ABLATIONS))
-        if not 1 <= self.utility_cap <= 64:
-            raise ValueError(f"the utility cap must be in 1..64, not {self.utility_cap}")
-        if not 0 <= self.forgetting <= 1:
-            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        self.policy_config(gamma=0)  # checks the other values
         object.__setattr__(self, "prefill", PrefillPath(self.prefill))
+
+    def policy_config(self, *, gamma: int) -> PolicyConfig:
+        """The policy's settings, before anything is measured; gamma: the draft length."""
+        return PolicyConfig(
+            gamma=gamma,
+            cap=self.utility_cap,
+            forgetting=self.forgetting,
+            ablations=self.ablations,
+            cutoff_layer=self.execution.cutoff_layer,
+        )
 
     @property
     def has_size(self) -> bool:
@@ -66,6 +71,6 @@ class PlacementConfig:
         return self.vram_bytes is not None or self.cache_ratio is not None
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...] | list[str]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f'unknown {name} "{value}"; choose from {", ".join(choices)}')

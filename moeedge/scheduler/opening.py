@@ -14,7 +14,7 @@ from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 from moeedge.notifications import Notify
-from moeedge.policies.base import CutoffPolicy, Policy, PolicyConfig
+from moeedge.policies.base import CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.calibration import Calibration
@@ -67,13 +67,7 @@ def open_placement(
         stack.enter_context(cache)
         if not _has_room_for_every_layer(cache, device, target, notes):
             return None, None
-        policy_config = PolicyConfig(
-            gamma=gamma,
-            cap=config.utility_cap,
-            forgetting=config.forgetting,
-            ablations=config.ablations,
-            cutoff_layer=config.execution.cutoff_layer,
-        )
+        policy_config = config.policy_config(gamma=gamma)
         calibration = calibrate(target, draft, cache, config, policy_config, device, notify=notify)
         notes.extend(_describe_placement(config, device, target, cache))
         prefill = config.prefill
