@@ -71,7 +71,7 @@ class CaptureFlags(IntFlag):
 
 
 class Status(IntEnum):
-    """enum moeedge_status, as far as Python distinguishes them."""
+    """The values of enum moeedge_status that Python distinguishes."""
 
     OUT_OF_MEMORY = -3
     NO_DEVICE = -7

@@ -144,7 +144,7 @@ def test_moe_draft_has_a_sensor_of_its_own(
 def test_stock_mode_is_the_same_loop(
     speculation: tuple[str, int] | None, tiny_moe: Path, tiny_draft: Path, stock: Callable[[Path], StockContext]
 ) -> None:
-    """Our backend claims nothing: the same tokens as with it, plain decoding the same as plain llama_cpp calls."""
+    """Our backend takes no operations: the same tokens as with it, plain decoding the same as plain llama_cpp calls."""
     answers = []
     for mode in ("stock", "moeedge"):
         with Session.open(config(tiny_moe, speculation, tiny_draft, mode=mode)) as session:

@@ -41,34 +41,34 @@ def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Re
     return get
 
 
-@pytest.mark.parametrize("claims", list(OffloadScope), ids=lambda claims: claims.name.lower())
+@pytest.mark.parametrize("scope", list(OffloadScope), ids=lambda scope: scope.name.lower())
 @pytest.mark.parametrize("case", MOE_CASES)
 def test_logits_equal_a_process_without_us(
-    case: str, claims: OffloadScope, tiny: TinyFactory, reference: Reference
+    case: str, scope: OffloadScope, tiny: TinyFactory, reference: Reference
 ) -> None:
     arch, dimensions = MOE_CASES[case]
     path = tiny(arch, **dimensions)
-    context, sensor = sensed_context(path, claims, n_ubatch=32)
+    context, sensor = sensed_context(path, scope, n_ubatch=32)
     with context:
         rows = transcript(context)
         stats = sensor.stats()
     assert np.array_equal(rows, reference(path, 1))
     # that the comparison is of what it says: our backend computed the blocks, or nothing at all
-    assert (stats.blocks > 0) == (claims is not OffloadScope.NONE)
+    assert (stats.blocks > 0) == (scope is not OffloadScope.NONE)
 
 
-@pytest.mark.parametrize("claims", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda claims: claims.name.lower())
-def test_two_threads(claims: OffloadScope, tiny: TinyFactory, reference: Reference) -> None:
+@pytest.mark.parametrize("scope", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda scope: scope.name.lower())
+def test_two_threads(scope: OffloadScope, tiny: TinyFactory, reference: Reference) -> None:
     path = tiny("qwen3moe")
-    context, _ = sensed_context(path, claims, n_ubatch=32, n_threads=2)
+    context, _ = sensed_context(path, scope, n_ubatch=32, n_threads=2)
     with context:
         assert np.array_equal(transcript(context), reference(path, 2))
 
 
-@pytest.mark.parametrize("claims", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda claims: claims.name.lower())
-def test_without_repacked_weights(claims: OffloadScope, tiny_moe: Path) -> None:
+@pytest.mark.parametrize("scope", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda scope: scope.name.lower())
+def test_without_repacked_weights(scope: OffloadScope, tiny_moe: Path) -> None:
     plain, _ = sensed_context(tiny_moe, OffloadScope.NONE, repack=False)
-    ours, _ = sensed_context(tiny_moe, claims, repack=False)
+    ours, _ = sensed_context(tiny_moe, scope, repack=False)
     with plain, ours:
         assert np.array_equal(transcript(ours), transcript(plain))
 
@@ -84,8 +84,8 @@ def test_repacked_kernels_are_in_use(tiny_moe: Path) -> None:
 
 def test_bundled_target(bundled_pair: tuple[Path, Path]) -> None:
     rows = []
-    for claims in OffloadScope:
-        context, _ = sensed_context(bundled_pair[0], claims, n_threads=2)
+    for scope in OffloadScope:
+        context, _ = sensed_context(bundled_pair[0], scope, n_threads=2)
         with context:
             rows.append(transcript(context))
     assert np.array_equal(rows[1], rows[0])

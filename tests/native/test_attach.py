@@ -1,4 +1,4 @@
-"""Attaching: version checks, the exported entry point, and loading by an unmodified llama.cpp program."""
+"""Attaching: version checks, the exported entry point, and loading into an unmodified llama.cpp program."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_attach_twice_registers_one_device() -> None:
     assert [name(get(i)) for i in range(count())].count(b"MOEEDGE") == 1
 
 
-def test_devices_leave_ours_out() -> None:
+def test_devices_do_not_include_ours() -> None:
     native.attach()
     found = native.devices()
     assert [device.kind for device in found].count("CPU") == 1
     assert "MOEEDGE" not in [device.name for device in found]
 
 
-def test_another_llama_cpp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names both versions and the mend; everything but the version string is real."""
+def test_another_llama_cpp_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names both versions and the hint the fix; only the version string is faked."""
     installed = importlib.metadata.version("llama-cpp-python")
     real = importlib.metadata.version
     monkeypatch.setattr(
@@ -54,7 +54,7 @@ def test_another_llama_cpp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"pip install llama-cpp-python=={installed}" in caught.value.hint
 
 
-def test_another_backend_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_backend_api_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for = native.load().moeedge_backend_api_version()
     assert native.library._installed_api_version(native.library.ggml()) == compiled_for
     monkeypatch.setattr(native.library, "_installed_api_version", lambda ggml: compiled_for + 1)
@@ -63,8 +63,8 @@ def test_another_backend_api_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_another_ggml_is_refused(tmp_path: Path) -> None:
-    """A ggml of another version, as far as ggml_version() says: neither entry point registers anything."""
+def test_another_ggml_is_rejected(tmp_path: Path) -> None:
+    """A ggml whose ggml_version() differs: neither entry point registers the backend."""
     (tmp_path / "other.c").write_text('const char * ggml_version(void) { return "9.9.9"; }\n')
     other = tmp_path / "libother.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(other), str(tmp_path / "other.c")], check=True)
@@ -87,8 +87,8 @@ def test_another_ggml_is_refused(tmp_path: Path) -> None:
         check=True,
         timeout=60,
     )
-    refusal, entry = result.stdout.splitlines()
-    assert "compiled for ggml" in refusal
+    message, entry = result.stdout.splitlines()
+    assert "compiled for ggml" in message
     assert entry == "None"
 
 
@@ -140,12 +140,12 @@ def test_stock_program_loads_us_by_environment(tiny: TinyFactory, tmp_path: Path
     assert stock.keys() == ours.keys()
     for name, rows in stock.items():
         assert np.array_equal(rows, ours[name]), name
-    # an instance claims the MoE blocks unless told otherwise, and leaves dense models to the CPU backend
+    # by default an instance takes the MoE blocks and leaves dense models to the CPU backend
     assert (graphs[:-2] > 0).all()
     assert (graphs[-2:] == 0).all()
 
 
-def test_closed_contexts_leave_nothing(tiny_moe: Path) -> None:
+def test_closed_contexts_free_their_instances(tiny_moe: Path) -> None:
     engine_library.start()
     before = native.load().moeedge_live_instances()
     with StockContext(tiny_moe) as context:

@@ -1,4 +1,4 @@
-"""The expert cache: slots, their bytes, and what the mover does with a plan. On the emulated device."""
+"""The expert cache on the emulated device: slots, their bytes, and how the mover executes a plan."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict
 
 
 @pytest.mark.parametrize(("ratio", "n_slots"), [(0.0, 0), (0.001, 1), (0.17, 5), (0.5, 16), (1.0, 32)])
-def test_capacity_is_the_share_asked_for(experts: ExpertFile, ratio: float, n_slots: int) -> None:
+def test_capacity_is_the_requested_share(experts: ExpertFile, ratio: float, n_slots: int) -> None:
     with ExpertCache.open(experts.config(ratio)) as cache:
         layer_group, capacity, expert_bytes = cache.groups()
         assert layer_group.tolist() == [0] * 4
@@ -98,7 +98,7 @@ def test_capacity_is_the_share_asked_for(experts: ExpertFile, ratio: float, n_sl
         assert_balanced(cache)
 
 
-def test_layers_of_unlike_shape_get_pools_of_their_own(tmp_path: Path) -> None:
+def test_layers_of_different_shape_have_separate_pools(tmp_path: Path) -> None:
     mixed = write_experts(tmp_path / "mixed.bin", n_layers=6, wide_layers=(1, 4), dense_layers=(0,))
     with ExpertCache.open(mixed.config(0.5)) as cache:
         layer_group, capacity, expert_bytes = cache.groups()
@@ -148,7 +148,7 @@ except Exception as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and reads the address space as Linux does")
-def test_short_memory_gives_fewer_slots_and_too_little_an_error(tmp_path: Path) -> None:
+def test_short_memory_gives_fewer_slots_or_an_error(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -156,11 +156,11 @@ def test_short_memory_gives_fewer_slots_and_too_little_an_error(tmp_path: Path) 
     assert result.stdout.startswith("The device emulated has no memory for even one expert")
 
 
-# what the mover does with a plan
+# how the mover executes a plan
 
 
-def test_higher_levels_come_first_then_lower_layers_then_the_order_given(experts: ExpertFile) -> None:
-    # 5 slots: who gets one tells the order
+def test_uploads_go_by_priority_then_layer_then_given_order(experts: ExpertFile) -> None:
+    # 5 slots: the experts that get one show the order
     uploads = [(3, 7), (2, 2), (2, 1), (0, 0), (0, 5), (1, 1), (3, 3), (1, 6)]
     priority = [4, 1, 1, 2, 1, 2, 2, 1]
     with ExpertCache.open(experts.config(5 / 32)) as cache:
@@ -174,7 +174,7 @@ def test_higher_levels_come_first_then_lower_layers_then_the_order_given(experts
         assert resident(cache) == {(2, 2)}
 
 
-def test_the_lowest_utility_goes_first_and_nothing_else(experts: ExpertFile) -> None:
+def test_only_the_lowest_utility_is_evicted(experts: ExpertFile) -> None:
     old = list(product(range(2), range(4)))
     with ExpertCache.open(experts.config(0.25)) as cache:
         ask(cache, old)
@@ -195,7 +195,7 @@ def test_the_lowest_utility_goes_first_and_nothing_else(experts: ExpertFile) -> 
         assert_bytes(cache, experts)
 
 
-def test_what_is_there_already_is_left_out(experts: ExpertFile) -> None:
+def test_resident_experts_are_not_uploaded_again(experts: ExpertFile) -> None:
     with ExpertCache.open(experts.config(0.5)) as cache:
         for _ in range(3):
             ask(cache, [(0, 0), (1, 1), (0, 0)])
@@ -248,11 +248,11 @@ def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
         begin_s = time.monotonic()
         cache.plan(NO_PAIRS, np.zeros(0, np.uint8), NO_PAIRS, np.zeros(0, np.float32))
         drain(cache)
-        assert time.monotonic() - begin_s < 0.6, "what is cancelled costs nothing"
+        assert time.monotonic() - begin_s < 0.6, "cancelled uploads take no time"
         assert cache.stats().cancelled == 11
         ask(cache, [(2, expert) for expert in range(8)])
         begin_s = time.monotonic()
-    assert time.monotonic() - begin_s < 0.6, "closing waits for none of it"
+    assert time.monotonic() - begin_s < 0.6, "closing does not wait for the queue"
 
 
 def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
@@ -266,11 +266,11 @@ def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
         stats = cache.stats()
     assert stats.uploads == 32
     assert duration_s >= 0.9 * stats.bytes_moved / rate
-    assert duration_s <= 3 * stats.bytes_moved / rate, "and does not fall far behind it"
+    assert duration_s <= 3 * stats.bytes_moved / rate, "and is not much slower"
     assert stats.transfer_s == pytest.approx(duration_s, rel=0.2)
 
 
-def test_unlike_groups_share_one_queue(tmp_path: Path) -> None:
+def test_groups_share_one_queue(tmp_path: Path) -> None:
     """A group without room does not hold up another; otherwise the order holds across groups."""
     mixed = write_experts(tmp_path / "mixed.bin", wide_layers=(1, 3))
     with ExpertCache.open(mixed.config(2 / 16, link_bytes_per_s=200e3)) as cache:
@@ -320,7 +320,7 @@ def test_an_expert_that_cannot_be_read_stays_absent(tmp_path: Path) -> None:
         assert assert_bytes(cache, model) == 24
 
 
-def test_a_closed_cache_says_so(experts: ExpertFile) -> None:
+def test_a_closed_cache_raises(experts: ExpertFile) -> None:
     cache = ExpertCache.open(experts.config(0.5))
     cache.close()
     cache.close()
@@ -354,7 +354,7 @@ def test_closing_detaches(tiny: TinyFactory) -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 32, 48, 64])
-def test_blocks_with_nothing_resident_are_misses(tiny: TinyFactory, n_tokens: int) -> None:
+def test_blocks_without_resident_experts_are_misses(tiny: TinyFactory, n_tokens: int) -> None:
     path = tiny("qwen3moe")
     tensors, files = expert_tensors(path)
     config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)

@@ -1,4 +1,4 @@
-"""The expert cache on a device in another process, over llama.cpp's own RPC on loopback; its loss, too.
+"""The expert cache on a device in another process, over llama.cpp's own RPC on loopback; also when the worker dies.
 
 Needs a llama-cpp-python built with CMAKE_ARGS=-DGGML_RPC=on; skips visibly without.
 """
@@ -50,8 +50,8 @@ def test_remote_slots_hold_the_files_bytes(tmp_path: Path) -> None:
             assert assert_bytes(again, model) == 18
 
 
-def test_more_than_the_worker_has_shrinks(tmp_path: Path) -> None:
-    """A worker refuses what does not fit; here the address space that it may use is limited."""
+def test_the_cache_shrinks_to_the_workers_memory(tmp_path: Path) -> None:
+    """A worker rejects allocations that do not fit; here its address space is limited."""
     pytest.importorskip("resource")
     native.attach()
     model = write_experts(tmp_path / "sparse.bin", n_layers=2, n_experts=1024, width=512, sparse=True)
@@ -75,7 +75,7 @@ def limit_address_space(process: int, more_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
-def test_the_death_of_the_worker_is_survived(delay_s: float) -> None:
+def test_the_process_survives_the_workers_death(delay_s: float) -> None:
     with start_worker() as worker:
         user = subprocess.Popen(
             [sys.executable, "-m", "tests.support.cache_loss", worker.device],

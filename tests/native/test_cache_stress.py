@@ -1,4 +1,4 @@
-"""Experts moved at random as fast as possible: every byte that could be computed with is the right one.
+"""Experts moved at random as fast as possible: a pinned expert always has the right bytes.
 
 On the device that $MOEEDGE_TEST_DEVICE names, the emulated one unless it is set.
 """
@@ -31,7 +31,7 @@ def test_no_expert_is_seen_half_written(tmp_path: Path, device: str, width: int)
     churn(model, device=device)
 
 
-def test_pacing_changes_nothing_about_it(tmp_path: Path) -> None:
+def test_no_expert_is_half_written_on_a_paced_link(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
     native.attach()
     assert stress(model, 2.0, link_bytes_per_s=100e6) >= MIN_CHECKED

@@ -1,4 +1,4 @@
-"""What layers read, as the backend keeps it: put through the model's routers it gives the experts that were chosen."""
+"""Captured activations: the model's routers, applied to them, give the experts that the model selected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 9).tolist()
-GROUPED = {"deepseek3"}  # routes to groups of experts, which Routers leaves out
+GROUPED = {"deepseek3"}  # routes to groups of experts, which Routers does not model
 
 
 @pytest.fixture(scope="module", params=MOE_CASES)
@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Model:
     return loaded
 
 
-def test_routers_choose_what_the_model_chose(model: Model) -> None:
+def test_routers_on_captured_inputs_select_the_models_experts(model: Model) -> None:
     info = model.info
     routers = Routers.read(model)
     with Context(model, n_ctx=64, n_threads=1) as context:
@@ -57,8 +57,8 @@ def test_routers_choose_what_the_model_chose(model: Model) -> None:
             assert np.array_equal(chosen, np.sort(frame.ids[layer], axis=-1))
 
 
-def test_the_hook_sees_each_block_before_it(model: Model) -> None:
-    """Its ids are those of the frame, its inputs those that are kept; prompts and large batches pass without it."""
+def test_the_hook_is_called_before_each_block(model: Model) -> None:
+    """Its ids are the frame's, its inputs the captured ones; it is not called for prompts and large batches."""
     seen: list[Block] = []
     with Context(model, n_ctx=128, n_threads=1) as context:
         capture = context.capture_activations()
@@ -81,7 +81,7 @@ def test_the_hook_sees_each_block_before_it(model: Model) -> None:
 
 
 def test_a_dense_model(tiny_draft: Path, tiny: TinyFactory) -> None:
-    """A draft: our backend computes it only while somebody wants to know; the norm's scale is in what it reads."""
+    """A draft: our backend computes it only while it is captured; the inputs contain the norm's scale."""
     library.start()
     seen: list[Block] = []
     with Model.load(tiny_draft) as model, Context(model, n_ctx=64, n_threads=1) as context:
@@ -97,13 +97,13 @@ def test_a_dense_model(tiny_draft: Path, tiny: TinyFactory) -> None:
         assert all(block.ids is None for block in seen)
         norms = read_norms(model)
         assert norms is not None
-        # behind an RMS norm and without its weights a value has length sqrt(n_embd)
+        # after an RMS norm without weights a vector has length sqrt(n_embd)
         lengths = np.linalg.norm(inputs.rows[:, 0] / norms, axis=-1)
         np.testing.assert_allclose(lengths, np.sqrt(model.info.n_embd), rtol=1e-3)
 
 
-def test_norms_are_brought_to_one_scale(tiny: TinyFactory) -> None:
-    """The same hidden state behind two norms: with the ratio of their weights, the router's choice is the same."""
+def test_norms_are_converted_to_one_scale(tiny: TinyFactory) -> None:
+    """One hidden state after two norms: scaled by the ratio of their weights, the router selects the same experts."""
     library.start()
     with Model.load(tiny("qwen3moe")) as model:
         routers = Routers.read(model)

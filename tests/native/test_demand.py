@@ -1,4 +1,4 @@
-"""Experts on demand, and several in one transfer: what arrives, what makes room, what it costs on a paced link."""
+"""On-demand loading and batched transfers: which experts arrive, which are evicted, the time on a paced link."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.errors import BackendError
 from moeedge.native.cache import ExpertCache
 from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, resident, write_experts
 
@@ -26,7 +27,7 @@ def demand(
     return cache.demand(layer, np.array(wanted, np.int32), pairs, np.arange(len(pairs), dtype=np.float32), wait_s)
 
 
-def test_what_is_demanded_comes_and_stays(experts: ExpertFile) -> None:
+def test_demanded_experts_arrive_and_stay(experts: ExpertFile) -> None:
     with ExpertCache.open(experts.config(4 / 32)) as cache:  # four slots
         assert demand(cache, 0, [1, 2, 1], []) == 2
         assert resident(cache) == {(0, 1), (0, 2)}
@@ -38,7 +39,7 @@ def test_what_is_demanded_comes_and_stays(experts: ExpertFile) -> None:
         assert_bytes(cache, experts)
 
 
-def test_no_room_is_no_reason_to_wait(experts: ExpertFile) -> None:
+def test_a_demand_without_room_returns_at_once(experts: ExpertFile) -> None:
     with ExpertCache.open(experts.config(2 / 32)) as cache:
         begin_s = time.monotonic()
         assert demand(cache, 2, [0, 1, 2, 3], [], wait_s=30.0) == 2
@@ -58,7 +59,7 @@ def test_a_demand_overtakes_the_queue(experts: ExpertFile) -> None:
 
 @pytest.mark.parametrize("batch", [0, 1, 3, 64])
 def test_batches_carry_the_right_bytes(experts: ExpertFile, batch: int) -> None:
-    """Slots that are free in any order, experts that are neighbours and that are not."""
+    """Slots freed in any order, experts that are neighbours in the file and experts that are not."""
     rng = np.random.default_rng(batch)
     with ExpertCache.open(experts.config(12 / 32)) as cache:
         cache.set_batch(batch)
@@ -86,30 +87,30 @@ def test_a_batch_waits_for_the_link_once(tmp_path: Path) -> None:
             times_s[batch] = time.monotonic() - begin_s
             assert cache.stats().uploads == 16
             n_transfers = cache.stats().transfers
-            # a layer each; the mover may have begun to wait before it was told of batches: then the first goes alone
+            # one per layer; if the mover already waits when the batch size is set, the first expert goes alone
             assert n_transfers == 16 if batch == 1 else 2 <= n_transfers <= 3
     assert times_s[1] >= 0.9 * 16 * latency_s
     assert 0.9 * 2 * latency_s - 0.02 <= times_s[64] < times_s[1] * 0.6
 
 
-def test_what_a_demand_gave_up_is_kept_behind_it(experts: ExpertFile) -> None:
-    """Its victims are in the order of that moment: neither a plan nor the next layer's demand goes by them."""
+def test_victims_of_a_demand_end_with_it(experts: ExpertFile) -> None:
+    """Its victims hold for that demand only: neither a plan nor the next demand evicts them."""
     with ExpertCache.open(experts.config(3 / 32)) as cache:
         assert demand(cache, 0, [0, 1, 2], []) == 3
         assert demand(cache, 1, [4], [(0, 0), (0, 1), (0, 2)]) == 1
         assert demand(cache, 2, [5], []) == 0
         assert resident(cache) == {(0, 1), (0, 2), (1, 4)}
         assert demand(cache, 2, [5], [(1, 4), (0, 1), (0, 2)]) == 1
-        assert resident(cache) == {(0, 1), (0, 2), (2, 5)}, "not what the demand before would have given up next"
+        assert resident(cache) == {(0, 1), (0, 2), (2, 5)}, "a victim of the earlier demand was evicted"
 
 
 def test_bad_demands(experts: ExpertFile) -> None:
     with ExpertCache.open(experts.config(0.5)) as cache:
-        with pytest.raises(Exception, match="does not have"):
+        with pytest.raises(BackendError, match="does not have"):
             demand(cache, 0, [99], [])
-        with pytest.raises(Exception, match="does not have"):
+        with pytest.raises(BackendError, match="does not have"):
             demand(cache, 0, [1], [(0, 99)])
         with pytest.raises(ValueError, match="utility"):
             cache.demand(0, np.zeros(1, np.int32), NOBODY, np.zeros(2, np.float32), 1.0)
-        with pytest.raises(Exception, match="no experts"):
+        with pytest.raises(BackendError, match="negative"):
             cache.set_batch(-1)

@@ -47,9 +47,9 @@ def runtime(sanitizer: str) -> str:
 
 @pytest.fixture(scope="module")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all builds; llama.cpp's headers are taken from an installation out of this checkout, else fetched.
+    """One folder for all builds; llama.cpp's headers come from a build of this checkout, else they are fetched.
 
-    The build compares their hash with the one it wants and fetches them where it differs.
+    The build compares their hash with the expected one and fetches them if it differs.
     """
     folder = tmp_path_factory.mktemp("native")
     for headers in sorted(ROOT.glob("build/*/ggml-headers")):
@@ -60,7 +60,7 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(sanitizer: str, folder: Path) -> Path:
     """Configures and compiles the library with the sanitizer, warnings as errors; skips without llama.cpp's headers."""
     configure = ["cmake", "-S", str(ROOT / "moeedge" / "native"), "-B", str(folder), f"-DMOEEDGE_SANITIZE={sanitizer}"]
-    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Debug", "-DMOEEDGE_WERROR=ON"]
     for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2"]):
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         output = result.stdout + result.stderr
@@ -92,7 +92,7 @@ def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> No
 
 
 def run_driver(name: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """That a driver of tests/support ends as it should and the sanitizer has nothing to say."""
+    """Check that a driver of tests/support succeeds without a report of the sanitizer."""
     result = subprocess.run(
         [sys.executable, "-m", f"tests.support.{name}", *arguments],
         env=environment,

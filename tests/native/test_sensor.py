@@ -1,4 +1,4 @@
-"""What the sensor reports is what llama.cpp's routers chose, as llama.cpp's own evaluation callback shows it."""
+"""The sensor reports the experts that llama.cpp's routers selected, compared with llama.cpp's evaluation callback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.stock import StockContext, tap_context
 PROMPT = np.random.default_rng(2).integers(0, 256, 24).tolist()
 LONG = np.random.default_rng(3).integers(0, 256, 80).tolist()  # sensed from inside the graph, not after it
 SENSING = [OffloadScope.MOE, OffloadScope.ALL]
-by_claims = pytest.mark.parametrize("claims", SENSING, ids=lambda claims: claims.name.lower())
+by_scope = pytest.mark.parametrize("scope", SENSING, ids=lambda scope: scope.name.lower())
 
 
 def count_ids(frames: list[Frame], n_experts: int) -> np.ndarray:
@@ -32,13 +32,13 @@ def count_ids(frames: list[Frame], n_experts: int) -> np.ndarray:
     return counts
 
 
-@by_claims
+@by_scope
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_frames_equal_the_evaluation_callback(case: str, claims: OffloadScope, tiny: TinyFactory) -> None:
+def test_frames_equal_the_evaluation_callback(case: str, scope: OffloadScope, tiny: TinyFactory) -> None:
     arch, dimensions = MOE_CASES[case]
     path = tiny(arch, **dimensions)
     stock, tap = tap_context(path)
-    ours, sensor = sensed_context(path, claims)
+    ours, sensor = sensed_context(path, scope)
     with stock, ours:
         short = ((PROMPT, True), (PROMPT[:1], True), (PROMPT[:9], True), (PROMPT[9:20], False))
         for tokens, every in (*short, (LONG, True), (LONG, False)):
@@ -57,11 +57,11 @@ def test_frames_equal_the_evaluation_callback(case: str, claims: OffloadScope, t
                 assert np.array_equal(frame.weights[layer, :n_tokens], tap.weights[layer])
 
 
-@by_claims
-def test_bundled_target(claims: OffloadScope, bundled_pair: tuple[Path, Path]) -> None:
+@by_scope
+def test_bundled_target(scope: OffloadScope, bundled_pair: tuple[Path, Path]) -> None:
     """48 layers, a prompt of several graphs and a verification: ids, weights and counts."""
     stock, tap = tap_context(bundled_pair[0], n_ubatch=128)
-    ours, sensor = sensed_context(bundled_pair[0], claims, n_ubatch=128)
+    ours, sensor = sensed_context(bundled_pair[0], scope, n_ubatch=128)
     with stock, ours:
         n_vocab = stock.n_vocab
         for n_tokens in (200, 9, 1):
@@ -77,11 +77,11 @@ def test_bundled_target(claims: OffloadScope, bundled_pair: tuple[Path, Path]) -
             assert np.array_equal(sensor.read_counts(), count_ids(frames, sensor.n_experts))
 
 
-@by_claims
+@by_scope
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_counts_equal_the_ids(case: str, claims: OffloadScope, tiny: TinyFactory) -> None:
+def test_counts_equal_the_ids(case: str, scope: OffloadScope, tiny: TinyFactory) -> None:
     arch, dimensions = MOE_CASES[case]
-    context, sensor = sensed_context(tiny(arch, **dimensions), claims, n_ubatch=16)
+    context, sensor = sensed_context(tiny(arch, **dimensions), scope, n_ubatch=16)
     with context:
         context.decode(PROMPT)  # two graphs
         context.decode(PROMPT[:9])
@@ -96,7 +96,7 @@ def test_counts_equal_the_ids(case: str, claims: OffloadScope, tiny: TinyFactory
         assert sensor.frames() == [], "frames are reported once"
 
 
-def test_last_layer_sees_only_rows_with_outputs(tiny_moe: Path) -> None:
+def test_the_last_layer_has_only_rows_with_outputs(tiny_moe: Path) -> None:
     context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         context.decode(PROMPT, every=False)
@@ -114,9 +114,9 @@ def test_ring_keeps_the_last_eight_graphs(tiny_moe: Path) -> None:
         assert sensor.read_counts().sum(axis=1).tolist() == [44, 44, 44], "counts miss nothing"
 
 
-@by_claims
-def test_phases(claims: OffloadScope, tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, claims)
+@by_scope
+def test_phases(scope: OffloadScope, tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, scope)
     with context:
         context.decode(PROMPT)
         context.decode(PROMPT[:1])
@@ -128,7 +128,7 @@ def test_phases(claims: OffloadScope, tiny_moe: Path) -> None:
     assert phases == [Phase.PREFILL, Phase.DECODE, *told, Phase.PREFILL], "untold, several tokens are prefill"
 
 
-def test_unknown_phase_and_claims_are_refused(tiny_moe: Path) -> None:
+def test_unknown_phase_and_scope_are_rejected(tiny_moe: Path) -> None:
     context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         with pytest.raises(BackendError):
@@ -137,7 +137,7 @@ def test_unknown_phase_and_claims_are_refused(tiny_moe: Path) -> None:
             sensor.set_offload_scope(3)  # type: ignore[arg-type]
 
 
-def test_no_claims_see_nothing(tiny_moe: Path) -> None:
+def test_scope_none_senses_no_graph(tiny_moe: Path) -> None:
     context, sensor = sensed_context(tiny_moe, OffloadScope.NONE)
     with context:
         context.decode(PROMPT)
@@ -146,8 +146,8 @@ def test_no_claims_see_nothing(tiny_moe: Path) -> None:
         assert sensor.stats().graphs == 0
 
 
-def test_claims_can_be_changed(tiny_moe: Path) -> None:
-    """None, block, whole and back on one context: the logits stay, the sensor sees what it may."""
+def test_scope_can_be_changed(tiny_moe: Path) -> None:
+    """NONE, MOE, ALL and back on one context: the logits stay equal, and the sensor sees the graphs of its scope."""
     stock = StockContext(tiny_moe)
     context, sensor = sensed_context(tiny_moe, OffloadScope.NONE)
     with stock, context:
@@ -160,14 +160,14 @@ def test_claims_can_be_changed(tiny_moe: Path) -> None:
             OffloadScope.MOE,
             OffloadScope.NONE,
         ]
-        for i, claims in enumerate(order):
-            sensor.set_offload_scope(claims)
+        for i, scope in enumerate(order):
+            sensor.set_offload_scope(scope)
             tokens = PROMPT[: 3 + i]  # another size, so that llama.cpp builds a new graph
             assert np.array_equal(context.decode(tokens), stock.decode(tokens))
-            assert len(sensor.frames()) == (claims is not OffloadScope.NONE)
+            assert len(sensor.frames()) == (scope is not OffloadScope.NONE)
 
 
-def test_target_and_draft_are_told_apart(tiny: TinyFactory) -> None:
+def test_target_and_draft_have_their_own_sensors(tiny: TinyFactory) -> None:
     target, target_sensor = sensed_context(tiny("qwen3moe"), OffloadScope.ALL)
     draft, draft_sensor = sensed_context(tiny("llama"), OffloadScope.ALL)
     with target, draft:
@@ -195,7 +195,7 @@ def test_two_contexts_of_one_model(tiny_moe: Path) -> None:
 
 
 def test_contexts_in_threads(tiny: TinyFactory) -> None:
-    """Four threads, each with a context of its own made at the same time: no routing gets mixed up."""
+    """Four threads that each make a context at the same time: each sensor reports its own context."""
     paths = [tiny(arch) for arch in ("qwen3moe", "llama", "olmoe", "gpt-oss")]
     expected = []
     for path in paths:

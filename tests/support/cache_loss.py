@@ -1,9 +1,9 @@
-"""A cache whose remote worker dies while the mover uploads: what lives on, in a process of its own.
+"""A cache whose remote worker dies while the mover uploads, in a separate process: the process must go on.
 
     python -m tests.support.cache_loss rpc://HOST:PORT
 
-Prints "moving" once uploads are under way; whoever started it then kills the worker. Prints "done" at the end, and has
-to exit by itself: nothing may wait for the worker any more.
+Prints "moving" once uploads are under way; the caller then kills the worker. Prints "done" at the end and must exit by
+itself: no thread may still wait for the worker.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def refused(call: Callable[[], object]) -> str:
     try:
         call()
     except MoeedgeError as error:
-        assert time.monotonic() - begin_s < 1.0, "a lost device is not waited for"
+        assert time.monotonic() - begin_s < 1.0, "the call waited for a lost device"
         return error.message
     raise AssertionError("a lost device was used")
 
 
 def lose(config: CacheConfig) -> None:
-    """Moves experts to and fro until the device is lost, then uses the cache all the same, and closes it."""
+    """Move experts until the device is lost, then call the cache again and close it."""
     everything = [(layer, expert) for layer in range(config.n_layers) for expert in range(config.n_experts)]
     cache = ExpertCache.open(config)
     ask(cache, everything, victims=everything)
@@ -57,7 +57,7 @@ def lose(config: CacheConfig) -> None:
         time.sleep(0.002)
     assert "its worker does not answer" in refused(lambda: cache.drain(PATIENCE_S))
     assert "is lost" in refused(cache.clear)
-    assert (cache.acquire(0, [0, 1, 2]) == -1).all(), "nothing is resident any more"
+    assert (cache.acquire(0, [0, 1, 2]) == -1).all(), "an expert of a lost device is resident"
     ask(cache, everything)
     assert cache.residency().shape == (config.n_layers, config.n_experts)
     begin_s = time.monotonic()
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_experts(Path(folder) / "experts.bin", n_experts=16, width=256)
         lose(model.config(0.5, device=device))
-        with ExpertCache.open(model.config(0.5)) as cache:  # another device is not touched by it
+        with ExpertCache.open(model.config(0.5)) as cache:  # another device is not affected
             ask(cache, [(0, 0)])
             wait_for(lambda: cache.stats().uploads == 1, "the emulated device works")
             assert not cache.stats().lost

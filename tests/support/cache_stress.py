@@ -1,9 +1,9 @@
-"""Moves experts at random as fast as possible while other threads check the bytes of whatever is resident.
+"""Moves experts at random as fast as possible while other threads check the bytes of resident experts.
 
     python -m tests.support.cache_stress SECONDS     (with MOEEDGE_LIBRARY and LD_PRELOAD also under a sanitizer)
 
-A thread replaces the plan without waiting for the last one, another one demands experts and waits for them; readers pin
-experts as a computation does, compare their slots with the file and let go; one more empties the cache now and then.
+One thread replaces the plan without waiting for the last one, another demands experts and waits for them; readers pin
+experts as a computation does, compare their slots with the file and unpin them; one more empties it now and then.
 Prints "done" if every byte was right.
 """
 
@@ -59,7 +59,7 @@ class Stress:
                 assert_balanced(self.cache)
 
     def demand(self) -> None:
-        """Waits for a few experts of a layer at a time, everything else may go; batches of any size."""
+        """Demand a few experts of a layer at a time, all others are victims; batches of any size."""
         rng = np.random.default_rng(4)
         while not self.is_over():
             layer = int(rng.integers(self.model.n_layers))
@@ -70,7 +70,7 @@ class Stress:
             self.cache.set_batch(int(rng.integers(0, 5)))
 
     def read(self, seed: int) -> None:
-        """Pins a few experts of a layer at a time, checks the bytes of those that are resident, lets go."""
+        """Pin a few experts of a layer at a time, check the bytes of the resident ones, unpin them."""
         rng = np.random.default_rng(seed)
         while not self.is_over():
             layer = int(rng.integers(self.model.n_layers))

@@ -27,7 +27,7 @@ N_ROUNDS = 6
 
 @contextmanager
 def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
-    """Random plans from another thread for as long as the body runs; small ones, so that experts leave soon again."""
+    """Push random plans from another thread while the body runs; small ones, so that experts are evicted soon."""
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -51,7 +51,7 @@ def churn(cache: ExpertCache, seed: int) -> Iterator[None]:
 
 
 def load(cache: ExpertCache, block: Block) -> None:
-    """Loads on demand, as a published system would, whatever else moves."""
+    """Load on demand, as published systems do, while other experts move."""
     if block.ids is not None:
         victims = np.argwhere(cache.residency() == 1).astype(np.int32)
         cache.demand(block.layer, np.unique(block.ids), victims, np.zeros(len(victims), np.float32), 0.02)

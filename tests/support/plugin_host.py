@@ -2,7 +2,7 @@
 
     GGML_BACKEND_PATH=libmoeedge.so python -m tests.support.plugin_host OUT.npz THREADS MODEL...
 
-Beside the transcripts it stores `graphs`, how many graphs or graph parts our backend computed for each model.
+It stores the transcripts, and in `graphs` the number of graphs or parts of graphs that our backend computed per model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stats(ctypes.Structure):
 
 
 def main(arguments: list[str]) -> None:
-    """Writes the transcripts; fails where ggml did not register our device."""
+    """Write the transcripts; fail if ggml did not register our device."""
     silence()
     out, n_threads, *paths = arguments
     ggml = lib._lib  # libllama and, through it, the ggml that it uses

@@ -1,4 +1,4 @@
-"""Everything that the native library does, once: run by the sanitizer tests with an instrumented build of it.
+"""Exercises each part of the native library: run by the sanitizer tests with an instrumented build.
 
 MOEEDGE_LIBRARY=libmoeedge.so LD_PRELOAD=libasan.so python -m tests.support.sanitizer_driver MODEL...
 """
@@ -19,9 +19,9 @@ from tests.support.sensed import model_number, sensed_context
 from tests.support.stock import StockContext, transcript
 
 
-def exercise(path: Path, claims: OffloadScope, *, n_threads: int = 1) -> None:
-    """A context's life: transcripts with the sensor read after each, threads and claims changed on the way."""
-    context, sensor = sensed_context(path, claims, n_ubatch=32, n_threads=n_threads)
+def exercise(path: Path, scope: OffloadScope, *, n_threads: int = 1) -> None:
+    """A context's life: transcripts with the sensor read after each, threads and offload scope changed in between."""
+    context, sensor = sensed_context(path, scope, n_ubatch=32, n_threads=n_threads)
     with context:
         keys = ("block_count", "embedding_length", "expert_count")
         n_layers, n_embd, n_experts = (model_number(context, key) for key in keys)
@@ -53,7 +53,7 @@ def exercise(path: Path, claims: OffloadScope, *, n_threads: int = 1) -> None:
                 refused()
             except BackendError:
                 continue
-            raise AssertionError("a bad argument was taken")
+            raise AssertionError("a bad argument was accepted")
         capture.enable(CaptureFlags.INPUTS)
         capture.set_hook(look)  # the context is freed with both
     try:
@@ -64,13 +64,13 @@ def exercise(path: Path, claims: OffloadScope, *, n_threads: int = 1) -> None:
 
 
 def look(block: Block) -> None:
-    """A hook that touches all it is given."""
+    """A hook that reads all of its arguments."""
     assert block.ids is not None and (block.ids >= 0).all()
     assert block.inputs is None or block.inputs.sum() == block.inputs.sum()
 
 
 def churn(path: Path, start: threading.Barrier) -> None:
-    """Contexts made and freed as fast as it goes, beside other threads that do the same: the list of instances."""
+    """Make and free contexts as fast as possible while other threads do the same: the list of instances."""
     start.wait()
     for _ in range(20):
         context, sensor = sensed_context(path, OffloadScope.ALL, n_ctx=64)
@@ -80,7 +80,7 @@ def churn(path: Path, start: threading.Barrier) -> None:
 
 
 def misuse() -> None:
-    """Calls of the C interface with no context or with shapes that no model has."""
+    """Call the C interface without a context or with impossible shapes."""
     library = native.load()
     assert library.moeedge_instance_configure(0, 1, 1, 1, 1) < 0
     assert library.moeedge_instance_threads(-5) < 0
@@ -94,8 +94,8 @@ def main(arguments: list[str]) -> None:
     """Exercises each model in turn, then all at once in threads."""
     paths = [Path(path) for path in arguments]
     for path in paths:
-        for claims in OffloadScope:
-            exercise(path, claims)
+        for scope in OffloadScope:
+            exercise(path, scope)
     start = threading.Barrier(len(paths))
     threads = [threading.Thread(target=exercise, args=(path, OffloadScope.ALL)) for path in paths]
     threads += [threading.Thread(target=churn, args=(path, start)) for path in paths]

@@ -1,4 +1,4 @@
-"""A stock context with our sensor bound to it: what the tests of the native library look at, without the engine."""
+"""A stock context with our sensor bound to it, without the engine, for tests of the native library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def model_number(context: StockContext, key: str) -> int:
 
 
 def sensed_context(
-    path: Path, claims: OffloadScope, *, n_ubatch: int = 256, **options: Any
+    path: Path, scope: OffloadScope, *, n_ubatch: int = 256, **options: Any
 ) -> tuple[StockContext, Sensor]:
-    """Makes the context as the engine does: attached first, no claims while llama.cpp sets up, then `claims`."""
+    """Make the context as the engine does: attached first, scope NONE while llama.cpp sets up, then `scope`."""
     library.start()
     context = StockContext(path, n_ubatch=n_ubatch, **options)
     shape = [model_number(context, key) for key in ("block_count", "expert_count", "expert_used_count")]
     sensor = Sensor.newest(*shape, n_ubatch, OffloadScope.NONE)
-    sensor.set_offload_scope(claims)
+    sensor.set_offload_scope(scope)
     return context, sensor

@@ -1,4 +1,4 @@
-"""`moeedge worker` in a process of its own, on a port that it picks itself."""
+"""`moeedge worker` in a separate process, on a port that it chooses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """A worker that has said that it serves."""
+    """A worker that accepts connections."""
 
     process: subprocess.Popen[str]
-    line: str  # what it printed
+    line: str  # its first line of output
     endpoint: str  # HOST:PORT
 
     @property
     def device(self) -> str:
-        """What -dev takes."""
+        """Value for -dev."""
         return f"rpc://{self.endpoint}"
 
 
 @contextmanager
 def start_worker(*arguments: str, listen: str = "127.0.0.1:0") -> Iterator[WorkerProcess]:
-    """Serves until the block ends; a worker that gives up at once fails the test with what it said."""
+    """Serve until the block ends; a worker that exits at once fails the test with its output."""
     process = subprocess.Popen(
         [sys.executable, "-m", "moeedge", "worker", "--listen", listen, "-t", "1", *arguments],
         stdin=subprocess.DEVNULL,

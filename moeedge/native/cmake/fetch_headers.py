@@ -1,8 +1,8 @@
 """Fetch ggml's headers from the source distribution of exactly the llama-cpp-python that moeedge is compiled against.
 
 A ggml backend needs two headers that the installed wheel does not carry. They are taken from the source distribution,
-fetched by pip by name and version and checked by hash; nothing of it is kept in this repository. A copy that already
-lies on disk is used where MOEEDGE_LLAMA_SDIST names it (checked by the same hash).
+fetched by pip by name and version and checked by hash; this repository contains none of it. MOEEDGE_LLAMA_SDIST names a
+copy on disk to use instead (checked by the same hash).
 
 Usage: python fetch_headers.py VERSION SHA256 FOLDER     (writes FOLDER/*.h and FOLDER/ggml-version.txt)
 """
@@ -34,7 +34,7 @@ def sha256_of(path: Path) -> str:
 def download(version: str, folder: Path) -> Path:
     """The path of the source distribution, downloaded by pip into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PROJECT, "--dest", str(folder)]
-    environment = {**os.environ, "CMAKE_ARGS": ""}  # pip asks the package for its metadata only: nothing is compiled
+    environment = {**os.environ, "CMAKE_ARGS": ""}  # pip reads the metadata only: it does not compile
     result = subprocess.run([*command, f"{PROJECT}=={version}"], env=environment, capture_output=True, text=True)
     found = sorted(folder.glob("*.tar.gz"))
     if result.returncode != 0 or not found:
@@ -51,7 +51,7 @@ def ggml_version(cmake_lists: str) -> str:
 
 
 def extract(sdist: Path, folder: Path) -> None:
-    """Write the public and the two private headers flat into `folder`, and the version of ggml beside them."""
+    """Write the public and the two private headers flat into `folder`, and the version of ggml next to them."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(sdist) as archive:
         for member in archive:

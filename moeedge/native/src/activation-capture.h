@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "router-inputs.h"
 #include "moeedge.h"
+#include "router-inputs.h"
 
 namespace moeedge {
 

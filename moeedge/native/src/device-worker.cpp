@@ -150,4 +150,10 @@ const float * device_worker::wait() {
     return is_done ? (const float *) output_data : nullptr;
 }
 
+void device_worker::wait_idle() {
+    if (state == JOB_SUBMITTED) {
+        wait();
+    }
+}
+
 } // namespace moeedge

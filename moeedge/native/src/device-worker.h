@@ -49,6 +49,8 @@ class device_worker : public std::enable_shared_from_this<device_worker> {
     // the output [n_out, n pairs] of the submitted subgraph, valid until the next prepare; null if the device failed or is
     // lost
     const float * wait();
+    // waits for the submitted subgraph, if there is one
+    void wait_idle();
     // how long the device was busy with the last subgraph
     int64_t busy_ns() const { return device_ns; }
 

@@ -1,6 +1,6 @@
 // Dry-run device: a GPU for planning, on which llama.cpp lays out a model that is loaded without weights.
 //
-// Claims    every operation, and large batches from host weights, as ggml's CUDA backend does.
+// Takes     every operation, and large batches from host weights, as ggml's CUDA backend does.
 // Holds     no memory: its buffers have sizes only. It must never compute.
 // Identical to CUDA's: alignment, padding of quantised rows, its own host buffer type, the batch size from which it takes
 //           operations; so that weights, KV cache and compute buffers get the sizes that they have there.

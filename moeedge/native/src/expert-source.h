@@ -1,7 +1,7 @@
 // Expert source: the bytes of single experts, read from the model's own files.
 //
 // llama.cpp may keep experts repacked for the CPU's kernels, in a form that no device can use. Reads are positioned ones
-// into the caller's memory: unlike a second mapping they add nothing to the process's resident memory, and a file that is
+// into the caller's memory: unlike a second mapping they do not add to the process's resident memory, and a file that is
 // truncated while in use makes a read fail instead of ending the process.
 
 #pragma once

@@ -9,8 +9,8 @@ static constexpr size_t stream_chunk_bytes = 4u << 20;
 static constexpr size_t remote_chunk_bytes = 512u << 10;
 static constexpr int    n_stream_chunks    = 4;
 
-expert_uploader::expert_uploader(const cache_device & dev, ggml_backend_t be, const expert_source & from, const expert_layout & of,
-                   const slot_pools & to)
+expert_uploader::expert_uploader(const cache_device & dev, ggml_backend_t be, const expert_source & from,
+                                 const expert_layout & of, const slot_pools & to)
     : device(dev), backend(be), source(from), layout(of), pools(to) {}
 
 expert_uploader::~expert_uploader() {

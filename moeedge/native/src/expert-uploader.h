@@ -11,16 +11,16 @@
 #include <memory>
 #include <vector>
 
-#include "slot-pools.h"
 #include "expert-source.h"
+#include "slot-pools.h"
 
 namespace moeedge {
 
 class expert_uploader {
   public:
-    // transfers with `backend`; all that is given must outlive the expert_uploader
-    expert_uploader(const cache_device & device, ggml_backend_t backend, const expert_source & source, const expert_layout & layout,
-             const slot_pools & pools);
+    // transfers with `backend`; all that is given must outlive the uploader
+    expert_uploader(const cache_device & device, ggml_backend_t backend, const expert_source & source,
+                    const expert_layout & layout, const slot_pools & pools);
     ~expert_uploader();
     expert_uploader(const expert_uploader &)             = delete;
     expert_uploader & operator=(const expert_uploader &) = delete;

@@ -1,10 +1,9 @@
 #include "graph-compute.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include "ggml-impl.h"
 #include "backend-instance.h"
+#include "ggml-impl.h"
 #include "timing.h"
 
 namespace moeedge {
@@ -112,32 +111,29 @@ static ggml_cgraph extend_graph(instance * self, const std::vector<moe_block> & 
     return extended;
 }
 
-// llama.cpp reuses graphs, so findings are kept by ggml's id of the graph
-static parsed_graph & parse_graph(instance * self, const ggml_cgraph * graph) {
-    if (self->parsed.size() > n_parsed_max) {
-        self->parsed.clear();
+// llama.cpp reuses graphs, so findings are kept by ggml's id of the graph (0: it has none)
+static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * graph) {
+    const auto known = self->parsed.find(graph->uid);
+    if (known != self->parsed.end() && graph->uid != 0) {
+        return known->second;
     }
-    const auto [entry, is_new] = self->parsed.try_emplace(graph->uid);
-    parsed_graph & found       = entry->second;
-    if (!is_new && graph->uid != 0) {
-        return found;
-    }
+    parsed_graph found;
     find_blocks(graph, found.blocks);
-    found.placed.clear();
-    found.inputs.clear();
     if (reads_inputs(self)) {
         find_router_inputs(graph, found.inputs);
     }
-    if (!self->hybrid) {
-        return found;
-    }
-    for (const moe_block & block : found.blocks) {
-        found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {} });
-        if (!self->hybrid->place(found.placed.back())) {
-            self->cache->records.add_unknown();
+    if (self->hybrid) {
+        for (const moe_block & block : found.blocks) {
+            found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {} });
+            if (!self->hybrid->place(found.placed.back())) {
+                self->cache->records.add_unknown();
+            }
         }
     }
-    return found;
+    if (self->parsed.size() > n_parsed_max) {
+        self->parsed.clear();
+    }
+    return self->parsed[graph->uid] = std::move(found);
 }
 
 // nodes [begin, end) of the graph on the CPU
@@ -196,13 +192,14 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
     hybrid_executor * hybrid    = paths.is_hybrid ? self->hybrid.get() : nullptr;
     const int         n_min     = hybrid ? self->cache->prefill_tokens_min.load(std::memory_order_relaxed) : 0;
     const bool        is_stream = hybrid && self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_PATH_STREAM;
-    int               i_from    = 0;
+    int               i_from    = 0; // the nodes before it are computed
     self->is_split.assign(parsed.blocks.size(), false);
     for (size_t b = 0; b < parsed.blocks.size(); b++) {
         const moe_block &    block  = parsed.blocks[b];
         const placed_chain * placed = hybrid && parsed.placed[b].group >= 0 ? &parsed.placed[b] : nullptr;
+        enum ggml_status     status = GGML_STATUS_SUCCESS;
         if (paths.has_hook) {
-            const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+            status = compute_part(self, graph, i_from, block.i_first);
             if (status != GGML_STATUS_SUCCESS) {
                 return status;
             }
@@ -215,7 +212,7 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
         if (!is_split && !paths.sense_here) {
             continue;
         }
-        const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+        status = compute_part(self, graph, i_from, block.i_first);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
@@ -264,9 +261,9 @@ static void record_cpu_blocks(instance * self, const parsed_graph & parsed) {
 }
 
 static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) {
-    int64_t              begin_ns = now_ns();
-    const parsed_graph & parsed   = parse_graph(self, graph);
-    const bool           is_after = is_read_after(parsed.blocks);
+    int64_t              begin_ns  = now_ns();
+    const parsed_graph & parsed    = parse_graph(self, graph);
+    const bool           is_after  = is_read_after(parsed.blocks);
     const bool           no_device = !self->hybrid || self->cache->is_lost();
     // prompts of any length take the path that was measured for them; splitting pays off for decoding only
     const bool is_prompt = self->phase == MOEEDGE_PHASE_PREFILL ||
@@ -310,7 +307,7 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
 enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
     const int64_t          begin_ns = now_ns();
     const enum ggml_status status   = self->sensor || reads_inputs(self) ? compute_and_sense(self, graph) :
-                                                                        ggml_backend_graph_compute(self->cpu, graph);
+                                                                           ggml_backend_graph_compute(self->cpu, graph);
     self->n_graphs++;
     self->compute_ns += now_ns() - begin_ns;
     return status;

@@ -13,27 +13,40 @@ namespace moeedge {
 // one block in this many is timed alone; it costs the time in which its two parts would have run at once
 static constexpr int64_t n_blocks_per_timing = 11;
 
-// unpins the slots of a block, also when an exception passes
+// Unpins the slots of a block. If an exception passes, it waits for the device first, which may still read them.
 class pin_guard {
   public:
-    pin_guard(expert_cache & c, int block_layer, const std::vector<int32_t> & pinned)
-        : cache(&c), layer(block_layer), slots(pinned) {}
-    ~pin_guard() { release(); }
+    pin_guard(expert_cache & c, device_worker & w, int block_layer, const std::vector<int32_t> & pinned)
+        : cache(&c), worker(w), layer(block_layer), slots(pinned) {}
+    ~pin_guard() {
+        if (cache) {
+            worker.wait_idle();
+            release();
+        }
+    }
     pin_guard(const pin_guard &)             = delete;
     pin_guard & operator=(const pin_guard &) = delete;
 
     void release() {
-        if (cache) {
-            cache->release(layer, slots.data(), (int) slots.size());
-            cache = nullptr;
-        }
+        cache->release(layer, slots.data(), (int) slots.size());
+        cache = nullptr;
     }
 
   private:
-    expert_cache *               cache;
+    expert_cache *               cache; // null: released
+    device_worker &              worker;
     const int                    layer;
     const std::vector<int32_t> & slots;
 };
+
+static moeedge_block_record new_record(const expert_chain & chain, int phase, enum moeedge_prefill_path path) {
+    moeedge_block_record record = {};
+    record.layer                = chain.layer;
+    record.phase                = phase;
+    record.path                 = path;
+    record.n_tokens             = (int32_t) chain.n_tokens();
+    return record;
+}
 
 static bool run_here(const std::function<void()> & work) {
     work();
@@ -228,17 +241,13 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         record_cpu_block(chain, phase);
         return BLOCK_NOT_COMPUTED;
     }
-    pin_guard pins(*cache, chain.layer, slots);
+    pin_guard pins(*cache, *worker, chain.layer, slots);
     on_device.clear();
     on_cpu.clear();
     for (size_t p = 0; p < slots.size(); p++) {
         (slots[p] == expert_cache::not_resident ? on_cpu : on_device).push_back((int32_t) p);
     }
-    moeedge_block_record record = {};
-    record.layer                = chain.layer;
-    record.phase                = phase;
-    record.path                 = MOEEDGE_PREFILL_PATH_RESIDENT;
-    record.n_tokens             = (int32_t) chain.n_tokens();
+    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
     record.pairs_device         = (int32_t) on_device.size();
     record.pairs_cpu            = (int32_t) on_cpu.size();
     record.unique_device        = count_unique(on_device);
@@ -278,11 +287,7 @@ void hybrid_executor::record_cpu_block(const expert_chain & chain, int phase) {
     for (size_t p = 0; p < experts.size(); p++) {
         on_cpu[p] = (int32_t) p;
     }
-    moeedge_block_record record = {};
-    record.layer                = chain.layer;
-    record.phase                = phase;
-    record.path                 = MOEEDGE_PREFILL_PATH_CPU;
-    record.n_tokens             = (int32_t) chain.n_tokens();
+    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_CPU);
     record.pairs_cpu            = (int32_t) on_cpu.size();
     record.unique_cpu           = count_unique(on_cpu);
     cache->records.add(record);
@@ -354,7 +359,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     slots.resize(experts.size());
     cache->acquire(chain.layer, experts.data(), (int) experts.size(), slots.data());
     const index_list pinned = slots; // cut_chunks adds the staging slots to `slots`
-    pin_guard        pins(*cache, chain.layer, pinned);
+    pin_guard        pins(*cache, *worker, chain.layer, pinned);
     on_device.clear();
     for (size_t p = 0; p < slots.size(); p++) {
         if (slots[p] != expert_cache::not_resident) {
@@ -364,11 +369,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     std::vector<stream_chunk> chunks;
     cut_chunks(placed, chunks);
 
-    moeedge_block_record record = {};
-    record.layer                = chain.layer;
-    record.phase                = phase;
-    record.path                 = MOEEDGE_PREFILL_PATH_STREAM;
-    record.n_tokens             = (int32_t) chain.n_tokens();
+    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_STREAM);
     record.pairs_device         = (int32_t) slots.size();
     const bool ok               = stream_chunks(placed, chunks, record);
     pins.release();

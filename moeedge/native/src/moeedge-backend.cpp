@@ -1,6 +1,6 @@
 // The ggml backend: context struct in backend-instance.h, ops in graph-compute.cpp; backend, device and registry here.
 //
-// Claims    by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
+// Takes     by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
 // Forwards  the graph's nodes unchanged to an inner CPU backend instance: results are bit-identical to stock's. Expert ids and
 //           router weights are read from memory, after the graph or (large batches) by extra nodes in it. With an expert
 //           cache attached the experts of a block run on its device and on the CPU.
@@ -242,7 +242,7 @@ static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
             if (!is_block_node(op)) {
                 return false;
             }
-            // a GPU computes big batches from host weights, and only if nobody above the CPU offload_scope them
+            // a GPU computes large batches from host weights, but only if no device above the CPU takes them
             if (self->has_gpu && block_node_tokens(op) >= big_batch_tokens(self)) {
                 return false;
             }
