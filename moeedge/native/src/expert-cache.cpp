@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
+#include <exception>
 
 namespace moeedge {
 
@@ -221,17 +221,20 @@ int expert_cache::read(int layer, int expert, const char * role, void * out, int
         acquire(layer, &expert, 1, &slot) == 0) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
-    ggml_tensor * pool   = core->pools->tensor(group, index);
-    const size_t  offset = (size_t) slot * (size_t) size;
-    auto          bytes  = std::make_shared<std::vector<char>>(size);
-    const bool    is_read =
-        run_on_device([kept = core, bytes, pool, offset] { ggml_backend_tensor_get(pool, bytes->data(), offset, bytes->size()); });
-    release(layer, &slot, 1);
-    if (!is_read) {
-        return MOEEDGE_STATUS_DEVICE_LOST;
+    ggml_tensor * pool    = core->pools->tensor(group, index);
+    const size_t  offset  = (size_t) slot * (size_t) size;
+    bool          is_read = true;
+    if (device().is_remote()) { // the thread that may be abandoned owns the memory that it writes
+        auto bytes = std::make_shared<std::vector<char>>(size);
+        is_read    = run_on_device([kept = core, bytes, pool, offset] {
+            ggml_backend_tensor_get(pool, bytes->data(), offset, bytes->size());
+        });
+        std::copy(bytes->begin(), is_read ? bytes->end() : bytes->begin(), (char *) out);
+    } else {
+        ggml_backend_tensor_get(pool, out, offset, (size_t) size);
     }
-    std::memcpy(out, bytes->data(), bytes->size());
-    return MOEEDGE_STATUS_OK;
+    release(layer, &slot, 1);
+    return is_read ? MOEEDGE_STATUS_OK : MOEEDGE_STATUS_DEVICE_LOST;
 }
 
 } // namespace moeedge
