@@ -126,7 +126,7 @@ def parse_modes(text: str) -> tuple[BenchMode, ...]:
     names = _split(text, "--modes", hint)
     for name in names:
         if name not in MODES:
-            raise InputError(f'Unknown mode "{name}".', hint)
+            raise InputError(f"Unknown mode '{name}'.", hint)
     return tuple(MODES[name] for name in names)
 
 
@@ -139,9 +139,9 @@ def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
     names = _split(text, "--policy", hint)
     for name in names:
         if name == NO_POLICY:
-            raise InputError('The policy "none" has no cache to measure.', f"Use -dev none instead. {hint}")
+            raise InputError("The policy 'none' has no cache to measure.", f"Use -dev none instead. {hint}")
         if name not in usable:
-            raise InputError(f'Unknown policy "{name}".', hint)
+            raise InputError(f"Unknown policy '{name}'.", hint)
     return names
 
 
@@ -157,7 +157,7 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
         except ValueError:
             ratio = math.nan
         if not 0 <= ratio <= 1:  # also rejects NaN
-            raise InputError(f'The cache ratio must be a number in [0, 1], not "{name}".', hint)
+            raise InputError(f"The cache ratio must be a number in [0, 1], not '{name}'.", hint)
         ratios.append(ratio)
     return tuple(dict.fromkeys(ratios))
 

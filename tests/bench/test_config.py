@@ -77,8 +77,8 @@ def test_lists_of_policies_and_ratios() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("spac,bogus", '"bogus"'),
-        ("none", '"none"'),
+        ("spac,bogus", "'bogus'"),
+        ("none", "'none'"),
         (" ,", "--policy"),
     ],
 )

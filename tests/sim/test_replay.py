@@ -317,6 +317,7 @@ def test_mistakes() -> None:
 PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", "none"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
 @pytest.mark.parametrize("texts", [(30, 60), pytest.param((30, None), marks=pytest.mark.bench)], ids=["30", "all"])
 def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:

@@ -15,7 +15,14 @@ from moeedge.cli.app import app
 from moeedge.sim.papers import Fit, Papers
 
 
-@pytest.mark.parametrize("policy", ["spac", "moe-infinity", "hybrimoe"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "spac",
+        pytest.param("moe-infinity", marks=pytest.mark.slow),
+        pytest.param("hybrimoe", marks=pytest.mark.slow),
+    ],
+)
 def test_the_log_of_a_seed_is_the_same_in_every_process(policy: str, tmp_path: Path) -> None:
     logs = []
     for name, hash_seed, seed in (("a", "1", "7"), ("b", "2", "7"), ("c", "1", "8")):

@@ -100,7 +100,7 @@ def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> No
 
 def test_what_cannot_be_measured_is_said_before_anything_is_loaded(tiny_moe: Path, tiny_draft: Path) -> None:
     for model, policy, words in (
-        (tiny_moe, "lru,magic", 'no policy "magic"'),
+        (tiny_moe, "lru,magic", "'magic'"),
         (tiny_draft, "lru", "has no experts"),
     ):
         result = CliRunner().invoke(app, ["validate", "measured", "-m", str(model), "-md", "none", "--policy", policy])
