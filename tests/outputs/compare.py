@@ -72,7 +72,7 @@ RENAMED: dict[str, str] = {  # by version 0.5.0: old key -> new key
 RENAMED_OPTIONS: dict[str, str] = {}
 # measured or of this machine: present, but not compared
 _MEASURED = re.compile(
-    r"(_s|_ts|_us|_ns|_ms|_bytes|bytes_moved|seconds|spread|ratio_to.*|.*ratio|.*_ts_.*|samples|speed.*|.*per_s|free.*|used.*|total_bytes|"
+    r"(.*(_s|_ts|_us|_ns|_ms|_bytes)|bytes_moved|seconds|spread|ratio_to.*|.*ratio|.*_ts_.*|samples|speed.*|.*per_s|free.*|used.*|total_bytes|"
     r"n_ctx|overhead_share|notes|started|date|commit.*|dirty|build.*|version|cpu|environment|moeedge.*|path|file|where|seed|"
     r"warm|.*load.*|upload.*|evict.*|cancelled|transfers|.*hit.*|tau|partition.*|blocks|vram.*|slots_used|advice|steps_us.*)$"
 )
