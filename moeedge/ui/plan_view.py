@@ -112,7 +112,9 @@ def plan_json(plan: SessionPlan) -> str:
 
 
 def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
-    return dataclasses.asdict(facts) | {"bits_per_weight": facts.bits_per_weight}
+    values = dataclasses.asdict(facts) | {"bits_per_weight": facts.bits_per_weight}
+    values["n_experts_used"] = values.pop("n_expert_used")  # the key of all JSON outputs
+    return values
 
 
 def _map_dict(memory_map: MemoryMap) -> dict[str, Any]:

@@ -70,11 +70,12 @@ RENAMED: dict[str, str] = {  # by version 0.5.0: old key -> new key
     "has_states": "has_hidden_states",
 }
 RENAMED_OPTIONS: dict[str, str] = {}
-# measured or of this machine: present, but not compared
+# measured, of this machine, or a wording: compared by key and type alone
 _MEASURED = re.compile(
-    r"(.*(_s|_ts|_us|_ns|_ms|_bytes)|bytes_moved|seconds|spread|ratio_to.*|.*ratio|.*_ts_.*|samples|speed.*|.*per_s|free.*|used.*|total_bytes|"
-    r"n_ctx|overhead_share|notes|started|date|commit.*|dirty|build.*|version|cpu|environment|moeedge.*|path|file|where|seed|"
-    r"warm|.*load.*|upload.*|evict.*|cancelled|transfers|.*hit.*|tau|partition.*|blocks|vram.*|slots_used|advice|steps_us.*)$"
+    r"(.*(_s|_ts|_us|_ns|_ms|_bytes)|bytes_moved|seconds|spread|.*ratio.*|.*_ts_.*|samples|speed.*|.*per_s|free.*|used.*|"
+    r"n_ctx|overhead_share|notes?|remark|started|date|time|commit|dirty|build.*|version|cpu|environment|moeedge.*|path|"
+    r"file|where|seed|warm|.*load.*|upload.*|evict.*|cancelled|transfers|.*hit.*|tau|partition.*|blocks|vram.*|slots_used|"
+    r"advice|steps_us.*|total_bytes)$"
 )
 _FOLDERS = re.compile(r'"/(?:[^"/]*/)+')  # of absolute paths, which differ between machines
 _ALWAYS_EXACT = ("replay", "trace", "simulate", "validate")
