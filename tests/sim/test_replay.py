@@ -1,4 +1,4 @@
-"""The replay against a literal one, its bounds against brute force and against the clairvoyant policies."""
+"""The replay against a literal one, its bounds against brute force and against the policies that know the future."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeedge.policies.base import CacheShape, Observation, PolicyConfig
 from moeedge.policies.bounds import NextUse
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
-from moeedge.sim.batches import cache_shape
+from moeedge.sim.batches import HitStats, cache_shape
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy, popularity_of
 from moeedge.sim.replay import BoundReplay, PolicyReplay, ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.trace.format import Trace
@@ -53,7 +53,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
     policy = make_policy(name, shape, PolicyConfig(gamma=schedule.gamma))
     resident: set[tuple[int, int]] = set()
     loaded: set[tuple[int, int]] = set()  # on demand, in the last batch
-    pairs = pairs_found = experts = experts_found = uploads = 0
+    hits, uploads = HitStats(), 0
     for batch in range(schedule.prefill.size):
         rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
         ids = np.stack([trace.layer_ids(layer)[rows] for layer in range(trace.meta.n_layers)])
@@ -67,30 +67,29 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
         if not schedule.prefill[batch]:
             for upcoming in [tokens[:1].tolist(), tokens.tolist()] if len(tokens) > 1 else [tokens.tolist()]:
                 mask = np.zeros(counts.shape, dtype=np.uint8)
-                for cell in resident:
-                    mask[cell] = 1
+                for expert in resident:
+                    mask[expert] = 1
                 plan = policy.plan(mask, upcoming)
-                victims = [tuple(cell) for cell in plan.victims.tolist()]
-                for cell in map(tuple, plan.uploads.tolist()):
+                victims = [tuple(pair) for pair in plan.victims.tolist()]
+                for expert in map(tuple, plan.uploads.tolist()):
                     if len(resident) >= int(shape.capacity[0]):
                         if not victims:
                             continue
                         resident.remove(victims.pop(0))
-                    resident.add(cell)
-                    uploads += cell not in loaded  # what was just loaded stays without another transfer
-                    loaded.discard(cell)
+                    resident.add(expert)
+                    uploads += expert not in loaded  # an expert that was just loaded stays without another transfer
+                    loaded.discard(expert)
             loaded = set()
-            for cell in ((int(layer), int(expert)) for layer, expert in zip(*np.nonzero(counts), strict=True)):
-                there = cell in resident
-                if policy.execution_model.device_only and not there:
-                    loaded.add(cell)
+            for expert in map(tuple, np.argwhere(counts).tolist()):
+                is_hit = expert in resident
+                if policy.execution_model.device_only and not is_hit:
+                    loaded.add(expert)
                     uploads += 1
-                pairs, experts = pairs + int(counts[cell]), experts + 1
-                pairs_found, experts_found = pairs_found + there * int(counts[cell]), experts_found + there
+                hits.add(counts[expert], np.bool_(is_hit))
         prefill = bool(schedule.prefill[batch])
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
         policy.observe(Observation(counts, len(rows), n_accepted, tokens, ids, None, prefill=prefill))
-    return pairs_found / pairs, experts_found / experts, uploads
+    return hits.hit_rate_pairs, hits.hit_rate_unique, uploads
 
 
 @pytest.mark.parametrize("name", POLICIES | SIMULATED)
@@ -121,7 +120,7 @@ def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     assert recorded_schedule(walk(5, 0)) is None
 
 
-def test_batches_hold_the_states_that_are_known() -> None:
+def test_batches_hold_the_known_hidden_states() -> None:
     trace = two_texts()
     hidden_states = np.arange(trace.n_tokens * 2, dtype=np.float16).reshape(-1, 2)
     hidden_states[(trace.phase == Phase.PREFILL)] = np.nan
@@ -136,8 +135,8 @@ def test_batches_hold_the_states_that_are_known() -> None:
     np.testing.assert_array_equal(batches[1].hidden_states, hidden_states[3:5])
 
 
-def test_the_default_finds_more_where_states_tell_the_context() -> None:
-    """Experts follow a context that the words do not show."""
+def test_the_default_hits_more_with_hidden_states_that_depend_on_the_context() -> None:
+    """Experts depend on a context that the tokens do not show."""
     rng = np.random.default_rng(0)
     rows = [(Phase.VERIFY, 0, step, True) for step in range(1, 151) for _ in range(4)]
     context = np.repeat(rng.integers(0, 6, 150), 4)
@@ -148,8 +147,8 @@ def test_the_default_finds_more_where_states_tell_the_context() -> None:
     hidden_states = (centre[context] + 0.1 * rng.standard_normal((600, 8))).astype(np.float16)
     trace = replace(trace, ids=used[context, word].astype(np.uint8), token=word.astype(np.int32))
     hits = []
-    for one in (trace, replace(trace, hidden_states=hidden_states)):
-        schedule = recorded_schedule(one)
+    for known in (trace, replace(trace, hidden_states=hidden_states)):
+        schedule = recorded_schedule(known)
         assert schedule is not None
         row = by_name(replay(schedule, ReplayConfig(policies=("spac",), ratios=(0.15,))))["spac"]
         hits.append(row.share_of_oracle or 0.0)
@@ -176,10 +175,10 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
     rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
     clairvoyant = {}
     for name in CLAIRVOYANT:
-        lane = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
+        replayed = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
         for chunk in schedule.chunks():
-            lane.run(chunk)
-        clairvoyant[name] = lane.stats.hits
+            replayed.run(chunk)
+        clairvoyant[name] = replayed.stats.hits
     oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
     assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.hit_rate_pairs, abs=1e-6)
     assert rows["belady"].hit_rate_unique == pytest.approx(belady.hit_rate_unique, abs=1e-6)
@@ -191,7 +190,7 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), capacity=st.integers(0, 4))
 def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
-    """Every way to keep what is there or was just used, tried on six steps of one layer of four experts."""
+    """All ways to keep resident and just used experts, tried on six steps of one layer of four experts."""
     schedule = cut_schedule(walk(6, seed, n_layers=1, n_experts=4), gamma=0)
     chunks = list(schedule.chunks())
     batches = [batch for chunk in chunks for batch in chunk.batches]
@@ -226,23 +225,21 @@ def test_oracle_is_the_sum_of_the_largest_counts() -> None:
 
 @pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
 def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
-    schedule = cut_schedule(
-        walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, rejected_token_model="pessimistic", seed=0
-    )
+    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, rejected_token_model="pessimistic")
     shape = cache_shape(schedule.trace, 0.3)
     predictor = NoisyPredictor(popularity_of(schedule.trace), PredictorAccuracy(), 0)
     found = []
     for _ in range(2):
-        lane = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
+        replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
         for chunk in schedule.chunks():
-            lane.run(chunk, predictor.predict_chunk(chunk, "next-gate"))
-        assert np.count_nonzero(lane.slots.resident) <= int(shape.capacity[0])
-        found.append((lane.stats, lane.slots.resident.tolist()))
+            replayed.run(chunk, predictor.predict_chunk(chunk, "next-gate"))
+        assert np.count_nonzero(replayed.slots.resident) <= int(shape.capacity[0])
+        found.append((replayed.stats, replayed.slots.resident.tolist()))
     assert found[0] == found[1]
 
 
 def test_loads_on_demand_count_once() -> None:
-    """A system on the device alone loads exactly what is missing; what it keeps of that costs nothing more."""
+    """A system on the device alone loads exactly the missing experts; those that it keeps cost no second transfer."""
     schedule = cut_schedule(walk(60, 4), gamma=3, acceptance=0.7)
     config = ReplayConfig(
         policies=("mixtral-offloading",),
@@ -267,21 +264,21 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
         assert tied[name].hit_rate_pairs <= free[name].hit_rate_pairs or limit > 1
 
 
-def test_stand_ins_are_as_right_as_they_say() -> None:
+def test_noisy_predictions_have_the_stated_accuracy() -> None:
     trace = walk(400, 0, n_experts=64)
     schedule = cut_schedule(trace, gamma=3, acceptance=0.7)
     predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(draft_router=0.7), 0)
-    right = said = 0
+    right = predicted = 0
     for chunk in schedule.chunks():
-        for batch, hints in zip(chunk.batches, predictor.predict_chunk(chunk, "draft-router"), strict=True):
-            assert (hints is None) == batch.prefill
-            if hints is not None:
-                assert (hints.layer_ids[:, -1] == -1).all()
-                right += int((hints.layer_ids == batch.ids)[:, :-1].sum())
-                said += batch.ids[:, :-1].size
+        for batch, prediction in zip(chunk.batches, predictor.predict_chunk(chunk, "draft-router"), strict=True):
+            assert (prediction is None) == batch.prefill
+            if prediction is not None:
+                assert (prediction.layer_ids[:, -1] == -1).all()
+                right += int((prediction.layer_ids == batch.ids)[:, :-1].sum())
+                predicted += batch.ids[:, :-1].size
         gate = predictor.predict_chunk(chunk, "next-gate")[1]
         assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
-    assert right / said == pytest.approx(0.7, abs=0.03)
+    assert right / predicted == pytest.approx(0.7, abs=0.03)
 
 
 def test_texts_can_be_chosen() -> None:
@@ -319,7 +316,11 @@ PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
-@pytest.mark.parametrize("texts", [(30, 60), pytest.param((30, None), marks=pytest.mark.bench)], ids=["30", "all"])
+@pytest.mark.parametrize(
+    "texts",
+    [pytest.param((30, 60), marks=pytest.mark.slow), pytest.param((30, None), marks=pytest.mark.bench)],
+    ids=["30", "all"],
+)
 def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:
     """With at most 0.4 uploads above every published policy, as `moeedge replay --policy all` runs them: by their
     caches, without hidden states. And near the one-step oracle without lookahead, where history alone ends at 0.81.

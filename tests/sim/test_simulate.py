@@ -1,4 +1,4 @@
-"""Whole simulations: the same seed gives the same events, every policy runs, and the figures add up."""
+"""Simulations: the same seed gives the same events, every policy runs, and the figures add up."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_llama_cpp_takes_as_long_as_its_bytes(texts: Trace, costs: StepCosts) ->
     row = simulate(costs, texts, replace(CONFIG, policy="llama-cpp", cache_ratio=0.5)).row()
     hardware = find_hardware("rtx4090-pcie4")
     expected_s = 2 * SMALL.k * SMALL.expert_bytes / hardware.cpu_bytes_per_s
-    assert row["stall_cpu_s"] == pytest.approx(expected_s, rel=1e-5)  # whole nanoseconds
+    assert row["stall_cpu_s"] == pytest.approx(expected_s, rel=1e-5)  # times are integers
     assert row["gamma"] == 0  # it has no draft
 
 

@@ -138,7 +138,7 @@ def test_cpu_and_device_work_at_the_same_time() -> None:
     assert (account.hits.pairs, account.hits.pairs_hit) == (2, 1)
 
 
-def test_what_is_all_there_needs_no_cpu() -> None:
+def test_resident_experts_need_no_cpu() -> None:
     account = run(ExecutionModel(), [(0, 0), (0, 1)], n_drafts=3)
     assert account.total_ns == 3 * DRAFT + DENSE + 2 * DEVICE + HEAD
     assert account.tokens == 4
@@ -158,7 +158,7 @@ def test_an_absent_layer_is_streamed_as_a_whole() -> None:
     assert account.hits.uploads == 4 and account.hits.pairs_hit == 0
 
 
-def test_only_experts_in_use_cross_where_a_layer_is_not_moved_whole() -> None:
+def test_only_experts_in_use_are_moved_where_a_layer_is_not_moved_entirely() -> None:
     account = run(ExecutionModel(device_only=True, layerwise=True), [], whole_layers=False)
     assert account.total_ns == DENSE + LATENCY + 2 * MOVE + 2 * DEVICE + HEAD
 
@@ -176,12 +176,12 @@ def test_a_batch_of_uploads_waits_once() -> None:
     assert times == {False: 3 * (MOVE + LATENCY), True: 3 * MOVE + LATENCY}
 
 
-cells = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12, unique=True)
+experts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12, unique=True)
 
 
 @settings(deadline=None, max_examples=60)
-@given(plans=st.lists(st.tuples(cells, st.integers(0, 900), cells), max_size=8), capacity=st.integers(0, 6))
-def test_slots_are_never_exceeded_and_nothing_in_use_leaves(
+@given(plans=st.lists(st.tuples(experts, st.integers(0, 900), experts), max_size=8), capacity=st.integers(0, 6))
+def test_slots_are_never_exceeded_and_pinned_experts_stay(
     plans: list[tuple[list[tuple[int, int]], int, list[tuple[int, int]]]], capacity: int
 ) -> None:
     clock, shape = Clock(), CacheShape.uniform(3, 5, capacity)
@@ -189,15 +189,15 @@ def test_slots_are_never_exceeded_and_nothing_in_use_leaves(
 
     def driver() -> Iterator[int | Signal]:
         for uploads, wait_ns, used in plans:
-            there = [tuple(cell) for cell in np.argwhere(mover.resident == RESIDENT).tolist()]
-            pinned = [cell for cell in used if cell in there and cell[0] == 0]
+            resident = [tuple(expert) for expert in np.argwhere(mover.resident == RESIDENT).tolist()]
+            pinned = [expert for expert in used if expert in resident and expert[0] == 0]
             mover.pin(0, [expert for _, expert in pinned])
-            absent = [cell for cell in uploads if mover.resident[cell] == 0]
-            mover.push(plan(shape, absent, there))  # type: ignore[arg-type]
+            absent = [expert for expert in uploads if mover.resident[expert] == 0]
+            mover.push(plan(shape, absent, resident))  # type: ignore[arg-type]
             for _ in range(3):
                 yield wait_ns
                 assert np.count_nonzero(mover.resident) <= capacity
-                assert all(mover.resident[cell] == RESIDENT for cell in pinned)
+                assert all(mover.resident[expert] == RESIDENT for expert in pinned)
 
     clock.start(mover.process())
     clock.start(driver())  # type: ignore[arg-type]

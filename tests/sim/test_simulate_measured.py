@@ -76,8 +76,8 @@ def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> Non
     path = tiny("qwen3moe")
     shape = shape_of_file(path, 2)
     tensors = gguf_file.read_tensors(path)
-    experts = sum(one.size_bytes for one in tensors if "_exps." in one.name)
-    blocks = sum(one.size_bytes for one in tensors if one.name.startswith("blk.")) - experts
+    experts = sum(tensor.size_bytes for tensor in tensors if "_exps." in tensor.name)
+    blocks = sum(tensor.size_bytes for tensor in tensors if tensor.name.startswith("blk.")) - experts
     assert shape.expert_bytes * shape.n_expert_layers * shape.n_experts == experts
     assert shape.dense_layer_bytes * shape.n_layers == pytest.approx(blocks)
     with pytest.raises(InputError, match="no experts"):
@@ -85,7 +85,7 @@ def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> Non
 
 
 def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> None:
-    """On a model this small and beside other programs times mean nothing: only that both sides saw the same steps."""
+    """Times of a model this small, next to other programs, are noise: both sides must have seen the same steps."""
     arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
     arguments += ["--gamma", "0,3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
     result = CliRunner().invoke(app, ["validate", "measured", *map(str, arguments)])
@@ -98,7 +98,7 @@ def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> No
         assert row["hit_rate_pairs"] == pytest.approx(row["hit_rate_pairs_measured"], abs=0.25)
 
 
-def test_what_cannot_be_measured_is_said_before_anything_is_loaded(tiny_moe: Path, tiny_draft: Path) -> None:
+def test_impossible_measurements_are_refused_before_anything_is_loaded(tiny_moe: Path, tiny_draft: Path) -> None:
     for model, policy, words in (
         (tiny_moe, "lru,magic", "'magic'"),
         (tiny_draft, "lru", "has no experts"),

@@ -238,19 +238,19 @@ def test_integers_of_any_type_are_ids_and_lengths(tmp_path: Path, kind: str) -> 
 def test_damaged_archives_never_show_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
     """Bytes changed, cut off or put in, of foreign arrays and of our own format, compressed and not."""
     kind = data.draw(st.sampled_from(["own.npz", "plain.npz", "bare.npy"]))
-    whole = tmp_path / kind
-    if not whole.exists():
+    intact = tmp_path / kind
+    if not intact.exists():
         if kind == "own.npz":
-            two_texts(weights=True).save(whole)
+            two_texts(weights=True).save(intact)
         else:
             ids = np.arange(24).reshape(6, 2, 2) % 8
-            np.save(whole, ids) if kind == "bare.npy" else np.savez(whole, ids=ids, lengths=np.array([2, 4]))
-    content = bytearray(whole.read_bytes())
+            np.save(intact, ids) if kind == "bare.npy" else np.savez(intact, ids=ids, lengths=np.array([2, 4]))
+    content = bytearray(intact.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         where = data.draw(st.integers(0, len(content) - 1))
         content[where] = data.draw(st.integers(0, 255))
     content = content[: data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))]
-    bad = tmp_path / f"bad{whole.suffix}"
+    bad = tmp_path / f"bad{intact.suffix}"
     bad.write_bytes(bytes(content))
     try:
         read_trace(bad)
