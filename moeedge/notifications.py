@@ -22,6 +22,12 @@ class Notification:
     level: Level = Level.INFO
 
 
+class Detail(str):
+    """A note about a choice that the program made and that needs no attention; other notes are warnings."""
+
+    __slots__ = ()
+
+
 Notify = Callable[[Notification], None]
 
 

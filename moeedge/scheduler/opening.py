@@ -13,7 +13,7 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
-from moeedge.notifications import Notify
+from moeedge.notifications import Detail, Notify
 from moeedge.policies.base import CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler.cache_store import cache_shape
@@ -77,7 +77,7 @@ def open_placement(
         if calibration is None:
             notes.append(_describe_unmeasured(target))
         else:
-            notes.append(calibration.sentence(emulated=device.kind == "emulated", prefill=prefill))
+            notes.append(Detail(calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)))
             policy_config = replace(policy_config, cost_model=calibration.units)
             if device.kind in ("gpu", "rpc") and not calibration.pays and not config.has_size:
                 notes.append(
@@ -85,6 +85,10 @@ def open_placement(
                     "it on, moeedge calibrate measures again."
                 )
                 return None, calibration
+            if not calibration.pays:
+                notes.append(
+                    f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
+                )
         policy = make_policy(config.policy, cache_shape(cache), policy_config)
         manager = _make_manager(cache, policy, config, device, target, draft, gamma, notes)
         stack.pop_all()
@@ -238,7 +242,7 @@ def _gate_predictor(policy: Policy, target: Context, notes: list[str]) -> NextGa
     if predictor is None:
         notes.append(_describe_no_prediction(policy, reason))
     else:
-        notes.append(f"The policy {policy.name} predicts the next layers' experts from what routers read.")
+        notes.append(Detail(f"The policy {policy.name} predicts the next layers' experts from what routers read."))
     return predictor
 
 
@@ -256,10 +260,11 @@ def _draft_predictor(
     if predictor is None:
         notes.append(_describe_no_prediction(policy, reason))
     else:
-        notes.append(
+        sentence = (
             f"The policy {policy.name} predicts the experts of the first {n_layers} of {info.n_expert_layers} layers "
             "from what the draft's layers read."
         )
+        notes.append(Detail(sentence))
     return predictor
 
 
@@ -269,7 +274,7 @@ def _keeps_hidden_states(policy: Policy, draft: Context | None, gamma: int, note
         return False
     has_hidden_states = draft is not None and draft.has_hidden_states
     source = "hidden states" if has_hidden_states else "tokens alone, without its hidden states"
-    notes.append(f"The policy {policy.name} predicts experts from the draft's {source}.")
+    notes.append(Detail(f"The policy {policy.name} predicts experts from the draft's {source}."))
     return has_hidden_states
 
 
@@ -278,9 +283,10 @@ def _describe_no_prediction(policy: Policy, reason: str) -> str:
 
 
 def _describe_unmeasured(target: Context) -> str:
-    too_small = target.n_ctx < CONTEXT_MIN
-    reason = f"a context of {target.n_ctx} tokens has no room for it" if too_small else "as asked"
-    return f"Nothing was measured, {reason}: work is not balanced between CPU and device."
+    effect = "work is not balanced between CPU and device."
+    if target.n_ctx < CONTEXT_MIN:
+        return f"Nothing was measured, a context of {target.n_ctx} tokens has no room for it: {effect}"
+    return Detail(f"Nothing was measured, as asked: {effect}")
 
 
 def _describe_placement(
@@ -290,10 +296,11 @@ def _describe_placement(
     ignored = ignored_ablations(config.policy, config.ablations)
     ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
     n_all = info.n_expert_layers * info.n_experts
-    notes = [
+    sentence = (
         f"Experts are cached on {device.label}: {cache.info.n_slots:,} of {n_all:,} "
         f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}), policy {config.policy}{ablated}."
-    ]
+    )
+    notes: list[str] = [Detail(sentence)]
     if target.model.experts_mapped:
         notes.append(
             "The model is larger than the free memory: its other experts stay as they are in the file, and the CPU "

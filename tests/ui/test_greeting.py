@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
-from moeedge.ui.chat.greeting import details, header_line, notes_of, print_greeting, print_header, warnings_of
+from moeedge.notifications import Detail
+from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, warnings_of
 from tests.ui.test_figures import INFO
 
 CACHED = replace(
@@ -20,9 +21,9 @@ CACHED = replace(
     cache_slots=1044,
     pool_bytes=3 << 20,
     notes=[
-        "Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac.",
-        "Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without.",
-        "The policy spac predicts experts from the draft's hidden states.",
+        Detail("Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac."),
+        Detail("Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without."),
+        Detail("The policy spac predicts experts from the draft's hidden states."),
         "The host gives no pinned memory for transfers: experts move more slowly.",
     ],
 )
@@ -87,11 +88,6 @@ def test_the_header_line(info: EngineInfo, line: str) -> None:
     assert header_line(info) == line
 
 
-def test_a_cache_that_measured_slower_is_a_warning() -> None:
-    slower = "Measured in 0.5 s: a step with the cache has 0.90 times the speed of one without."
-    assert warnings_of(replace(INFO, notes=[slower, slower.replace("0.90", "1.10")])) == [slower]
-
-
 def test_details_name_what_is_loaded_and_where_it_runs() -> None:
     rows = {figure.label: figure.value for figure in details(CACHED)}
     assert rows["model"] == "t.gguf (qwen3moe)"
@@ -99,5 +95,4 @@ def test_details_name_what_is_loaded_and_where_it_runs() -> None:
     assert (rows["device"], rows["policy"], rows["draft"]) == ("Vulkan0 (A Card)", "spac", "d.gguf, gamma 4")
     assert rows["cache"] == "1,044 of 6,144 experts (17.0%, 3 MiB)"
     assert (rows["threads"], rows["context"]) == ("2", "4096 tokens")
-    assert notes_of(CACHED) == CACHED.notes
     assert {"cache", "policy"}.isdisjoint(figure.label for figure in details(INFO))

@@ -103,7 +103,7 @@ def _exit(_chat: Chat, _argument: str) -> Result:
 
 
 def _info(chat: Chat, _argument: str) -> Result:
-    return Result(table=greeting.details(chat.info), lines=greeting.notes_of(chat.info))
+    return Result(table=greeting.details(chat.info), lines=list(chat.info.notes))
 
 
 def _clear(chat: Chat, _argument: str) -> Result:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from moeedge import __version__
-from moeedge.notifications import Level, Notification
+from moeedge.notifications import Detail
 from moeedge.ui import figures
 from moeedge.ui.console import say
 from moeedge.ui.figures import Figure, device_name, percent
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo
 
 _TOY = "a toy model trained on synthetic text"
-_SPEED = re.compile(r"([\d.]+) times the speed")
 _KEYS = "Type a message. /help lists the commands, /info the details; Ctrl-D leaves."
 
 
@@ -66,29 +64,9 @@ def details(info: EngineInfo) -> list[Figure]:
     return [*rows, Figure("threads", str(info.n_threads)), Figure("context", f"{info.n_ctx} tokens")]
 
 
-def notes_of(info: EngineInfo) -> list[str]:
-    """Every sentence of the engine about what it chose and what is off."""
-    return [_text(note) for note in info.notes]
-
-
 def warnings_of(info: EngineInfo) -> list[str]:
-    """The sentences about what was asked for and is off, slower or missing."""
-    return [_text(note) for note in info.notes if _is_warning(note)]
-
-
-def _text(note: Notification | str) -> str:
-    return note.text if isinstance(note, Notification) else note
-
-
-def _is_warning(note: Notification | str) -> bool:
-    if isinstance(note, Notification):
-        return note.level is Level.WARNING
-    if note.startswith("The policy "):
-        return "nothing" in note
-    if speed := _SPEED.search(note):
-        return float(speed[1]) < 1
-    chosen = note.startswith(("Measured ", "Experts ", "The draft length is 0", "Nothing was measured, as asked"))
-    return not chosen and "is dense, no experts" not in note
+    """The notes about what is off, slower or missing."""
+    return [note for note in info.notes if not isinstance(note, Detail)]
 
 
 def _model_line(info: EngineInfo, *, toy: bool) -> str:

@@ -15,7 +15,6 @@ from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
 from moeedge.scheduler.stats import PlacementStats
-from moeedge.ui.chat.greeting import notes_of
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Settings
@@ -87,7 +86,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "threads": info.n_threads,
         "hit_rate": None if cache is None else cache.hit_rate_pairs,
         "placement": None if cache is None else cache.to_dict(),
-        "notes": notes_of(info),
+        "notes": list(info.notes),
     }
 
 
