@@ -71,7 +71,7 @@ def _content(source: DatasetFile, record: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize(
     ("name", "source"),
-    [pytest.param(name, one, id=f"{name}-{one.repo}") for name, entry in CATALOG.items() for one in entry.hub],
+    [pytest.param(name, file, id=f"{name}-{file.repo}") for name, entry in CATALOG.items() for file in entry.hub],
 )
 def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, source: DatasetFile) -> None:
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)

@@ -255,7 +255,9 @@ def test_gated_repository(place: HubMachine) -> None:
     assert refused.returncode == 1
     assert "me/big-GGUF is gated" in refused.stderr and "HF_TOKEN" in refused.stderr
     assert place.run("pull", "big", "--no-draft", HF_TOKEN="hf_secret").returncode == 0
-    assert all(one.token is None for one in place.hub.requests if one.path.startswith("/cdn/"))  # another host
+    assert all(
+        request.token is None for request in place.hub.requests if request.path.startswith("/cdn/")
+    )  # another host
 
 
 def test_no_network(place: HubMachine) -> None:
@@ -293,7 +295,7 @@ def test_interrupted(place: HubMachine, signal_number: int, code: int) -> None:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == code, stderr
     if code > 0:
-        assert "the same command goes on from there" in stderr and "stopped at" in stderr
+        assert "same command" in stderr and "stopped at" in stderr
     (part,) = place.blobs("me/big-GGUF").values()
     assert part == place.hub.files[BIG][: len(part)]
     place.hub.block_pause_s, place.hub.requests = 0.0, []

@@ -87,14 +87,14 @@ def test_a_dry_run_gpu_is_laid_out_like_a_real_device(
     name, _ = rpc.add_worker(worker.endpoint)
     pointers = (ctypes.c_void_p * 2)(library._device(name), None)
     device_list = library.device_list
-    monkeypatch.setattr(library, "device_list", lambda one: pointers if one == name else device_list(one))
+    monkeypatch.setattr(library, "device_list", lambda device: pointers if device == name else device_list(device))
     found = []
     for device, header_only in ((name, False), (name, True), (DRY_RUN_GPU, True)):
         with Model.load(
             bundled_pair[0], device=device, n_gpu_layers=-1, experts_on_cpu=experts_on_cpu, header_only=header_only
         ) as model:
             found.append(footprint(model, 4096, EngineConfig(model=bundled_pair[0])))
-    real, planned, dry_run = (next(iter(one.gpus.values())) for one in found)
+    real, planned, dry_run = (next(iter(memory.gpus.values())) for memory in found)
     assert real == planned
     assert dry_run.kv_bytes == real.kv_bytes
     assert dry_run.compute_bytes == pytest.approx(real.compute_bytes, rel=0.01)

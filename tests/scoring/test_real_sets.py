@@ -29,8 +29,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _references(dataset: Dataset) -> list[Reference]:
     found = [prompt.reference(0) for prompt in dataset.prompts]
-    assert all(isinstance(one, Reference) for one in found)
-    return [one for one in found if one is not None]
+    assert all(isinstance(reference, Reference) for reference in found)
+    return [reference for reference in found if reference is not None]
 
 
 def test_gsm8k_every_answer_is_right_and_its_neighbour_s_is_wrong(published: Path) -> None:

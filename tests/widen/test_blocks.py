@@ -38,7 +38,7 @@ def block_columns(draw: st.DrawFn) -> tuple[GgmlType, int, np.ndarray]:
     size = gguf.GGML_QUANT_SIZES[type_][0]
     n_blocks = draw(st.integers(1, 5))
     table = draw(st.lists(st.integers(-1, n_blocks - 1), min_size=1, max_size=12))
-    columns = [np.full(size, -1) if one < 0 else np.arange(one * size, (one + 1) * size) for one in table]
+    columns = [np.full(size, -1) if block < 0 else np.arange(block * size, (block + 1) * size) for block in table]
     return type_, n_blocks * size, np.concatenate(columns)
 
 
