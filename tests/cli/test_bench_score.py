@@ -108,4 +108,4 @@ def test_references_must_match_the_turns(tiny_moe: Path, tmp_path: Path) -> None
     path.write_text('{"turns": ["Hi", "Ho"], "reference": {"scorer": "exact", "expect": "x"}}\n')
     result = _bench("-m", tiny_moe, "--dataset", path)
     assert result.exit_code == 2
-    assert "there must be one reference for each of the 2 turns" in result.stderr
+    assert "one reference for each of the 2 turns" in result.stderr
