@@ -19,7 +19,7 @@ from moeedge import native
 from moeedge.errors import BackendError, DeviceError, ModelFileError
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import OffloadScope
-from moeedge.native.abi import Residency
+from moeedge.native.abi import PrefillPath, Residency
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.experts import (
@@ -398,7 +398,8 @@ def test_bad_plans_change_nothing(experts: ExpertFile) -> None:
         with pytest.raises(BackendError, match="not resident"):
             cache.read(0, 0, "ffn_up_exps.weight", 4096)
         with pytest.raises(BackendError, match="prefill path"):
-            cache.set_prefill(3, 65)
+            cache.set_prefill(PrefillPath.RESIDENT, 0)
+        assert native.load().moeedge_cache_set_prefill(cache._cache, 3, 65) < 0
         assert cache.stats().plans == 0
         assert cache.acquire(9, [0, 1]).tolist() == [-1, -1]
         assert cache.acquire(0, [-1, 8]).tolist() == [-1, -1]
