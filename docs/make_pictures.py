@@ -17,7 +17,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from moeedge import paths
-from moeedge.engine.conversation import Answer, Conversation, prompt_tokens
+from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.scheduler.config import PlacementConfig
@@ -54,9 +54,9 @@ def draw_chat(path: Path) -> None:
         for question in QUESTIONS:
             conversation.ask(question)
             tokens = prompt_tokens(session.model, conversation)
-            answer = Answer(session, tokens, n_predict=200, sampling=SamplingConfig(temperature=0))
+            answer = session.generate(tokens, n_predict=200, sampling=SamplingConfig(temperature=0))
             with meter:
-                for _ in answer:
+                for _ in answer.pieces():
                     if question == QUESTIONS[-1] and len(answer.text) >= SHOWN_CHARACTERS:
                         break
             conversation.answer(answer.text)
