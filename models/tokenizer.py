@@ -48,7 +48,7 @@ def train_tokenizer(seed: int = 0, n_chats: int = TRAINING_CHATS, vocab_size: in
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     texts = (text for chat in itertools.islice(chats(f"tokenizer-{seed}"), n_chats) for _, text in chat.messages())
-    roles = ("system\n", "user\n", "assistant\n") * 1000  # these lines stand in every prompt
+    roles = ("system\n", "user\n", "assistant\n") * 1000  # these lines occur in every prompt
     tokenizer.train_from_iterator(itertools.chain(texts, roles), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     if tokenizer.get_vocab_size() != vocab_size:
