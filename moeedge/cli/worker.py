@@ -14,9 +14,8 @@ from moeedge.cli import options
 from moeedge.cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, show_log
 from moeedge.cli.declare import derive
 from moeedge.cli.engine_options import limit_openmp_spin
-from moeedge.engine.types import MAX_N_THREADS
 from moeedge.errors import DeviceError, InputError
-from moeedge.hardware.spec import RPC_SCHEME, parse_host_port
+from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME, parse_host_port
 from moeedge.units import format_bytes
 
 DEFAULT_LISTEN = "127.0.0.1:50052"  # llama.cpp's own port for RPC

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from moeedge.hardware.spec import MAX_N_THREADS
 from moeedge.scheduler.config import PlacementConfig
 
 if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp
@@ -16,7 +17,6 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
-MAX_N_THREADS = 512  # GGML_MAX_N_THREADS; ggml crashes beyond it
 
 StopReason = Literal["eos", "length", "context", "interrupted"]
 

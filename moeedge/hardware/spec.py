@@ -11,7 +11,7 @@ from moeedge.units import parse_rate
 SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
 EMULATED = "emulated"
 RPC_SCHEME = "rpc://"
-MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
+MAX_N_THREADS = 512  # GGML_MAX_N_THREADS; ggml crashes beyond it
 _EMULATED_FORM = "Write emulated, or emulated: and any of link=25GB/s, latency=20us, threads=2, separated by commas."
 _RPC_FORM = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
 
@@ -63,9 +63,9 @@ def _parse_emulated(text: str) -> DeviceSpec:
         elif key == "latency":
             latency_us = _parse_latency(value)
         elif key == "threads":
-            if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_THREADS):
+            if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_N_THREADS):
                 raise DeviceError(
-                    f'The emulated device cannot have "{value}" threads.', f"Give a number from 1 to {MAX_THREADS}."
+                    f'The emulated device cannot have "{value}" threads.', f"Give a number from 1 to {MAX_N_THREADS}."
                 )
             threads = int(value)
         else:
