@@ -24,7 +24,7 @@ _ROUNDS = 4  # of the fit of the acceptance
 _CLOSE = 0.25  # the aim: predicted over published is within so much of 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Compared:
     """One published figure and the simulated one."""
 
@@ -97,16 +97,12 @@ class Papers:
         """All ten rows, in the published order."""
         table = self.data["table2"]
         hardware, config = self._fitted(table, fit)
-        return [
-            Compared(
-                table="table2",
-                name=name,
-                result=self._run(name, hardware, table["model"], config),
-                published_ts=published_ts,
-                fitted=name in (table["fit_cpu"], table["fit_acceptance"]),
-            )
-            for name, published_ts in table["published_ts"].items()
-        ]
+        rows = []
+        for name, published_ts in table["published_ts"].items():
+            result = self._run(name, hardware, table["model"], config)
+            fitted = name in (table["fit_cpu"], table["fit_acceptance"])
+            rows.append(Compared("table2", name, result, published_ts, fitted))
+        return rows
 
     def table3(self, fit: Fit) -> list[Compared]:
         """Another model on the same machine: no further constant is fitted."""
@@ -114,12 +110,7 @@ class Papers:
         hardware, config = self._fitted(table, fit)
         config = replace(config, acceptance=table["acceptance"])
         return [
-            Compared(
-                table="table3",
-                name=name,
-                result=self._run(name, hardware, table["model"], config),
-                published_ts=published_ts,
-            )
+            Compared("table3", name, self._run(name, hardware, table["model"], config), published_ts)
             for name, published_ts in table["published_ts"].items()
         ]
 
@@ -131,14 +122,9 @@ class Papers:
         for name, published_ts in table["published_ts"].items():
             other = table["run_as"].get(name)  # a system that the paper falls back to
             ablations = frozenset() if other or name == "full" else frozenset({name})
-            row = Compared(
-                table="table4",
-                name=name,
-                result=self._run(other or "MoE-SpAc", hardware, of["model"], replace(config, ablations=ablations)),
-                published_ts=published_ts,
-                fitted=other in (of["fit_cpu"], of["fit_acceptance"]),
-            )
-            rows.append(row)
+            result = self._run(other or "MoE-SpAc", hardware, of["model"], replace(config, ablations=ablations))
+            fitted = other in (of["fit_cpu"], of["fit_acceptance"])
+            rows.append(Compared("table4", name, result, published_ts, fitted))
         return rows
 
     def figure5(self, fit: Fit) -> list[Compared]:
@@ -146,11 +132,7 @@ class Papers:
         figure, of = self.data["figure5"], self.data["table2"]
         hardware, config = self._fitted(of, fit)
         return [
-            Compared(
-                table="figure5",
-                name=name,
-                result=self._run(name, hardware, of["model"], replace(config, cache_ratio=ratio)),
-            )
+            Compared("figure5", name, self._run(name, hardware, of["model"], replace(config, cache_ratio=ratio)))
             for name in figure["systems"]
             for ratio in figure["cache_ratios"]
         ]
@@ -161,30 +143,20 @@ class Papers:
         for model in self.data["cutoff"]["models"]:
             n_layers = find_model(model).n_expert_layers
             for layer in [*range(0, n_layers, 4), n_layers]:
-                rows.append(Compared(table="cutoff", name=f"{model}, layer {layer}", result=self._cut_at(model, layer)))
+                rows.append(Compared("cutoff", f"{model}, layer {layer}", self._cut_at(model, layer)))
         return rows
 
     def elsewhere(self) -> list[Compared]:
         """The same programs in other publications: a check of their constants."""
         figure, elsewhere = self.data["cutoff"], self.data["elsewhere"]
-        rows = [
-            Compared(
-                table="elsewhere",
-                name=f"{figure['system']}, baseline, {model}",
-                result=self._cut_at(model, 0),
-                published_ts=1 / entry["baseline_s"],
-            )
-            for model, entry in figure["models"].items()
-        ]
+        rows = []
+        for model, entry in figure["models"].items():
+            name = f"{figure['system']}, baseline, {model}"
+            rows.append(Compared("elsewhere", name, self._cut_at(model, 0), 1 / entry["baseline_s"]))
         hardware = find_hardware(elsewhere["hardware"])
         for entry in elsewhere["rows"]:
-            row = Compared(
-                table="elsewhere",
-                name=f"{entry['system']}, {entry['model']}",
-                result=self._run(entry["system"], hardware, entry["model"], self._config(entry | {"gamma": 0})),
-                published_ts=1 / entry["published_s"],
-            )
-            rows.append(row)
+            result = self._run(entry["system"], hardware, entry["model"], self._config(entry | {"gamma": 0}))
+            rows.append(Compared("elsewhere", f"{entry['system']}, {entry['model']}", result, 1 / entry["published_s"]))
         return rows
 
     def _cut_at(self, model: str, layer: int) -> SimulationResult:

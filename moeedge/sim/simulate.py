@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.native.abi import Phase
-from moeedge.policies.base import CacheShape, ExecutionModel, Policy, PolicyConfig
+from moeedge.policies.base import CacheShape, Policy, PolicyConfig
 from moeedge.policies.registry import BOUNDS, make_policy
 from moeedge.sim.batches import cache_shape
 from moeedge.sim.clock import Log
@@ -132,8 +132,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
 
     Raises ValueError for an unknown policy, InputError where no text is as long as a step.
     """
-    drafts = "no-sd" not in config.ablations and execution_model_of(config.policy).speculation
-    gamma = config.gamma if drafts else 0
+    gamma = config.gamma if "no-sd" not in config.ablations and _has_draft(config.policy) else 0
     costs = costs.with_link(config.link_factor)
     batches = _batches(trace, config, gamma)
     shape = cache_shape(trace, config.cache_ratio)
@@ -159,10 +158,10 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     )
 
 
-def execution_model_of(policy: str) -> ExecutionModel:
-    """How the system of that name executes its plans. Raises ValueError for an unknown one."""
-    config = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32) if policy in BOUNDS else None)
-    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).execution_model
+def _has_draft(policy: str) -> bool:
+    """Whether the system of that name runs with a draft model. Raises ValueError for an unknown one."""
+    config = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32))
+    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).execution_model.speculation
 
 
 def _batches(trace: Trace, config: SimulationConfig, gamma: int) -> list[Batch]:

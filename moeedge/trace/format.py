@@ -184,7 +184,12 @@ class Trace:
     @classmethod
     def load(cls, path: Path) -> Trace:
         """Reads a file that `save` wrote. Raises InputError, with the reason, for anything else."""
-        arrays = {_IN_MEMORY.get(name, name): array for name, array in read_npz(path).items()}
+        return cls.from_arrays(path, read_npz(path))
+
+    @classmethod
+    def from_arrays(cls, path: Path, arrays: dict[str, NDArray[Any]]) -> Trace:
+        """The trace in the arrays of a file. Raises InputError, with the reason, where they are none."""
+        arrays = {_IN_MEMORY.get(name, name): array for name, array in arrays.items()}
         if "meta" not in arrays:
             raise unusable_trace(path, "it holds no metadata")
         meta = _parse_meta(path, arrays["meta"])
@@ -234,17 +239,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """All arrays of an .npz file, without pickles. Raises InputError for anything else."""
+    arrays = {}
     with reading(path):
         try:
             with zipfile.ZipFile(path) as archive:
-                return {
-                    member.filename.removesuffix(".npy"): _read_member(archive, member) for member in archive.filelist
-                }
+                for member in archive.infolist():
+                    with archive.open(member) as stream:
+                        arrays[member.filename.removesuffix(".npy")] = _read_array(stream, member.file_size)
         except OSError:
             raise
         except Exception as error:
             # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
             raise unusable_trace(path, f"not an .npz archive ({type(error).__name__})") from None
+    return arrays
 
 
 def read_npy(path: Path) -> NDArray[Any]:
@@ -257,11 +264,6 @@ def read_npy(path: Path) -> NDArray[Any]:
             raise
         except Exception as error:  # see read_npz
             raise unusable_trace(path, f"not an .npy file ({type(error).__name__})") from None
-
-
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    with archive.open(member) as stream:
-        return _read_array(stream, member.file_size)
 
 
 def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:

@@ -50,7 +50,7 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
     if path.suffix.lower() == ".npy":
         return _from_arrays(path, {"ids": read_npy(path)}, n_experts)
     arrays = read_npz(path)
-    return Trace.load(path) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
+    return Trace.from_arrays(path, arrays) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
 
 
 def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.trace.format import Trace
+from moeedge.trace.format import Trace, ids_dtype
 from moeedge.trace.importers import read_trace
 from tests.support.traces import two_texts
 
@@ -253,9 +253,11 @@ def test_damaged_archives_never_show_a_traceback(tmp_path: Path, data: st.DataOb
     bad = tmp_path / f"bad{intact.suffix}"
     bad.write_bytes(bytes(content))
     try:
-        read_trace(bad)
+        trace = read_trace(bad)
     except InputError as error:
         assert bad.name in error.message
+    else:
+        assert trace.ids.dtype == ids_dtype(trace.meta.n_experts)
 
 
 @pytest.mark.parametrize(
