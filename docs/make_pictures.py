@@ -21,12 +21,11 @@ from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.ui.cache_figures import live_cache_figures
 from moeedge.ui.chat.greeting import print_greeting
 from moeedge.ui.chat.panel import CacheMeter, render_panel
 from moeedge.ui.chat.prompt import PROMPT
 from moeedge.ui.chat.stream import wrap_rows
-from moeedge.ui.figures import live_figures
+from moeedge.ui.figures import live_cache_figures, live_figures
 
 FOLDER = Path(__file__).parent
 DEVICE = "emulated:link=2GB/s,threads=1"

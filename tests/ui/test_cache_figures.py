@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.scheduler.stats import PlacementStats
-from moeedge.ui import cache_figures, figures
+from moeedge.ui import figures
 from moeedge.ui.chat.panel import render_panel
 from tests.ui.test_figures import INFO, STATS
 
@@ -52,7 +52,7 @@ CACHE = PlacementStats(
 
 def _panel(cache: PlacementStats, columns: int, rows: int) -> list[str]:
     items = figures.live_figures(PLACED, STATS, ram_bytes=3 << 28, elapsed_s=1.0)
-    items += cache_figures.live_cache_figures(cache)
+    items += figures.live_cache_figures(cache)
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
     console.print(render_panel(items, columns=columns, rows=rows, hint="Ctrl-C stops"))
     lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def test_the_panel_shows_everything_where_there_is_room(columns: int) -> None:
         "slots 1040/1044",
         "uploads/step 40.0",
         "evictions/step 39.5",
-        "link 2.0 GB/s",
+        "link 2 GB/s",
         "12 of 12 MiB, emulated",
         "CPU 55% dev 20% wait 4% draft 15% rest 26%"
         if columns == 60
@@ -113,18 +113,18 @@ def test_before_the_first_step_there_are_dashes() -> None:
     ]:
         assert text in shown, text
     assert "tau" not in shown
-    assert "emulated" not in "\n".join(f"{item.label}{item.value}" for item in cache_figures.table(fresh))
+    assert "emulated" not in "\n".join(f"{item.label}{item.value}" for item in figures.cache_rows(fresh))
 
 
 def test_the_drivers_memory_is_shown_as_a_bar() -> None:
     card = replace(CACHE, device="CUDA0 (A Card)", vram_used_bytes=18 << 30, vram_total_bytes=24 << 30)
-    assert cache_figures.memory_line(card, 41) == "█" * 18 + "░" * 6 + " 18.0 of 24.0 GiB"
-    assert cache_figures.memory_line(card, 20) == "18.0 of 24.0 GiB"  # no room for a bar
+    assert figures.memory_line(card, 41) == "█" * 18 + "░" * 6 + " 18.0 of 24.0 GiB"
+    assert figures.memory_line(card, 20) == "18.0 of 24.0 GiB"  # no room for a bar
 
 
 def test_infinite_thresholds_stand_above_all_others() -> None:
     stats = replace(CACHE, tau=(0.0, math.inf))
-    assert cache_figures.tau_line(stats, 20) == "▁█ 0-5"
+    assert figures.tau_line(stats, 20) == "▁█ 0-5"
 
 
 def test_a_lost_device_is_reported() -> None:
@@ -132,11 +132,11 @@ def test_a_lost_device_is_reported() -> None:
     shown = "\n".join(_panel(lost, 40, 10))
     assert "device lost: all on CPU" in shown
     assert "slots" not in shown
-    assert cache_figures.live_cache_figures(lost)[0] in cache_figures.table(lost)
+    assert figures.live_cache_figures(lost)[0] in figures.cache_rows(lost)
 
 
 def test_the_table_of_stats() -> None:
-    rows = [(row.label, row.value if row.draw is None else row.draw(70)) for row in cache_figures.table(CACHE)]
+    rows = [(row.label, row.value if row.draw is None else row.draw(70)) for row in figures.cache_rows(CACHE)]
     assert rows[0] == ("cache", "emulated (CPU, link 2 GB/s), ratio 0.17, policy spac")
     assert rows[-1] == ("moved", "1.2 GiB")
     assert {
@@ -145,10 +145,10 @@ def test_the_table_of_stats() -> None:
         ("slots", "1040/1044"),
         ("uploads/step", "40.0"),
         ("evictions/step", "39.5"),
-        ("link", "2.0 GB/s"),
+        ("link", "2 GB/s"),
         ("", "step time: CPU 55 %, device 20 %, waiting 4 %, draft 15 %, rest 26 %"),
     } < set(rows)
-    assert cache_figures.tau_line(CACHE, 30) == "▅▆▇███▇▇▅▄▃▂▁▁▁▂▃▅▆▇▇██▇▆▅ 0-4"
+    assert figures.tau_line(CACHE, 30) == "▅▆▇███▇▇▅▄▃▂▁▁▁▂▃▅▆▇▇██▇▆▅ 0-4"
 
 
 def test_hits_in_the_stats_line_and_in_totals() -> None:

@@ -42,7 +42,7 @@ def fresh(session: Session) -> Iterator[None]:
 
 
 class Talk:
-    """A chat that reads `lines` and ends; `err` is what it said beside its answers."""
+    """A chat that reads `lines` and ends; `err` is all output but the answers."""
 
     def __init__(
         self, session: Session, lines: list[Line], folder: Path, *, settings: Settings = GREEDY, raw: bool = False
@@ -82,7 +82,7 @@ def _reader(lines: list[Line]) -> Callable[[], str]:
 
 
 def on_step(session: Session, number: int, action: Callable[[], None]) -> None:
-    """Do something in the middle of an answer: behind its step `number`."""
+    """Call `action` in the middle of an answer, after its step `number`."""
     seen: list[StepRecord] = []
 
     def observe(record: StepRecord, _session: Session) -> None:
@@ -181,8 +181,8 @@ def test_ctrl_c_in_mid_answer_keeps_what_was_said(session: Session, tmp_path: Pa
     settings = Settings(sampling=GREEDY.sampling, n_predict=200, gamma=4)
     talk = Talk(session, ["tell me", "/set n 5", "and?"], tmp_path, settings=settings)
     assert talk.code == 0
-    stopped, whole = talk.repl.turns
-    assert (stopped.stop_reason, whole.stop_reason) == ("interrupted", "length")
+    stopped, finished = talk.repl.turns
+    assert (stopped.stop_reason, finished.stop_reason) == ("interrupted", "length")
     assert 0 < stopped.stats.generated_tokens < 30
     assert talk.messages[1].content != ""
     assert "| stopped" in talk.err

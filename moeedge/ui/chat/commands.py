@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from moeedge.engine.conversation import Conversation, read_text
 from moeedge.errors import InputError
-from moeedge.ui import cache_figures
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.figures import Figure, total_parts, turn_parts
+from moeedge.ui.figures import Figure, cache_rows, total_parts, turn_parts
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -143,7 +142,7 @@ def _stats(chat: Chat, _argument: str) -> Result:
     last = chat.turns[-1]
     table = [Figure("last answer", ", ".join(turn_parts(chat.info, last.stats, last.stop_reason, last.cache)))]
     if last.cache is not None:
-        table += cache_figures.table(last.cache)
+        table += cache_rows(last.cache)
     if len(chat.turns) > 1:
         parts = total_parts(
             chat.info,

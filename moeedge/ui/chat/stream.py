@@ -17,10 +17,9 @@ import psutil
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, RenderableType
 
-from moeedge.ui.cache_figures import live_cache_figures
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.console import supports_panel, visible
-from moeedge.ui.figures import live_figures
+from moeedge.ui.figures import live_cache_figures, live_figures
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats
