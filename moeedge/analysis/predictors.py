@@ -112,7 +112,7 @@ def single_token_predictors(horizon: float) -> dict[str, Factory]:
     }
 
 
-def replay(
+def replay_predictor(
     counts: CountArray,
     is_first: BoolArray,
     factory: Factory,
@@ -141,7 +141,7 @@ def replay(
 
 
 @dataclass(frozen=True)
-class Score:
+class PredictorScore:
     """How well one predictor recognised the hot experts of one layer. None: no step was judged."""
 
     predictor: str

@@ -23,11 +23,11 @@ from moeedge.analysis.predictors import (
     CountArray,
     Factory,
     Horizon,
-    Score,
+    PredictorScore,
     Sensor,
     accuracy,
     balanced_accuracy,
-    replay,
+    replay_predictor,
     single_token_predictors,
     speculative_predictors,
 )
@@ -68,7 +68,7 @@ class LayerProfile:
     step_tokens: NDArray[np.int64]  # [steps], tokens computed in each step
     is_first: BoolArray  # [steps], first steps of texts
     speculative: bool  # whether steps are verification steps of several tokens
-    scores: list[Score]
+    scores: list[PredictorScore]
     step_cold_share: float | None  # of the experts in the judged steps: the accuracy of always saying "cold"
     token_cold_share: float | None  # the same for single tokens
     accuracy_curve: NDArray[np.float64]  # [steps], of the first score, NaN in first steps of texts
@@ -81,7 +81,7 @@ class LayerProfile:
     unique_per_step: float | None  # over the tokens of each step, rejected drafts included
     hottest: list[HotExpert]
 
-    def score(self, predictor: str, sensor: Sensor, predicts: str) -> Score | None:
+    def score(self, predictor: str, sensor: Sensor, predicts: str) -> PredictorScore | None:
         """The score of that predictor, None if there is none."""
         for score in self.scores:
             if (score.predictor, score.sensor, score.predicts) == (predictor, sensor, predicts):
@@ -142,10 +142,10 @@ class _Replay:
     anew: BoolArray  # [n, n_layers, n_experts], starting anew with every text
     carried: BoolArray  # [n, n_layers, n_experts], keeping the state from text to text
 
-    def score(self, column: int) -> Score:
+    def score(self, column: int) -> PredictorScore:
         """The score of the layer in `column`."""
         anew, truth, judged = self.anew[:, column], self.truth[:, column], ~self.is_first
-        return Score(
+        return PredictorScore(
             predictor=self.predictor,
             sensor=self.sensor,
             predicts=self.predicts,
@@ -171,7 +171,9 @@ def _replay_predictors(
         predicted, cut = (step_counts, steps) if predicts == "step" else (token_counts, text)
         is_first, truth = cut.is_first(), predicted >= TAU
         for name, factory in factories.items():
-            anew, carried = (replay(read, is_first, factory, carry=carry, n_read=n_read) for carry in (False, True))
+            anew, carried = (
+                replay_predictor(read, is_first, factory, carry=carry, n_read=n_read) for carry in (False, True)
+            )
             replays.append(_Replay(name, sensor, predicts, is_first, truth, anew, carried))
 
     if gamma > 0:

@@ -14,7 +14,7 @@ from statistics import median
 
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm, load_models, open_arms, run_conversations, warm_up
-from moeedge.bench.output_check import ReferenceGap, compare
+from moeedge.bench.output_check import ReferenceGap, compare_answers
 from moeedge.bench.samples import Sample, quotient
 from moeedge.data import Prompt
 from moeedge.engine.session import Session
@@ -139,7 +139,7 @@ def run_ablation(
         ):
             base = expected[sample.prompt]
             gap = ReferenceGap(stock[0].session.target, base.prompt_ids, base.tokens, sample.tokens)
-            agreement = compare(base.tokens, sample.tokens, gap)
+            agreement = compare_answers(base.tokens, sample.tokens, gap)
             results[sample.mode].add(sample, equal=agreement.equal or agreement.near_tie)
             seconds = sample.ttft_s + sample.decode_s
             notify(Notification(f"{sample.mode}, prompt {sample.prompt}: {seconds:.1f} s"))

@@ -34,7 +34,7 @@ class Agreement:
     near_tie: bool  # they differ where the reference itself was undecided
 
 
-def compare(reference: Sequence[int], tokens: Sequence[int], gap_of: Callable[[int], float]) -> Agreement:
+def compare_answers(reference: Sequence[int], tokens: Sequence[int], gap_of: Callable[[int], float]) -> Agreement:
     """Compares `tokens` with `reference`; gap_of(i) returns by how much the reference prefers its token i.
 
     Answers of different lengths differ at the end of the shorter one, if not before.
@@ -69,7 +69,7 @@ def top2_gap(logits: NDArray[np.float32]) -> float:
 
 @dataclass(frozen=True)
 class ReferenceGap:
-    """`gap_of` for `compare`, computed on demand in the reference's context."""
+    """`gap_of` for `compare_answers`, computed on demand in the reference's context."""
 
     context: Context
     prompt: Sequence[int]
@@ -116,7 +116,7 @@ class OutputCheck:
         return f"{self.equal}/{self.compared}"
 
 
-def check_output(
+def check_answers(
     samples: Sequence[Sample], reference: Sequence[Sample], logits_at: LogitsAt, end_tokens: Sequence[int]
 ) -> OutputCheck:
     """Compares every answer of `samples` with the first answer that `reference` gave to the same turn.
@@ -160,7 +160,7 @@ def _difference(sample: Sample, base: Sample, logits_at: LogitsAt, end_tokens: S
         logits = logits_at(base, position)
         return abs(logit(logits, token_at(base, position)) - logit(logits, token_at(sample, position)))
 
-    agreement = compare(base.tokens, sample.tokens, gap_of)
+    agreement = compare_answers(base.tokens, sample.tokens, gap_of)
     assert agreement.first_difference is not None and agreement.gap is not None
     return Difference(
         prompt=sample.prompt,

@@ -154,7 +154,7 @@ class BenchRow:
         }
 
 
-def summarize(
+def make_row(
     mode: BenchMode,
     test: str,
     samples: Sequence[Sample],

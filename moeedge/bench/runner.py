@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, open_arms, run_conversations, warm_up
-from moeedge.bench.output_check import OutputCheck, check_output, reference_logits
+from moeedge.bench.output_check import OutputCheck, check_answers, reference_logits
 from moeedge.bench.passes import Pass, caches_fit, fit_context, largest_cache, split_passes
-from moeedge.bench.records import BenchRow, describe_setup, read_environment, summarize
+from moeedge.bench.records import BenchRow, describe_setup, make_row, read_environment
 from moeedge.bench.samples import Sample, common_samples
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
@@ -243,7 +243,7 @@ class Bench:
         if is_dataset and self._scorer is not None:
             own = [self._scorer.scored(sample) for sample in own]
             scores = self._scorer.summary(own)
-        return summarize(arm.mode, test, own, reference, output=output, scores=scores, setup=setup)
+        return make_row(arm.mode, test, own, reference, output=output, scores=scores, setup=setup)
 
     def _text_of(self, sample: Sample) -> str:
         assert self._models is not None
@@ -255,7 +255,7 @@ class Bench:
         def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
             return reference_logits(context, sample.prompt_ids, sample.tokens, position)
 
-        return check_output(own, reference, logits_at, self._end_tokens)
+        return check_answers(own, reference, logits_at, self._end_tokens)
 
     @cached_property
     def _end_tokens(self) -> list[int]:

@@ -116,7 +116,7 @@ def summary(rows: Sequence[Comparison]) -> tuple[float, float]:
     return median(errors), max(errors)
 
 
-def compare(
+def compare_with_engine(
     base: EngineConfig,
     wanted: Sequence[Combination],
     *,

@@ -123,9 +123,9 @@ def ablate(
 
 def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float | None) -> None:
     """Raises InputError for options that cannot have a result."""
-    from moeedge.llama.gguf_file import summarize
+    from moeedge.llama.gguf_file import read_summary
 
-    layers = summarize(target).expert_layers
+    layers = read_summary(target).expert_layers
     if not layers:
         raise InputError(f"{target.name} has no experts: there is nothing to ablate.", "Name a MoE model with -m.")
     if not cache_ratio:

@@ -152,7 +152,7 @@ def bench(
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_dataset(dataset, offline_sample=offline_sample)
-    plan, notes = make_plan(
+    plan, notes = make_bench_plan(
         base,
         modes,
         prompts,
@@ -169,7 +169,7 @@ def bench(
     raise typer.Exit(_measure(plan, notes, output, verbose=verbose, plot=plot, trace_out=trace_out))
 
 
-def make_plan(
+def make_bench_plan(
     base: EngineConfig,
     modes: str,
     dataset: Dataset | None,

@@ -74,7 +74,7 @@ def plan(
     """
     from moeedge.planning.memory_map import this_machine
     from moeedge.planning.planner import Planner
-    from moeedge.planning.session_plan import make_plan
+    from moeedge.planning.session_plan import make_session_plan
     from moeedge.ui.console import stdout_console
     from moeedge.ui.plan_view import plan_json, print_plan
 
@@ -96,7 +96,8 @@ def plan(
         config = engine.config(placement, emulate_bundled=True, files=files)
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         with Planner(config, machine, reserve=reserve_bytes or 0, names=names) as planner:
-            found = make_plan(planner, model_name=None if model is None else os.fspath(model), draft_name=model_draft)
+            model_name = None if model is None else os.fspath(model)
+            found = make_session_plan(planner, model_name=model_name, draft_name=model_draft)
         if output is Output.JSON:
             typer.echo(plan_json(found), nl=False)
         else:

@@ -16,7 +16,7 @@ from moeedge.errors import InputError
 from moeedge.trace.exporters import layout_of, write_trace
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
-from moeedge.trace.summary import summarize
+from moeedge.trace.summary import summarize_trace
 from moeedge.ui.console import say, stderr_console, stdout_console
 from moeedge.ui.trace_views import print_trace_summary
 
@@ -28,7 +28,7 @@ trace = typer.Typer(
 )
 
 
-class Layout(str, Enum):
+class TraceLayout(str, Enum):
     """Formats that a trace is written in; see moeedge.trace.exporters."""
 
     NPZ = "npz"
@@ -40,7 +40,7 @@ class Layout(str, Enum):
 OutFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.", show_default=False)]
 ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model. Default: the file's.")]
 To = Annotated[
-    Layout | None,
+    TraceLayout | None,
     typer.Option(
         "--to",
         help="npz: moeedge's own; arrays: .npz with ids and lengths; positions: csv with pos,layer,id0,...; route: csv "
@@ -54,7 +54,7 @@ def info(
     trace: options.TraceFile, n_experts: options.NExperts = None, output: options.TextOrJson = Output.TEXT
 ) -> None:
     """Show what a trace holds: model, tokens, steps, drafts and how many of them were accepted."""
-    summary = summarize(read_trace(trace, n_experts))
+    summary = summarize_trace(read_trace(trace, n_experts))
     if output is Output.JSON:
         typer.echo(json.dumps(summary.as_dict(), ensure_ascii=False))
     else:

@@ -101,8 +101,8 @@ def measured(
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.bench.config import MODES
     from moeedge.bench.harness import load_models
-    from moeedge.bench.validation import combinations, compare, summary
-    from moeedge.llama.gguf_file import summarize
+    from moeedge.bench.validation import combinations, compare_with_engine, summary
+    from moeedge.llama.gguf_file import read_summary
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.scheduler.opening import check_policy
     from moeedge.ui.console import notifier, stderr_console, stdout_console
@@ -114,11 +114,11 @@ def measured(
     for name in dict.fromkeys(combination.policy for combination in asked):
         check_policy(PlacementConfig(policy=name))
     config = engine.config(emulate_bundled=True)
-    if not summarize(config.model).expert_layers:
+    if not read_summary(config.model).expert_layers:
         raise InputError(f"{config.model.name} has no experts: there is nothing to place.", "Name a MoE model.")
     base = replace(config, gamma=max(combination.gamma for combination in asked))
     with ExitStack() as stack:
-        rows = compare(
+        rows = compare_with_engine(
             base,
             asked,
             n_predict=n_predict,

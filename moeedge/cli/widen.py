@@ -79,7 +79,7 @@ def widen(
     from moeedge.ui.console import stderr_console, stdout_console
     from moeedge.ui.model_views import print_widened, widened_json
     from moeedge.ui.progress import byte_bar
-    from moeedge.widen.layout import WeightType, make_plan
+    from moeedge.widen.layout import WeightType, make_wide_plan
     from moeedge.widen.shape import RequestedSizes
     from moeedge.widen.writer import check_space, check_target, write
 
@@ -88,7 +88,7 @@ def widen(
         raise InputError(f"Unknown type {type_!r}.", f"Choose from: {', '.join(types)}.")
     source = resolve_models(model, "none").target
     asked = RequestedSizes(embd=embd, ff=ff, heads=heads, heads_kv=heads_kv, head_dim=head_dim, layers=layers)
-    plan = make_plan(source, asked, like=like, type_=None if type_ is None else WeightType(type_.lower()))
+    plan = make_wide_plan(source, asked, like=like, type_=None if type_ is None else WeightType(type_.lower()))
     if not dry_run:
         check_target(out, source, force=force)
         check_space(plan, out, sparse=sparse)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from moeedge.data.datasets import CATALOG, dataset_names, load_dataset, load_sample, load_toy
-from moeedge.data.prompts import Dataset, Message, Prompt
+from moeedge.data.prompts import Dataset, Prompt, PromptMessage
 
-__all__ = ["CATALOG", "Dataset", "Message", "Prompt", "dataset_names", "load_dataset", "load_sample", "load_toy"]
+__all__ = ["CATALOG", "Dataset", "Prompt", "PromptMessage", "dataset_names", "load_dataset", "load_sample", "load_toy"]

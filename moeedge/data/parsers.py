@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from moeedge.data.prompts import Message, Prompt, Role, user_turns
+from moeedge.data.prompts import Prompt, PromptMessage, Role, user_turns
 from moeedge.errors import DatasetError
 from moeedge.scoring.answers import LETTERS, Reference, as_number
 
@@ -26,7 +26,7 @@ _HINT = "Fix or remove it."
 _FILE_HINT = "Check the path."
 _ROLES = ("system", "user", "assistant")
 
-Turns = tuple[tuple[Message, ...], ...]
+Turns = tuple[tuple[PromptMessage, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _own_references(row: Row, n_turns: int) -> tuple[Reference | None, ...]:
     return tuple(None if given is None else Reference.from_row(given, row.where) for given in listed)
 
 
-def _messages(row: Row) -> tuple[Message, ...]:
+def _messages(row: Row) -> tuple[PromptMessage, ...]:
     listed = row.fields["messages"]
     if not isinstance(listed, list) or not listed:
         raise DatasetError(f'{row.where}: "messages" must be a non-empty list of objects.', _HINT)
@@ -291,7 +291,7 @@ def _messages(row: Row) -> tuple[Message, ...]:
                 f'{row.where}: every message needs a "role" ({", ".join(_ROLES)}) and a "content" string.',
                 _HINT,
             )
-        messages.append(Message(cast(Role, role), content))
+        messages.append(PromptMessage(cast(Role, role), content))
     if messages[-1].role != "user" or not messages[-1].content.strip():
         raise DatasetError(f"{row.where}: the last message must be the user's and not empty.", _HINT)
     return tuple(messages)

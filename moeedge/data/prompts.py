@@ -14,7 +14,7 @@ Place = Literal["environment", "cache", "hub", "file", "package"]
 
 
 @dataclass(frozen=True)
-class Message:
+class PromptMessage:
     """One message of a conversation."""
 
     role: Role
@@ -35,7 +35,7 @@ class Prompt:
 
     id: str
     category: str
-    turns: tuple[tuple[Message, ...], ...]
+    turns: tuple[tuple[PromptMessage, ...], ...]
     references: tuple[Reference | None, ...] = ()
 
     def reference(self, turn: int) -> Reference | None:
@@ -67,6 +67,6 @@ class Dataset:
         return replace(self, prompts=tuple(self.prompts[i * n // limit] for i in range(limit)))
 
 
-def user_turns(*texts: str) -> tuple[tuple[Message, ...], ...]:
+def user_turns(*texts: str) -> tuple[tuple[PromptMessage, ...], ...]:
     """Returns one turn with one user message per text."""
-    return tuple((Message("user", text),) for text in texts)
+    return tuple((PromptMessage("user", text),) for text in texts)

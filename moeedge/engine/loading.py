@@ -51,7 +51,7 @@ def load_target(
         return load(n_gpu_layers=config.n_gpu_layers or 0)
     if whole_model_fits(config, device) if whole_fits is None else whole_fits:
         return load(n_gpu_layers=_ALL_LAYERS)
-    if config.n_gpu_layers is None and not gguf_file.summarize(config.model).expert_layers:
+    if config.n_gpu_layers is None and not gguf_file.read_summary(config.model).expert_layers:
         return load(n_gpu_layers=0)
     # with the cache switched off, llama.cpp takes the requested layers with their experts
     whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None

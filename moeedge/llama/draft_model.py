@@ -85,7 +85,7 @@ def quantized(model: Path, type_name: str = "q4_0") -> Path:
     Raises ModelFileError for an unusable model, InputError for an unknown type or a cache that cannot be written,
     EngineError when llama.cpp fails.
     """
-    gguf_file.summarize(model)
+    gguf_file.read_summary(model)
     if type_name not in TYPES:
         raise InputError(f"Unknown type '{type_name}' for a draft.", f"Choose from: {', '.join(TYPES)}.")
     status = model.stat()

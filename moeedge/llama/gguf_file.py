@@ -52,7 +52,7 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
-def summarize(path: Path) -> GgufSummary:
+def read_summary(path: Path) -> GgufSummary:
     """Reads the headers of all parts of the model at `path`. Raises ModelFileError for a missing or truncated part."""
     routers: set[int] = set()
     size_bytes = 0

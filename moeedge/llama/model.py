@@ -97,7 +97,7 @@ class Model:
         """
         library.start()
         path = Path(path)
-        summary = gguf_file.summarize(path)
+        summary = gguf_file.read_summary(path)
         parameters = lib.llama_model_default_params()
         parameters.n_gpu_layers = n_gpu_layers
         parameters.no_alloc = header_only

@@ -41,7 +41,7 @@ class SessionPlan:
     notes: tuple[str, ...]  # sentences for the user
 
 
-def make_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> SessionPlan:
+def make_session_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> SessionPlan:
     """Returns the plan at the planner's context; the names, as the user typed them, go into the command."""
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train

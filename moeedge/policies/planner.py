@@ -57,7 +57,7 @@ class _Candidates(NamedTuple):
     free: int  # slots
 
 
-class Planner:
+class PooledPlanner:
     """Call `fit`, then `moves`, with the same scores and residency. Keeps no other state between plans."""
 
     def __init__(self, shape: CacheShape, cap: int, *, evict: bool = True) -> None:
@@ -225,7 +225,7 @@ class PooledPolicy:
         size = (shape.n_layers, shape.n_experts)
         self.shape = shape
         self._cap = np.float32(cap)
-        self._planner = Planner(shape, cap, evict=config.evicts if evict is None else evict)
+        self._planner = PooledPlanner(shape, cap, evict=config.evicts if evict is None else evict)
         self._score: FloatArray = np.zeros(size, dtype=np.float32)
         self._utility: FloatArray = np.zeros(size, dtype=np.float32)
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)

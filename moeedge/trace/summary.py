@@ -45,7 +45,7 @@ class TraceSummary:
         return {"n_experts_used" if name == "n_expert_used" else name: value for name, value in asdict(self).items()}
 
 
-def summarize(trace: Trace) -> TraceSummary:
+def summarize_trace(trace: Trace) -> TraceSummary:
     """The figures of a trace."""
     meta, layers = trace.meta, trace.expert_layers()
     steps = recorded_steps(trace)

@@ -221,13 +221,13 @@ class WidePlan:
         return tuple(dict.fromkeys(tensor.mover.source_type.name for tensor in self.tensors if is_ffn(tensor.name)))
 
 
-def make_plan(
+def make_wide_plan(
     source: Path, requested: RequestedSizes, *, like: str | None = None, type_: WeightType | None = None
 ) -> WidePlan:
     """Reads the header of `source` and lays out the wide file. Raises InputError for an impossible shape or type."""
     if len(gguf_file.parts(source)) > 1:
         raise ModelFileError(f"{source} is split.", "Merge its parts first with llama-gguf-split --merge.")
-    gguf_file.summarize(source)  # raises for an unusable file
+    gguf_file.read_summary(source)  # raises for an unusable file
     reader = gguf.GGUFReader(source)
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     keys = {name: field.contents() for name, field in fields.items()}

@@ -19,10 +19,10 @@ def test_predictions_depend_on_the_past_only(name: str) -> None:
     factory = predictors.speculative_predictors(4)[name]
     counts = _random_counts(30)
     is_first = np.arange(30) == 0
-    before = predictors.replay(counts, is_first, factory, carry=False)
+    before = predictors.replay_predictor(counts, is_first, factory, carry=False)
     changed = counts.copy()
     changed[20:] = 9 - changed[20:]
-    after = predictors.replay(changed, is_first, factory, carry=False)
+    after = predictors.replay_predictor(changed, is_first, factory, carry=False)
     np.testing.assert_array_equal(before[:21], after[:21])
     assert not before[0].any()
 
@@ -32,17 +32,21 @@ def test_predictors_start_anew_with_every_text_unless_carried(name: str) -> None
     factory = predictors.speculative_predictors(4)[name]
     counts = np.concatenate([_random_counts(15, 1, 6), _random_counts(15, 2, 6)])
     is_first = np.arange(30) % 15 == 0
-    anew = predictors.replay(counts, is_first, factory, carry=False)
-    np.testing.assert_array_equal(anew[15:], predictors.replay(counts[15:], is_first[15:], factory, carry=False))
-    kept = predictors.replay(counts, is_first, factory, carry=True)
-    np.testing.assert_array_equal(kept, predictors.replay(counts, np.arange(30) == 0, factory, carry=False))
+    anew = predictors.replay_predictor(counts, is_first, factory, carry=False)
+    np.testing.assert_array_equal(
+        anew[15:], predictors.replay_predictor(counts[15:], is_first[15:], factory, carry=False)
+    )
+    kept = predictors.replay_predictor(counts, is_first, factory, carry=True)
+    np.testing.assert_array_equal(kept, predictors.replay_predictor(counts, np.arange(30) == 0, factory, carry=False))
 
 
 def test_alg1_of_single_tokens_is_the_last_token() -> None:
     """Binary counts with K = 1 and boundaries 1: the utility is what the last token used."""
     counts = _random_counts(200, high=2)
     is_first = np.arange(200) == 0
-    predicted = predictors.replay(counts, is_first, predictors.single_token_predictors(1.0)["alg1-printed"], carry=True)
+    predicted = predictors.replay_predictor(
+        counts, is_first, predictors.single_token_predictors(1.0)["alg1-printed"], carry=True
+    )
     np.testing.assert_array_equal(predicted[1:], counts[:-1] >= 1)
 
 
@@ -51,10 +55,10 @@ def test_token_replay_predicts_at_step_boundaries() -> None:
     tokens = _random_counts(12, high=2)
     factory = predictors.single_token_predictors(1.0)["alg1-printed"]
     is_first = np.arange(12) == 0
-    ones = predictors.replay(tokens, is_first, factory, carry=False, n_read=np.ones(12, dtype=np.int64))
-    np.testing.assert_array_equal(ones, predictors.replay(tokens, is_first, factory, carry=False))
+    ones = predictors.replay_predictor(tokens, is_first, factory, carry=False, n_read=np.ones(12, dtype=np.int64))
+    np.testing.assert_array_equal(ones, predictors.replay_predictor(tokens, is_first, factory, carry=False))
     n_text = np.array([1, 4, 3, 4])
-    steps = predictors.replay(tokens, is_first[:4], factory, carry=False, n_read=n_text)
+    steps = predictors.replay_predictor(tokens, is_first[:4], factory, carry=False, n_read=n_text)
     last_seen = np.cumsum(n_text)[:-1] - 1
     np.testing.assert_array_equal(steps[1:], tokens[last_seen] >= 1)
 
@@ -64,7 +68,7 @@ def test_every_predictor_learns_a_perfectly_regular_expert() -> None:
     counts[:, 0, 0] = 5
     is_first = np.arange(40) == 0
     for name, factory in predictors.speculative_predictors(8).items():
-        predicted = predictors.replay(counts, is_first, factory, carry=False)
+        predicted = predictors.replay_predictor(counts, is_first, factory, carry=False)
         assert predictors.accuracy(predicted[5:, 0], counts[5:, 0] > 0, np.ones(35, dtype=np.bool_)) == 1.0, name
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.bench.output_check import NEAR_TIE_GAP, check_output
+from moeedge.bench.output_check import NEAR_TIE_GAP, check_answers
 from moeedge.bench.samples import Sample
 
 _END = 9
@@ -32,7 +32,7 @@ def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
         calls.append((sample.prompt, position))
         return _logits(t2=3.0, t4=3.0 - NEAR_TIE_GAP / 2) if sample.prompt == "b" else _logits(t3=3.0, t5=2.0)
 
-    check = check_output(answers, reference, logits_at, [_END])
+    check = check_answers(answers, reference, logits_at, [_END])
     assert str(check) == "1/3"
     assert calls == [("b", 1), ("c", 2)]
     assert [(d.prompt, d.position, d.reference_token, d.token) for d in check.near_ties] == [("b", 1, 2, 4)]
@@ -42,7 +42,7 @@ def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:
 
 
 def test_an_early_stop_is_compared_by_the_logit_of_the_stop_token() -> None:
-    check = check_output(
+    check = check_answers(
         [_sample("a", [1])], [_sample("a", [1, 2])], lambda _s, _p: _logits(t2=1.0, t9=0.99), [8, _END]
     )
     assert [(d.reference_token, d.token, d.near_tie) for d in check.near_ties] == [(2, None, True)]
@@ -52,12 +52,12 @@ def test_an_early_stop_is_compared_by_the_logit_of_the_stop_token() -> None:
 def test_a_prompt_is_equal_when_all_its_turns_and_repetitions_are() -> None:
     reference = [_sample("a", [1], turn=0), _sample("a", [2], turn=1), _sample("b", [3])]
     answers = [*reference, _sample("a", [1], turn=0, repetition=1), _sample("a", [7], turn=1, repetition=1)]
-    check = check_output(answers, reference, lambda _s, _p: _logits(t2=1.0), [_END])
+    check = check_answers(answers, reference, lambda _s, _p: _logits(t2=1.0), [_END])
     assert str(check) == "1/2"
     assert [(d.turn, d.repetition) for d in check.different] == [(1, 1)]
 
 
 def test_the_reference_must_repeat_itself_too() -> None:
     unsteady = [_sample("a", [1]), _sample("a", [2], repetition=1), _sample("a", [2], repetition=2)]
-    check = check_output(unsteady, unsteady, lambda _s, _p: _logits(t1=4.0), [_END])
+    check = check_answers(unsteady, unsteady, lambda _s, _p: _logits(t1=4.0), [_END])
     assert (str(check), len(check.different)) == ("0/1", 1)  # the same difference once

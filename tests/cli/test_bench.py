@@ -21,7 +21,7 @@ from moeedge.bench.records import SCHEMA, BenchRow, Environment
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
 from moeedge.cli.app import app
-from moeedge.cli.bench import exit_code, make_plan
+from moeedge.cli.bench import exit_code, make_bench_plan
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -209,11 +209,11 @@ def test_a_signal_prints_what_was_measured(tiny_moe: Path, talk: Path, signum: s
 
 def test_what_the_options_mean_together(tiny_moe: Path) -> None:
     base = EngineConfig(model=tiny_moe, draft="ngram")
-    plain, _ = make_plan(
+    plain, _ = make_bench_plan(
         base, "stock-ar", None, limit=None, n_prompt=None, n_predict=None, repetitions=3, ignore_eos=False
     )
     assert (plain.n_prompt, plain.n_gen, plain.dataset) == (512, 128, None)
-    with_data, _ = make_plan(
+    with_data, _ = make_bench_plan(
         base, "stock-ar", load_sample(), limit=3, n_prompt=64, n_predict=32, repetitions=1, ignore_eos=True
     )
     assert (with_data.n_prompt, with_data.n_gen, with_data.n_predict) == (64, 0, 32)

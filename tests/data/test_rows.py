@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.data import Message, load_dataset
+from moeedge.data import PromptMessage, load_dataset
 from moeedge.data.parsers import Row, parse_gsm8k, parse_instructions, parse_mmlu_pro, read_rows
 from moeedge.errors import DatasetError
 
@@ -64,9 +64,9 @@ def test_the_three_forms_of_a_users_record(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
     prompts = load_dataset(str(path)).prompts
     assert [prompt.id for prompt in prompts] == ["1", "b", "3"]
-    assert prompts[0].turns == ((Message("user", "One\u2028line"),),)
-    assert prompts[1].turns == ((Message("user", "First"),), (Message("user", "Second"),))
-    assert prompts[2].turns == ((Message("system", "Be brief."), Message("user", "Hi")),)
+    assert prompts[0].turns == ((PromptMessage("user", "One\u2028line"),),)
+    assert prompts[1].turns == ((PromptMessage("user", "First"),), (PromptMessage("user", "Second"),))
+    assert prompts[2].turns == ((PromptMessage("system", "Be brief."), PromptMessage("user", "Hi")),)
 
 
 def test_json_and_csv(tmp_path: Path) -> None:

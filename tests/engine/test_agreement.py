@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.bench.output_check import NEAR_TIE_GAP, ReferenceGap, compare, top2_gap
+from moeedge.bench.output_check import NEAR_TIE_GAP, ReferenceGap, compare_answers, top2_gap
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
@@ -18,7 +18,7 @@ def never(position: int) -> float:
 
 
 def test_equal_answers_need_no_gap() -> None:
-    result = compare([1, 2, 3], [1, 2, 3], never)
+    result = compare_answers([1, 2, 3], [1, 2, 3], never)
     assert result.equal and result.first_difference is None and not result.near_tie
 
 
@@ -30,14 +30,14 @@ def test_the_first_difference_is_found(tokens: list[int], first: int) -> None:
         asked.append(position)
         return 1.0
 
-    result = compare([1, 2, 3], tokens, gap_of)
+    result = compare_answers([1, 2, 3], tokens, gap_of)
     assert not result.equal
     assert asked == [first] == [result.first_difference]
 
 
 @pytest.mark.parametrize(("gap", "near"), [(0.0, True), (NEAR_TIE_GAP, True), (NEAR_TIE_GAP * 1.01, False)])
 def test_a_narrow_gap_is_a_near_tie(gap: float, near: bool) -> None:
-    result = compare([1, 2], [1, 3], lambda _position: gap)
+    result = compare_answers([1, 2], [1, 3], lambda _position: gap)
     assert (result.gap, result.near_tie) == (gap, near)
 
 

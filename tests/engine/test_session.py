@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import moeedge.llama.context as context_module
-from moeedge.bench.output_check import ReferenceGap, compare
+from moeedge.bench.output_check import ReferenceGap, compare_answers
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import MAX_N_CTX, EngineConfig, SamplingConfig
@@ -78,7 +78,7 @@ def answer(session: Session, prompt: list[int] = PROMPT, n_predict: int = N_PRED
 
 def check(session: Session, prompt: list[int], reference: list[int], tokens: list[int]) -> None:
     """Equal token by token; a difference would have to be a near-tie of the reference."""
-    result = compare(reference, tokens, ReferenceGap(session.target, prompt, reference, tokens))
+    result = compare_answers(reference, tokens, ReferenceGap(session.target, prompt, reference, tokens))
     assert result.equal or result.near_tie, result
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moeedge.errors import ModelFileError
-from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scratch_bytes, summarize
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, read_summary, scratch_bytes
 from moeedge.native.cache import ExpertTensor
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
@@ -44,7 +44,7 @@ def test_every_architecture(case: str, tiny: TinyFactory) -> None:
     path = tiny(arch, **options)
     found, files = expert_tensors(path)
     assert files == [path]
-    assert {tensor.layer for tensor in found} == set(summarize(path).expert_layers)
+    assert {tensor.layer for tensor in found} == set(read_summary(path).expert_layers)
     _check_against_gguf(found, files)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moeedge.policies.base import CacheShape, Plan, check_plan
-from moeedge.policies.planner import Planner
+from moeedge.policies.planner import PooledPlanner
 
 CAP = 4
 
@@ -14,7 +14,7 @@ def plan(score: list[list[float]], resident: list[list[int]], n_slots: int, **op
     """The plan for one group of `n_slots`, utilities equal to scores, tau = 1."""
     scores, there = np.array(score, dtype=np.float32), np.array(resident, dtype=np.uint8)
     shape = CacheShape.uniform(*scores.shape, n_slots)
-    planner = Planner(shape, CAP, evict=bool(options.pop("evict", True)))
+    planner = PooledPlanner(shape, CAP, evict=bool(options.pop("evict", True)))
     planner.fit(scores, there, float(options.pop("margin", 0.0)))
     tau = np.full(len(scores), options.pop("tau", 1.0), dtype=np.float32)
     made = planner.moves(scores, np.minimum(scores, CAP), tau, there, **options)
@@ -90,7 +90,7 @@ def test_groups_do_not_share_slots() -> None:
     shape = CacheShape(4, 2, np.array([1, 0, -1, 1], dtype=np.int32), np.array([1, 2], dtype=np.int32))
     scores = np.array([[4, 3], [2, 1], [9, 9], [1, 3.5]], dtype=np.float32)
     resident = np.zeros((4, 2), dtype=np.uint8)
-    planner = Planner(shape, CAP)
+    planner = PooledPlanner(shape, CAP)
     assert planner.fit(scores, resident, 0.0) == [2.0, 3.5]
     made = planner.moves(scores, np.minimum(scores, CAP), np.ones(4, dtype=np.float32), resident)
     check_plan(made, shape, resident, CAP)
@@ -100,7 +100,7 @@ def test_groups_do_not_share_slots() -> None:
 def test_no_slots_and_no_groups() -> None:
     assert not len(plan([[1.0, 2.0]], [[0, 0]], 0).uploads)
     shape = CacheShape(2, 2, np.full(2, -1, dtype=np.int32), np.zeros(0, dtype=np.int32))
-    planner = Planner(shape, CAP)
+    planner = PooledPlanner(shape, CAP)
     scores, resident = np.ones((2, 2), dtype=np.float32), np.zeros((2, 2), dtype=np.uint8)
     planner.fit(scores, resident, 0.0)
     assert not len(planner.moves(scores, scores, np.ones(2, dtype=np.float32), resident).uploads)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import moeedge.engine.session as session_module
-from moeedge.bench.output_check import ReferenceGap, compare
+from moeedge.bench.output_check import ReferenceGap, compare_answers
 from moeedge.counting import count_ids
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -67,7 +67,7 @@ def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_
 
 def check(session: Session, prompt: list[int], expected: list[int], tokens: list[int]) -> None:
     """Equal, up to near-ties: the device's kernels round differently, and transfers decide what it computes."""
-    result = compare(expected, tokens, ReferenceGap(session.target, prompt, expected, tokens))
+    result = compare_answers(expected, tokens, ReferenceGap(session.target, prompt, expected, tokens))
     assert result.equal or result.near_tie, result
 
 

@@ -15,7 +15,7 @@ from moeedge.trace.exporters import LAYOUTS, layout_of, write_trace
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.steps import draft_length_and_acceptance
-from moeedge.trace.summary import summarize
+from moeedge.trace.summary import summarize_trace
 from tests.support.traces import make_trace, plain_text, two_texts
 
 ENDINGS = {"npz": "npz", "arrays": "npz", "positions": "csv", "route": "csv"}
@@ -93,20 +93,20 @@ def test_names_say_the_layout(tmp_path: Path) -> None:
 
 
 def test_summary_by_hand() -> None:
-    one = summarize(two_texts(weights=True))
+    one = summarize_trace(two_texts(weights=True))
     assert (one.tokens, one.prefill_tokens, one.text_tokens, one.rejected_tokens) == (21, 5, 10, 6)
     assert (one.sequences, one.steps, one.gamma) == (2, 6, 2)
     # accepted 0, 2, 1 and 0, 1 of two drafts each: judged were 1, 2, 2, 1 and 2
     assert one.acceptance == pytest.approx(4 / 8)
     assert one.tokens_per_step == pytest.approx(10 / 6)
     assert one.has_weights and one.has_tokens and one.not_recorded == 0.0
-    assert summarize(two_texts()).has_weights is False
+    assert summarize_trace(two_texts()).has_weights is False
 
 
 def test_plain_decoding_has_no_drafts() -> None:
     assert draft_length_and_acceptance(plain_text(5)) == (None, None)
-    assert summarize(plain_text(5)).tokens_per_step == 1.0
-    empty = summarize(make_trace([(Phase.PREFILL, 0, 0, True)]))
+    assert summarize_trace(plain_text(5)).tokens_per_step == 1.0
+    empty = summarize_trace(make_trace([(Phase.PREFILL, 0, 0, True)]))
     assert (empty.steps, empty.tokens_per_step, empty.overlap) == (0, None, None)
 
 
@@ -115,4 +115,4 @@ def test_overlap_of_the_real_trace(data_folder: Path) -> None:
     file = data_folder / "traces" / "gptoss20b_decode.npz"
     if not file.is_file():
         pytest.skip(f"{file} is absent")
-    assert summarize(read_trace(file)).overlap == pytest.approx(0.44, abs=0.01)
+    assert summarize_trace(read_trace(file)).overlap == pytest.approx(0.44, abs=0.01)

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import app
-from moeedge.llama.gguf_file import summarize
+from moeedge.llama.gguf_file import read_summary
 from tests.cli.terminal import Terminal
 from tests.conftest import TinyFactory
 
@@ -71,7 +71,7 @@ def test_header_and_metadata(tiny_moe: Path, tmp_path: Path) -> None:
     out = tmp_path / "wide.gguf"
     result = widen(out, "-m", tiny_moe, "--embd", 256, "--ff", 64, "--head-dim", 32, "--type", "q8_0", "-o", "json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["bytes"] == out.stat().st_size == summarize(out).size_bytes
+    assert json.loads(result.stdout)["bytes"] == out.stat().st_size == read_summary(out).size_bytes
     before, after = (gguf.GGUFReader(path).fields for path in (tiny_moe, out))
     assert set(before) <= set(after)
     kept = [name for name in before if name.startswith("tokenizer.")]
@@ -158,7 +158,7 @@ def test_unusable_targets(tiny_moe: Path, tmp_path: Path) -> None:
         assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
     assert mine.read_text() == "precious"
     assert widen(mine, "-m", source, "--embd", 128, "--force").exit_code == 0
-    assert summarize(mine).expert_layers == (0, 1, 2)
+    assert read_summary(mine).expert_layers == (0, 1, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.gguf", "source.gguf"]
 
 

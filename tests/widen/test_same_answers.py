@@ -14,7 +14,7 @@ import pytest
 from models.generator import Chat, held_back, render_prompt, score
 from models.llama_runner import Runner
 from moeedge.data.datasets import load_toy
-from moeedge.widen.layout import WeightType, make_plan
+from moeedge.widen.layout import WeightType, make_wide_plan
 from moeedge.widen.shape import RequestedSizes
 from moeedge.widen.writer import write
 from tests.conftest import TinyFactory
@@ -26,7 +26,7 @@ LARGER_HEADS = RequestedSizes(embd=256, ff=128, heads=16, heads_kv=4, head_dim=1
 
 def widened(source: Path, folder: Path, asked: RequestedSizes, type_: WeightType | None = None) -> Path:
     path = folder / "wide.gguf"
-    write(make_plan(source, asked, type_=type_), path)
+    write(make_wide_plan(source, asked, type_=type_), path)
     return path
 
 
