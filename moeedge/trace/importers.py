@@ -120,12 +120,12 @@ def _table(path: Path, lines: list[str], n_columns: int) -> NDArray[np.float64]:
 def _table_by_row(path: Path, lines: list[str], n_columns: int) -> NDArray[np.float64]:
     """The same slowly: finds the row that cannot be used."""
     rows: list[list[float]] = []
-    for number, cells in enumerate(csv.reader(lines), 2):
-        if not cells:
+    for number, texts in enumerate(csv.reader(lines), 2):
+        if not texts:
             continue
         where = f"row {number} (comments not counted)"
         try:
-            values = [float(cell) for cell in cells]
+            values = [float(text) for text in texts]
         except ValueError:
             raise unusable_trace(path, f"{where} holds something that is no number") from None
         if len(values) != n_columns or not np.isfinite(values).all():

@@ -287,7 +287,7 @@ def test_texts_can_be_chosen() -> None:
     assert np.unique(texts_of(trace, 0, 1).sequence).tolist() == [0]
 
 
-def test_layers_without_experts_have_no_part() -> None:
+def test_layers_without_experts_get_no_slots() -> None:
     trace = walk(40, 0)
     trace.ids[:, 0] = trace.sentinel
     schedule = cut_schedule(trace, gamma=2, acceptance=0.7)
@@ -303,7 +303,7 @@ def test_a_trace_without_experts_is_refused() -> None:
         schedules(empty)
 
 
-def test_mistakes() -> None:
+def test_impossible_configurations_are_refused() -> None:
     for wrong in ({"ratios": (1.2,)}, {"ratios": ()}, {"max_uploads": -1.0}):
         with pytest.raises(ValueError):
             ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]

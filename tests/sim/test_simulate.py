@@ -144,6 +144,6 @@ def test_sizes_follow_from_the_configurations() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"cache_ratio": 1.5}, {"gamma": -1}, {"acceptance": 2.0}, {"link_factor": 0.0}])
-def test_an_impossible_setup_is_refused(wrong: dict[str, float]) -> None:
+def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
         replace(CONFIG, **wrong)  # type: ignore[arg-type]

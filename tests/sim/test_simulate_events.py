@@ -83,9 +83,9 @@ def run(
         predictor=NoisyPredictor(np.ones((1, 4)), PredictorAccuracy(), 0),
         warm_steps=1,
     )
-    account = execution.run()
-    assert sum(account.ns[cause] for cause in CAUSES) == account.total_ns
-    return account
+    time = execution.run()
+    assert sum(time.ns[cause] for cause in CAUSES) == time.total_ns
+    return time
 
 
 def test_processes_run_in_the_order_of_time_and_then_of_number() -> None:
@@ -108,7 +108,7 @@ def test_processes_run_in_the_order_of_time_and_then_of_number() -> None:
     assert log == [("b", 10), ("a", 20), ("c", 20), ("b", 30), ("a", 30), ("c", 30), ("late", 40), ("late", 40)]
 
 
-def test_the_past_is_over() -> None:
+def test_scheduling_in_the_past_is_refused() -> None:
     clock = Clock()
 
     def sleeper() -> Iterator[int]:
@@ -121,46 +121,46 @@ def test_the_past_is_over() -> None:
 
 
 def test_without_residents_the_cpu_computes_everything() -> None:
-    account = run(ExecutionModel(), [])
-    assert account.total_ns == DENSE + 2 * CPU + HEAD
-    assert account.ns["cpu"] == 2 * CPU and account.hits.pairs_hit == 0
+    time = run(ExecutionModel(), [])
+    assert time.total_ns == DENSE + 2 * CPU + HEAD
+    assert time.ns["cpu"] == 2 * CPU and time.hits.pairs_hit == 0
 
 
 def test_cpu_and_device_work_at_the_same_time() -> None:
-    account = run(ExecutionModel(), [(0, 0)], transfer_ns=0, latency_ns=0)
-    assert account.total_ns == DENSE + SYNC + CPU + HEAD
-    assert account.ns == dict.fromkeys(CAUSES, 0) | {
+    time = run(ExecutionModel(), [(0, 0)], transfer_ns=0, latency_ns=0)
+    assert time.total_ns == DENSE + SYNC + CPU + HEAD
+    assert time.ns == dict.fromkeys(CAUSES, 0) | {
         "dense": DENSE + HEAD,
         "host": SYNC,
         "device": DEVICE,
         "cpu": CPU - DEVICE,
     }
-    assert (account.hits.pairs, account.hits.pairs_hit) == (2, 1)
+    assert (time.hits.pairs, time.hits.pairs_hit) == (2, 1)
 
 
 def test_resident_experts_need_no_cpu() -> None:
-    account = run(ExecutionModel(), [(0, 0), (0, 1)], n_drafts=3)
-    assert account.total_ns == 3 * DRAFT + DENSE + 2 * DEVICE + HEAD
-    assert account.tokens == 4
+    time = run(ExecutionModel(), [(0, 0), (0, 1)], n_drafts=3)
+    assert time.total_ns == 3 * DRAFT + DENSE + 2 * DEVICE + HEAD
+    assert time.tokens == 4
 
 
 def test_misses_are_moved_on_demand_while_hits_are_computed() -> None:
-    account = run(ExecutionModel(device_only=True), [(0, 0)])
-    assert account.total_ns == DENSE + LATENCY + MOVE + DEVICE + HEAD
-    assert account.ns["load"] == LATENCY + MOVE - DEVICE
-    assert account.hits.uploads == 1
+    time = run(ExecutionModel(device_only=True), [(0, 0)])
+    assert time.total_ns == DENSE + LATENCY + MOVE + DEVICE + HEAD
+    assert time.ns["load"] == LATENCY + MOVE - DEVICE
+    assert time.hits.uploads == 1
 
 
-def test_an_absent_layer_is_streamed_as_a_whole() -> None:
+def test_an_absent_layer_is_streamed_entirely() -> None:
     execution_model = ExecutionModel(device_only=True, layerwise=True)
-    account = run(execution_model, [(0, 0)], dense_demand_ns=5)
-    assert account.total_ns == DENSE + LATENCY + 4 * MOVE + 5 + 2 * DEVICE + HEAD
-    assert account.hits.uploads == 4 and account.hits.pairs_hit == 0
+    time = run(execution_model, [(0, 0)], dense_demand_ns=5)
+    assert time.total_ns == DENSE + LATENCY + 4 * MOVE + 5 + 2 * DEVICE + HEAD
+    assert time.hits.uploads == 4 and time.hits.pairs_hit == 0
 
 
 def test_only_experts_in_use_are_moved_where_a_layer_is_not_moved_entirely() -> None:
-    account = run(ExecutionModel(device_only=True, layerwise=True), [], whole_layers=False)
-    assert account.total_ns == DENSE + LATENCY + 2 * MOVE + 2 * DEVICE + HEAD
+    time = run(ExecutionModel(device_only=True, layerwise=True), [], whole_layers=False)
+    assert time.total_ns == DENSE + LATENCY + 2 * MOVE + 2 * DEVICE + HEAD
 
 
 def test_a_batch_of_uploads_waits_once() -> None:

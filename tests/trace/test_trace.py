@@ -55,7 +55,7 @@ def test_size_of_a_large_trace_is_about_its_ids(tmp_path: Path) -> None:
     assert (tmp_path / "trace.npz").stat().st_size < 1.1 * trace.ids.nbytes
 
 
-def test_layer_ids_mark_what_was_not_recorded() -> None:
+def test_layer_ids_are_negative_where_not_recorded() -> None:
     trace = plain_text(3)
     trace.ids[1, 0] = trace.sentinel
     trace.ids[:, 1] = trace.sentinel
@@ -77,7 +77,7 @@ def test_empty_trace(tmp_path: Path) -> None:
     assert loaded.n_tokens == 0 and loaded.expert_layers() == [] and loaded.text_rows().size == 0
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "t.npz"
     two_texts().save(file)
     before = file.read_bytes()
@@ -96,7 +96,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_states_are_kept_with_their_rows(tmp_path: Path) -> None:
+def test_hidden_states_are_kept_with_their_rows(tmp_path: Path) -> None:
     hidden_states = np.random.default_rng(0).random((30, 5)).astype(np.float16)
     hidden_states[::3] = np.nan
     trace = two_texts()
@@ -179,7 +179,7 @@ def _save(path: Path, **change: Any) -> Path:
     return path
 
 
-def test_the_helper_writes_a_good_file(tmp_path: Path) -> None:
+def test_the_unchanged_file_of_the_helper_loads(tmp_path: Path) -> None:
     assert Trace.load(_save(tmp_path / "good.npz")).n_tokens == two_texts().n_tokens
 
 
@@ -202,7 +202,7 @@ def test_the_helper_writes_a_good_file(tmp_path: Path) -> None:
         ({"position": np.zeros(3)}, "position must be"),
     ],
 )
-def test_malformed_files_give_one_sentence(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_malformed_files_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = _save(tmp_path / "bad.npz", **change)
     with pytest.raises(InputError, match=message) as caught:
         Trace.load(path)
@@ -214,7 +214,7 @@ def test_unknown_keys_of_later_writers_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"GGUF", b"\x93NUMPY", b"hello\n" * 100])
-def test_other_files_give_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other.npz").write_bytes(content)
     with pytest.raises(InputError, match="not a usable routing trace"):
         Trace.load(tmp_path / "other.npz")

@@ -29,7 +29,7 @@ def text_ids(trace: Trace) -> list[list[list[int]]]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), layout=st.sampled_from(sorted(LAYOUTS)), weights=st.booleans(), hole=st.booleans())
-def test_what_is_written_is_read_again(tmp_path: Path, seed: int, layout: str, weights: bool, hole: bool) -> None:
+def test_every_layout_round_trips(tmp_path: Path, seed: int, layout: str, weights: bool, hole: bool) -> None:
     trace = two_texts(seed=seed, weights=weights)
     if hole:
         trace.ids[6, 1] = trace.sentinel
@@ -84,7 +84,7 @@ def test_prompts_alone_are_no_text(tmp_path: Path) -> None:
             write_trace(trace, tmp_path / "out", layout)
 
 
-def test_names_say_the_layout(tmp_path: Path) -> None:
+def test_the_file_name_gives_the_layout(tmp_path: Path) -> None:
     assert (layout_of(Path("a.npz")), layout_of(Path("a.CSV"))) == ("npz", "positions")
     with pytest.raises(InputError, match=r"a\.txt"):
         layout_of(Path("a.txt"))
