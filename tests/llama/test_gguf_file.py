@@ -1,4 +1,4 @@
-"""Bad model files: each gets a sentence that says what is wrong with it, before llama.cpp gives up."""
+"""Unusable model files raise ModelFileError with the reason before llama.cpp loads them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
 
 
-def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="There is no model file"):
-        Model.load(tmp_path / "none.gguf")
+_EMPTY_HEADER = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)  # version 3, no tensors, no keys
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "There is no model file"),
+        (b"", "is empty"),
+        (b"\x10\x00\x00\x00{}" * 100, "is not a GGUF file"),
+        (_EMPTY_HEADER, r"llama\.cpp cannot load"),
+    ],
+)
+def test_unusable_files(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=message):
+        Model.load(path)
 
 
 def test_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="is a folder"):
         Model.load(tmp_path)
-
-
-def test_empty(tmp_path: Path) -> None:
-    path = tmp_path / "empty.gguf"
-    path.touch()
-    with pytest.raises(ModelFileError, match="is empty"):
-        Model.load(path)
-
-
-def test_another_format(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"\x10\x00\x00\x00{}" * 100)
-    with pytest.raises(ModelFileError, match="is not a GGUF file"):
-        Model.load(path)
 
 
 def test_truncated_in_the_weights(tiny_moe: Path, tmp_path: Path) -> None:
@@ -51,13 +52,6 @@ def test_truncated_in_the_header(tiny_moe: Path, tmp_path: Path, size: int) -> N
     path = tmp_path / "cut.gguf"
     path.write_bytes(tiny_moe.read_bytes()[:size])
     with pytest.raises(ModelFileError, match="truncated"):
-        Model.load(path)
-
-
-def test_a_header_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "header.gguf"
-    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))  # version 3, no tensors, no keys
-    with pytest.raises(ModelFileError, match=r"llama\.cpp cannot load"):
         Model.load(path)
 
 
