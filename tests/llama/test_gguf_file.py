@@ -11,7 +11,6 @@ from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
 
-
 _EMPTY_HEADER = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)  # version 3, no tensors, no keys
 
 
