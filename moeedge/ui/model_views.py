@@ -24,10 +24,22 @@ _MIB = 2.0**-20  # from bytes
 _WIDE = 72  # columns from which everything known about a device has room
 
 
+def _model_size(model: ListedModel) -> str | None:
+    if model.size_bytes is not None:
+        return format_bytes(model.size_bytes)
+    return None if model.about_bytes is None else f"~{format_bytes(model.about_bytes)}"
+
+
+def _model_state(model: ListedModel) -> str:
+    if model.state == "complete":
+        return "yes"
+    return f"{format_bytes(model.have_bytes)} of it" if model.state == "partial" else "no"
+
+
 _MODEL_COLUMNS = (
     text_column("name", lambda model: model.name if model.verified else f"{model.name}*", fold=True),
-    Column("size", lambda model: _model_size(model)),
-    text_column("here", lambda model: _model_state(model), fold=True),
+    Column("size", _model_size),
+    text_column("here", _model_state, fold=True),
     text_column("licence", "licence", fold=True),
     text_column("drafts", lambda model: ", ".join(model.drafts) or ("is a draft" if model.draft_of else ""), fold=True),
 )
@@ -51,18 +63,6 @@ def print_models(models: list[ListedModel], folder: Path, console: Console, *, e
 def models_json(models: list[ListedModel]) -> str:
     """A JSON list; sizes in bytes, null where not known."""
     return json_text([dataclasses.asdict(model) for model in models])
-
-
-def _model_size(model: ListedModel) -> str | None:
-    if model.size_bytes is not None:
-        return format_bytes(model.size_bytes)
-    return None if model.about_bytes is None else f"~{format_bytes(model.about_bytes)}"
-
-
-def _model_state(model: ListedModel) -> str:
-    if model.state == "complete":
-        return "yes"
-    return f"{format_bytes(model.have_bytes)} of it" if model.state == "partial" else "no"
 
 
 def notify_downloads(

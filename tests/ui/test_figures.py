@@ -81,7 +81,7 @@ def test_lines_break_only_between_parts() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_the_panel_shows_every_figure_whole(columns: int) -> None:
+def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
     items = figures.live_figures(INFO, STATS, ram_bytes=3 << 30, elapsed_s=1.0)
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
     console.print(render_panel(items, columns=columns, rows=20, hint="Ctrl-C stops"))

@@ -49,7 +49,7 @@ def test_the_greeting() -> None:
 @pytest.mark.parametrize(
     ("info", "words"),
     [
-        (replace(CACHED, notes=[]), ["Vulkan0", "1,044 of 6,144", "up to 4"]),
+        (replace(CACHED, model="target.gguf", notes=[]), ["Vulkan0", "1,044 of 6,144", "up to 4"]),
         (INFO, ["on the CPU", "no device", "d.gguf"]),
         (replace(INFO, n_experts=0), ["dense"]),
         (replace(INFO, draft="none", gamma=0), ["speculation is off", "-md"]),

@@ -40,13 +40,13 @@ def test_commands_are_completed() -> None:
 
 
 def test_history_is_a_private_file(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert isinstance(open_history(lambda: tmp_path / "history", said.append), FileHistory)
+    notes: list[str] = []
+    assert isinstance(open_history(lambda: tmp_path / "history", notes.append), FileHistory)
     assert (tmp_path / "history").stat().st_mode & 0o077 == 0
-    assert said == []
+    assert notes == []
 
 
-def test_history_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert isinstance(open_history(lambda: tmp_path / "none" / "history", said.append), InMemoryHistory)
-    assert said[0].startswith("Input history is not kept: ")
+def test_history_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert isinstance(open_history(lambda: tmp_path / "none" / "history", notes.append), InMemoryHistory)
+    assert notes[0].startswith("Input history is not kept: ")

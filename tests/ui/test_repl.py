@@ -176,7 +176,7 @@ def test_ctrl_c_at_the_prompt_hints(session: Session, tmp_path: Path) -> None:
     assert (talk.code, talk.err) == (0, "Use /exit or Ctrl-D to leave.\n")
 
 
-def test_ctrl_c_in_mid_answer_keeps_what_was_said(session: Session, tmp_path: Path) -> None:
+def test_ctrl_c_in_mid_answer_keeps_its_text(session: Session, tmp_path: Path) -> None:
     on_step(session, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
     settings = Settings(sampling=GREEDY.sampling, n_predict=200, gamma=4)
     talk = Talk(session, ["tell me", "/set n 5", "and?"], tmp_path, settings=settings)

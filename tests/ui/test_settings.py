@@ -25,9 +25,9 @@ from moeedge.ui.chat.settings import Settings, change, listing, names, seed_or_r
         ("draft-max", "8", "gamma = 8"),
     ],
 )
-def test_a_value_is_set_and_said(name: str, text: str, line: str) -> None:
-    changed, said = change(Settings(gamma=4), name, text)
-    assert said == line
+def test_a_value_is_set_and_reported(name: str, text: str, line: str) -> None:
+    changed, reported = change(Settings(gamma=4), name, text)
+    assert reported == line
     shown = {item.label: item.value for item in listing(changed)}
     assert shown[line.split(" = ")[0]] == line.split(" = ")[1]
     assert list(shown) == names()

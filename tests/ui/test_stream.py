@@ -53,7 +53,7 @@ def test_a_plain_terminal_gets_wrapped_words(pieces: list[str], columns: int) ->
     assert file.getvalue().rstrip("\n") == "\n".join(rows).rstrip("\n")
 
 
-def test_the_live_view_leaves_the_whole_text_behind() -> None:
+def test_the_live_view_leaves_the_entire_text() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, height=24, color_system=None)
     words = [f"word{i} " for i in range(120)]

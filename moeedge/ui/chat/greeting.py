@@ -71,7 +71,7 @@ def warnings_of(info: EngineInfo) -> list[str]:
 
 def _model_line(info: EngineInfo, *, toy: bool) -> str:
     if toy:
-        return f"Model: {info.model}, {_TOY}; -m FILE loads another."
+        return f"Model: {info.model}, {_TOY}; -m FILE for another."
     if info.n_experts == 0:
         return f"Model: {info.model}, {info.n_layers} layers."
     return (

@@ -53,12 +53,14 @@ def answer_report(
     answer: Generation, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
 ) -> dict[str, Any]:
     """The JSON object of one answer; `cache` counts its decoding."""
+    drawn = asdict(sampling)
+    del drawn["seed"]  # the statistics name it, also a random one
     return {
         "text": answer.text,
         "tokens": list(answer.tokens),
         "prompt_tokens": answer.stats.prompt_tokens,
         "stop_reason": answer.stop_reason or "interrupted",
-        "stats": stats_report(answer.stats, info, cache) | sampling_report(sampling),
+        "stats": stats_report(answer.stats, info, cache) | drawn,
     }
 
 
@@ -88,11 +90,6 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "placement": None if cache is None else cache.to_dict(),
         "notes": list(info.notes),
     }
-
-
-def sampling_report(sampling: SamplingConfig) -> dict[str, Any]:
-    """The sampling parameters; the seed is among the figures, which name a random one, too."""
-    return {key: value for key, value in asdict(sampling).items() if key != "seed"}
 
 
 def answer_once(
