@@ -121,7 +121,7 @@ def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
         (["--like", "gpt-5"], "Choose from: qwen3-30b-a3b"),
         (["--like", "qwen3-0.6b"], "Choose from: qwen3-30b-a3b"),
         (["--embd", "96", "--type", "q4_k"], "multiple of 256"),
-        (["--embd", "128", "--type", "q2_k"], "Known: q4_0, q4_k, q8_0"),
+        (["--embd", "128", "--type", "q2_k"], "q4_0, q4_k, q8_0"),
     ],
 )
 def test_impossible_shapes(arguments: list[str], reason: str, tiny_moe: Path, tmp_path: Path) -> None:
