@@ -33,14 +33,6 @@ class OffloadScope(IntEnum):
     ALL = 2  # every operation of the CPU: one split per graph, so that sensing adds no splits
 
 
-class Residency(IntEnum):
-    """enum moeedge_residency: where an expert is."""
-
-    ABSENT = 0
-    RESIDENT = 1
-    IN_FLIGHT = 2
-
-
 class PrefillPath(str, Enum):
     """How batches of many tokens are computed, as --prefill-path spells it."""
 

@@ -28,15 +28,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import Residency
 from moeedge.policies.cost_model import CostModel
 
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float32]
 IndexArray = NDArray[np.intp]
 IntArray = NDArray[np.integer[Any]]
-Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts]
-
-ABSENT, RESIDENT, IN_FLIGHT = 0, 1, 2  # values of uint8 residency
+Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts], bool or values of Residency
 
 # MoE-SpAc, Table 4
 ABLATIONS: dict[str, str] = {
@@ -277,7 +276,7 @@ def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> N
         _require(len({tuple(pair) for pair in pairs.tolist()}) == len(pairs), f"an {name} occurs twice")
     _require(bool((shape.group[plan.uploads[:, 0]] >= 0).all()), "an upload is of a layer without experts")
     _require(not np.any(resident[tuple(plan.uploads.T)]), "an upload is resident or in flight")
-    _require(bool(np.all(resident[tuple(plan.victims.T)] == RESIDENT)), "a victim is not resident")
+    _require(bool(np.all(resident[tuple(plan.victims.T)] == Residency.RESIDENT)), "a victim is not resident")
     priority_step = np.diff(plan.priority.astype(int))
     _require(bool(np.all(priority_step <= 0)), "priorities rise")
     _require(bool(np.all((plan.priority >= 1) & (plan.priority <= cap))), f"a priority is not in 1..{cap}")

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from moeedge.experts import Residency
 from moeedge.policies.base import (
-    IN_FLIGHT,
     CacheShape,
     ExecutionModel,
     ExpertPrediction,
@@ -71,7 +71,7 @@ class MoeInfinity(PooledPolicy):
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans for the layers after `layer`. Experts of earlier layers leave first, those of `layer` stay."""
         in_use = np.asarray(resident, dtype=np.uint8).copy()
-        in_use[layer, in_use[layer] > 0] = IN_FLIGHT  # an expert in flight is no victim
+        in_use[layer, in_use[layer] > 0] = Residency.IN_FLIGHT  # an expert in flight is no victim
         self._decay = self._decay_from(layer + 1)
         plan = self.plan(in_use, [], prediction)
         self._decay = self._decay_from_first

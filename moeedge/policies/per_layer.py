@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.counting import count_ids
+from moeedge.experts import Residency, count_ids
 from moeedge.policies.base import (
-    IN_FLIGHT,
-    RESIDENT,
     BoolArray,
     CacheShape,
     ExecutionModel,
@@ -76,7 +74,7 @@ class PerLayerPlanner:
             may_come &= allowed
         key = np.where(held | may_come, score, np.float32(-1.0))
         if resident.dtype != np.bool_:
-            key[resident == IN_FLIGHT] = np.inf  # a transfer that has begun keeps its slot
+            key[resident == Residency.IN_FLIGHT] = np.inf  # a transfer that has begun keeps its slot
         ordered = np.sort(key, axis=1)
         at = self.shape.n_experts - self.shares
         least = np.where(self.shares > 0, ordered[self._rows, np.minimum(at, self.shape.n_experts - 1)], np.inf)
@@ -93,7 +91,7 @@ class PerLayerPlanner:
         """
         held = resident != 0
         up = np.flatnonzero(keep & ~held)
-        down = np.flatnonzero((resident == RESIDENT) & ~keep)
+        down = np.flatnonzero((resident == Residency.RESIDENT) & ~keep)
         flat_score, flat_utility = score.reshape(-1), utility.reshape(-1)
         up = self._drop_excess(up, down, held, flat_score)
         priority = np.maximum(flat_utility[up].astype(np.uint8), np.uint8(1))

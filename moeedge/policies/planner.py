@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import Residency
 from moeedge.policies.base import (
-    IN_FLIGHT,
-    RESIDENT,
     BoolArray,
     CacheShape,
     ExecutionModel,
@@ -79,9 +78,9 @@ class PooledPlanner:
         self._in_flight = False
         np.multiply(residency, np.float32(margin), out=boosted)
         np.add(boosted, score.reshape(-1), out=boosted)
-        if residency.dtype != np.bool_ and residency.max() == IN_FLIGHT:
+        if residency.dtype != np.bool_ and residency.max() == Residency.IN_FLIGHT:
             self._in_flight = True
-            boosted[residency == IN_FLIGHT] = np.inf  # a transfer that has begun keeps its slot
+            boosted[residency == Residency.IN_FLIGHT] = np.inf  # a transfer that has begun keeps its slot
         for index, group in enumerate(self._groups):
             self.marginal[index] = _nth_largest(boosted[group.flat_ids], group.capacity)
         return self.marginal
@@ -169,7 +168,7 @@ class PooledPlanner:
             return up[better], down
         up = up[better]  # each replaces an expert at the margin
         if self._evict:
-            tied = np.flatnonzero((boosted == np.float32(marginal)) & (residency == RESIDENT))
+            tied = np.flatnonzero((boosted == np.float32(marginal)) & (residency == Residency.RESIDENT))
             down = np.concatenate((down, tied[: n_better - room]))
         return up[: max(free + down.size, 0)], down
 

@@ -31,7 +31,7 @@ class ExpertStore(Protocol):
     """Holds experts on a device: the native cache in the engine, slots in the replay, the mover in the simulator."""
 
     def residency(self) -> Resident:
-        """uint8 or bool [n_layers, n_experts]: 0 absent, 1 resident, 2 in flight."""
+        """[n_layers, n_experts]: bool, or uint8 of `Residency`."""
 
     def push(self, plan: Plan) -> object:
         """Replaces what is queued by `plan`."""

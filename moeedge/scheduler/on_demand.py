@@ -11,15 +11,15 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import Residency
 from moeedge.native import Block
-from moeedge.native.abi import Phase, Residency
+from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.per_layer import even_shares
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.prediction import NextGatePredictor
 
-_ABSENT, _RESIDENT = int(Residency.ABSENT), int(Residency.RESIDENT)
 _TIMEOUT_S = 10.0  # for the experts that a layer waits for; the CPU computes those that have not arrived by then
 _DECODING = (Phase.VERIFY, Phase.DECODE)
 
@@ -73,11 +73,12 @@ class OnDemandLoader:
         self._last_use[layer, experts] = self._n_blocks
         resident = self._cache.residency()
         here = resident[layer, experts]
-        n_resident, n_absent = int(np.count_nonzero(here == _RESIDENT)), int(np.count_nonzero(here == _ABSENT))
+        n_resident = int(np.count_nonzero(here == Residency.RESIDENT))
+        n_absent = int(np.count_nonzero(here == Residency.ABSENT))
         self.needed += experts.size
         if n_resident == experts.size:
             return
-        victims = np.argwhere(resident == _RESIDENT).astype(np.int32)
+        victims = np.argwhere(resident == Residency.RESIDENT).astype(np.int32)
         utility = self._last_use[tuple(victims.T)]
         held = np.count_nonzero(resident, axis=1)
         evict_first = held > self._share if held[layer] < self._share[layer] else np.arange(held.size) == layer
@@ -101,7 +102,7 @@ class OnDemandLoader:
         coming = np.bincount(uploads[:, 0], minlength=len(resident))
         # of each layer the experts above its share, but no more in all than `uploads`
         n_evicted = np.maximum(np.count_nonzero(resident, axis=1) + coming - self._share, 0)
-        last_use = np.where((resident == _RESIDENT) & ~predicted, self._last_use, np.inf)
+        last_use = np.where((resident == Residency.RESIDENT) & ~predicted, self._last_use, np.inf)
         victims = []
         for layer in np.flatnonzero(n_evicted):
             oldest = np.argsort(last_use[layer], kind="stable")[: n_evicted[layer]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.counting import count_ids
+from moeedge.experts import count_ids
 from moeedge.native import ActivationCapture, CaptureFlags, Frame, Sensor
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import Residency
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, observation_of
 from moeedge.sim.clock import Clock, Log, Process, Signal, Span, Stream
-from moeedge.sim.mover import RESIDENT, Demand, Mover
+from moeedge.sim.mover import Demand, Mover
 from moeedge.sim.noisy_predictor import NoisyPredictor
 from moeedge.sim.step_costs import StepCosts
 from moeedge.trace.schedule import Batch
@@ -154,7 +155,7 @@ class Execution:
 
     def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
-        is_hit = self.mover.resident[layer, used] == RESIDENT
+        is_hit = self.mover.resident[layer, used] == Residency.RESIDENT
         if self.execution_model.layerwise and not is_hit.all():
             is_hit = np.zeros_like(is_hit)
         self.time.hits.add(counts[used], is_hit)

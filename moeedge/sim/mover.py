@@ -12,12 +12,11 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.native.abi import Residency
+from moeedge.experts import Residency
 from moeedge.policies.base import CacheShape, Plan
 from moeedge.sim.clock import Clock, Log, Process, Signal, Span
 from moeedge.sim.step_costs import StepCosts
 
-ABSENT, RESIDENT, IN_FLIGHT = map(int, Residency)
 Expert = tuple[int, int]  # layer, expert
 
 
@@ -67,8 +66,8 @@ class Mover:
         for layer, expert in plan.uploads.tolist():
             if (layer, expert) not in self._staged:
                 self._queue.append((layer, expert))
-            elif self.resident[layer, expert] == ABSENT and self._take_slot(layer):
-                self.resident[layer, expert] = RESIDENT
+            elif self.resident[layer, expert] == Residency.ABSENT and self._take_slot(layer):
+                self.resident[layer, expert] = Residency.RESIDENT
         self._is_first = True
         self._wake()
 
@@ -120,9 +119,9 @@ class Mover:
 
     def _upload(self, expert: Expert) -> Process:
         layer, _ = expert
-        if self.resident[expert] != ABSENT or expert in self._staged or not self._take_slot(layer):
+        if self.resident[expert] != Residency.ABSENT or expert in self._staged or not self._take_slot(layer):
             return
-        self.resident[expert] = IN_FLIGHT
+        self.resident[expert] = Residency.IN_FLIGHT
         arrived = self._arrivals[expert] = Signal()
         ns = self._costs.transfer_ns
         if self._is_first or not self._batched:
@@ -130,7 +129,7 @@ class Mover:
         self._is_first = False
         self._record("upload", ns, layer, 1)
         yield ns
-        self.resident[expert] = RESIDENT
+        self.resident[expert] = Residency.RESIDENT
         self.n_uploads += 1
         del self._arrivals[expert]
         arrived.fire(self._clock)
@@ -146,10 +145,10 @@ class Mover:
         victims = self._victims[group]
         while victims and not found:
             victim = victims.popleft()
-            if self.resident[victim] == RESIDENT and victim in self._pinned:
+            if self.resident[victim] == Residency.RESIDENT and victim in self._pinned:
                 kept.append(victim)
-            elif self.resident[victim] == RESIDENT:
-                self.resident[victim] = ABSENT
+            elif self.resident[victim] == Residency.RESIDENT:
+                self.resident[victim] = Residency.ABSENT
                 found = True
         victims.extendleft(reversed(kept))
         return found

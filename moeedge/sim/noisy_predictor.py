@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.counting import count_ids
+from moeedge.experts import count_ids
 from moeedge.policies.base import ExpertPrediction
 from moeedge.trace.format import Trace
 from moeedge.trace.schedule import Chunk

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.counting import count_ids
 from moeedge.errors import InputError
+from moeedge.experts import count_ids
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import (

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.counting import count_ids
+from moeedge.experts import count_ids
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 

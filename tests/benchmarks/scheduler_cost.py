@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.records import read_environment
-from moeedge.counting import count_ids
+from moeedge.experts import count_ids
 from moeedge.policies.base import CacheShape, Observation, Plan, PolicyConfig, check_plan
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import POLICIES, make_policy

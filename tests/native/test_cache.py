@@ -17,9 +17,10 @@ import pytest
 
 from moeedge import native
 from moeedge.errors import BackendError, DeviceError, ModelFileError
+from moeedge.experts import Residency
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import OffloadScope
-from moeedge.native.abi import PrefillPath, Residency
+from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.experts import (

@@ -12,10 +12,10 @@ import pytest
 
 import moeedge.engine.session as session_module
 from moeedge.bench.output_check import ReferenceGap, compare_answers
-from moeedge.counting import count_ids
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
+from moeedge.experts import count_ids
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.llama.context import Context

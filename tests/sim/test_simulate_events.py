@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeedge.experts import Residency
 from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
 from moeedge.sim.clock import Clock, Log, Signal
 from moeedge.sim.execution import CAUSES, Execution, TimeBreakdown
-from moeedge.sim.mover import RESIDENT, Mover
+from moeedge.sim.mover import Mover
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.sim.step_costs import TOKENS_MAX, StepCosts
 from moeedge.trace.schedule import Batch
@@ -171,7 +172,7 @@ def test_a_batch_of_uploads_waits_once() -> None:
         mover.push(plan(shape, [(0, 0), (0, 1), (0, 2)]))
         clock.start(mover.process())
         clock.run()
-        assert mover.resident[0].tolist() == [RESIDENT] * 3 + [0]
+        assert mover.resident[0].tolist() == [Residency.RESIDENT] * 3 + [0]
         times[batched] = clock.now_ns
     assert times == {False: 3 * (MOVE + LATENCY), True: 3 * MOVE + LATENCY}
 
@@ -189,7 +190,7 @@ def test_slots_are_never_exceeded_and_pinned_experts_stay(
 
     def driver() -> Iterator[int | Signal]:
         for uploads, wait_ns, used in plans:
-            resident = [tuple(expert) for expert in np.argwhere(mover.resident == RESIDENT).tolist()]
+            resident = [tuple(expert) for expert in np.argwhere(mover.resident == Residency.RESIDENT).tolist()]
             pinned = [expert for expert in used if expert in resident and expert[0] == 0]
             mover.pin(0, [expert for _, expert in pinned])
             absent = [expert for expert in uploads if mover.resident[expert] == 0]
@@ -197,7 +198,7 @@ def test_slots_are_never_exceeded_and_pinned_experts_stay(
             for _ in range(3):
                 yield wait_ns
                 assert np.count_nonzero(mover.resident) <= capacity
-                assert all(mover.resident[expert] == RESIDENT for expert in pinned)
+                assert all(mover.resident[expert] == Residency.RESIDENT for expert in pinned)
 
     clock.start(mover.process())
     clock.start(driver())  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import Residency
 from moeedge.policies.base import (
-    RESIDENT,
     BoolArray,
     CacheShape,
     ExpertPrediction,
@@ -84,7 +84,7 @@ class SpacPaper(PooledPolicy):
         tau = self._thresholds(s, resident)
         score = self._score
         np.copyto(score, s)
-        score -= _AFTER_USE * (self._last_used & (resident == RESIDENT) & (s > 0))
+        score -= _AFTER_USE * (self._last_used & (resident == Residency.RESIDENT) & (s > 0))
         self._planner.fit(score, resident, 0.0)
         hot = s >= tau[:, None]
         allowed = hot & self._last_used if self._used_only else hot
