@@ -73,6 +73,7 @@ class Generation:
 
     def _run(self) -> Generator[StepRecord, None, None]:
         loop, stats = self._loop, self.stats
+        step = loop.plain_step if loop.placement is None else loop.overlapped_step
         try:
             start_s = time.perf_counter()
             record = loop.prefill()
@@ -92,7 +93,7 @@ class Generation:
                         stats.prefill_s += begun_s - start_s
                         start_s = begun_s
                     sense_s = loop.sense_s
-                    record = loop.step(self._draft_room())
+                    record = step(self._draft_room())
                     stats.add_step(record, decode_s=time.perf_counter() - start_s, sense_s=loop.sense_s - sense_s)
                     yield self._emit(record)
         except (KeyboardInterrupt, Cancelled):

@@ -52,19 +52,16 @@ class SpeculativeLoop:
         self.n_prefilled = 0  # tokens of the prompt that were decoded
         self.counts: Counts | None = None  # of the last verification or prefill
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, and not shown to the policy yet
-        self._placement = placement
+        self.placement = placement
         self._call_observers = observe
         self._cancel = cancel
         self._n_expert_layers = len(target.model.info.expert_layers)
 
-    def step(self, gamma: int) -> StepRecord:
-        """One verification with at most `gamma` drafts; gamma + 1 more tokens must fit the context."""
-        if self._placement is None:
-            return self._plain_step(gamma)
-        return self._overlapped_step(self._placement, gamma)
+    def plain_step(self, gamma: int) -> StepRecord:
+        """One verification with at most `gamma` drafts, without placement; gamma + 1 more tokens must fit the context.
 
-    def _plain_step(self, gamma: int) -> StepRecord:
-        """Experts are computed where their weights are."""
+        Experts are computed where their weights are.
+        """
         start_s = time.perf_counter()
         proposal = self.draft.propose(self.history, gamma, self.sampler)
         drafted_s = time.perf_counter()
@@ -73,10 +70,12 @@ class SpeculativeLoop:
         record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
         return replace(record, observe_s=time.perf_counter() - verified_s)
 
-    def _overlapped_step(self, placement: PlacementManager, gamma: int) -> StepRecord:
-        """Experts move to the device while the draft model works and while the target's layers are computed."""
+    def overlapped_step(self, gamma: int) -> StepRecord:
+        """The same with placement: experts move to the device during drafting and between the target's layers."""
+        placement = self.placement
+        assert placement is not None
         start_s = time.perf_counter()
-        # what the last step pushed arrives meanwhile; each draft token may push experts predicted from hidden states
+        # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
         proposal = self.draft.propose(
             self.history,
             gamma,
@@ -87,8 +86,8 @@ class SpeculativeLoop:
         drafted_s = time.perf_counter()
         placement.plan_draft([self.history[-1], *proposal.tokens], proposal.hidden_states)
         planned_s = time.perf_counter()
-        # what plan_draft pushed arrives meanwhile; placement.layer_hook is called before each layer, where it may load
-        # missing experts and push those of the next layers
+        # the experts that plan_draft pushed arrive meanwhile; placement.layer_hook is called before each layer, where
+        # it may load missing experts and push those of the next layers
         verified = self._verify(proposal)
         verified_s = time.perf_counter()
         record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
@@ -162,8 +161,8 @@ class SpeculativeLoop:
 
     def begin(self) -> None:
         """Prepares placement and draft for the first step; after the first token is out, which need not wait for it."""
-        if self._prompt is not None and self._placement is not None:
-            self._plan_next(self._placement, *self._prompt)
+        if self._prompt is not None and self.placement is not None:
+            self._plan_next(self.placement, *self._prompt)
         self._prompt = None
         self.draft.begin(self.history, cancel=self._cancel)
 

@@ -193,20 +193,38 @@ class Context:
         elif self._capture is not None:
             self._capture.set_phase(phase)
         before = len(self.tokens)
-        size = self._batch.n_max
+        n = len(tokens)
         try:
-            if len(tokens) <= size:
-                return self._decode_piece(tokens, logits)
-            pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-            if logits == "all":
-                return np.concatenate([self._decode_piece(piece, "all").copy() for piece in pieces])
-            for piece in pieces[:-1]:
-                self._decode_piece(piece, "none")
-            return self._decode_piece(pieces[-1], logits)
+            if n > self._batch.n_max:
+                return self._decode_in_pieces(tokens, phase, logits, hidden_states)
+            n_out = n if logits == "all" else 1 if logits == "last" else 0
+            self._batch.fill(tokens, before, first_output=n - n_out)
+            code = lib.llama_decode(self._handle, self._batch.c_batch)
+            if code == 1:
+                raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
+            if code != 0:
+                raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}.")
+            self.tokens.extend(tokens)
+            if self._capture is not None:
+                self._capture.raise_error()
+            return self._logits(n_out)
         except BaseException:
             del self.tokens[before:]
             self.resync()
             raise
+
+    def _decode_in_pieces(
+        self, tokens: Sequence[int], phase: Phase, logits: Literal["all", "last", "none"], hidden_states: bool
+    ) -> Logits:
+        """Decodes more tokens than one llama_batch holds."""
+        size = self._batch.n_max
+        pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        if logits == "all":
+            decoded = (self.decode(piece, phase=phase, logits="all", hidden_states=hidden_states) for piece in pieces)
+            return np.concatenate([rows.copy() for rows in decoded])
+        for piece in pieces[:-1]:
+            self.decode(piece, phase=phase, logits="none")
+        return self.decode(pieces[-1], phase=phase, logits=logits)
 
     def prefill(
         self,
@@ -227,20 +245,6 @@ class Context:
             last = start + len(piece) == len(tokens)
             rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none")
         return rows
-
-    def _decode_piece(self, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Logits:
-        n = len(tokens)
-        n_out = {"all": n, "last": 1, "none": 0}[logits]
-        self._batch.fill(tokens, len(self.tokens), first_output=n - n_out)
-        code = lib.llama_decode(self._handle, self._batch.c_batch)
-        if code == 1:
-            raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
-        if code != 0:
-            raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}.")
-        self.tokens.extend(tokens)
-        if self._capture is not None:
-            self._capture.raise_error()
-        return self._logits(n_out)
 
     def _logits(self, n_out: int) -> Logits:
         """Returns the last `n_out` rows; the view is reused while the address stays."""

@@ -18,7 +18,7 @@ from moeedge.ui.chat.interrupt import Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.prompt import unquote
 from moeedge.ui.chat.settings import Settings
-from moeedge.ui.chat.single import print_turn, stream_answer
+from moeedge.ui.chat.single import answer_view, print_turn
 from moeedge.ui.console import say, show_figures
 
 
@@ -56,7 +56,6 @@ class Repl:
         self._single_turn = single_turn
         self._interrupt = Interrupt()
         self._replaced: str | None = None  # the answer that /regen took back
-        self._current: Generation | None = None
         self._attempt = 0  # number of earlier answers to the open question
 
     @property
@@ -124,43 +123,39 @@ class Repl:
             return Next.READ
 
     def _answer(self) -> Next:
-        """Answer the open question; afterwards the conversation has no open question."""
-        self._current = None
+        """Answer the open question and print the figures; afterwards the conversation has no open question."""
+        answer: Generation | None = None
         try:
             prompt = prompt_tokens(self.session.model, self.conversation, raw=self.raw)
-            self._generate(prompt)
+            sampling = self.settings.sampling
+            if sampling.seed is not None:  # with the same seed /regen would repeat the answer
+                sampling = replace(sampling, seed=sampling.seed + self._attempt)
+            meter = CacheMeter(self.session)
+            self._interrupt.arm()
+            try:
+                answer = self.session.generate(
+                    prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
+                )
+                with answer_view(answer, self.info, meter, self._interrupt, out=self._out, panel=self._panel) as view:
+                    for piece in answer.pieces():
+                        view.write(piece)
+            except Ended:
+                raise
+            except KeyboardInterrupt:  # Ctrl-C a second time, between two steps
+                if answer is not None:
+                    answer.close()
+            finally:
+                self._interrupt.disarm()
+            if answer is not None:
+                self.turns.append(Turn(answer.stats, answer.stop_reason or "interrupted", meter()))
+                print_turn(self._err, answer, self.info, meter)
+                self._say("")
         finally:
-            self._close_question()
+            self._close_question(answer)
         return Next.EXIT if self._single_turn or self._interrupt.ending else Next.READ
 
-    def _generate(self, prompt: list[int]) -> None:
-        """Stream one answer, then print its figures."""
-        sampling = self.settings.sampling
-        if sampling.seed is not None:  # with the same seed /regen would repeat the answer
-            sampling = replace(sampling, seed=sampling.seed + self._attempt)
-        meter = CacheMeter(self.session)
-        self._interrupt.arm()
-        try:
-            self._current = self.session.generate(
-                prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
-            )
-            stream_answer(self._current, self.info, meter, self._interrupt, out=self._out, panel=self._panel)
-        except Ended:
-            raise
-        except KeyboardInterrupt:  # Ctrl-C a second time, between two steps
-            if self._current is not None:
-                self._current.close()
-        finally:
-            self._interrupt.disarm()
-        if self._current is not None:
-            stats, stop_reason = self._current.stats, self._current.stop_reason or "interrupted"
-            self.turns.append(Turn(stats, stop_reason, meter()))
-            print_turn(self._err, self._current, self.info, meter)
-            self._say("")
-
-    def _close_question(self) -> None:
+    def _close_question(self, answer: Generation | None) -> None:
         """End the turn: keep the text of the answer, or take the question back if there is none."""
-        answer = self._current
         ended_itself = answer is not None and answer.stop_reason not in (None, "interrupted")
         if answer is not None and (answer.text or ended_itself):
             self.conversation.answer(answer.text)

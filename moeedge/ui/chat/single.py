@@ -5,7 +5,8 @@ Units in the keys of the JSON: _ts tokens per second, _s seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -18,20 +19,20 @@ from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Settings
-from moeedge.ui.chat.stream import open_view
+from moeedge.ui.chat.stream import LiveView, PlainView, open_view
 from moeedge.ui.console import say, typing_hidden
 from moeedge.ui.figures import join_parts, turn_parts
 from moeedge.ui.tables import json_text
 
 
-def stream_answer(
+@contextmanager
+def answer_view(
     answer: Generation, info: EngineInfo, meter: CacheMeter, interrupt: Interrupt, *, out: Console, panel: bool
-) -> None:
-    """Generate the answer and show its text on `out`, above a live panel where `panel` asks for one."""
+) -> Iterator[LiveView | PlainView]:
+    """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one."""
     view = open_view(out, info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
     with meter, typing_hidden(), view:
-        for piece in answer.pieces():
-            view.write(piece)
+        yield view
 
 
 def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter) -> None:
@@ -116,7 +117,9 @@ def answer_once(
                     for _ in answer.pieces():
                         pass
             else:
-                stream_answer(answer, session.info, meter, interrupt, out=out, panel=panel)
+                with answer_view(answer, session.info, meter, interrupt, out=out, panel=panel) as view:
+                    for piece in answer.pieces():
+                        view.write(piece)
         except KeyboardInterrupt:  # a second signal, between two steps
             answer.close()
         if as_json:
