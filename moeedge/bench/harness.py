@@ -17,7 +17,7 @@ from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
 from moeedge.bench.samples import Sample, counted, from_stats
 from moeedge.data import Prompt
 from moeedge.engine.loading import load_draft, load_target
-from moeedge.engine.recording import Question, record_routing
+from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
@@ -234,15 +234,11 @@ def record_answers(arm: BenchArm, prompts: Sequence[Prompt], plan: BenchPlan) ->
     Recording takes time, so it is not done during the measurement. Greedy answers have the same routing again; they end
     where the model ends them, also with --ignore-eos.
     """
-    questions = [
-        Question(prompt.id, tuple([message.as_dict() for message in turn] for turn in prompt.turns))
-        for prompt in prompts
-    ]
     source = {
         "dataset": plan.dataset.name if plan.dataset is not None else "",
-        "prompts": len(questions),
+        "prompts": len(prompts),
         "mode": arm.mode.label,
     }
     return record_routing(
-        arm.session, questions, n_predict=plan.n_predict, sampling=GREEDY, source=source, command="bench"
+        arm.session, prompts, n_predict=plan.n_predict, sampling=GREEDY, source=source, command="bench"
     ).trace

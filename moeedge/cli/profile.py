@@ -15,11 +15,12 @@ from moeedge.cli.common import show_log, valid_text
 from moeedge.cli.declare import Output, flatten
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
 from moeedge.data import load_dataset
+from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EmptyPromptError, EngineError, InputError
 
 if TYPE_CHECKING:
-    from moeedge.engine.recording import Question, Recording
+    from moeedge.engine.recording import Recording
 
 Layer = Annotated[
     str | None,
@@ -75,7 +76,7 @@ def profile(
         check_picture(plot)
     if trace_out is not None:
         check_output(trace_out)
-    questions, source = _questions(prompt, dataset, limit, offline_sample)
+    prompts, source = _prompts(prompt, dataset, limit, offline_sample)
     config = engine.config(placement.config())
     seed_used = seed_or_random(seed)
     if seed_used is None and temp > 0:
@@ -84,7 +85,7 @@ def profile(
     if verbose:
         show_log()
     recording, chosen, code = _record(
-        config, questions, source, sampling, n_predict=n_predict, raw=raw, layer=layer, layers=layers
+        config, prompts, source, sampling, n_predict=n_predict, raw=raw, layer=layer, layers=layers
     )
     if trace_out is not None:
         recording.trace.save(trace_out)
@@ -93,33 +94,31 @@ def profile(
         raise typer.Exit(code)
 
 
-def _questions(
+def _prompts(
     prompt: str | None, dataset: str | None, limit: int, offline_sample: bool
-) -> tuple[list[Question], dict[str, object]]:
-    """The questions to answer, and the report's fields about their source."""
-    from moeedge.engine.recording import Question
-
+) -> tuple[list[Prompt], dict[str, object]]:
+    """The prompts to answer, and the report's fields about their source."""
     if prompt is not None:
         if dataset is not None:
             raise InputError("-p and --dataset exclude each other.", "Give one of them.")
         if not prompt.strip():
             raise EmptyPromptError("The prompt is empty: -p is blank.", "Give some text to answer.")
-        return [Question.single(valid_text(prompt))], {"dataset": "prompt", "prompts": 1}
+        return [Prompt("prompt", "", user_turns(valid_text(prompt)))], {"dataset": "prompt", "prompts": 1}
     if limit < 0:
         raise ValueError(f"--limit must be >= 0, not {limit}")
     loaded = load_dataset(dataset or "sample", offline_sample=offline_sample).limited(limit or None)
-    questions = [
-        Question(item.id, tuple([message.as_dict() for message in turn] for turn in item.turns))
-        for item in loaded.prompts
-    ]
-    if not questions:
+    if not loaded.prompts:
         raise InputError(f'The prompt set "{loaded.name}" is empty.')
-    return questions, {"dataset": loaded.name, "prompts": len(questions), "dataset_sha256": loaded.sha256}
+    return list(loaded.prompts), {
+        "dataset": loaded.name,
+        "prompts": len(loaded.prompts),
+        "dataset_sha256": loaded.sha256,
+    }
 
 
 def _record(
     config: EngineConfig,
-    questions: list[Question],
+    prompts: list[Prompt],
     source: dict[str, object],
     sampling: SamplingConfig,
     *,
@@ -128,7 +127,7 @@ def _record(
     layer: str | None,
     layers: str | None,
 ) -> tuple[Recording, list[int], int]:
-    """Answers the questions: the recording, the layers to report, the exit code (not 0 after an interruption)."""
+    """Answers the prompts: the recording, the layers to report, the exit code (not 0 after an interruption)."""
     from moeedge.engine.recording import check_layers, parse_layers, record_routing
     from moeedge.engine.session import Session
     from moeedge.ui.chat.greeting import print_header
@@ -145,12 +144,12 @@ def _record(
             asked = parse_layers(layers, n_layers)
         chosen = check_layers(session, asked)
         print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
-        with Interrupt() as interrupt, ProfileProgress(len(questions), err) as progress:
+        with Interrupt() as interrupt, ProfileProgress(len(prompts), err) as progress:
             interrupt.arm()
             try:
                 recording = record_routing(
                     session,
-                    questions,
+                    prompts,
                     n_predict=n_predict,
                     sampling=sampling,
                     raw=raw,

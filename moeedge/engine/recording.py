@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import moeedge
+from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EngineError, InputError, LayerRangeError
@@ -21,22 +22,7 @@ from moeedge.scheduler.routing_reader import routing
 from moeedge.scheduler.stats import StepRecord
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 
-Messages = list[dict[str, str]]  # role and content, as chat templates take them
-
 _NO_ROUTING = "No routing was recorded: moeedge's backend computed no MoE layer of this model."
-
-
-@dataclass(frozen=True)
-class Question:
-    """A conversation to answer turn by turn; `turns[i]` are the messages added before the i-th answer."""
-
-    name: str
-    turns: tuple[Messages, ...]
-
-    @classmethod
-    def single(cls, text: str) -> Question:
-        """One message of the user."""
-        return cls("prompt", ([{"role": "user", "content": text}],))
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class Recording:
     steps: int
     drafted: int
     accepted: int
-    skipped: list[str]  # questions that do not fit the context
+    skipped: list[str]  # ids of the prompts that do not fit the context
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -58,7 +44,7 @@ class Recording:
 
 def record_routing(
     session: Session,
-    questions: Sequence[Question],
+    prompts: Sequence[Prompt],
     *,
     n_predict: int,
     sampling: SamplingConfig,
@@ -66,36 +52,38 @@ def record_routing(
     source: dict[str, Any] | None = None,
     command: str = "profile",
     cancel: Callable[[], bool] = lambda: False,
-    on_step: Callable[[int, int], None] = lambda _question, _tokens: None,
+    on_step: Callable[[int, int], None] = lambda _prompt, _tokens: None,
 ) -> Recording:
-    """Answers every turn of every question, each from empty KV caches, and returns the trace of all of it.
+    """Answers every turn of every prompt, each prompt from empty KV caches, and returns the trace of all answers.
 
     n_predict: tokens per answer, -1 until the model stops. raw: the text without the chat template. source and command:
     noted in the trace. cancel: asked between steps, True ends the run with the steps so far. on_step: called with the
-    index of the question and the number of tokens that its step emitted. Questions that do not fit the context are
-    skipped and named; raises ContextTooSmallError where none fits.
+    index of the prompt and the number of tokens that its step emitted. Prompts that do not fit the context are skipped;
+    raises ContextTooSmallError where none fits.
     """
     collector = TraceCollector(_describe_run(session, n_predict, sampling, source or {}, command))
+    model = session.model
     answers = steps = drafted = accepted = 0
     skipped: list[str] = []
     session.observers.append(collector)
     try:
-        for index, question in enumerate(questions):
+        for index, prompt in enumerate(prompts):
             session.reset()
-            messages: Messages = []
-            for turn in question.turns:
-                messages += turn
-                prompt = _prompt_tokens(session, messages, raw=raw)
+            messages: list[dict[str, str]] = []  # as chat templates take them
+            for turn in prompt.turns:
+                messages += [message.as_dict() for message in turn]
+                text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
+                tokens = model.tokenize(text)
                 try:
-                    answer = session.generate(prompt, n_predict=n_predict, sampling=sampling, cancel=cancel)
+                    answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, cancel=cancel)
                 except ContextTooSmallError:
-                    if index + 1 == len(questions) and answers == 0:
+                    if index + 1 == len(prompts) and answers == 0:
                         raise
-                    skipped.append(question.name)
+                    skipped.append(prompt.id)
                     break
                 if session.target.sensor is not None:
                     session.target.sensor.frames()  # drop those of an earlier answer
-                collector.begin(prompt)
+                collector.begin(tokens)
                 n_tokens = 0
                 for _ in answer.pieces():
                     on_step(index, len(answer.tokens) - n_tokens)
@@ -255,11 +243,6 @@ def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.
     rows[unseen] = np.iinfo(dtype).max
     weights[unseen] = np.nan
     return rows.transpose(1, 0, 2), weights.astype(np.float16).transpose(1, 0, 2)
-
-
-def _prompt_tokens(session: Session, messages: Messages, *, raw: bool) -> list[int]:
-    model = session.model
-    return model.tokenize("".join(message["content"] for message in messages) if raw else model.render_chat(messages))
 
 
 def _describe_run(

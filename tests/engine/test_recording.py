@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.drafts import ModelDraft
-from moeedge.engine.recording import Question, Recording, check_layers, record_routing
+from moeedge.engine.recording import Recording, check_layers, record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, LayerRangeError
@@ -21,7 +22,7 @@ from moeedge.trace.steps import activation_counts, recorded_steps, text_steps
 from tests.conftest import TinyFactory
 
 GREEDY = SamplingConfig(temperature=0.0)
-QUESTIONS = [Question.single("one two three"), Question.single("a longer question than the first one")]
+PROMPTS = [Prompt("prompt", "", user_turns(text)) for text in ("one two three", "a longer question than the first one")]
 
 
 class Witness:
@@ -44,8 +45,8 @@ def session(tiny_moe: Path, tiny_draft: Path) -> Iterator[Session]:
         yield opened
 
 
-def _record(session: Session, questions: list[Question] = QUESTIONS, n_predict: int = 24) -> Recording:
-    return record_routing(session, questions, n_predict=n_predict, sampling=GREEDY, raw=True, source={"dataset": "t"})
+def _record(session: Session, prompts: list[Prompt] = PROMPTS, n_predict: int = 24) -> Recording:
+    return record_routing(session, prompts, n_predict=n_predict, sampling=GREEDY, raw=True, source={"dataset": "t"})
 
 
 def test_trace_says_what_the_engine_did(session: Session) -> None:
@@ -90,7 +91,7 @@ def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pyt
 
 
 def test_tokens_and_positions_are_the_text(session: Session) -> None:
-    trace = _record(session, QUESTIONS[:1]).trace
+    trace = _record(session, PROMPTS[:1]).trace
     prompt = session.model.tokenize("one two three")
     prefill = trace.phase == Phase.PREFILL
     assert trace.token[prefill].tolist() == prompt
@@ -107,7 +108,7 @@ def test_tokens_and_positions_are_the_text(session: Session) -> None:
 
 
 def test_weights_are_recorded(session: Session) -> None:
-    trace = _record(session, QUESTIONS[:1]).trace
+    trace = _record(session, PROMPTS[:1]).trace
     assert trace.weights is not None
     rows = trace.text_rows()
     weights = trace.weights[rows].astype(np.float64)
@@ -138,7 +139,7 @@ def _text_ids(trace: Trace, text: int) -> np.ndarray[tuple[int, ...], np.dtype[n
 
 def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) -> None:
     """llama.cpp computes the last layer only for tokens whose logits are wanted."""
-    trace = _record(session, QUESTIONS[:1]).trace
+    trace = _record(session, PROMPTS[:1]).trace
     prefill = np.flatnonzero(trace.phase == Phase.PREFILL)
     assert (trace.layer_ids(0)[prefill] >= 0).all()
     last = trace.layer_ids(trace.meta.n_layers - 1)[prefill]
@@ -147,13 +148,12 @@ def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) ->
 
 def test_what_ran_before_is_not_recorded(session: Session) -> None:
     list(session.generate(session.model.tokenize("something else entirely"), n_predict=5, sampling=GREEDY))
-    trace = _record(session, QUESTIONS[:1], n_predict=4).trace
+    trace = _record(session, PROMPTS[:1], n_predict=4).trace
     assert trace.token[trace.phase == Phase.PREFILL].tolist() == session.model.tokenize("one two three")
 
 
 def test_conversations_record_every_turn(session: Session) -> None:
-    turns = tuple([{"role": "user", "content": text}] for text in ("hello there", " and then"))
-    recording = _record(session, [Question("two", turns)], n_predict=6)
+    recording = _record(session, [Prompt("two", "", user_turns("hello there", " and then"))], n_predict=6)
     trace = recording.trace
     assert recording.answers == 2 and set(trace.sequence.tolist()) == {0, 1}
     second = (trace.sequence == 1) & (trace.phase == Phase.PREFILL)
@@ -161,9 +161,9 @@ def test_conversations_record_every_turn(session: Session) -> None:
     assert trace.position[second][0] > 0
 
 
-def test_long_questions_are_skipped_and_named(session: Session) -> None:
-    long = Question("long", ([{"role": "user", "content": "word " * 2000}],))
-    assert _record(session, [long, *QUESTIONS], n_predict=4).skipped == ["long"]
+def test_long_prompts_are_skipped_and_named(session: Session) -> None:
+    long = Prompt("long", "", user_turns("word " * 2000))
+    assert _record(session, [long, *PROMPTS], n_predict=4).skipped == ["long"]
     with pytest.raises(ContextTooSmallError):
         _record(session, [long], n_predict=4)
 
@@ -171,13 +171,13 @@ def test_long_questions_are_skipped_and_named(session: Session) -> None:
 def test_cancelling_keeps_what_there_is(session: Session) -> None:
     heard = 0
 
-    def hear(question: int, tokens: int) -> None:
+    def hear(prompt: int, tokens: int) -> None:
         nonlocal heard
-        assert question == 0
+        assert prompt == 0
         heard += tokens
 
     recording = record_routing(
-        session, QUESTIONS, n_predict=50, sampling=GREEDY, raw=True, cancel=lambda: heard >= 5, on_step=hear
+        session, PROMPTS, n_predict=50, sampling=GREEDY, raw=True, cancel=lambda: heard >= 5, on_step=hear
     )
     assert recording.answers == 1 and heard >= 5
     assert 0 < len(recorded_steps(recording.trace)) < 20

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moeedge.data import load_dataset
-from moeedge.engine.recording import Question, record_routing
+from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.abi import Phase
@@ -109,11 +109,10 @@ def test_gemma_of_one_prompt(data_folder: Path, model: RejectedTokenModel) -> No
 def bundled_steps(bundled_pair: tuple[Path, Path]) -> Schedule:
     """The bundled pair answering its own sample prompts."""
     target, draft = bundled_pair
-    prompts = load_dataset("sample").limited(12).prompts
-    questions = [Question(item.id, ([message.as_dict() for message in item.turns[0]],)) for item in prompts]
+    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in load_dataset("sample").limited(12).prompts]
     config = EngineConfig(model=target, draft=draft, n_ctx=1024, gamma=8, n_threads=1, device="none")
     with Session.open(config) as session:
-        recording = record_routing(session, questions, n_predict=96, sampling=SamplingConfig(temperature=0.0))
+        recording = record_routing(session, prompts, n_predict=96, sampling=SamplingConfig(temperature=0.0))
     schedule = recorded_schedule(recording.trace)
     assert schedule is not None
     return schedule
