@@ -19,8 +19,6 @@ It is convex in c, so giving the slots one by one to the layer that gains most f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,12 +30,11 @@ from moeedge.policies.base import (
     FloatArray,
     IndexArray,
     Observation,
-    Plan,
     PolicyConfig,
     Resident,
 )
 from moeedge.policies.layer_lru import LayerLru, most_likely
-from moeedge.policies.per_layer import PerLayerPlanner, layers_after, predicted_counts
+from moeedge.policies.per_layer import PerLayerPlanner, predicted_counts
 
 _N_MEASURED = 16  # steps
 
@@ -68,23 +65,13 @@ class AdapMoe(LayerLru):
                 self._allocate(float(observation.counts.sum()) / max(observation.n_tokens, 1))
         self._predicted = None
 
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """The plan of LayerLru; records the prediction."""
-        self._record(prediction, self._layers)
-        return super().plan(resident, tokens, prediction)
-
-    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
-        """The plan of LayerLru; records the prediction for the next layer."""
-        self._record(prediction, layers_after(self.shape, layer))
-        return super().plan_layer(layer, resident, prediction)
-
     def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
         """The most likely expert of those that are absent."""
         return most_likely(np.where(resident == 0, counts, np.float32(0.0)), 1)
 
-    def _record(self, prediction: ExpertPrediction | None, layers: IndexArray) -> None:
-        """Replaces the recorded prediction of these layers."""
-        if prediction is not None and self._steps_left > 0:
+    def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
+        """During the first steps records the prediction, to measure its accuracy."""
+        if self._steps_left > 0:
             if self._predicted is None:
                 self._predicted = np.zeros(self._utility.shape, dtype=np.float32)
             self._predicted[layers] = predicted_counts(prediction, self.shape)[layers]
@@ -106,11 +93,9 @@ def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> I
     loads = expected_loads(shape.n_experts, accuracy, n_used)
     gain = -np.diff(loads, axis=1)  # of the c-th slot of each layer
     shares = np.zeros(shape.n_layers, dtype=np.intp)
-    for group, capacity in enumerate(shape.capacity.tolist()):
-        layers = np.flatnonzero(shape.group == group)
-        if layers.size:
-            best = np.argsort(-gain[layers].T.reshape(-1), kind="stable")[:capacity]  # ties: one slot for each layer
-            shares[layers] = np.bincount(best % layers.size, minlength=layers.size)
+    for layers, capacity in shape.pools():
+        best = np.argsort(-gain[layers].T.reshape(-1), kind="stable")[:capacity]  # ties: one slot for each layer
+        shares[layers] = np.bincount(best % layers.size, minlength=layers.size)
     return shares
 
 

@@ -21,7 +21,7 @@ A flat expert index, `flat_ids`, is layer * n_experts + expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,6 +89,13 @@ class CacheShape:
     def expert_layers(self) -> IndexArray:
         """Layers that have experts, in order."""
         return np.flatnonzero(self.group >= 0)
+
+    def pools(self) -> Iterator[tuple[IndexArray, int]]:
+        """Yields layers and slots of every group that has layers."""
+        for group, capacity in enumerate(self.capacity.tolist()):
+            layers = np.flatnonzero(self.group == group)
+            if layers.size:
+                yield layers, capacity
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -252,6 +259,28 @@ class CutoffPolicy(Policy, Protocol):
 
     def cutoff(self, n_critical: int) -> int:
         """Layers with experts that it prefetches for, where each token has `n_critical` critical experts per layer."""
+
+
+class ScoringPolicy:
+    """Base of policies that order experts by a score; arrays [n_layers, n_experts].
+
+    A subclass sets `name`, and in `observe` or `plan` the scores and the utilities.
+    """
+
+    name: str
+    execution_model = ExecutionModel()
+    required_inputs: frozenset[str] = frozenset()
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self._score: FloatArray = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
+        self._utility: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
+
+    def observe(self, observation: Observation) -> None:
+        """Learns from the routing of a step."""
+
+    def reset(self) -> None:
+        """Keeps what was learned."""
 
 
 def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> None:

@@ -84,10 +84,7 @@ class Fate(PerLayerPolicy):
 def shallow_shares(shape: CacheShape) -> IndexArray:
     """Slots of each layer [n_layers]: all experts of the first layer, an even share for the others."""
     shares = np.zeros(shape.n_layers, dtype=np.intp)
-    for group, capacity in enumerate(shape.capacity.tolist()):
-        layers = np.flatnonzero(shape.group == group)
-        if layers.size == 0:
-            continue
+    for layers, capacity in shape.pools():
         shallow = layers[: min(_SHALLOW_LAYERS, layers.size - 1)]
         even = capacity // layers.size
         entire = max(min(shape.n_experts, int(capacity * _SHALLOW_SHARE_MAX)), even)

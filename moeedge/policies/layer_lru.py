@@ -55,13 +55,20 @@ class LayerLru(PerLayerPolicy, ABC):
         recency = self._recency
         if prediction is None:
             return self._plan(recency.last, resident, recency.used)
+        self.read_prediction(prediction, self._layers)
         score, missing = self._ahead(prediction, resident)
         return self._plan(score, resident, missing | recency.used)
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans prefetches for the next layer with experts; the other layers stay as they are."""
+        reached = layers_after(self.shape, layer)
+        if prediction is not None:
+            self.read_prediction(prediction, reached)
         score, missing = self._ahead(prediction, resident)
-        return self._plan(score, resident, missing, only=layers_after(self.shape, layer))
+        return self._plan(score, resident, missing, only=reached)
+
+    def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
+        """Learns from a prediction for `layers`, before the plan that follows it."""
 
     @abstractmethod
     def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:

@@ -17,25 +17,22 @@ from moeedge.experts import Residency, count_ids
 from moeedge.policies.base import (
     BoolArray,
     CacheShape,
-    ExecutionModel,
     ExpertPrediction,
     FloatArray,
     IndexArray,
-    Observation,
     Plan,
     PolicyConfig,
     Resident,
+    ScoringPolicy,
 )
 
 
 def even_shares(shape: CacheShape) -> IndexArray:
     """Slots of each layer [n_layers]: its group's divided evenly, the remainder to the first layers."""
     shares = np.zeros(shape.n_layers, dtype=np.intp)
-    for group, capacity in enumerate(shape.capacity.tolist()):
-        layers = np.flatnonzero(shape.group == group)
-        if layers.size:
-            shares[layers] = capacity // layers.size
-            shares[layers[: capacity % layers.size]] += 1
+    for layers, capacity in shape.pools():
+        shares[layers] = capacity // layers.size
+        shares[layers[: capacity % layers.size]] += 1
     return np.minimum(shares, shape.n_experts)
 
 
@@ -126,30 +123,18 @@ class PerLayerPlanner:
         return pairs
 
 
-class PerLayerPolicy:
-    """Base of policies with slots per layer. A subclass sets `name`, the scores and the utilities."""
-
-    name: str
-    execution_model: ExecutionModel
-    required_inputs: frozenset[str] = frozenset()
+class PerLayerPolicy(ScoringPolicy):
+    """Base of policies with slots per layer."""
 
     def __init__(self, shape: CacheShape, config: PolicyConfig, shares: IndexArray | None = None) -> None:
-        size = (shape.n_layers, shape.n_experts)
-        self.shape = shape
+        """shares: slots of each layer [n_layers]; None: even ones."""
+        super().__init__(shape)
         self._planner = PerLayerPlanner(shape, config.cap, shares)
         self._layers = np.arange(shape.n_layers)
-        self._score: FloatArray = np.zeros(size, dtype=np.float32)
-        self._utility: FloatArray = np.zeros(size, dtype=np.float32)
-
-    def observe(self, observation: Observation) -> None:
-        """Learns from the routing of a step."""
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold each layer's experts with the highest scores."""
         return self._plan(self._score, resident)
-
-    def reset(self) -> None:
-        """Keeps what was learned."""
 
     def _plan(
         self,

@@ -23,14 +23,13 @@ from moeedge.experts import Residency
 from moeedge.policies.base import (
     BoolArray,
     CacheShape,
-    ExecutionModel,
     ExpertPrediction,
     FloatArray,
     IndexArray,
-    Observation,
     Plan,
     PolicyConfig,
     Resident,
+    ScoringPolicy,
 )
 
 # a slot that a computation reads cannot be freed: name some more victims than uploads
@@ -205,42 +204,29 @@ class PooledPlanner:
         return down[np.lexsort((score.take(down), utility.take(down)))]
 
 
-class PooledPolicy:
+class PooledPolicy(ScoringPolicy):
     """Base of policies with one pool of slots per group and tau = 1.
 
-    A subclass sets `name`, the arrays `_score` and `_utility` (in `observe`, or in one of the hooks of `plan`), and
-    `_used` if only experts of the last step may be uploaded.
+    A subclass sets `_score` and `_utility` in `observe`, or in one of the hooks of `plan`, and `_used` if only experts
+    of the last step may be uploaded.
     """
-
-    name: str
-    execution_model = ExecutionModel()
-    required_inputs: frozenset[str] = frozenset()
 
     def __init__(
         self, shape: CacheShape, config: PolicyConfig, *, cap: int | None = None, evict: bool | None = None
     ) -> None:
         """cap, evict: override the config's, for policies that read other ablations."""
+        super().__init__(shape)
         cap = config.cap if cap is None else cap
-        size = (shape.n_layers, shape.n_experts)
-        self.shape = shape
         self._cap = np.float32(cap)
         self._planner = PooledPlanner(shape, cap, evict=config.evicts if evict is None else evict)
-        self._score: FloatArray = np.zeros(size, dtype=np.float32)
-        self._utility: FloatArray = np.zeros(size, dtype=np.float32)
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._used: BoolArray | None = None  # [n_layers, n_experts], may be uploaded; None: every expert
-
-    def observe(self, observation: Observation) -> None:
-        """Learns from the routing of a step."""
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the experts with the highest scores."""
         self._set_scores(resident)
         self._set_utilities(self._planner.fit(self._score, resident, 0.0))
         return self._planner.moves(self._score, self._utility, self._tau, resident, allowed=self._used)
-
-    def reset(self) -> None:
-        """Keeps what was learned."""
 
     def _set_scores(self, resident: Resident) -> None:
         """Sets `_score` where it depends on the plan."""

@@ -15,15 +15,13 @@ SP-MoE (section numbers of the paper):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from moeedge.policies.base import (
     BoolArray,
     CacheShape,
     ExecutionModel,
     ExpertPrediction,
     FloatArray,
-    Plan,
+    IndexArray,
     PolicyConfig,
     Resident,
 )
@@ -56,11 +54,9 @@ class SpMoe(LayerLru):
         n_slots = int(self._planner.shares.sum())
         return cutoff_layer(n_layers, n_critical, n_slots, self._drafting_s, self._transfer_s)
 
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """The plan of LayerLru, up to the cutoff layer."""
-        if prediction is not None:
-            self._cutoff = self.cutoff(prediction.layer_ids.shape[2])
-        return super().plan(resident, tokens, prediction)
+    def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
+        """Derives the cutoff layer from the number of predicted experts."""
+        self._cutoff = self.cutoff(prediction.layer_ids.shape[2])
 
     def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
         """Every predicted expert of the layers before the cutoff."""

@@ -34,8 +34,7 @@ class WholeLayers(PerLayerPolicy):
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         shares = np.zeros(shape.n_layers, dtype=np.intp)
-        for group, capacity in enumerate(shape.capacity.tolist()):
-            layers = np.flatnonzero(shape.group == group)
+        for layers, capacity in shape.pools():
             n_chosen = min(capacity // shape.n_experts, layers.size)
             shares[layers[layers.size - n_chosen :] if self.from_last else layers[:n_chosen]] = shape.n_experts
         super().__init__(shape, config, shares)

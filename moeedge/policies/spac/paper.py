@@ -129,11 +129,9 @@ class SpacPaper(PooledPolicy):
     def _room(self, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:
         """Slots that may be filled at each tau, [n_layers, K]; n_cold [n_layers, K], n_held [n_layers]: experts."""
         room = np.zeros(n_cold.shape)
-        for group, capacity in enumerate(self.shape.capacity.tolist()):
-            layers = self.shape.group == group
-            if layers.any():
-                free = capacity - int(n_held[layers].sum())
-                room[layers] = (max(free, 0) + n_cold[layers].sum(axis=0)) / np.count_nonzero(layers)
+        for layers, capacity in self.shape.pools():
+            free = capacity - int(n_held[layers].sum())
+            room[layers] = (max(free, 0) + n_cold[layers].sum(axis=0)) / layers.size
         return room
 
 
