@@ -1,7 +1,7 @@
 """Policy fate: the next layer's gate on this layer's input; the first layers cached entirely, ARC in the others.
 
 Fate (Fang et al., arXiv 2502.12224), by its abstract and summaries: neither the paper's text nor any code was at hand.
-So the rules are the paper's and the numbers are not: one layer cached entirely, with a quarter of the slots at most.
+The rules are the paper's; the numbers are ours: one layer is cached entirely, in a quarter of the slots at most.
 - prefetch, "cross-layer gate": inputs of adjacent gates are alike, so the next layer's gate, applied to this layer's
   input, predicts its experts (97 % of them are prefetched); all predicted experts are loaded while this layer computes.
 - cache, "shallow-favoring": the first layers, whose prediction is worst and for which no earlier layer can prefetch,

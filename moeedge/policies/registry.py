@@ -14,14 +14,12 @@ from moeedge.policies.bounds import Belady, Oracle
 from moeedge.policies.fate import Fate
 from moeedge.policies.hybrimoe import HybriMoe
 from moeedge.policies.layer_lru import MixtralOffloading
-from moeedge.policies.lfu import Lfu
-from moeedge.policies.lru import Lru
+from moeedge.policies.lru import Lfu, Lru
 from moeedge.policies.moe_infinity import MoeInfinity
 from moeedge.policies.sp_moe import SpMoe
 from moeedge.policies.spac.paper import SpacPaper, SpacProgram
 from moeedge.policies.spac.spac import Spac
-from moeedge.policies.static import Fiddler, NoCache, Static
-from moeedge.policies.whole_layers import Accelerate, LlamaCpp, LlamaCppSd, Vllm
+from moeedge.policies.static import Accelerate, Fiddler, LlamaCpp, LlamaCppSd, NoCache, Static, Vllm
 
 
 class RunsIn(Enum):

@@ -54,18 +54,14 @@ class SpacPaper(PooledPolicy):
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self.cap = config.effective_cap
         super().__init__(shape, config, cap=self.cap)
-        self._binary = config.binary
-        self._used_only = config.used_only
-        self._fixed_tau = config.fixed_tau
-        self._gamma = config.gamma
-        self._cost_model = config.cost_model
-        self._config = utility.UtilityConfig(
+        self._config = config
+        self._algorithm = utility.UtilityConfig(
             gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
             cap=self.cap,
             forgetting=config.forgetting,
             boundaries="fixed" if "no-ada-bc" in config.ablations else "floor",
         )
-        self._state = utility.initial_state(self._score.shape, self._config)
+        self._state = utility.initial_state(self._score.shape, self._algorithm)
         self._last_used: BoolArray = np.zeros(self._score.shape, dtype=np.bool_)
         self._level_start = (np.arange(shape.n_layers) * (self.cap + 1))[:, None]
         self._n_pairs = np.zeros(shape.n_layers)
@@ -74,33 +70,33 @@ class SpacPaper(PooledPolicy):
         """One step of Algorithm 1. A prefill is not a step: it counts an entire text."""
         if observation.prefill or observation.n_tokens < 1:
             return
-        self._state = utility.observe(self._state, observation.counts, self._config)
+        self._state = utility.observe(self._state, observation.counts, self._algorithm)
         np.greater(observation.counts, 0, out=self._last_used)
         self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the hot experts; neither tokens nor predictions are read."""
-        s = self._last_used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
+        s = self._last_used.astype(np.float32) if self._config.binary else self._state.utility.astype(np.float32)
         tau = self._thresholds(s, resident)
         score = self._score
         np.copyto(score, s)
         score -= _AFTER_USE * (self._last_used & (resident == Residency.RESIDENT) & (s > 0))
         self._planner.fit(score, resident, 0.0)
         hot = s >= tau[:, None]
-        allowed = hot & self._last_used if self._used_only else hot
+        allowed = hot & self._last_used if self._config.used_only else hot
         return self._planner.moves(score, s, tau, resident, allowed=allowed)
 
     def reset(self) -> None:
         """Starts with no utilities (Algorithm 1, lines 2-3)."""
-        self._state = utility.initial_state(self._state.utility.shape, self._config)
+        self._state = utility.initial_state(self._state.utility.shape, self._algorithm)
         self._last_used[:] = False
         self._n_pairs[:] = 0.0
 
     def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
-        if self._fixed_tau is not None:
-            return np.full(self.shape.n_layers, self._fixed_tau, dtype=np.float32)
-        cost = self._cost_model
-        if cost is None or self._binary:
+        if self._config.fixed_tau is not None:
+            return np.full(self.shape.n_layers, self._config.fixed_tau, dtype=np.float32)
+        cost = self._config.cost_model
+        if cost is None or self._config.binary:
             return np.ones(self.shape.n_layers, dtype=np.float32)
         absent = np.asarray(resident == 0)
         bins = self._level_start + s.astype(np.intp)  # by layer and level
@@ -123,7 +119,7 @@ class SpacPaper(PooledPolicy):
             n_uploads,
             self._room(n_cold, n_held.sum(axis=1)),
         )
-        draft_share_s = self._gamma * cost.draft_token_s / self.shape.n_layers
+        draft_share_s = self._config.gamma * cost.draft_token_s / self.shape.n_layers
         return thresholds(work, cost.transfer_expert_s, draft_share_s)
 
     def _room(self, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:

@@ -78,9 +78,8 @@ class Spac(PooledPolicy):
         self._n_expert_layers = shape.expert_layers.size
         self._n_used = 0.0  # experts per token
         self._layer_pairs = 0.0  # expected activations per layer, of the last plan
-        self._last_used: BoolArray = np.zeros(
-            size, dtype=np.bool_
-        )  # by the last step; under the ablations that read it
+        # by the last step; under the ablations that read it
+        self._last_used: BoolArray = np.zeros(size, dtype=np.bool_)
         self._used = self._last_used if config.used_only else None
         self._reads_last_used = self._binary or config.used_only
         self._flat_score = self._score.reshape(-1)
