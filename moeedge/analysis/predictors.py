@@ -1,4 +1,4 @@
-"""Replayed hot-or-cold prediction: what each predictor says before every step, and how often it is right.
+"""Hot-or-cold predictions of each predictor before every step of a trace, and how often they are right.
 
 MoE-SpAc, section 4.3 and Figure 4, with threshold tau = 1: before step t+1 an expert is predicted hot if its utility
 s_{t+1} >= 1, and is hot if f_{t+1} >= 1 of the step's tokens use it.
@@ -159,10 +159,10 @@ def accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float
 
 def balanced_accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float | None:
     """Mean of the recognised shares of hot and of cold experts; None if one of the two did not occur."""
-    said, was = predicted[judged], truth[judged]
-    n_hot = int(was.sum())
-    if n_hot in (0, was.size):
+    predicted_hot, hot = predicted[judged], truth[judged]
+    n_hot = int(hot.sum())
+    if n_hot in (0, hot.size):
         return None
-    hot_found = float((said & was).sum() / n_hot)
-    cold_found = float((~said & ~was).sum() / (was.size - n_hot))
-    return (hot_found + cold_found) / 2
+    hot_share = float((predicted_hot & hot).sum() / n_hot)
+    cold_share = float((~predicted_hot & ~hot).sum() / (hot.size - n_hot))
+    return (hot_share + cold_share) / 2

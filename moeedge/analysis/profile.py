@@ -168,8 +168,8 @@ def _replay_predictors(
         read: CountArray,
         n_read: NDArray[np.int64] | None = None,
     ) -> None:
-        predicted, cut = (step_counts, steps) if predicts == "step" else (token_counts, text)
-        is_first, truth = cut.is_first(), predicted >= TAU
+        counts, horizon = (step_counts, steps) if predicts == "step" else (token_counts, text)
+        is_first, truth = horizon.is_first(), counts >= TAU
         for name, factory in factories.items():
             anew, carried = (
                 replay_predictor(read, is_first, factory, carry=carry, n_read=n_read) for carry in (False, True)

@@ -95,9 +95,9 @@ def solved_cutoff(config: EngineConfig, notify: Notify = ignore) -> tuple[int, s
         info, calibration = session.info, session.calibration
         if session.placement is None:
             raise InputError("No device holds experts: there is no system to take apart.", "Use -dev emulated.")
-        units = calibration.units if calibration is not None else None
-        drafting_s = info.gamma * units.draft_token_s if units is not None else 0.0
-        transfer_s = units.transfer_expert_s if units is not None else 0.0
+        cost_model = calibration.units if calibration is not None else None
+        drafting_s = info.gamma * cost_model.draft_token_s if cost_model is not None else 0.0
+        transfer_s = cost_model.transfer_expert_s if cost_model is not None else 0.0
         n = cutoff_layer(info.n_expert_layers, info.n_expert_used, info.cache_slots, drafting_s, transfer_s)
         return n, (
             f"Cutoff layer {n} of {info.n_expert_layers}: drafting takes {drafting_s * 1e3:.2f} ms, an expert "
@@ -125,7 +125,11 @@ def run_ablation(
         arms = open_arms(config, variants, models, stack)
         placement = arms[-1].session.placement
         if placement is None or placement.draft_prefetch is None:
-            raise _no_prefetch(arms[-1].session)
+            reasons = [note for note in arms[-1].session.info.notes if "predicts no experts here" in note]
+            raise InputError(
+                reasons[0] if reasons else "No device holds experts.",
+                "Give a draft of the target's hidden size, or leave out -md; without a device, use -dev emulated.",
+            )
         for note in dict.fromkeys(note for arm in arms for note in arm.session.info.notes):
             notify(Notification(note))
         expected = {
@@ -146,14 +150,6 @@ def run_ablation(
         first, *others = results.values()
         baseline = first.row(None)
         return [baseline, *(result.row(baseline.tpot_s) for result in others)]
-
-
-def _no_prefetch(session: Session) -> InputError:
-    notes = [note for note in session.info.notes if "predicts no experts here" in note]
-    return InputError(
-        notes[0] if notes else "No device holds experts.",
-        "Give a draft of the target's hidden size, or leave out -md; without a device, use -dev emulated.",
-    )
 
 
 class _Result:

@@ -23,11 +23,6 @@ _SEED = 1
 _SLICE_TOKENS = 16
 
 
-def random_tokens(n: int, n_vocab: int) -> list[int]:
-    """Returns `n` token ids, the same on every run and in every mode."""
-    return [int(token) for token in np.random.default_rng(_SEED).integers(0, n_vocab, n)]
-
-
 def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[str]]:
     """Returns one mode per engine and expert cache, and one sentence for each mode that would repeat another one."""
     kept: dict[tuple[object, ...], BenchMode] = {}
@@ -122,14 +117,19 @@ class SyntheticRun:
         )  # fmt: skip
 
     def _tokens(self, n: int) -> list[int]:
-        return random_tokens(n, self._arms[0].session.model.info.n_vocab)
+        """Returns `n` random token ids, the same on every run and in every mode."""
+        n_vocab = self._arms[0].session.model.info.n_vocab
+        return [int(token) for token in np.random.default_rng(_SEED).integers(0, n_vocab, n)]
 
     def _is_warm(self, repetition: int) -> bool:
         return self._warm_up or repetition > 0
 
 
 def _observe(session: Session, batch: Sequence[int], *, n_verified: int, verify_s: float = 0.0) -> None:
-    """Lets the policy observe the decoded `batch` and starts the transfers of its plan, as the engine's loop does."""
+    """Lets the policy observe the decoded `batch`, and starts the transfers of its plan, as the engine's loop does.
+
+    How many experts arrive before the next plan replaces the queue depends on the speed of the decodes and of the link.
+    """
     if session.placement is None or session.target.sensor is None:
         return
     counts = session.target.sensor.read_counts()

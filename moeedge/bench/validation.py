@@ -53,15 +53,12 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Combination):
     """A combination measured and simulated, and the counts that explain a difference; the fields are those of -o json.
 
     Times are seconds per token of text, hit rates are those of (token, expert) pairs.
     """
 
-    policy: str
-    cache_ratio: float
-    gamma: int
     measured_tpot_s: float
     tpot_s: float  # simulated, as what follows without "measured" in its name
     tg_ts: float
@@ -76,9 +73,9 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class _Measurement:
-    """What one session of a combination measured; `sample` is the second answer."""
+    """Figures of one session; `sample` is the second answer."""
 
-    units: CostModel
+    cost_model: CostModel
     shape: CacheShape
     trace: Trace
     warm_steps: int
@@ -139,18 +136,18 @@ def compare_with_engine(
     # the cost model is the machine's, not the policy's: all sessions with the same draft length measured the same one
     pooled: dict[int, list[CostModel]] = {}
     for combination, outcomes in measured.items():
-        pooled.setdefault(combination.gamma, []).extend(outcome.units for outcome in outcomes)
+        pooled.setdefault(combination.gamma, []).extend(outcome.cost_model for outcome in outcomes)
     return [
-        _simulate(base, combination, outcomes, median_units(pooled[combination.gamma]))
+        _simulate(base, combination, outcomes, median_cost_model(pooled[combination.gamma]))
         for combination, outcomes in measured.items()
     ]
 
 
-def median_units(units: Sequence[CostModel]) -> CostModel:
+def median_cost_model(measured: Sequence[CostModel]) -> CostModel:
     """Returns the median of every number: a single measurement may have been disturbed."""
 
     def middle(name: str) -> Any:
-        values = np.median([np.asarray(getattr(model, name), dtype=np.float64) for model in units], axis=0)
+        values = np.median([np.asarray(getattr(model, name), dtype=np.float64) for model in measured], axis=0)
         return values if values.ndim else float(values)
 
     return CostModel(**{item.name: middle(item.name) for item in fields(CostModel)})
@@ -181,7 +178,7 @@ def _measure(
         group, capacity, _ = session.placement.cache.groups()
         info = session.model.info
         return _Measurement(
-            units=session.calibration.units,
+            cost_model=session.calibration.units,
             shape=CacheShape(info.n_layers, info.n_experts, group.copy(), capacity.copy()),
             trace=collector.trace(),
             warm_steps=warm.steps,
@@ -207,13 +204,13 @@ def _simulate(
     base: EngineConfig, combination: Combination, outcomes: Sequence[_Measurement], pooled: CostModel
 ) -> Comparison:
     last = outcomes[-1]
-    own = median_units([outcome.units for outcome in outcomes])
-    units = replace(pooled, r_c=own.r_c, r_g=own.r_g)  # these depend on the policy's utilities
-    costs = measured_costs(units, schedule_s=median(outcome.schedule_s for outcome in outcomes))
+    own = median_cost_model([outcome.cost_model for outcome in outcomes])
+    cost_model = replace(pooled, r_c=own.r_c, r_g=own.r_g)  # these depend on the policy's utilities
+    costs = measured_costs(cost_model, schedule_s=median(outcome.schedule_s for outcome in outcomes))
     policy = make_policy(
         combination.policy,
         last.shape,
-        PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=units),
+        PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=cost_model),
     )
     execution = Execution(
         costs,

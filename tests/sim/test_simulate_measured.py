@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moeedge import paths
-from moeedge.bench.validation import median_units
+from moeedge.bench.validation import median_cost_model
 from moeedge.cli.app import app
 from moeedge.errors import InputError
 from moeedge.llama import gguf_file
@@ -56,7 +56,7 @@ def test_a_kept_calibration_gives_costs(tmp_path: Path) -> None:
 
 
 def test_a_disturbed_measurement_does_not_count() -> None:
-    found = median_units([units(1e-4), units(1.2e-4), units(5e-2)])
+    found = median_cost_model([units(1e-4), units(1.2e-4), units(5e-2)])
     assert found.cpu_expert_s.tolist() == [0, 1.2e-4, 2.4e-4] and found.draft_token_s == 1e-3
 
 
