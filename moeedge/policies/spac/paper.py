@@ -55,6 +55,7 @@ class SpacPaper(PooledPolicy):
         self.cap = config.effective_cap
         super().__init__(shape, config, cap=self.cap)
         self._config = config
+        self._binary, self._used_only, self._fixed_tau = config.binary, config.used_only, config.fixed_tau
         self._algorithm = utility.UtilityConfig(
             gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
             cap=self.cap,
@@ -76,14 +77,14 @@ class SpacPaper(PooledPolicy):
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the hot experts; neither tokens nor predictions are read."""
-        s = self._last_used.astype(np.float32) if self._config.binary else self._state.utility.astype(np.float32)
+        s = self._last_used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
         tau = self._thresholds(s, resident)
         score = self._score
         np.copyto(score, s)
         score -= _AFTER_USE * (self._last_used & (resident == Residency.RESIDENT) & (s > 0))
         self._planner.fit(score, resident, 0.0)
         hot = s >= tau[:, None]
-        allowed = hot & self._last_used if self._config.used_only else hot
+        allowed = hot & self._last_used if self._used_only else hot
         return self._planner.moves(score, s, tau, resident, allowed=allowed)
 
     def reset(self) -> None:
@@ -93,10 +94,10 @@ class SpacPaper(PooledPolicy):
         self._n_pairs[:] = 0.0
 
     def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
-        if self._config.fixed_tau is not None:
-            return np.full(self.shape.n_layers, self._config.fixed_tau, dtype=np.float32)
+        if self._fixed_tau is not None:
+            return np.full(self.shape.n_layers, self._fixed_tau, dtype=np.float32)
         cost = self._config.cost_model
-        if cost is None or self._config.binary:
+        if cost is None or self._binary:
             return np.ones(self.shape.n_layers, dtype=np.float32)
         absent = np.asarray(resident == 0)
         bins = self._level_start + s.astype(np.intp)  # by layer and level
