@@ -17,12 +17,7 @@ from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import accept_any_text, show_log, valid_text
 from moeedge.cli.declare import Output, flatten, output_option
-from moeedge.cli.engine_options import (
-    EngineOptions,
-    PlacementOptions,
-    SamplingOptions,
-    layer_notes,
-)
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
 

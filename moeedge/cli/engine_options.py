@@ -63,10 +63,7 @@ RepeatPenalty = Annotated[
 RepeatLastN = Annotated[
     int,
     typer.Option(
-        "--repeat-last-n",
-        metavar="N",
-        help="Last tokens that the penalty looks at.",
-        rich_help_panel=options.SAMPLING,
+        "--repeat-last-n", metavar="N", help="Last tokens that the penalty looks at.", rich_help_panel=options.SAMPLING
     ),
 ]
 

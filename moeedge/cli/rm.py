@@ -13,8 +13,7 @@ from moeedge.hub.local import plan_removal, remove
 from moeedge.units import format_bytes
 
 Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf."),
+    str, typer.Argument(metavar="NAME", help="As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf.")
 ]
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 

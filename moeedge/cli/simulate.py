@@ -34,8 +34,7 @@ Hardware = Annotated[
     ),
 ]
 Model = Annotated[
-    str,
-    derive(options.Model, metavar="NAME|FILE", help="Model to simulate: qwen3-30b-a3b and others, or a GGUF file."),
+    str, derive(options.Model, metavar="NAME|FILE", help="Model to simulate: qwen3-30b-a3b and others, or a GGUF file.")
 ]
 TraceOption = Annotated[
     Path | None,

@@ -41,11 +41,7 @@ MedianOf = Annotated[int, derive(options.Repetitions, help="Measurements, of whi
 
 
 @validate.command("papers")
-def papers(
-    part: PartOption = Part.ALL,
-    seed: options.Seed = 0,
-    output: options.TextOrJson = Output.TEXT,
-) -> None:
+def papers(part: PartOption = Part.ALL, seed: options.Seed = 0, output: options.TextOrJson = Output.TEXT) -> None:
     """Fit the free parameters of MoE-SpAc's Table 2 on two of its rows, predict the others and its other tables.
 
     Each row runs as docs/simulation.md describes, with its own framework's overheads; "elsewhere" compares those with

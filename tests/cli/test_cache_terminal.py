@@ -36,16 +36,7 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
         at = terminal.expect(PROMPT)
         assert "24 of 48" in terminal.text  # of 3 x 16 experts
         terminal.type("tell me\r")
-        for label in (
-            "decode",
-            "device emulated",
-            "hit rate",
-            "expert hits",
-            "slots 24/24",
-            "VRAM",
-            "emulated",
-            "tau",
-        ):
+        for label in ("decode", "device emulated", "hit rate", "expert hits", "slots 24/24", "VRAM", "emulated", "tau"):
             terminal.expect(label, after=at)
         terminal.type("\x03")
         at = terminal.expect("stopped", after=at)
