@@ -101,7 +101,7 @@ def names(text: str, option: str) -> list[str]:
 
 
 def numbers(text: str, option: str) -> list[float]:
-    """The same as numbers. Raises InputError."""
+    """The elements of a comma-separated list as numbers. Raises InputError."""
     try:
         return [float(name) for name in names(text, option)]
     except ValueError:
@@ -109,7 +109,7 @@ def numbers(text: str, option: str) -> list[float]:
 
 
 def integers(text: str, option: str) -> list[int]:
-    """The same as integers. Raises InputError."""
+    """The elements of a comma-separated list as integers. Raises InputError."""
     values = numbers(text, option)
     fractions = [value for value in values if not value.is_integer()]
     if fractions:

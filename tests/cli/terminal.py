@@ -13,11 +13,12 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b[=>]|\r")
 TIMEOUT_S = 15.0
+PROMPT = ">>>"  # the chat's; its blank comes with the first character
 
 
 class Terminal:
@@ -27,6 +28,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.raw = ""  # everything shown, with the control sequences
+        self._at = 0  # in `text`: the end of what was waited for
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moeedge", *arguments],
             stdin=slave,
@@ -47,14 +49,41 @@ class Terminal:
         """Type `text`; end it with a carriage return to send it."""
         os.write(self._master, text.encode())
 
-    def expect(self, text: str, *, after: int = 0) -> int:
-        """Wait until `text` is shown behind position `after` of `text`; returns the position behind it."""
+    def ask(self, line: str, *shown: str) -> None:
+        """Type a line to the chat, wait for each text of `shown`, one after the other, and for the next prompt."""
+        self.type(line + "\r")
+        self.expect(*shown, PROMPT)
+
+    def leave(self) -> None:
+        """Type Ctrl-D and wait for the end."""
+        self.type("\x04")
+        assert self.wait() == 0
+
+    def expect(self, *texts: str) -> None:
+        """Wait until the texts are shown, each after the one before and after those of earlier calls."""
+        for text in texts:
+            self._at = self._find(text)
+
+    def expect_all(self, *texts: str) -> None:
+        """Wait until all are shown after the last expected text, in any order."""
+        for text in texts:
+            self._find(text)
+
+    def expect_length(self, n_characters: int) -> None:
+        """Wait until that many characters are shown after the last expected text."""
+        self._read_until(lambda: len(self.text) >= self._at + n_characters, f"{n_characters} characters")
+
+    def _find(self, text: str) -> int:
+        """The position after `text`, once it is shown."""
+        self._read_until(lambda: self.text.find(text, self._at) >= 0, repr(text))
+        return self.text.find(text, self._at) + len(text)
+
+    def _read_until(self, is_shown: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
-        while (found := self.text.find(text, after)) < 0:
+        while not is_shown():
             left_s = deadline_s - time.monotonic()
-            assert left_s > 0, f"{text!r} never came behind {after} of:\n{self.text}"
-            assert self._read(left_s), f"the program ended without {text!r}:\n{self.text}"
-        return found + len(text)
+            assert left_s > 0, f"{what} not shown after position {self._at} of:\n{self.text}"
+            assert self._read(left_s), f"the program ended without {what}:\n{self.text}"
 
     def wait(self) -> int:
         """Wait for the end. Returns the exit code."""

@@ -8,10 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from moeedge import paths
-from moeedge.cli.app import app
+from tests.support.commands import refused, run, run_json
 
 _ROWS = (
     {"category": "who", "prompt": "Who are you?", "reference": {"scorer": "contains", "expect": "toy"}},
@@ -29,14 +28,10 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-def _bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
-
-
 def test_the_bundled_pair_on_a_file_of_one_s_own(own: Path) -> None:
     if not paths.bundled_target().is_file():
         pytest.skip("the bundled pair is not there")
-    result = _bench("--dataset", own, "--score", *_QUICK)
+    result = run("bench", "--dataset", own, "--score", *_QUICK)
     assert result.exit_code == 0, result.stderr
     heads, _, *rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
     column = [cell.strip() for cell in heads.split("|")].index("score")
@@ -46,18 +41,17 @@ def test_the_bundled_pair_on_a_file_of_one_s_own(own: Path) -> None:
     assert "not scored: 1 of 3, a program, and programs are run with --run-code only" in result.stdout
     assert "SCORES DIFFER" not in result.stdout
     assert "repetitions: 1" in result.stdout
-    assert "Programs, 1 of 3 answers, are scored with --run-code only." in result.stderr
+    assert "1 of 3" in result.stderr and "--run-code" in result.stderr
 
 
 def test_the_record_has_answers_and_reasons(tiny_moe: Path, own: Path) -> None:
     common = ["-m", tiny_moe, "--dataset", own, "--score", "-n", "4", *_QUICK]
-    rows = json.loads(_bench(*common, "--run-code", "-o", "json").stdout)
-    for row in rows:
+    for row in run_json("bench", *common, "--run-code"):
         assert not any(isinstance(value, dict) for value in row.values())
         assert (row["n_scored"], row["n_answers"], row["n_cut"], row["run_code"]) == (3, 3, 3, True)
         assert [one["category"] for one in row["score_by_category"]] == ["who", "code"]
         assert all(isinstance(sample["answer"], str) for sample in row["samples"])
-    table = list(csv.DictReader(io.StringIO(_bench(*common, "-o", "csv").stdout)))
+    table = list(csv.DictReader(io.StringIO(run("bench", *common, "-o", "csv").stdout)))
     assert [row["n_scored"] for row in table] == ["2", "2"]
     assert json.loads(table[0]["unscored"])[0]["n"] == 1
 
@@ -65,47 +59,27 @@ def test_the_record_has_answers_and_reasons(tiny_moe: Path, own: Path) -> None:
 def test_a_set_without_references_says_so(tiny_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "Hi"}\n')
-    result = _bench("-m", tiny_moe, "--dataset", path, "--score", "-n", "2", *_QUICK)
+    result = run("bench", "-m", tiny_moe, "--dataset", path, "--score", "-n", "2", *_QUICK)
     assert result.exit_code == 0
     assert "- (0/1)" in result.stdout
-    assert "not scored: 1 of 1, no reference" in result.stdout
-    assert "No answer to own will be scored: no reference." in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--score"], "--score needs a --dataset"),
-        (["--dataset", "sample", "--run-code"], "--run-code runs programs for their score: it needs --score"),
-        (["--dataset", "sample", "--score", "--ignore-eos"], "--score and --ignore-eos exclude each other"),
-    ],
-)
-def test_what_cannot_go_together(tiny_moe: Path, arguments: list[str], said: str) -> None:
-    result = _bench("-m", tiny_moe, *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert result.stdout == ""
+    assert "1 of 1" in result.stdout
+    assert "no reference" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ('{"scorer": "bleu", "expect": "x"}', "own.jsonl, line 1: the scorer must be one of contains"),
-        ('{"scorer": "number", "expect": "x"}', 'own.jsonl, line 1: "expect" must hold numbers'),
+        ('{"scorer": "bleu", "expect": "x"}', "own.jsonl, line 1: "),
+        ('{"scorer": "number", "expect": "x"}', 'own.jsonl, line 1: "expect"'),
     ],
 )
 def test_a_bad_reference_exits_with_2_and_the_line(tiny_moe: Path, tmp_path: Path, reference: str, said: str) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(f'{{"prompt": "Hi", "reference": {reference}}}\n')
-    result = _bench("-m", tiny_moe, "--dataset", path)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
+    assert said in refused("bench", "-m", tiny_moe, "--dataset", path)
 
 
 def test_references_must_match_the_turns(tiny_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text('{"turns": ["Hi", "Ho"], "reference": {"scorer": "exact", "expect": "x"}}\n')
-    result = _bench("-m", tiny_moe, "--dataset", path)
-    assert result.exit_code == 2
-    assert "one reference for each of the 2 turns" in result.stderr
+    assert "2 turns" in refused("bench", "-m", tiny_moe, "--dataset", path)

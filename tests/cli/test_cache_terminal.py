@@ -6,17 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from moeedge.cli.app import app
 from tests.conftest import TinyFactory
+from tests.support.commands import run
 
 if sys.platform == "win32":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import PROMPT, Terminal
 
-PROMPT = ">>>"
 DEVICE = ["-dev", "emulated:link=1GB/s", "--cache-ratio", "0.5", "--no-calibrate"]
 
 
@@ -33,20 +31,14 @@ def endless(tiny: TinyFactory) -> list[str]:
 )
 def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) -> None:
     with Terminal(endless, env={}, columns=columns, rows=rows) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         assert "24 of 48" in terminal.text  # of 3 x 16 experts
         terminal.type("tell me\r")
-        for label in ("decode", "device emulated", "hit rate", "expert hits", "slots 24/24", "VRAM", "emulated", "tau"):
-            terminal.expect(label, after=at)
+        terminal.expect_all("decode", "device emulated", "hit rate", "expert hits", "slots 24/24", "VRAM", "tau")
         terminal.type("\x03")
-        at = terminal.expect("stopped", after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("/stats\r")
-        for label in ("hit rate", "expert hits", "slots", "24/24", "uploads/step", "VRAM", "CPU", "tau"):
-            at = terminal.expect(label, after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
+        terminal.expect("stopped", PROMPT)
+        terminal.ask("/stats", "hit rate", "expert hits", "slots", "24/24", "uploads/step", "VRAM", "CPU", "tau")
+        terminal.leave()
     # rows never run over the window's edge
     assert {len(line) for line in terminal.text.split("\n") if line.startswith("╭")} == {columns}
 
@@ -56,17 +48,14 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
 )
 def test_plain_terminals_get_the_figures_behind_the_answer(endless: list[str], env: dict[str, str]) -> None:
     with Terminal([*endless, "-n", "60"], env=env) as terminal:
-        at = terminal.expect(PROMPT)
-        terminal.type("tell me\r")
-        at = terminal.expect("hit rate", after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
+        terminal.expect(PROMPT)
+        terminal.ask("tell me", "hit rate")
+        terminal.leave()
     assert "╭" not in terminal.raw
 
 
 def test_a_pipe_gets_the_answer_alone(endless: list[str], cache: Path) -> None:
-    result = CliRunner().invoke(app, [*endless, "-p", "tell me", "-n", "40"])
+    result = run(*endless, "-p", "tell me", "-n", "40")
     assert result.exit_code == 0
     assert "hit rate" not in result.stdout
     assert "24 of 48" in result.stderr

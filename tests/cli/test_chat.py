@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from moeedge import native
-from moeedge.cli.app import app
 from moeedge.cli.chat import one_shot_prompt
 from moeedge.cli.engine_options import ModelFiles, resolve_models
 from moeedge.errors import EmptyPromptError
 from tests.conftest import TinyFactory
+from tests.support.commands import refused, run
 from tests.support.greedy import judge
 from tests.support.stock import StockContext
 
@@ -45,23 +44,16 @@ STATS_KEYS = {
 }
 
 
-def run(*arguments: str, piped: str = "") -> Any:
-    """The result of `moeedge chat ARGUMENTS` with `piped` on standard input, which is no terminal."""
-    return CliRunner().invoke(app, ["chat", *arguments], input=piped)
-
-
-def run_json(*arguments: str, piped: str = "") -> dict[str, Any]:
-    """Its JSON object, which must be alone on standard output."""
-    result = run(*arguments, "-o", "json", piped=piped)
+def chat(*arguments: str, piped: str = "") -> Any:
+    """The report of `moeedge chat ARGUMENTS -o json`."""
+    result = run("chat", *arguments, "-o", "json", piped=piped)
     assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
     assert result.stdout.count("\n") == 1
-    assert isinstance(report, dict)
-    return report
+    return json.loads(result.stdout)
 
 
 def test_json_has_the_documented_keys(pair: list[str]) -> None:
-    report = run_json(*pair, "-p", "tell me", "--temp", "0", "-n", "16", "--draft-max", "3")
+    report = chat(*pair, "-p", "tell me", "--temp", "0", "-n", "16", "--draft-max", "3")
     assert list(report) == ["text", "tokens", "prompt_tokens", "stop_reason", "stats"]
     assert set(report["stats"]) >= STATS_KEYS
     assert len(report["tokens"]) == 16
@@ -77,7 +69,7 @@ def test_json_has_the_documented_keys(pair: list[str]) -> None:
 
 def test_greedy_answers_repeat_and_are_stocks(pair: list[str], tiny_moe: Path) -> None:
     arguments = [*pair, "--raw", "-p", "the one and the other", "--temp", "0", "-n", "48"]
-    first, second = run_json(*arguments), run_json(*arguments)
+    first, second = chat(*arguments), chat(*arguments)
     assert first["tokens"] == second["tokens"]
     with StockContext(tiny_moe) as stock:
         verdict = judge(stock, stock.tokenize("the one and the other"), first["tokens"])
@@ -86,16 +78,16 @@ def test_greedy_answers_repeat_and_are_stocks(pair: list[str], tiny_moe: Path) -
 
 def test_a_seed_repeats_and_is_reported(pair: list[str]) -> None:
     arguments = [*pair, "-p", "tell me", "-s", "7", "-n", "24"]
-    first, second = run_json(*arguments), run_json(*arguments)
+    first, second = chat(*arguments), chat(*arguments)
     assert first["tokens"] == second["tokens"]
     assert first["stats"]["seed"] == 7
-    assert run_json(*pair, "-p", "tell me", "-s", "8", "-n", "24")["tokens"] != first["tokens"]
+    assert chat(*pair, "-p", "tell me", "-s", "8", "-n", "24")["tokens"] != first["tokens"]
 
 
 def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> None:
     arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "16", "-dev", "none"]
-    report = run_json(*arguments)
-    result = run(*arguments)
+    report = chat(*arguments)
+    result = run("chat", *arguments)
     assert result.exit_code == 0
     assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
     header, stats = result.stderr.splitlines()
@@ -106,8 +98,8 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> N
 
 def test_piped_text_is_the_prompt(pair: list[str]) -> None:
     arguments = [*pair, "--temp", "0", "-n", "8"]
-    given = run_json(*arguments, "-p", "tell me")
-    assert run_json(*arguments, piped="tell me\n")["tokens"] == given["tokens"]
+    given = chat(*arguments, "-p", "tell me")
+    assert chat(*arguments, piped="tell me\n")["tokens"] == given["tokens"]
 
 
 @pytest.mark.parametrize("encoding", ["C", "utf-8"])
@@ -117,24 +109,24 @@ def test_piped_bytes_are_no_prompt(pair: list[str], encoding: str) -> None:
     environment = os.environ | ({"LC_ALL": "C"} if encoding == "C" else {"PYTHONIOENCODING": "utf-8:strict"})
     done = subprocess.run(command, input=b"ab\xff\n", capture_output=True, timeout=60, check=False, env=environment)
     assert done.returncode == 2
-    assert b"Standard input is not UTF-8 text, from position 2 on." in done.stderr
+    assert b"position 2 " in done.stderr
 
 
 def test_piped_text_follows_the_given_prompt(pair: list[str]) -> None:
     arguments = [*pair, "--temp", "0", "-n", "8"]
-    both = run_json(*arguments, "-p", "sum it up:", piped="one\ntwo\n")
-    assert both["tokens"] == run_json(*arguments, "-p", "sum it up:\n\none\ntwo")["tokens"]
+    both = chat(*arguments, "-p", "sum it up:", piped="one\ntwo\n")
+    assert both["tokens"] == chat(*arguments, "-p", "sum it up:\n\none\ntwo")["tokens"]
 
 
 def test_system_prompt_and_template_count(pair: list[str]) -> None:
     arguments = [*pair, "-p", "tell me", "-n", "1"]
-    plain, system, raw = (run_json(*arguments, *more)["prompt_tokens"] for more in ([], ["-sys", "be kind"], ["--raw"]))
+    plain, system, raw = (chat(*arguments, *more)["prompt_tokens"] for more in ([], ["-sys", "be kind"], ["--raw"]))
     assert raw < plain < system
 
 
 def test_multi_letter_options_with_one_dash(tiny: TinyFactory) -> None:
     target = str(tiny("qwen3moe"))
-    report = run_json(
+    report = chat(
         "-m", target, "-md", "ngram", "-sys", "be kind", "-ngl", "0", "-dev", "none", "-st", "-n", "4", "-p", "hi hi hi"
     )
     assert report["stats"]["draft"] == "ngram"
@@ -142,13 +134,13 @@ def test_multi_letter_options_with_one_dash(tiny: TinyFactory) -> None:
 
 
 def test_a_model_without_draft_says_so(tiny: TinyFactory) -> None:
-    result = run("-m", str(tiny("qwen3moe")), "-t", "1", "-n", "4", "-p", "hi")
+    result = run("chat", "-m", str(tiny("qwen3moe")), "-t", "1", "-n", "4", "-p", "hi")
     assert result.exit_code == 0
-    assert "speculation off: no draft" in result.stderr
+    assert "no draft" in result.stderr
 
 
 def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
-    result = run("-m", str(tiny("qwen3")), "-t", "1", "-n", "4", "-p", "hi")
+    result = run("chat", "-m", str(tiny("qwen3")), "-t", "1", "-n", "4", "-p", "hi")
     assert result.exit_code == 0
     assert "no experts" in result.stderr
 
@@ -162,50 +154,18 @@ def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
 
 def test_a_full_context_stops_the_answer_and_says_so(tiny: TinyFactory) -> None:
     arguments = ["-m", str(tiny("qwen3moe")), "-t", "1", "-c", "64", "--temp", "0", "-p", "hi"]
-    result = run(*arguments)
+    result = run("chat", *arguments)
     assert result.exit_code == 0
     assert "context full" in result.stderr
-    assert "-c N makes it larger" in result.stderr
-    shifted = run_json(*arguments, "--context-shift", "-n", "200")
+    assert "-c N" in result.stderr
+    shifted = chat(*arguments, "--context-shift", "-n", "200")
     assert (shifted["stop_reason"], len(shifted["tokens"])) == ("length", 200)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-p", "  "], "The prompt is empty: -p is blank."),
-        ([], "standard input is empty and is no terminal"),
-        (["-o", "json"], "standard input is empty"),
-        (["-p", "hi", "-m", "nowhere.gguf"], "nowhere.gguf"),
-        (["-p", "hi", "-m", ""], ". is a folder"),
-        (["-p", "hi", "-dev", "CUDA7"], "Unknown device 'CUDA7'. Choose from: auto, none,"),
-        (["-p", "hi", "--temp", "-1"], "temperature must be >= 0"),
-        (["-p", "hi", "--temp", "nan"], "temperature must be >= 0"),
-        (["-p", "hi", "--repeat-penalty", "nan"], "repeat_penalty must be > 0"),
-        (["-p", "hi", "-t", "513"], "n_threads (-t) must be in 0..512"),
-        (["-p", "hi", "--top-p", "0"], "top_p must be in (0, 1]"),
-        (["-p", "hi", "-n", "-2"], "n_predict (-n) must be -1 or more"),
-        (["-p", "hi", "-s", "-2"], "seed must be -1"),
-        (["-p", "hi", "--draft-max", "99"], "gamma (--draft-max) must be in 0..64"),
-        (["-p", "hi", "-c", "8"], "context"),
-        (["-p", "hi", "--raw", "-sys", "be kind"], "needs a chat template"),
-        (["-p", "hi", "-o", "yaml"], "yaml"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_2(pair: list[str], arguments: list[str], message: str) -> None:
-    result = run(*pair, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
 
 
 def test_a_file_that_is_no_model(pair: list[str], tmp_path: Path) -> None:
     file = tmp_path / "notes.gguf"
     file.write_text("these are notes")
-    result = run(*pair, "-m", str(file), "-p", "hi")
-    assert result.exit_code == 2
-    assert "notes.gguf" in result.stderr
+    assert "notes.gguf" in refused("chat", *pair, "-m", file, "-p", "hi")
 
 
 def test_no_terminal(pair: list[str]) -> None:
@@ -256,22 +216,22 @@ def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
 
 
 def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> None:
-    result = run("-p", "What is 3 + 4?", "--temp", "0", "-n", "8", "-t", "1")
+    result = run("chat", "-p", "What is 3 + 4?", "--temp", "0", "-n", "8", "-t", "1")
     assert result.exit_code == 0
-    assert "toy model trained on synthetic text" in result.stderr
+    assert "toy model" in result.stderr
 
 
 def test_a_device_that_is_listed_is_accepted(pair: list[str]) -> None:
     native.attach()
     name = native.devices()[0].name
-    assert run(*pair, "-p", "hi", "-n", "1", "-dev", name).exit_code == 0
+    assert run("chat", *pair, "-p", "hi", "-n", "1", "-dev", name).exit_code == 0
 
 
 def test_ngl_without_a_gpu_is_not_silent(pair: list[str]) -> None:
     native.attach()
     if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
         pytest.skip("there is a GPU")
-    assert "-ngl has no effect" in run(*pair, "-p", "hi", "-n", "1", "-ngl", "99").stderr
+    assert "-ngl" in run("chat", *pair, "-p", "hi", "-n", "1", "-ngl", "99").stderr
 
 
 class _Silent(io.StringIO):
@@ -288,7 +248,7 @@ def test_waiting_for_standard_input_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("moeedge.cli.chat._PATIENCE_S", 0.01)
     said: list[str] = []
     assert one_shot_prompt("hi", _Silent(), notice=said.append) == "hi\n\nlate"
-    assert said == ["Waiting for standard input to end (Ctrl-D or closing it)."]
+    assert len(said) == 1 and "Ctrl-D" in said[0]
 
 
 def test_closed_standard_input_is_empty() -> None:

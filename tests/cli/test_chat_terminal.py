@@ -14,9 +14,8 @@ from tests.conftest import TinyFactory
 if sys.platform == "win32":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import PROMPT, Terminal
 
-PROMPT = ">>>"  # the blank behind it comes with the first character
 # a terminal that may be painted, but the default at the prompt of tests that look at plain text
 PLAIN = {"TERM": "dumb"}
 
@@ -31,7 +30,7 @@ def endless(tiny: TinyFactory) -> list[str]:
 def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     with Terminal(["chat", *pair, "-n", "12", "--temp", "0"], env=PLAIN) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         assert "3 layers with 16 experts, 4 used per token" in terminal.text
         assert "Draft: tiny-qwen3-0.gguf" in terminal.text
         assert "no device" in terminal.text
@@ -39,21 +38,19 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
             ("tell me", "12 tokens | decode"),
             ("/regen", "12 tokens | decode"),
             ("/set temp 0.5", "temp = 0.5"),
-            ("/set temp hot", "temp must be a number"),
+            ("/set temp hot", "temp must be"),
             ("/set gamma 2", "gamma = 2"),
-            ("/system be kind", "System prompt set."),
-            ("/stats", "all 2 answers"),
+            ("/system be kind", "System prompt"),
+            ("/stats", "2 answers"),
             ("/info", "3 layers x 16 experts, top-4"),
-            ("/load /nowhere.json", "/nowhere.json cannot be read: No such file or directory."),
-            (f"/save {saved}", "2 messages saved to"),
-            ("/clear", "Conversation cleared; the system prompt stays."),
-            (f"/load {saved}", "2 messages loaded from"),
-            ("/nope", 'Unknown command "/nope".'),
+            ("/load /nowhere.json", "/nowhere.json"),
+            (f"/save {saved}", "2 messages"),
+            ("/clear", "cleared"),
+            (f"/load {saved}", "2 messages"),
+            ("/nope", '"/nope"'),
             ("/help", "Ctrl-C"),
         ):
-            terminal.type(typed + "\r")
-            at = terminal.expect(shown, after=at)
-            at = terminal.expect(PROMPT, after=at)
+            terminal.ask(typed, shown)
         terminal.type("/bye\r")
         assert terminal.wait() == 0
     document = json.loads(saved.read_text())
@@ -65,55 +62,48 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
 def test_several_lines_between_triple_quotes(pair: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         terminal.type('"""one\r')
-        at = terminal.expect("...", after=at)
-        terminal.type('two"""\r')
-        at = terminal.expect("4 tokens | decode", after=at)
-        terminal.type(f"/save {saved}\r")
-        at = terminal.expect("messages saved", after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
+        terminal.expect("...")
+        terminal.ask('two"""', "4 tokens | decode")
+        terminal.ask(f"/save {saved}", "messages saved")
+        terminal.leave()
     assert json.loads(saved.read_text())["messages"][0]["content"] == "one\ntwo"
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(endless: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(endless: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     with Terminal(endless, env=PLAIN) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         terminal.type("tell me\r")
-        at = terminal.expect("\n", after=at)
-        while len(terminal.text) < at + 100:  # some of the answer is out
-            terminal.expect(terminal.text[-1], after=len(terminal.text))
+        terminal.expect("\n")
+        terminal.expect_length(100)  # some of the answer is out
         terminal.type("\x03")
-        at = terminal.expect("| stopped", after=at)
-        at = terminal.expect(PROMPT, after=at)
+        terminal.expect("| stopped", PROMPT)
         terminal.type("\x03")
-        at = terminal.expect("Use /exit or Ctrl-D to leave.", after=at)
+        terminal.expect("Use /exit or Ctrl-D to leave.")
         terminal.type(f"/save {saved}\r")
-        at = terminal.expect("2 messages saved", after=at)
+        terminal.expect("2 messages saved")
         terminal.type("and\r")  # the chat goes on, on the same caches
-        at = terminal.expect("and", after=at)
-        terminal.expect(terminal.text[-1], after=len(terminal.text))
+        terminal.expect("and")
+        terminal.expect_length(10)
         terminal.type("\x03")
-        at = terminal.expect(PROMPT, after=at)
+        terminal.expect(PROMPT)
         terminal.type("/exit\r")
         assert terminal.wait() == 0
     answer = json.loads(saved.read_text())["messages"][1]["content"]
     assert len(answer) > 50
 
 
-def test_sigterm_in_mid_answer_saves_the_conversation(endless: list[str], cache: Path) -> None:
+def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cache: Path) -> None:
     with Terminal(endless, env=PLAIN) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         terminal.type("tell me\r")
-        at = terminal.expect("\n", after=at)
-        while len(terminal.text) < at + 100:
-            terminal.expect(terminal.text[-1], after=len(terminal.text))
+        terminal.expect("\n")
+        terminal.expect_length(100)
         terminal.send(signal.SIGTERM)
         assert terminal.wait() == 143
-        assert "the conversation is saved: /load" in terminal.text
+        assert "saved: /load" in terminal.text
     document = json.loads((cache / "chat_autosave.json").read_text())
     assert document["messages"][0]["content"] == "tell me"
     assert len(document["messages"][1]["content"]) > 50
@@ -122,10 +112,8 @@ def test_sigterm_in_mid_answer_saves_the_conversation(endless: list[str], cache:
 
 def test_sigterm_at_the_prompt_saves_the_conversation(pair: list[str], cache: Path) -> None:
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        at = terminal.expect(PROMPT)
-        terminal.type("tell me\r")
-        at = terminal.expect("4 tokens | decode", after=at)
-        terminal.expect(PROMPT, after=at)
+        terminal.expect(PROMPT)
+        terminal.ask("tell me", "4 tokens | decode")
         terminal.send(signal.SIGTERM)
         assert terminal.wait() == 143
     assert len(json.loads((cache / "chat_autosave.json").read_text())["messages"]) == 2
@@ -134,33 +122,27 @@ def test_sigterm_at_the_prompt_saves_the_conversation(pair: list[str], cache: Pa
 @pytest.mark.slow
 def test_history_is_kept_across_runs(pair: list[str], cache: Path) -> None:
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
-        at = terminal.expect(PROMPT)
-        terminal.type("remember this\r")
-        at = terminal.expect("4 tokens | decode", after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
+        terminal.expect(PROMPT)
+        terminal.ask("remember this", "4 tokens | decode")
+        terminal.leave()
     assert (cache / "chat_history").stat().st_mode & 0o077 == 0
     with Terminal(["chat", *pair, "-n", "4", "-st"], env={}) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         terminal.type("\x1b[A")
-        at = terminal.expect("remember this", after=at)
+        terminal.expect("remember this")
         terminal.type("\r")
-        terminal.expect("4 tokens | decode", after=at)
+        terminal.expect("4 tokens | decode")
         assert terminal.wait() == 0  # -st: one answer
 
 
 def test_a_wide_terminal_gets_the_panel(endless: list[str]) -> None:
     with Terminal(endless, env={}, columns=100) as terminal:
-        at = terminal.expect(PROMPT)
+        terminal.expect(PROMPT)
         terminal.type("tell me\r")
-        for label in ("prefill", "decode", "TTFT", "tokens/step", "experts/step", "no device", "RAM", "Ctrl-C stops"):
-            at = terminal.expect(label, after=0 if label == "prefill" else at)
+        terminal.expect("prefill", "decode", "TTFT", "tokens/step", "experts/step", "no device", "RAM", "Ctrl-C stops")
         terminal.type("\x03")
-        at = terminal.expect("| stopped", after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
+        terminal.expect("| stopped", PROMPT)
+        terminal.leave()
 
 
 @pytest.mark.parametrize(
@@ -173,12 +155,9 @@ def test_a_wide_terminal_gets_the_panel(endless: list[str]) -> None:
 )
 def test_other_terminals_get_plain_text(endless: list[str], env: dict[str, str], columns: int) -> None:
     with Terminal([*endless, "-n", "200"], env=env, columns=columns) as terminal:
-        at = terminal.expect(PROMPT)
-        terminal.type("tell me\r")
-        at = terminal.expect("200 tokens", after=at)
-        terminal.expect(PROMPT, after=at)
-        terminal.type("\x04")
-        assert terminal.wait() == 0
+        terminal.expect(PROMPT)
+        terminal.ask("tell me", "200 tokens")
+        terminal.leave()
     assert "╭" not in terminal.raw
     if env.get("TERM") == "dumb":
         assert "\x1b" not in terminal.raw
@@ -192,5 +171,5 @@ def test_a_single_answer_in_a_terminal(pair: list[str]) -> None:
 
 def test_json_needs_a_prompt_in_a_terminal(pair: list[str]) -> None:
     with Terminal(["chat", *pair, "-o", "json"], env=PLAIN) as terminal:
-        terminal.expect("-o json prints a single answer.")
+        terminal.expect("-o json")
         assert terminal.wait() == 2

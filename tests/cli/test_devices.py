@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from typer.testing import CliRunner
 
 from moeedge import native
-from moeedge.cli.app import app
 from moeedge.hardware import nvidia, rpc
 from moeedge.ui.console import stdout_console
 from moeedge.ui.model_views import print_devices
+from tests.support.commands import run, run_json
 
 
 def test_table_names_every_device_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    result = CliRunner().invoke(app, ["devices"])
+    result = run("devices")
     assert result.exit_code == 0
     for device in native.devices():  # workers' devices of earlier tests are not this machine's
         assert (device.name in result.stdout) == (device.kind != "RPC")
-    assert "emulated: own memory and threads" in result.stdout
+    assert "emulated: " in result.stdout
     assert "rpc://HOST:PORT" in result.stdout
     assert ("GGML_RPC=on" in result.stdout) == (not rpc.is_built_in())
 
 
 def test_json_has_bytes() -> None:
-    result = CliRunner().invoke(app, ["devices", "-o", "json"])
-    assert result.exit_code == 0
-    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    rows = {row["name"]: row for row in run_json("devices")}
     assert set(rows["CPU"]) == {"name", "kind", "description", "free_bytes", "total_bytes", "usable", "remark"}
     assert rows["CPU"]["total_bytes"] >= rows["CPU"]["free_bytes"] > 0
     assert rows["emulated"]["usable"]
@@ -46,24 +41,6 @@ def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
     print_devices(list_devices(), stdout_console())
     lines = capsys.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("NVIDIA [Made] Up: "))
-    assert "was built without CUDA" in line
+    assert "without CUDA" in line
     command = 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall --no-deps llama-cpp-python=='
     assert command in line
-
-
-@pytest.mark.parametrize(
-    ("device", "complaint"),
-    [
-        ("CUDA77", "Unknown device 'CUDA77'. Choose from: auto, none, emulated, CPU"),
-        ("emulated:link=fast", '"fast" is no rate'),
-        ("emulated:threads=0", '"0" threads'),
-        ("rpc://somewhere", "names no worker"),
-    ],
-)
-@pytest.mark.parametrize("command", ["chat", "bench", "profile"])
-def test_bad_devices_are_bad_input(command: str, device: str, complaint: str, pair: list[str]) -> None:
-    arguments = ["-p", "hi"] if command != "bench" else []
-    result = CliRunner().invoke(app, [command, *pair, *arguments, "-dev", device])
-    assert result.exit_code == 2
-    assert complaint in result.stderr
-    assert "Traceback" not in result.stderr

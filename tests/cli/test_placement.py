@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from moeedge.cli.app import app
 from moeedge.cli.engine_options import PlacementOptions, limit_openmp_spin
 from moeedge.scheduler.config import PlacementConfig
+from tests.support.commands import refused, run, run_json
 
 EMULATED = ["-dev", "emulated:threads=1"]
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
 
 
 def chat(pair: list[str], *arguments: str) -> Any:
@@ -45,7 +40,7 @@ def test_placement_and_calibration_are_reported(pair: list[str]) -> None:
     options = (*EMULATED, "--cache-ratio", "0.5", "--policy", "lru", "-o", "json")
     result = chat(pair, *options)
     assert result.exit_code == 0
-    assert "24 of 48 experts" in result.stderr and "policy lru" in result.stderr
+    assert "24 of 48" in result.stderr and "lru" in result.stderr
     assert "Measured in " in notes(result) and "emulat" in notes(result)
     assert "Measured before" in notes(chat(pair, *options))
 
@@ -67,38 +62,10 @@ def test_stats_without_a_device(pair: list[str]) -> None:
     assert json.loads(result.stderr.splitlines()[-1])["device"] == "none"
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["-dev", "nonsense"], "Unknown device 'nonsense'. Choose from: auto, none, emulated"),
-        (["-dev", "emulated:link=fast"], "Invalid link speed"),
-        (["-dev", "emulated:cores=3"], 'no option "cores=3"'),
-        (["-dev", "rpc://"], "names no worker"),
-        ([*EMULATED, "--vram", "4000TB"], "is larger than the device"),
-        ([*EMULATED, "--vram", "much"], '"much" is no size'),
-        ([*EMULATED, "--vram", "1GB", "--cache-ratio", "0.5"], "exclude each other"),
-        ([*EMULATED, "--cache-ratio", "1.01"], "must be in [0, 1], not 1.01"),
-        ([*EMULATED, "--cache-ratio", "-0.01"], "must be in [0, 1], not -0.01"),
-        ([*EMULATED, "--cache-ratio", "nan"], "must be in [0, 1], not nan"),
-        ([*EMULATED, "--policy", "best"], "Unknown policy 'best'. Choose from: spac, spac-paper, lru,"),
-        ([*EMULATED, "--ablate", "no-luck"], "unknown ablation 'no-luck'"),
-        ([*EMULATED, "--utility-cap", "0"], "utility cap K must be in 1..64"),
-        ([*EMULATED, "--forgetting", "1.5"], "forgetting factor must be in [0, 1]"),
-        ([*EMULATED, "--prefill-path", "fast"], 'unknown prefill path "fast"'),
-    ],
-)
-@pytest.mark.parametrize("command", ["chat", "profile"])
-def test_bad_input(pair: list[str], command: str, options: list[str], sentence: str) -> None:
-    result = run(command, *pair, "-p", "tell me", "-n", "4", *options)
-    assert result.exit_code == 2
-    assert sentence in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_too_small_is_off_with_a_line(pair: list[str]) -> None:
     result = chat(pair, *EMULATED, "--vram", "100")
     assert result.exit_code == 0
-    assert "too small: one expert per layer takes" in result.stderr and "no device" in result.stderr
+    assert "too small" in result.stderr and "no device" in result.stderr
 
 
 def test_ablations_reach_the_engine(pair: list[str]) -> None:
@@ -115,14 +82,14 @@ def test_ablations_are_named(pair: list[str]) -> None:
     ablations = ("--ablate", "no-evict", "--ablate", "no-spec-ue", "--ablate", "no-sd")
     result = chat(pair, *options, *ablations, "-o", "json")
     assert result.exit_code == 0
-    assert "policy lru, no-evict, no-sd." in notes(result)
-    assert "--ablate no-spec-ue changes nothing about the policy lru." in result.stderr
-    assert "changes nothing" not in chat(pair, *EMULATED, "--no-calibrate", "--ablate", "no-spec-ue").stderr
+    assert "lru, no-evict, no-sd" in notes(result)
+    assert "--ablate no-spec-ue" in result.stderr
+    assert "--ablate no-spec-ue" not in chat(pair, *EMULATED, "--no-calibrate", "--ablate", "no-spec-ue").stderr
 
 
 def test_ablations_without_a_device(pair: list[str]) -> None:
     result = chat(pair, "-dev", "none", "--ablate", "no-evict", "--ablate", "no-sd")
-    assert "There is no device for experts: --ablate no-evict has no effect." in result.stderr
+    assert "--ablate no-evict" in result.stderr
 
 
 def test_profile_takes_a_device(pair: list[str]) -> None:
@@ -136,9 +103,7 @@ def test_profile_takes_a_device(pair: list[str]) -> None:
 
 
 def test_calibrate_as_json(pair: list[str]) -> None:
-    result = run("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5", "-o", "json")
-    assert result.exit_code == 0, result.stderr
-    measured = json.loads(result.stdout)
+    measured = run_json("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5")
     assert (measured["threads"], measured["cache_slots"], measured["policy"]) == (1, 24, "spac")
     assert "emulated" in measured["device"]
     units = measured["units"]
@@ -163,15 +128,11 @@ def test_calibrate_as_tables(pair: list[str]) -> None:
     ],
 )
 def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], hint: str) -> None:
-    result = run("calibrate", *pair, *options)
-    assert result.exit_code == 2
-    assert "Nothing was measured" in result.stderr and hint in result.stderr
+    assert hint in refused("calibrate", *pair, *options)
 
 
 def test_calibrate_needs_experts(tiny_draft: Path) -> None:
-    result = run("calibrate", "-m", str(tiny_draft), "-t", "1", "-c", "512", *EMULATED)
-    assert result.exit_code == 2
-    assert "Name a model with experts: -m FILE." in result.stderr
+    assert "-m FILE" in refused("calibrate", "-m", tiny_draft, "-t", "1", "-c", "512", *EMULATED)
 
 
 def test_defaults_of_the_options_are_those_of_the_configuration() -> None:

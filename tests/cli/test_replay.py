@@ -11,19 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from moeedge.cli.app import app
+from tests.support.commands import run, run_json
 from tests.support.traces import plain_text, two_texts
 
 _FIELDS = (
     "policy", "cache_ratio", "rejected_token_model", "hit_rate_pairs",
     "hit_rate_unique", "uploads_per_layer_step", "hot_cold_accuracy",
 )  # fmt: skip
-
-
-def _replay(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -33,9 +28,7 @@ def plain(tmp_path: Path) -> Path:
 
 
 def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
-    result = _replay(plain, "--cache-ratio", "0.25,0.5", "--policy", "lru,spac", "--gamma", 3, "-o", "json")
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
+    rows = run_json("replay", plain, "--cache-ratio", "0.25,0.5", "--policy", "lru,spac", "--gamma", 3)
     names = ["lru", "spac", "oracle", "belady"]
     assert [(row["rejected_token_model"], row["cache_ratio"], row["policy"]) for row in rows] == [
         (model, ratio, name) for model in ("optimistic", "pessimistic") for ratio in (0.25, 0.5) for name in names
@@ -50,7 +43,7 @@ def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
 
 def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
     arguments = (plain, "--policy", "all", "--gamma", 3, "-o", "json", "--seed")
-    first, again, other = (_replay(*arguments, seed).stdout for seed in (5, 5, 6))
+    first, again, other = (run("replay", *arguments, seed).stdout for seed in (5, 5, 6))
     assert first == again != other
 
 
@@ -67,36 +60,25 @@ def test_two_processes_print_the_same_bytes(plain: Path) -> None:
 
 def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
     two_texts(parameters={"expert_bytes": 1000}).save(tmp_path / "own.npz")
-    rows = json.loads(_replay(tmp_path / "own.npz", "--policy", "lru", "-o", "json").stdout)
+    rows = run_json("replay", tmp_path / "own.npz", "--policy", "lru")
     assert [(row["rejected_token_model"], row["gamma"], row["acceptance"]) for row in rows] == [
         ("recorded", 2, 0.5)
     ] * 3
     assert rows[0]["bytes_per_step"] == pytest.approx(2000 * rows[0]["uploads_per_layer_step"], abs=1)
-    cut = json.loads(
-        _replay(tmp_path / "own.npz", "--policy", "lru", "--rejected-token-model", "pessimistic", "-o", "json").stdout
-    )
+    cut = run_json("replay", tmp_path / "own.npz", "--policy", "lru", "--rejected-token-model", "pessimistic")
     assert {row["rejected_token_model"] for row in cut} == {"pessimistic"} and cut[0]["gamma"] == 2
 
 
 def test_tables(plain: Path) -> None:
-    arguments = (
-        plain,
-        "--policy",
-        "lru,fate",
-        "--gamma",
-        3,
-        "--rejected-token-model",
-        "optimistic",
-        "--expert-bytes",
-        1 << 20,
-    )
-    result = _replay(*arguments)
+    models = ("--gamma", 3, "--rejected-token-model", "optimistic")
+    arguments = (plain, "--policy", "lru,fate", *models, "--expert-bytes", 1 << 20)
+    result = run("replay", *arguments)
     assert result.exit_code == 0, result.output
     for part in ("random: 1 texts", "optimistic rejected tokens", "oracle", "MiB/step", "fate: by the cache alone"):
         assert part in " ".join(result.stdout.split())
-    seeing = " ".join(_replay(*arguments, "--predictor-accuracy", "default").stdout.split())
+    seeing = " ".join(run("replay", *arguments, "--predictor-accuracy", "default").stdout.split())
     assert "fate *" in seeing and "(next-gate 0.8)" in seeing
-    without = _replay(plain, "--policy", "lru", "--gamma", 0)
+    without = run("replay", plain, "--policy", "lru", "--gamma", 0)
     assert "one token at a time" in without.stdout and without.stdout.count("belady ") == 1
 
 
@@ -111,8 +93,8 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
         "spac: without token tables, since this trace holds no vocabulary ids",
         "static: profiled on the first steps",
     ]
-    table = " ".join(_replay(tmp_path / "bare.npz", *arguments).stdout.split())
-    said = _replay(tmp_path / "bare.npz", *arguments, "-o", "json")
+    table = " ".join(run("replay", tmp_path / "bare.npz", *arguments).stdout.split())
+    said = run("replay", tmp_path / "bare.npz", *arguments, "-o", "json")
     for sentence in want:
         assert sentence in table
         assert sentence in " ".join(said.stderr.split())
@@ -122,46 +104,23 @@ def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
     full = two_texts()  # with vocabulary ids, and a text to spare
     assert (full.token >= 0).all()
     full.save(tmp_path / "words.npz")
-    said = _replay(tmp_path / "words.npz", "--policy", "spac", "-o", "json").stderr
-    assert "spac: prediction by token ids alone" in said
+    result = run("replay", tmp_path / "words.npz", "--policy", "spac", "-o", "json")
+    assert "token ids alone" in result.stderr
     full = replace(full, hidden_states=np.zeros((full.n_tokens, 4), dtype=np.float16))
     full.save(tmp_path / "full.npz")
     more = ("--predictor-accuracy", "default", "--profile-texts", 1, "-o", "json")
-    result = _replay(tmp_path / "full.npz", "--policy", "fate,spac,static", *more)
+    result = run("replay", tmp_path / "full.npz", "--policy", "fate,spac,static", *more)
     assert result.exit_code == 0 and result.stderr == ""
     assert all(row["token_ids"] and row["draft_hidden_states"] and row["profile"] for row in json.loads(result.stdout))
 
 
 def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
     arguments = (plain, "--policy", "fate", "--gamma", 3, "-o", "json", "--predictor-accuracy")
-    blind, seeing = (json.loads(_replay(*arguments, f"next-gate={share}").stdout)[0] for share in (0.0, 1.0))
+    blind, seeing = (json.loads(run("replay", *arguments, f"next-gate={share}").stdout)[0] for share in (0.0, 1.0))
     assert blind["hit_rate_pairs"] < seeing["hit_rate_pairs"]
     assert (seeing["prediction_source"], seeing["predictor_accuracy"]) == ("next-gate", 1.0)
 
 
 def test_the_bounds_alone(plain: Path) -> None:
-    rows = json.loads(_replay(plain, "--policy", "belady,oracle", "--gamma", 0, "-o", "json").stdout)
+    rows = run_json("replay", plain, "--policy", "belady,oracle", "--gamma", 0)
     assert [row["policy"] for row in rows] == ["oracle", "belady"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--policy", "mru"], "Unknown policy 'mru'"),
-        (["--policy", ","], "--policy is empty"),
-        (["--cache-ratio", "2"], "[0, 1]"),
-        (["--gamma", "-1"], "gamma must be >= 0"),
-        (["--gamma", "100"], "smaller --gamma"),
-        (["--acceptance", "1.5"], "acceptance must be"),
-        (["--seed", "-1"], "--seed"),
-        (["--profile-texts", "1"], "--profile-texts"),
-        (["--predictor-accuracy", "gate=1"], "next-gate"),
-        (["--predictor-accuracy", "next-gate=x"], "NAME=SHARE"),
-        (["--expert-bytes", "0"], "--expert-bytes"),
-        (["--max-uploads", "-1"], "must be >= 0"),
-    ],
-)
-def test_mistakes(plain: Path, arguments: list[str], words: str) -> None:
-    result = _replay(plain, *arguments)
-    assert result.exit_code == 2 and result.stdout == ""
-    assert words in " ".join(result.stderr.split()) and "Traceback" not in result.stderr

@@ -9,11 +9,10 @@ import sys
 import time
 
 import pytest
-from typer.testing import CliRunner
 
-from moeedge.cli.app import app
 from moeedge.errors import DeviceError
 from moeedge.hardware import rpc
+from tests.support.commands import refused, run
 from tests.support.worker import WorkerProcess, start_worker
 
 if sys.platform == "win32":
@@ -23,38 +22,34 @@ if sys.platform == "win32":
 def test_without_rpc() -> None:
     if rpc.is_built_in():
         pytest.skip("llama.cpp was built with RPC")
-    result = CliRunner().invoke(app, ["worker"])
+    result = run("worker")
     assert result.exit_code == 1
-    assert "The installed llama.cpp was built without RPC." in result.stderr
     assert 'CMAKE_ARGS="-DGGML_RPC=on" pip install --no-cache-dir --force-reinstall' in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--listen", "0.0.0.0:0"], "llama.cpp's RPC has no authentication: everyone who connects can read and write"),
+        (["--listen", "0.0.0.0:0"], "no authentication"),
         (["--listen", "192.0.2.1:0"], "--insecure-listen"),
-        (["--listen", "127.0.0.1"], "it is not HOST:PORT"),
-        (["--listen", "127.0.0.1:99999"], '"99999" is no port'),
-        (["--listen", "[::1]:50052"], "neither an IPv4 address nor a host name"),
-        (["--listen", "nowhere.invalid:0"], "Unknown host 'nowhere.invalid'"),
-        (["--listen", "192.0.2.1:0", "--insecure-listen"], "Cannot listen on 192.0.2.1:0 "),
-        (["--device", "CUDA77"], "There is no device 'CUDA77' to serve. Choose from: CPU"),
-        (["--threads", "-1"], "--threads must be in 0..512"),
+        (["--listen", "127.0.0.1"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:99999"], '"99999"'),
+        (["--listen", "[::1]:50052"], "IPv4"),
+        (["--listen", "nowhere.invalid:0"], "'nowhere.invalid'"),
+        (["--listen", "192.0.2.1:0", "--insecure-listen"], "192.0.2.1:0 "),
+        (["--device", "CUDA77"], "'CUDA77'"),
+        (["--threads", "-1"], "--threads"),
     ],
 )
 def test_what_it_refuses(needs_rpc: None, arguments: list[str], complaint: str) -> None:
-    result = CliRunner().invoke(app, ["worker", *arguments])
-    assert result.exit_code == 2
-    assert complaint in result.stderr
+    assert complaint in refused("worker", *arguments)
 
 
 def test_a_port_in_use(needs_rpc: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(app, ["worker", "--listen", f"127.0.0.1:{port}"])
-    assert result.exit_code == 2
-    assert f"Cannot listen on 127.0.0.1:{port} (address already in use)" in result.stderr
+        message = refused("worker", "--listen", f"127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in message and "in use" in message
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -90,7 +85,7 @@ def test_a_second_session_at_once_is_told_that_it_is_busy(
 ) -> None:
     host, port = worker.endpoint.split(":")
     monkeypatch.setattr(rpc, "_ANSWER_S", 0.5)
-    with socket.create_connection((host, int(port))), pytest.raises(DeviceError, match="busy with another session"):
+    with socket.create_connection((host, int(port))), pytest.raises(DeviceError, match="busy"):
         rpc.greet(worker.endpoint)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:  # the first has left: the worker has noticed as soon as it reads

@@ -1,10 +1,33 @@
-"""The commands of the program, loaded, for tests of their options and help."""
+"""The program as a user calls it, and its commands loaded for tests of their options and help."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from moeedge.cli.app import COMMANDS, load_command
+from typer.testing import CliRunner, Result
+
+from moeedge.cli.app import COMMANDS, app, load_command
+
+
+def run(*arguments: object, piped: str = "") -> Result:
+    """The result of `moeedge ARGUMENTS` with `piped` on standard input, which is no terminal."""
+    return CliRunner().invoke(app, [*map(str, arguments)], input=piped)
+
+
+def run_json(*arguments: object, piped: str = "") -> Any:
+    """The JSON of `moeedge ARGUMENTS -o json`, which must be alone on standard output."""
+    result = run(*arguments, "-o", "json", piped=piped)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object, piped: str = "") -> str:
+    """The message of `moeedge ARGUMENTS`, which must be bad input: exit code 2, and all on standard error."""
+    result = run(*arguments, piped=piped)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
 
 
 def all_commands() -> dict[str, Any]:
