@@ -36,7 +36,7 @@ WARM_UP_STEPS = 40
 CAP = 4
 
 # a 24 GB card and a desktop CPU, with Qwen3-30B-A3B's experts: only proportions matter here
-UNITS = CostModel(
+COST_MODEL = CostModel(
     cpu_expert_s=np.r_[0.0, np.linspace(80e-6, 160e-6, 9)],
     device_expert_s=np.r_[0.0, np.linspace(8e-6, 12e-6, 9)],
     transfer_expert_s=110e-6,
@@ -129,13 +129,13 @@ class Slots:
         self.uploads += len(plan.uploads)
 
 
-def measure(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, n_runs: int = 5) -> Cost:
+def measure(name: str, batches: list[Batch], shape: CacheShape, cost_model: CostModel | None, n_runs: int = 5) -> Cost:
     """Replays the batches, checked once and timed `n_runs` times; the first steps are warm-up."""
-    checked = _run(name, batches, shape, units, check=True)
+    checked = _run(name, batches, shape, cost_model, check=True)
     gc.collect()
     gc.disable()
     try:
-        runs = [_run(name, batches, shape, units, check=False) for _ in range(n_runs)]
+        runs = [_run(name, batches, shape, cost_model, check=False) for _ in range(n_runs)]
     finally:
         gc.enable()
     for run in runs:
@@ -156,10 +156,10 @@ def measure(name: str, batches: list[Batch], shape: CacheShape, units: CostModel
     )
 
 
-def _run(name: str, batches: list[Batch], shape: CacheShape, units: CostModel | None, *, check: bool) -> Run:
+def _run(name: str, batches: list[Batch], shape: CacheShape, cost_model: CostModel | None, *, check: bool) -> Run:
     slots = Slots(shape, check=check)
     driver = StepDriver(
-        make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, cost_model=units)), slots
+        make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, cost_model=cost_model)), slots
     )
     times: list[tuple[float, float, float]] = []
     pairs = hits = 0
@@ -205,8 +205,8 @@ def main() -> None:
     )
     n_slots = int(options.ratio * options.layers * options.experts)
     shape = CacheShape.uniform(options.layers, options.experts, n_slots)
-    units = None if options.unbalanced else UNITS
-    costs = [measure(name, batches, shape, units, options.runs) for name in options.policies.split(",")]
+    cost_model = None if options.unbalanced else COST_MODEL
+    costs = [measure(name, batches, shape, cost_model, options.runs) for name in options.policies.split(",")]
     for cost in costs:
         print(
             f"{cost.policy:11s} {cost.step_us:6.1f} us per step ({cost.disturbed_us:.1f} as disturbed): "

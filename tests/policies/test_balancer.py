@@ -67,8 +67,8 @@ def ratios(device_s: float, n_uploads: float = 0.0) -> Workload:
 
 def test_the_example_of_appendix_c() -> None:
     """Two of four pairs hit one of three distinct experts: T_cpu = 2/4 * 4 units, T_gpu = 1/3 * 3 units."""
-    one = np.array([1.0])
-    work = Workload.of_ratios(one / 2, one / 3, np.array([4.0]), np.array([3.0]), 5e-4, 1e-4, one, one)
+    ones = np.array([1.0])
+    work = Workload.of_ratios(ones / 2, ones / 3, np.array([4.0]), np.array([3.0]), 5e-4, 1e-4, ones, ones)
     assert work.cpu_s[0, 0] == pytest.approx(2 * 5e-4)
     assert work.device_s[0, 0] == pytest.approx(1e-4)
 

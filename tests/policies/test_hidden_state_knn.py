@@ -57,21 +57,21 @@ def test_neighbours_have_the_weights_of_the_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
     knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
-    nothing = np.zeros(WIDTH, dtype=np.float32)
+    unknown = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(12):
         tokens, hidden_states, ids = batch(rng)
         ids[1, 2] = -1  # a layer that did not see a token
         out = np.zeros(N, dtype=np.float32)
-        told = knn.expect(tokens.tolist(), hidden_states, out)
+        confidence = knn.expect(tokens.tolist(), hidden_states, out)
         if past:
             assert out == pytest.approx(
                 by_the_rule(past, tokens.tolist(), hidden_states), abs=0.03
             )  # neighbours as near as each other
-            assert np.all((told >= 0) & (told < 1))
+            assert np.all((confidence >= 0) & (confidence < 1))
         knn.learn(tokens, ids)
         for place, token in enumerate(tokens.tolist()):
-            own = hidden_states[place] if place < len(hidden_states) else nothing
-            past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
+            own = hidden_states[place] if place < len(hidden_states) else unknown
+            past.append((token, own, hidden_states[place - 1] if place else unknown, ids[:, place]))
     assert knn.n_stored == len(past)
 
 
@@ -102,7 +102,7 @@ def test_the_newest_rows_replace_the_oldest(monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(3)
     knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
-    nothing = np.zeros(WIDTH, dtype=np.float32)
+    unknown = np.zeros(WIDTH, dtype=np.float32)
     for _ in range(9):
         tokens, hidden_states, ids = batch(rng, 4)
         out = np.zeros(N, dtype=np.float32)
@@ -113,8 +113,8 @@ def test_the_newest_rows_replace_the_oldest(monkeypatch: pytest.MonkeyPatch) -> 
             )  # neighbours as near as each other
         knn.learn(tokens, ids)
         for place, token in enumerate(tokens.tolist()):
-            own = hidden_states[place] if place < len(hidden_states) else nothing
-            past.append((token, own, hidden_states[place - 1] if place else nothing, ids[:, place]))
+            own = hidden_states[place] if place < len(hidden_states) else unknown
+            past.append((token, own, hidden_states[place - 1] if place else unknown, ids[:, place]))
     assert knn.n_stored == knn.n_rows == 7
 
 
@@ -140,9 +140,9 @@ def test_no_prediction_without_hidden_states_or_memory() -> None:
     tokens, hidden_states, ids = batch(rng)
     out = np.zeros(N, dtype=np.float32)
     knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
-    knn.learn(tokens, ids)  # nobody asked
+    knn.learn(tokens, ids)  # without `expect`
     knn.expect(tokens.tolist(), hidden_states, out)
-    knn.learn(tokens[:2], ids[:, :2])  # another batch than was asked about
+    knn.learn(tokens[:2], ids[:, :2])  # another batch than `expect` saw
     assert knn.n_stored == 0
     none = HiddenStateKNN(N_LAYERS, N_EXPERTS, 0)
     for _ in range(3):
@@ -159,8 +159,8 @@ def test_no_prediction_from_states_that_are_not_finite() -> None:
         if broken:
             hidden_states[1, 2] = np.nan
         out = np.zeros(N, dtype=np.float32)
-        told = knn.expect(tokens.tolist(), hidden_states, out)
-        assert not broken or not (told.any() or out.any())
+        confidence = knn.expect(tokens.tolist(), hidden_states, out)
+        assert not broken or not (confidence.any() or out.any())
         knn.learn(tokens, ids)
     assert knn.n_stored == 10  # of two batches
 

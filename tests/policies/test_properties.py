@@ -290,12 +290,12 @@ class RecordingSet(frozenset[str]):
 
 @pytest.mark.parametrize("name", ALL_POLICIES)
 def test_the_table_lists_the_ablations_that_each_policy_reads(name: str) -> None:
-    asked = RecordingSet()
+    read = RecordingSet()
     config = PolicyConfig(future=np.zeros((1, 2, 4)))
-    object.__setattr__(config, "ablations", asked)
+    object.__setattr__(config, "ablations", read)
     make_policy(name, CacheShape.uniform(2, 4, 3), config)
     listed = set(ABLATIONS) - set(ignored_ablations(name, frozenset(ABLATIONS)))
-    assert listed == asked.names | {"no-sd"}
+    assert listed == read.names | {"no-sd"}
 
 
 def test_names_and_mistakes() -> None:

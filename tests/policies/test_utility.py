@@ -65,15 +65,15 @@ def test_arrays_equal_the_literal_loop(
     literal = [LiteralExpert(gamma, cap, Fraction(tenths, 10), boundaries) for _ in range(6)]
     state = utility.initial_state((2, 3), config)
     for frame in frames:
-        # in "float", a boundary that is a whole number but for rounding may decide either way: no such case is compared
-        if boundaries == "float" and any(_near_tie(one, f) for one, f in zip(literal, frame, strict=True)):
+        # in "float", a boundary that is an integer but for rounding may go either way: not compared
+        if boundaries == "float" and any(_near_tie(expert, f) for expert, f in zip(literal, frame, strict=True)):
             return
         state = utility.observe(state, np.array(frame).reshape(2, 3), config)
-        for one, f in zip(literal, frame, strict=True):
-            one.step(f)
-        assert state.utility.ravel().tolist() == [one.s for one in literal]
-        np.testing.assert_allclose(state.up.ravel(), [float(one.up) for one in literal], atol=1e-9)
-        np.testing.assert_allclose(state.down.ravel(), [float(one.down) for one in literal], atol=1e-9)
+        for expert, f in zip(literal, frame, strict=True):
+            expert.step(f)
+        assert state.utility.ravel().tolist() == [expert.s for expert in literal]
+        np.testing.assert_allclose(state.up.ravel(), [float(expert.up) for expert in literal], atol=1e-9)
+        np.testing.assert_allclose(state.down.ravel(), [float(expert.down) for expert in literal], atol=1e-9)
 
 
 def _near_tie(expert: LiteralExpert, f: int) -> bool:
