@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +24,18 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
-    # float32 [n_tokens, n_embd], of the token emitted last and all drafts but the last; None where they are not kept
+    # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where they are not kept
     hidden_states: NDArray[np.float32] | None = None
 
 
-class DraftSource(Protocol):
-    """Proposes tokens that may follow a history. It brings its own state of the history up to date."""
+class DraftSource:
+    """Proposes tokens that may follow a history, and brings its own state, if any, up to date with that history.
+
+    The methods here are those of a source that keeps no state and proposes no tokens.
+    """
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
-        """Takes in the prompt, all but its last token; a model may take long, so the time counts as prefill."""
+        """Takes in the prompt except its last token. The time counts as prefill."""
 
     def propose(
         self,
@@ -47,8 +49,9 @@ class DraftSource(Protocol):
         """At most `gamma` tokens that may follow `history`.
 
         on_token: called with the last token of the history and the drafts so far, before each further draft is
-        computed. keep_hidden_states: the proposal is to hold those of a draft model.
+        computed. keep_hidden_states: the proposal of a draft model holds its hidden states.
         """
+        return Proposal()
 
     def rollback(self, n_valid: int) -> None:
         """The first `n_valid` tokens of history plus proposal are accepted, the others rejected."""
@@ -60,34 +63,11 @@ class DraftSource(Protocol):
         """A step was cut off: only `history` is valid."""
 
 
-class NoDraft:
-    """Plain decoding; also the base of sources that keep no state of their own."""
-
-    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
-        pass
-
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-    ) -> Proposal:
-        return Proposal()
-
-    def rollback(self, n_valid: int) -> None:
-        pass
-
-    def shift(self, n_keep: int, n_discard: int) -> None:
-        pass
-
-    def restore(self, history: Sequence[int]) -> None:
-        pass
+class NoDraft(DraftSource):
+    """Plain decoding."""
 
 
-class ModelDraft:
+class ModelDraft(DraftSource):
     """A draft model that samples from its own distribution under the target's sampling settings.
 
     Between steps its KV cache holds a prefix of the accepted history. After a full acceptance it lacks the last drafted
@@ -156,7 +136,7 @@ class ModelDraft:
         self.context.keep_prefix(history)
 
 
-class NgramDraft(NoDraft):
+class NgramDraft(DraftSource):
     """Prompt lookup: the tokens after the latest earlier occurrence of the last 4, 3, 2 or 1 tokens.
 
     Saxena, "Prompt lookup decoding", 2023. The proposal is deterministic, so each token's distribution is certain. Only
@@ -190,14 +170,11 @@ class NgramDraft(NoDraft):
         for n in range(min(self.LONGEST, len(history)), 0, -1):
             start = self._after.get(tuple(history[-n:]))
             if start is not None:
-                return self._copy(history, start, gamma)
+                # a repetition that reaches the end of the history continues with itself
+                period = len(history) - start
+                tokens = [history[start + i % period] for i in range(gamma)]
+                return Proposal(tokens, [Candidates.certain(token) for token in tokens])
         return Proposal()
-
-    def _copy(self, history: Sequence[int], start: int, gamma: int) -> Proposal:
-        """`gamma` tokens from `start` on; a repetition that reaches the end of the history continues with itself."""
-        period = len(history) - start
-        tokens = [history[start + i % period] for i in range(gamma)]
-        return Proposal(tokens, [Candidates.certain(token) for token in tokens])
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         self.begin([])  # the next proposal indexes what is left

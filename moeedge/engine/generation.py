@@ -93,7 +93,9 @@ class Generation:
                         stats.prefill_s += begun_s - start_s
                         start_s = begun_s
                     sense_s = loop.sense_s
-                    record = step(self._draft_room())
+                    # drafts must fit the context and the requested length
+                    gamma, room = min(self._gamma, self._n_ctx - len(loop.history)), self._room()
+                    record = step(max(0, gamma if room is None else min(gamma, room - 1)))
                     stats.add_step(record, decode_s=time.perf_counter() - start_s, sense_s=loop.sense_s - sense_s)
                     yield self._emit(record)
         except (KeyboardInterrupt, Cancelled):
@@ -121,12 +123,6 @@ class Generation:
     def _room(self) -> int | None:
         """Tokens that may still come; None: no limit."""
         return None if self._n_predict < 0 else self._n_predict - len(self.tokens)
-
-    def _draft_room(self) -> int:
-        """gamma, shortened so that drafts fit the context and the requested length."""
-        gamma = min(self._gamma, self._n_ctx - len(self._loop.history))
-        room = self._room()
-        return max(0, gamma if room is None else min(gamma, room - 1))
 
     def _make_room(self) -> bool:
         """Whether one more token fits the context, perhaps after a shift; otherwise the answer ends here."""

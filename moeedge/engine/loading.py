@@ -45,7 +45,6 @@ def load_target(
     placement moves them, unless the GPU can hold the entire model. A dense model that does not fit stays on the CPU.
     """
     device = device or resolve_device(config)
-
     load = partial(Model.load, config.model, device=device.llama_device, header_only=header_only, free_bytes=free_bytes)
     if device.kind != "gpu":
         return load(n_gpu_layers=config.n_gpu_layers or 0)

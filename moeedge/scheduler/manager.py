@@ -32,11 +32,12 @@ _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
 
 class PlacementManager:
-    """Implements the placement of speculative.py over one ExpertCache, which it attaches and, in `close`, frees.
+    """Places the experts of one ExpertCache, which it attaches to the target and frees in `close`.
 
-    One step calls plan_draft and push before the verification, then observe, plan_next and push.
+    A step of speculative.py calls plan_draft before the verification, then observe, plan_next and push.
 
-    gate_predictor: for a policy that plans within a verification. draft_predictor: plans while the draft model works.
+    gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
+    model works.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
     the draft's. notify: called when something that was on goes off, e.g. a lost device; may be replaced.
     """
@@ -122,10 +123,6 @@ class PlacementManager:
             if hook is not None:
                 hook.on = self.active
 
-    def begin_text(self) -> None:
-        """A new conversation begins; the experts on the device stay there."""
-        self.driver.begin_text()
-
     # one step, in the order of the calls
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
@@ -164,7 +161,10 @@ class PlacementManager:
             if self._in_step:
                 observation = self._reader.verification(counts, batch, record.n_accepted)
                 self.driver.observe(observation)
-                self._compare_predictions(observation.ids)
+                if observation.ids is not None:
+                    for part in (self.draft_prefetch, self.layer_hook):
+                        if part is not None and part.predictor is not None:
+                            part.predictor.compare(observation.ids)
             else:
                 for piece in self._reader.prefill(counts, batch):
                     self.driver.observe(piece)
@@ -229,14 +229,6 @@ class PlacementManager:
         """Counts the time since `start_s` as scheduling, unless it was for a prompt."""
         if self._in_step:
             self._recorder.add_schedule(time.perf_counter() - start_s)
-
-    def _compare_predictions(self, used: NDArray[np.int32] | None) -> None:
-        if used is None:
-            return
-        if self.draft_prefetch is not None:
-            self.draft_prefetch.predictor.compare(used)
-        if self.layer_hook is not None and self.layer_hook.predictor is not None:
-            self.layer_hook.predictor.compare(used)
 
     @property
     def predicted_share(self) -> float | None:

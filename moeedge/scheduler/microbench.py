@@ -75,40 +75,29 @@ def calibrate(
 ) -> Calibration | None:
     """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
 
-    None where neither is there: measuring is switched off (config.calibrate) or the context is too small. Leaves KV
+    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. Leaves KV
     caches and slots empty.
     """
-    calibration = _calibrate(target, draft, cache, config, policy_config, device, notify)
-    return None if calibration is None else _with_link_floor(calibration, cache, device)
-
-
-def _calibrate(
-    target: Context,
-    draft: Context | None,
-    cache: ExpertCache,
-    config: PlacementConfig,
-    policy_config: PolicyConfig,
-    device: ResolvedDevice,
-    notify: Notify,
-) -> Calibration | None:
     file: Path | None = None
+    calibration: Calibration | None = None
     with suppress(OSError):
         file = calibration_file(target, cache, config, policy_config, device)
     if file is not None and not config.measure_anew:
         with suppress(OSError, ValueError):
-            return Calibration.from_json(file.read_text(encoding="utf-8"))
-    if not config.calibrate or target.n_ctx < CONTEXT_MIN:
-        return None
-    notify(Notification(f"Measuring experts on the CPU and on {device.label}; this takes a while, once."))
-    policy = make_policy(config.policy, cache_shape(cache), policy_config)
-    calibration = measure(target, draft, cache, policy, cap=policy_config.cap, n_verified=policy_config.gamma + 1)
-    try:
-        if file is None:
-            raise OSError
-        write_calibration(file, calibration)
-    except OSError:
-        return replace(calibration, kept=False)
-    return calibration
+            calibration = Calibration.from_json(file.read_text(encoding="utf-8"))
+    if calibration is None:
+        if not config.calibrate or target.n_ctx < CONTEXT_MIN:
+            return None
+        notify(Notification(f"Measuring experts on the CPU and on {device.label}; this takes a while, once."))
+        policy = make_policy(config.policy, cache_shape(cache), policy_config)
+        calibration = measure(target, draft, cache, policy, cap=policy_config.cap, n_verified=policy_config.gamma + 1)
+        try:
+            if file is None:
+                raise OSError
+            write_calibration(file, calibration)
+        except OSError:
+            calibration = replace(calibration, kept=False)
+    return _with_link_floor(calibration, cache, device)
 
 
 def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: ResolvedDevice) -> Calibration:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-from moeedge.errors import EngineError, InputError
+from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
-from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
+from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Detail, Notify
 from moeedge.policies.base import CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
@@ -21,13 +21,8 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
-from moeedge.scheduler.prediction import (
-    DraftRouterPredictor,
-    NextGatePredictor,
-    open_draft_predictor,
-    open_gate_predictor,
-)
-from moeedge.scheduler.sizing import CacheBudget, cache_budget, emulated_threads, n_staging_slots
+from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
+from moeedge.scheduler.sizing import cache_budget, emulated_threads, n_staging_slots
 from moeedge.units import format_bytes
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
@@ -103,12 +98,22 @@ def _open_cache(
     gamma: int,
     notes: list[str],
 ) -> ExpertCache | None:
-    """Slots on the device; None where there is no room or no need for them."""
+    """The cache on the device; None where it has no room or is not needed."""
     info = target.model.info
     tensors, files = expert_tensors(target.model.path, n_layers=info.n_layers)
     if device.kind == "gpu" and not target.model.experts_on_gpu:
         warm_up_gpu(target, draft, gamma)
-    budget = _budget(config, device, target, tensors)
+    reading = devices.read_memory(device) if device.kind == "gpu" else None
+    budget = cache_budget(
+        config,
+        device,
+        tensors,
+        info,
+        free_bytes=reading.free_bytes if reading is not None else device.free_bytes,
+        total_bytes=reading.total_bytes if reading is not None else device.total_bytes,
+        n_ubatch=target.n_ubatch,
+        experts_on_device=target.model.experts_on_gpu,
+    )
     notes.extend(budget.notes)
     if budget.n_slots == 0:
         if not budget.notes:
@@ -153,24 +158,8 @@ def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
             context.sensor.read_counts()
 
 
-def _budget(
-    config: PlacementConfig, device: ResolvedDevice, target: Context, tensors: list[ExpertTensor]
-) -> CacheBudget:
-    reading = devices.read_memory(device) if device.kind == "gpu" else None
-    return cache_budget(
-        config,
-        device,
-        tensors,
-        target.model.info,
-        free_bytes=reading.free_bytes if reading is not None else device.free_bytes,
-        total_bytes=reading.total_bytes if reading is not None else device.total_bytes,
-        n_ubatch=target.n_ubatch,
-        experts_on_device=target.model.experts_on_gpu,
-    )
-
-
 def _has_room_for_every_layer(cache: ExpertCache, device: ResolvedDevice, target: Context, notes: list[str]) -> bool:
-    """Whether there are slots enough for an expert of every layer, after a device gave less memory than it promised."""
+    """Whether the slots suffice for an expert of every layer: a device may give less memory than it promised."""
     info = cache.info
     if device.kind == "rpc":
         rpc.limit_waits(device.endpoint)
@@ -235,21 +224,22 @@ def _make_manager(
 
 
 def _gate_predictor(policy: Policy, target: Context, notes: list[str]) -> NextGatePredictor | None:
-    """Of the next layers, for a policy that plans by what routers read."""
+    """The predictor of the next layers, for a policy that plans by what routers read; otherwise None."""
     if "block-inputs" not in policy.required_inputs:
         return None
-    predictor, reason = open_gate_predictor(target)
-    if predictor is None:
-        notes.append(_describe_no_prediction(policy, reason))
-    else:
-        notes.append(Detail(f"The policy {policy.name} predicts the next layers' experts from what routers read."))
+    try:
+        predictor = NextGatePredictor(target.model)
+    except ModelFileError as error:
+        notes.append(_describe_no_prediction(policy, str(error)))
+        return None
+    notes.append(Detail(f"The policy {policy.name} predicts the next layers' experts from what routers read."))
     return predictor
 
 
 def _draft_predictor(
     policy: Policy, config: PlacementConfig, target: Context, draft: Context | None, notes: list[str]
 ) -> DraftRouterPredictor | None:
-    """Of the next batch while the draft works, for a policy that plans by what the draft's layers read."""
+    """The predictor of the next batch, for a policy that plans by what the draft's layers read; otherwise None."""
     if "draft-inputs" not in policy.required_inputs or config.execution.drafting == "off":
         return None
     info = target.model.info

@@ -7,7 +7,7 @@ NextGatePredictor     (Mixtral-Offloading, AdapMoE, Fate, HybriMoE) puts what a 
                       routers of the next layers, before the layer's own experts are computed.
 DraftPrefetch         has the predicted experts moved while the draft model works. In SP-MoE's way (section 3.3) the
                       mover works on its own: after each draft token the plan is made anew, and drafting never waits.
-                      In AdapMoE's way, SP-MoE's "vanilla" baseline, each draft layer's experts are asked for when the
+                      In AdapMoE's way, SP-MoE's "vanilla" baseline, each draft layer's experts are requested when the
                       layer is computed, and the next layer waits until they have arrived.
 """
 
@@ -145,7 +145,7 @@ class DraftRouterPredictor:
 
 
 class NextGatePredictor:
-    """Predicts the layers after the one that is computed next."""
+    """Predicts the layers after the one that is computed next. Raises ModelFileError for routers it cannot read."""
 
     def __init__(self, target: Model) -> None:
         self._routers = Routers.read(target)
@@ -173,14 +173,11 @@ class NextGatePredictor:
             inputs = block.inputs if ratio is None else block.inputs * ratio
             here = slice(layer, layer + 1)
             ids[here] = self._routers.best(here, self._routers.scores(here, inputs[None]), self._n_used)
-            if place == 0:
-                self._remember(layer, ids)
+            if place == 0:  # kept for `compare`
+                if self._predicted is None or self._predicted.shape != ids.shape:
+                    self._predicted = np.full(ids.shape, -1, dtype=np.int32)
+                self._predicted[layer] = ids[layer]
         return ExpertPrediction(layer_ids=ids, source="next-gate")
-
-    def _remember(self, layer: int, ids: NDArray[np.int32]) -> None:
-        if self._predicted is None or self._predicted.shape != ids.shape:
-            self._predicted = np.full(ids.shape, -1, dtype=np.int32)
-        self._predicted[layer] = ids[layer]
 
     def compare(self, used: NDArray[np.int32]) -> None:
         """Adds the batch to `accuracy`; `used` [n_layers, n_tokens, k] are the experts that it used."""
@@ -258,7 +255,7 @@ class DraftPrefetch:
         return n_uploads
 
     def _wait_for_transfers(self) -> None:
-        """Waits for the experts that the layer before asked for."""
+        """Waits for the experts that the previous layer requested."""
         if not self._has_pushed:
             return
         self._has_pushed = False
@@ -286,11 +283,3 @@ def open_draft_predictor(
         return None, str(error)
     capture.enable(CaptureFlags.INPUTS)
     return predictor, ""
-
-
-def open_gate_predictor(target: Context) -> tuple[NextGatePredictor | None, str]:
-    """A predictor from the target's own hidden states; or None, and the reason."""
-    try:
-        return NextGatePredictor(target.model), ""
-    except ModelFileError as error:
-        return None, str(error)
