@@ -22,7 +22,7 @@ Role = Literal["user", "assistant"]
 
 @dataclass(frozen=True)
 class Message:
-    """One message; `content` is what was typed or generated, without the template's own tokens."""
+    """One message; `content` is the text as typed or generated, without the tokens of the template."""
 
     role: Role
     content: str
@@ -56,7 +56,7 @@ class Conversation:
     def reopen(self) -> str:
         """Remove the last answer, so that its question is open again, and return what was removed.
 
-        Raises InputError when nothing was answered yet.
+        Raises InputError when there is no answer yet.
         """
         if not self.messages or self.messages[-1].role != "assistant":
             raise InputError("There is no answer to generate again.")

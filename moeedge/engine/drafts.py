@@ -12,7 +12,7 @@ from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.llama.context import Context
 from moeedge.native.abi import Phase
 
-# llama.cpp computes the logits of all tokens whose hidden states it keeps: longer batches are decoded without
+# llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
 _MAX_TOKENS_WITH_STATES = 4
 
 OnToken = Callable[[Sequence[int]], None]
@@ -24,7 +24,7 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
-    # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where they are not kept
+    # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where not kept
     hidden_states: NDArray[np.float32] | None = None
 
 
@@ -71,7 +71,7 @@ class ModelDraft(DraftSource):
     """A draft model that samples from its own distribution under the target's sampling settings.
 
     Between steps its KV cache holds a prefix of the accepted history. After a full acceptance it lacks the last drafted
-    token, from which nothing was computed; the next proposal decodes it first.
+    token, which no later token needed; the next proposal decodes it first.
     """
 
     def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool]) -> None:

@@ -14,10 +14,10 @@ from moeedge.scheduler.stats import StepRecord
 
 
 class Generation:
-    """Iterate over it for the StepRecords, or over `pieces` for the text; no step is computed before it is asked for.
+    """Iterate over it for the StepRecords, or over `pieces` for the text; a step is computed when it is requested.
 
-    `tokens` are the visible ones so far (without a stop token), `text` is what `pieces` gave so far, `stop_reason` is
-    None while it runs, `notes` holds a sentence for each thing to report to the user: context full, context shifted.
+    `tokens` are the visible ones so far (without a stop token), `text` is all that `pieces` has yielded, `stop_reason`
+    is None while it runs, `notes` holds a sentence for each thing to report to the user: context full, context shifted.
     """
 
     def __init__(

@@ -37,11 +37,11 @@ def load_target(
     header_only: bool = False,
     free_bytes: int | None = None,
 ) -> Model:
-    """The target model, with its dense weights as -ngl says.
+    """The target model, with as many layers on the GPU as -ngl gives.
 
     whole_fits: the result of `whole_model_fits`, if it is known. header_only, free_bytes: of `Model.load`.
 
-    With a GPU for experts, all layers are on it unless -ngl says less; the experts stay in host memory, from where
+    With a GPU for experts, all layers are on it unless -ngl gives fewer; the experts stay in host memory, from where
     placement moves them, unless the GPU can hold the entire model. A dense model that does not fit stays on the CPU.
     """
     device = device or resolve_device(config)
@@ -65,7 +65,7 @@ def load_draft(
     header_only: bool = False,
     free_bytes: int | None = None,
 ) -> Model:
-    """The draft model; it is entirely on the GPU for experts, unless -ngl says less."""
+    """The draft model; it is entirely on the GPU for experts, unless -ngl gives fewer layers."""
     device = device or resolve_device(config)
     n_gpu_layers = config.n_gpu_layers
     if n_gpu_layers is None:

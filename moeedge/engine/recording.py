@@ -27,7 +27,7 @@ _NO_ROUTING = "No routing was recorded: moeedge's backend computed no MoE layer 
 
 @dataclass(frozen=True)
 class Recording:
-    """The trace of a run, and its sums."""
+    """The trace of a run, and the sums over its answers."""
 
     trace: Trace
     answers: int
@@ -57,7 +57,7 @@ def record_routing(
     """Answers every turn of every prompt, each prompt from empty KV caches, and returns the trace of all answers.
 
     n_predict: tokens per answer, -1 until the model stops. raw: the text without the chat template. source and command:
-    noted in the trace. cancel: asked between steps, True ends the run with the steps so far. on_step: called with the
+    noted in the trace. cancel: called between steps; True ends the run with the steps so far. on_step: called with the
     index of the prompt and the number of tokens that its step emitted. Prompts that do not fit the context are skipped;
     raises ContextTooSmallError where none fits.
     """
@@ -137,11 +137,6 @@ class TraceCollector:
         self._columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("ids", "weights", "phase", "sequence", "step", "accepted", "token", "position")
         }
-
-    @property
-    def n_steps(self) -> int:
-        """Steps recorded in the current sequence."""
-        return self._step
 
     def begin(self, prompt: list[int]) -> None:
         """A new text starts; the observer is called with its prefill next."""

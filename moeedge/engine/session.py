@@ -33,15 +33,14 @@ _RESERVED_TOKENS = 4
 
 
 class Session:
-    """Make one with `Session.open`; it is a context manager.
+    """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
     target, draft_context: the llama.cpp contexts; draft_context is None without a draft model.
     draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0).
     placement: places experts; None without a device. calibration: what was measured for it, or None.
-    notify: called before anything that takes a while, and when something goes off during an answer, e.g. a lost
-    device; may be replaced.
+    notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
     """
 
     def __init__(

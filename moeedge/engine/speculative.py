@@ -51,7 +51,7 @@ class SpeculativeLoop:
         self.history = history
         self.n_prefilled = 0  # tokens of the prompt that were decoded
         self.counts: Counts | None = None  # of the last verification or prefill
-        self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, and not shown to the policy yet
+        self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
         self.placement = placement
         self._call_observers = observe
         self._cancel = cancel
@@ -160,7 +160,7 @@ class SpeculativeLoop:
         return record
 
     def begin(self) -> None:
-        """Prepares placement and draft for the first step; after the first token is out, which need not wait for it."""
+        """Prepares placement and draft for the first step; called after the first token, which does not wait for it."""
         if self._prompt is not None and self.placement is not None:
             self._plan_next(self.placement, *self._prompt)
         self._prompt = None

@@ -1,4 +1,4 @@
-"""What the warm-up of MoE-SpAc's balancer (Appendix C.1) measured on one machine, kept in a file for later runs."""
+"""The measurements for MoE-SpAc's balancer (Appendix C.1) on one machine, kept in a file for later runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Calibration:
 
     @property
     def prefill_path(self) -> PrefillPath:
-        """The fastest; that of the CPU unless another one is clearly faster."""
+        """The CPU unless another path is clearly faster; then the fastest."""
         best = max(self.prefill_ts, key=lambda path: self.prefill_ts[path], default=PrefillPath.CPU)
         cpu_ts = self.prefill_ts.get(PrefillPath.CPU, 0.0)
         return PrefillPath(best) if self.prefill_ts.get(best, 0.0) * _MARGIN > cpu_ts else PrefillPath.CPU

@@ -16,10 +16,10 @@ Drafting = Literal["worker", "vanilla", "off"]
 class ExecutionConfig:
     """How plans are carried out: the defaults are moeedge's, the rest is for comparisons with published systems."""
 
-    misses: Misses = "cpu"  # the CPU computes missing experts, or they are loaded when their layer comes
-    # experts predicted while the draft works: a worker moves them, or drafting waits for them layer by layer, or none
+    misses: Misses = "cpu"  # the CPU computes missing experts, or they are loaded when their layer is computed
+    # experts predicted during drafting: a worker moves them, drafting waits for them layer by layer, or none is moved
     drafting: Drafting = "worker"
-    batch: int | None = None  # experts in one transfer at most; 0: as the device likes it; None: as the policy does
+    batch: int | None = None  # experts in one transfer at most; 0: the device decides; None: the policy decides
     cutoff_layer: int | None = None  # sp-moe: layers to prefetch for; None: worked out from measured times
 
     def __post_init__(self) -> None:

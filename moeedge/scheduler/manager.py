@@ -39,7 +39,7 @@ class PlacementManager:
     gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
     model works.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
-    the draft's. notify: called when something that was on goes off, e.g. a lost device; may be replaced.
+    the draft's. notify: called with warnings, e.g. of a lost device; may be replaced.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class PlacementManager:
             plan, uploads=uploads, priority=plan.priority[keep], victims=victims, victim_utility=victim_utility
         )
 
-    # figures and trouble
+    # statistics, warnings, end
 
     def _add_schedule(self, start_s: float) -> None:
         """Counts the time since `start_s` as scheduling, unless it was for a prompt."""

@@ -1,8 +1,8 @@
 """Measures what the policy's cost model needs (MoE-SpAc, Appendix C.1), on the real model with the real cache.
 
-Measured are: computing an expert on the CPU and on the device by tokens per expert, moving one, drafting a token, the
-shares r_c and r_g of the policy's utilities, entire steps with the cache and without, and prompts by each path. A fixed
-text goes through the target for that.
+It times computing an expert on the CPU and on the device by tokens per expert, moving one, drafting a token, the
+shares r_c and r_g of the policy's utilities, entire steps with the cache and without, and prompts by each path, all on
+a fixed text.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def calibrate(
 def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: ResolvedDevice) -> Calibration:
     """With transfers at least as long as an emulated link takes.
 
-    The emulated link catches up with what a busy machine delayed, which a short measurement takes for speed.
+    The emulated link catches up with what a busy machine delayed, which a short measurement mistakes for speed.
     """
     units = calibration.units
     if units is None or not (device.link_bytes_per_s or device.latency_us):

@@ -1,7 +1,7 @@
 """Between the layers of a verification: load missing experts on demand, plan for the next layers.
 
 In moeedge the CPU computes missing experts. Most published systems compute on the device alone and load a missing
-expert when its layer comes ("on demand"); the engine can do that, too, for comparisons.
+expert when its layer is computed ("on demand"); the engine can do that, too, for comparisons.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class OnDemandLoader:
     Every layer has an even share of the slots. The least recently used expert of the same layer makes room; a layer
     below its share takes slots from layers above theirs, and one that needs more than its share at once from any layer.
 
-    Counters since the session began: needed, distinct experts of the layers computed; loaded, of these absent when the
-    layer came; late, of these under way already; stops, layers that waited; waited_s, the time of that; uncached,
-    experts without room.
+    Counters since the session began: needed, the distinct experts of all layers; loaded, those of them that were absent
+    before their layer; late, those that were in flight; uncached, those without room; stops, the layers that waited,
+    and waited_s, for how long.
     """
 
     def __init__(self, cache: ExpertCache) -> None:
@@ -94,8 +94,8 @@ class OnDemandLoader:
     def make_room(self, predicted: NDArray[np.bool_], uploads: NDArray[np.int32]) -> NDArray[np.int32]:
         """Victims int32 [m, 2] for `uploads` [n, 2], none of them predicted, the least recently used first.
 
-        predicted: bool [n_layers, n_experts]. Those count as used just now, so that they stay until their layer comes
-        (SP-MoE, section 4.4: a prefetched expert goes to the end of the queue).
+        predicted: bool [n_layers, n_experts]. Those count as used just now, so that they stay until their layer is
+        computed (SP-MoE, section 4.4: a prefetched expert goes to the end of the queue).
         """
         self._last_use[predicted] = self._n_blocks
         resident = self._cache.residency()

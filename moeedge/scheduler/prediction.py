@@ -5,7 +5,7 @@ DraftRouterPredictor  (SP-MoE) puts what the draft's layers read while it drafts
                       relative depth.
 NextGatePredictor     (Mixtral-Offloading, AdapMoE, Fate, HybriMoE) puts what a layer's router reads through the
                       routers of the next layers, before the layer's own experts are computed.
-DraftPrefetch         has the predicted experts moved while the draft model works. In SP-MoE's way (section 3.3) the
+DraftPrefetch         moves the predicted experts while the draft model works. In SP-MoE's way (section 3.3) the
                       mover works on its own: after each draft token the plan is made anew, and drafting never waits.
                       In AdapMoE's way, SP-MoE's "vanilla" baseline, each draft layer's experts are requested when the
                       layer is computed, and the next layer waits until they have arrived.
@@ -96,7 +96,7 @@ class DraftRouterPredictor:
 
     @property
     def prediction(self) -> ExpertPrediction | None:
-        """Of the batch so far; None before its first token."""
+        """The prediction for the tokens of the batch so far; None before its first token."""
         n = self._n_tokens + self._has_partial_token
         return ExpertPrediction(layer_ids=self._ids[:, :n].copy(), source="draft-router") if n else None
 

@@ -15,7 +15,7 @@ from moeedge.policies.base import Observation
 
 
 class RoutingReader:
-    """Reads the frames of one context; other readers of the same sensor are not disturbed.
+    """Reads the frames of one context, independently of other readers of the same sensor.
 
     scores: of the same context, where it captures the routers' probabilities of small batches.
     """
@@ -38,7 +38,7 @@ class RoutingReader:
         return [frame for frame in frames if frame.phase in phases]
 
     def verification(self, counts: Counts, batch: Sequence[int], n_accepted: int) -> Observation:
-        """Of the verification (or plain decode) of `batch`; counts uint32 [n_layers, n_experts]."""
+        """The observation of a verification (or plain decode) of `batch`; counts: uint32 [n_layers, n_experts]."""
         frames = self._frames(Phase.VERIFY, Phase.DECODE)
         tokens = np.array(batch, dtype=np.int32)
         ids, weights = None, None
@@ -62,7 +62,7 @@ class RoutingReader:
         return np.asarray(values, dtype=np.float32)
 
     def prefill(self, counts: Counts, prompt: Sequence[int]) -> list[Observation]:
-        """Of the decoding of `prompt`, one per graph; the first graphs of a long prompt are one sum without ids."""
+        """The observations of `prompt`, one per graph; the first graphs of a long prompt are one sum without ids."""
         frames: list[Frame] = []
         start = len(prompt)
         for frame in reversed(self._frames(Phase.PREFILL)):  # before these there may be frames of an interrupted prompt

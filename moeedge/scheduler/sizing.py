@@ -21,7 +21,7 @@ _MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """The cache's size; ratio 0 switches it off, and a note says why unless the user did."""
+    """The cache's size; ratio 0: it is off, with a note that gives the reason unless the user switched it off."""
 
     ratio: float  # share of all experts that get a slot
     n_slots: int
