@@ -10,6 +10,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.llama import library
+from moeedge.native.abi import PrefillPath
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.hybrid import (
@@ -24,7 +25,7 @@ from tests.support.hybrid import (
 )
 from tests.support.stock import StockContext
 
-PATHS = {"cpu": 0, "resident": 1, "stream": 2}
+PATHS = (PrefillPath.CPU, PrefillPath.RESIDENT, PrefillPath.STREAM)
 PROMPT = random_prompt(150, 5)  # two graphs of 100 tokens at most, both above the smallest that streams
 # relative to the largest logit: repacked kernels on one side only round differently
 TOLERANCE = 5e-3 if on_cpu() else 2e-2
@@ -53,8 +54,8 @@ def test_logits_of_every_path(ratio: float, model: Path, stock: StockContext) ->
     scale = np.abs(expected).max()
     with hybrid_context(model, ratio, n_stage=8, n_ubatch=100) as (context, cache):
         RandomPlans(cache, 1).fill()
-        for path, number in PATHS.items():
-            cache.set_prefill(number, 33)
+        for path in PATHS:
+            cache.set_prefill(path, 33)
             before = cache.stats()
             logits = context.decode(PROMPT)
             after = cache.stats()
@@ -63,7 +64,7 @@ def test_logits_of_every_path(ratio: float, model: Path, stock: StockContext) ->
             assert errors.max() < EXCHANGED_TOLERANCE, f"{path}: {errors.max():.2g}"
             context.trim(0)
             on_device = after.pairs_hit - before.pairs_hit
-            assert (on_device > 0) == (path != "cpu"), f"{path}: {on_device} pairs on the device"
+            assert (on_device > 0) == (path is not PrefillPath.CPU), f"{path}: {on_device} pairs on the device"
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
@@ -75,16 +76,16 @@ def test_more_pairs_than_a_device_takes_at_once(ratio: float, tiny: TinyFactory)
         expected = stock.decode(PROMPT)
     with hybrid_context(model, ratio, n_stage=8) as (context, cache):
         RandomPlans(cache, 1).fill()
-        for path in ("resident", "stream"):
-            cache.set_prefill(PATHS[path], 33)
+        for path in (PrefillPath.RESIDENT, PrefillPath.STREAM):
+            cache.set_prefill(path, 33)
             errors = np.abs(context.decode(PROMPT) - expected).max(axis=1) / np.abs(expected).max()
             context.trim(0)
             assert (errors >= TOLERANCE).mean() <= EXCHANGED_ROWS, f"{path}: {errors.max():.2g}"
             assert errors.max() < EXCHANGED_TOLERANCE, f"{path}: {errors.max():.2g}"
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_greedy_after_every_path(path: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_greedy_after_every_path(path: PrefillPath, tiny: TinyFactory, tiny_draft: Path) -> None:
     """Through the session: a prompt of 150 tokens, then drafts."""
     model = tiny("qwen3moe", experts=MANY_EXPERTS)
     library.start()
