@@ -14,7 +14,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import EXIT_FAILURE, print_error, show_log
-from moeedge.cli.declare import Output, derive
+from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.data import load_dataset
 from moeedge.errors import InputError
@@ -40,21 +40,17 @@ SameWidthDraft = Annotated[
 ]
 DraftType = Annotated[
     str,
-    typer.Option(
-        "--draft-type",
-        metavar="TYPE",
-        help="Type of that quantization: q2_k, q3_k, q4_0, q4_k, iq4_nl, q5_0, q8_0.",
-        rich_help_panel=options.MODEL,
+    option(
+        options.MODEL, "--draft-type TYPE", "Type of that quantization: q2_k, q3_k, q4_0, q4_k, iq4_nl, q5_0, q8_0."
     ),
 ]
 Cutoff = Annotated[
     str | None,
-    typer.Option(
-        "--cutoff",
-        metavar="LIST",
-        help="Cutoff layer; several, separated by commas, give a row of the complete system each (Figure 14). "
+    option(
+        options.PLACEMENT,
+        "--cutoff LIST",
+        "Cutoff layer; several, separated by commas, give a row of the complete system each (Figure 14). "
         "Default: solved from the measured unit times.",
-        rich_help_panel=options.PLACEMENT,
     ),
 ]
 

@@ -10,7 +10,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error, show_log
-from moeedge.cli.declare import Output, derive, flatten, list_of, output_option
+from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.data import Dataset, load_dataset
 from moeedge.errors import InputError
@@ -26,12 +26,10 @@ _SYNTHETIC_ANSWER = 128
 
 NPrompt = Annotated[
     int | None,
-    typer.Option(
-        "-p",
-        "--n-prompt",
-        metavar="N",
-        help="Synthetic prefill of N random tokens (row ppN); 0: none. Default: 512 without --dataset, none with it.",
-        rich_help_panel=options.WORK,
+    option(
+        options.WORK,
+        "-p, --n-prompt N",
+        "Synthetic prefill of N random tokens (row ppN); 0: none. Default: 512 without --dataset, none with it.",
     ),
 ]
 NPredict = Annotated[
@@ -47,44 +45,38 @@ Repetitions = Annotated[
 ]
 Score = Annotated[
     bool,
-    typer.Option(
+    option(
+        options.WORK,
         "--score",
-        help="Compare the answers with the dataset's references (docs/datasets.md): a column with the mean.",
-        rich_help_panel=options.WORK,
+        "Compare the answers with the dataset's references (docs/datasets.md): a column with the mean.",
     ),
 ]
 RunCode = Annotated[
     bool,
-    typer.Option(
+    option(
+        options.WORK,
         "--run-code",
-        help="With --score: run the programs that the model writes against their tests, each in a process without "
+        "With --score: run the programs that the model writes against their tests, each in a process without "
         "network and with limits on time and memory. Without it they are not scored.",
-        rich_help_panel=options.WORK,
     ),
 ]
 Modes = Annotated[
     str,
-    typer.Option(
-        "--modes",
-        metavar="LIST",
-        help="Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of the "
+    option(
+        options.WORK,
+        "--modes LIST",
+        "Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of the "
         "output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft). Without "
         "a draft stock-sd is left out and moeedge decodes one token at a time.",
-        rich_help_panel=options.WORK,
     ),
 ]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option(
-        "--ignore-eos", help="Continue answers after stop tokens, to -n tokens.", rich_help_panel=options.WORK
-    ),
-]
+IgnoreEos = Annotated[bool, option(options.WORK, "--ignore-eos", "Continue answers after stop tokens, to -n tokens.")]
 NoWarmup = Annotated[
     bool,
-    typer.Option(
+    option(
+        options.WORK,
         "--no-warmup",
-        help="Do not run every mode once before the first sample: the first repetition starts with an empty cache.",
-        rich_help_panel=options.WORK,
+        "Do not run every mode once before the first sample: the first repetition starts with an empty cache.",
     ),
 ]
 Policies = Annotated[str | None, list_of(options.Policy)]

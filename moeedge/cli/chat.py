@@ -16,7 +16,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import accept_any_text, show_log, valid_text
-from moeedge.cli.declare import Output, flatten, output_option
+from moeedge.cli.declare import Output, flatten, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
@@ -28,19 +28,11 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 2.0  # until a notice that standard input is being waited for
 
-SystemPrompt = Annotated[
-    str, typer.Option("-sys", "--system-prompt", metavar="TEXT", help="System prompt.", rich_help_panel=options.WORK)
-]
-SingleTurn = Annotated[
-    bool, typer.Option("-st", "--single-turn", help="Exit after one answer.", rich_help_panel=options.WORK)
-]
+SystemPrompt = Annotated[str, option(options.WORK, "-sys, --system-prompt TEXT", "System prompt.")]
+SingleTurn = Annotated[bool, option(options.WORK, "-st, --single-turn", "Exit after one answer.")]
 ContextShift = Annotated[
     bool,
-    typer.Option(
-        "--context-shift",
-        help="Drop the older half when the context is full, instead of stopping.",
-        rich_help_panel=options.HARDWARE,
-    ),
+    option(options.HARDWARE, "--context-shift", "Drop the older half when the context is full, instead of stopping."),
 ]
 Stats = Annotated[
     Output | None,

@@ -25,10 +25,17 @@ class Output(str, Enum):
     MD = "md"
 
 
+def option(panel: str, spelling: str, help: str, **settings: Any) -> Any:
+    """An option in a panel of --help. spelling: as --help shows it, "-m, --model FILE"."""
+    *flags, last = spelling.split(", ")
+    flag, _, metavar = last.partition(" ")
+    return typer.Option(*flags, flag, metavar=metavar or None, help=help, rich_help_panel=panel, **settings)
+
+
 def derive(declared: Any, **changes: Any) -> Any:
     """A copy of the option of an Annotated type, with some attributes (help, metavar, min) changed."""
-    (option,) = declared.__metadata__
-    derived = copy(option)
+    (original,) = declared.__metadata__
+    derived = copy(original)
     for name, value in changes.items():
         setattr(derived, name, value)
     return derived
@@ -36,8 +43,8 @@ def derive(declared: Any, **changes: Any) -> Any:
 
 def list_of(declared: Any) -> Any:
     """The same option with a list as its value, of which every element gives a result."""
-    (option,) = declared.__metadata__
-    return derive(declared, metavar="LIST", help=f"{option.help} Several, separated by commas, are compared.")
+    (original,) = declared.__metadata__
+    return derive(declared, metavar="LIST", help=f"{original.help} Several, separated by commas, are compared.")
 
 
 def output_option(*formats: Output, help: str, flags: tuple[str, ...] = ("-o", "--output")) -> Any:
@@ -63,18 +70,18 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
         field_hints = get_type_hints(groups[name], include_extras=True)
-        for option in fields(groups[name]):
-            default = option.default if option.default_factory is MISSING else option.default_factory()
+        for field in fields(groups[name]):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
             parameters.append(
                 inspect.Parameter(
-                    option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[option.name]
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[field.name]
                 )
             )
 
     @wraps(command)
     def run(**values: Any) -> None:
         objects = {
-            name: kind(**{option.name: values.pop(option.name) for option in fields(kind)})
+            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             for name, kind in groups.items()
         }
         command(**objects, **values)

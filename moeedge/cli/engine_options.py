@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from moeedge import paths
 from moeedge.cli import options
+from moeedge.cli.declare import option
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
@@ -27,45 +26,17 @@ from moeedge.units import parse_size
 DRAFT_MAX = 4  # tokens per draft, where neither the user nor the catalog says
 _SPIN_COUNT = "1000"
 
-TopK = Annotated[
-    int,
-    typer.Option(
-        "--top-k", metavar="K", help="Sample from the k most likely tokens; 0: all.", rich_help_panel=options.SAMPLING
-    ),
-]
+TopK = Annotated[int, option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.")]
 TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Sample from the most likely tokens with this cumulative probability.",
-        rich_help_panel=options.SAMPLING,
-    ),
+    float, option(options.SAMPLING, "--top-p P", "Sample from the most likely tokens with this cumulative probability.")
 ]
 MinP = Annotated[
-    float,
-    typer.Option(
-        "--min-p",
-        metavar="P",
-        help="Drop tokens less likely than this fraction of the most likely one.",
-        rich_help_panel=options.SAMPLING,
-    ),
+    float, option(options.SAMPLING, "--min-p P", "Drop tokens less likely than this fraction of the most likely one.")
 ]
 RepeatPenalty = Annotated[
-    float,
-    typer.Option(
-        "--repeat-penalty",
-        metavar="X",
-        help="Make repeated tokens less likely; 1: off.",
-        rich_help_panel=options.SAMPLING,
-    ),
+    float, option(options.SAMPLING, "--repeat-penalty X", "Make repeated tokens less likely; 1: off.")
 ]
-RepeatLastN = Annotated[
-    int,
-    typer.Option(
-        "--repeat-last-n", metavar="N", help="Last tokens that the penalty looks at.", rich_help_panel=options.SAMPLING
-    ),
-]
+RepeatLastN = Annotated[int, option(options.SAMPLING, "--repeat-last-n N", "Last tokens that the penalty looks at.")]
 
 
 @dataclass(frozen=True)

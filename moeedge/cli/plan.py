@@ -12,7 +12,7 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import show_log
-from moeedge.cli.declare import Output, derive
+from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions, ModelFiles, PlacementOptions, check_device, resolve_models
 from moeedge.errors import ModelNameError
 from moeedge.units import parse_size
@@ -27,11 +27,8 @@ FreeVram = Annotated[
 ]
 FreeRam = Annotated[
     str | None,
-    typer.Option(
-        "--ram",
-        metavar="SIZE",
-        help="Plan for a machine with this much free memory. Default: what is measured.",
-        rich_help_panel=options.PLACEMENT,
+    option(
+        options.PLACEMENT, "--ram SIZE", "Plan for a machine with this much free memory. Default: what is measured."
     ),
 ]
 CacheRatio = Annotated[
@@ -43,11 +40,10 @@ CacheRatio = Annotated[
 ]
 Reserve = Annotated[
     str | None,
-    typer.Option(
-        "--reserve",
-        metavar="SIZE",
-        help="Device memory to leave free, in addition to what the cache leaves to others anyway.",
-        rich_help_panel=options.PLACEMENT,
+    option(
+        options.PLACEMENT,
+        "--reserve SIZE",
+        "Device memory to leave free, in addition to what the cache leaves to others anyway.",
     ),
 ]
 

@@ -12,7 +12,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import show_log, valid_text
-from moeedge.cli.declare import Output, flatten
+from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
 from moeedge.data import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
@@ -22,20 +22,9 @@ from moeedge.errors import EmptyPromptError, EngineError, InputError
 if TYPE_CHECKING:
     from moeedge.engine.recording import Recording
 
-Layer = Annotated[
-    str | None,
-    typer.Option(
-        "--layer", metavar="N", help="Layer to profile, from 0. Default: the last.", rich_help_panel=options.WORK
-    ),
-]
+Layer = Annotated[str | None, option(options.WORK, "--layer N", "Layer to profile, from 0. Default: the last.")]
 Layers = Annotated[
-    str | None,
-    typer.Option(
-        "--layers",
-        metavar="LIST|all",
-        help="Layers to profile, such as 0,5,40-47, or all.",
-        rich_help_panel=options.WORK,
-    ),
+    str | None, option(options.WORK, "--layers LIST|all", "Layers to profile, such as 0,5,40-47, or all.")
 ]
 
 

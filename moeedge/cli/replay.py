@@ -9,7 +9,7 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import names, numbers
-from moeedge.cli.declare import Output, derive
+from moeedge.cli.declare import Output, derive, option
 from moeedge.errors import InputError
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.sim.noisy_predictor import PredictorAccuracy
@@ -30,32 +30,29 @@ DraftMax = Annotated[
 ]
 MaxUploads = Annotated[
     float | None,
-    typer.Option(
-        "--max-uploads",
-        metavar="X",
-        help="Experts that a plan may load per layer and step. Loads on demand are counted, but not limited.",
-        rich_help_panel=options.PLACEMENT,
+    option(
+        options.PLACEMENT,
+        "--max-uploads X",
+        "Experts that a plan may load per layer and step. Loads on demand are counted, but not limited.",
     ),
 ]
 AccuracyList = Annotated[
     str | None,
-    typer.Option(
-        "--predictor-accuracy",
-        metavar="LIST",
-        help="Replace predictions from the hidden states of layers, which a trace lacks, by noisy ones of these "
+    option(
+        options.PLACEMENT,
+        "--predictor-accuracy LIST",
+        "Replace predictions from the hidden states of layers, which a trace lacks, by noisy ones of these "
         "accuracies: draft-router=0.88,next-gate=0.8, or default for these. Without it systems that need them use "
         "their caches alone.",
-        rich_help_panel=options.PLACEMENT,
     ),
 ]
 ProfileTexts = Annotated[
     int | None,
-    typer.Option(
-        "--profile-texts",
-        metavar="N",
-        help="The first N texts are not replayed: policies that need a profile get it from them. Default: a tenth, "
+    option(
+        options.PLACEMENT,
+        "--profile-texts N",
+        "The first N texts are not replayed: policies that need a profile get it from them. Default: a tenth, "
         "30 at most.",
-        rich_help_panel=options.PLACEMENT,
     ),
 ]
 

@@ -11,7 +11,7 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import integers, names, numbers
-from moeedge.cli.declare import Output, derive
+from moeedge.cli.declare import Output, derive, option
 from moeedge.errors import InputError
 from moeedge.policies.registry import expand_names
 from moeedge.sim import simulate as simulation
@@ -25,12 +25,11 @@ from moeedge.ui.sim_views import print_simulation, typical_step
 
 Hardware = Annotated[
     str,
-    typer.Option(
-        "--hardware",
-        metavar="NAME|FILE",
-        help="rtx4090-pcie4, rtx3090, rtx-a5000, a100, a JSON file with the same fields, a file that moeedge calibrate "
+    option(
+        options.HARDWARE,
+        "--hardware NAME|FILE",
+        "rtx4090-pcie4, rtx3090, rtx-a5000, a100, a JSON file with the same fields, a file that moeedge calibrate "
         'wrote, or "this": the newest such file for the model.',
-        rich_help_panel=options.HARDWARE,
     ),
 ]
 Model = Annotated[
@@ -38,23 +37,15 @@ Model = Annotated[
 ]
 TraceOption = Annotated[
     Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Routing trace to simulate from (moeedge trace info). Default: seeded synthetic text.",
-        rich_help_panel=options.TRACE,
+    option(
+        options.TRACE,
+        "--trace FILE",
+        "Routing trace to simulate from (moeedge trace info). Default: seeded synthetic text.",
     ),
 ]
 NTokens = Annotated[int, derive(options.NPredict, help="Tokens of synthetic text.", min=16)]
 MaxSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--max-steps",
-        metavar="N",
-        help="Verification steps to simulate, at most.",
-        min=1,
-        rich_help_panel=options.TRACE,
-    ),
+    int | None, option(options.TRACE, "--max-steps N", "Verification steps to simulate, at most.", min=1)
 ]
 Acceptance = Annotated[
     float, derive(options.Acceptance, help="Acceptance rate of drafts, where the trace does not say.")
@@ -62,28 +53,16 @@ Acceptance = Annotated[
 RejectedTokens = Annotated[options.RejectedTokenModel, derive(options.RejectedTokens, metavar="optimistic|pessimistic")]
 LinkFactor = Annotated[
     str,
-    typer.Option(
-        "--link",
-        metavar="LIST",
-        help="Link speed as a multiple of the machine's. Several, separated by commas, are compared.",
-        rich_help_panel=options.HARDWARE,
+    option(
+        options.HARDWARE,
+        "--link LIST",
+        "Link speed as a multiple of the machine's. Several, separated by commas, are compared.",
     ),
 ]
 Gantt = Annotated[
-    Path | None,
-    typer.Option(
-        "--gantt",
-        metavar="FILE",
-        help="Draw one step of every row (.png, .svg or .pdf).",
-        rich_help_panel=options.OUTPUT,
-    ),
+    Path | None, option(options.OUTPUT, "--gantt FILE", "Draw one step of every row (.png, .svg or .pdf).")
 ]
-EventLog = Annotated[
-    Path | None,
-    typer.Option(
-        "--event-log", metavar="FILE", help="Write all events of the last row.", rich_help_panel=options.OUTPUT
-    ),
-]
+EventLog = Annotated[Path | None, option(options.OUTPUT, "--event-log FILE", "Write all events of the last row.")]
 
 
 def simulate(

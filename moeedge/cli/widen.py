@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.declare import Output
+from moeedge.cli.declare import Output, option
 from moeedge.cli.engine_options import resolve_models
 from moeedge.errors import InputError
 
@@ -22,12 +22,11 @@ def _size(*names: str, help: str) -> Any:
 Out = Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")]
 Like = Annotated[
     str | None,
-    typer.Option(
-        "--like",
-        metavar="NAME",
-        help="Every size of this model that is possible: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, "
+    option(
+        _SHAPE,
+        "--like NAME",
+        "Every size of this model that is possible: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, "
         "olmoe-1b-7b; for a dense source qwen3-0.6b, qwen3-1.7b, qwen3-4b.",
-        rich_help_panel=_SHAPE,
     ),
 ]
 Embd = Annotated[int | None, _size("--embd", help="Embedding width, a multiple of 32.")]

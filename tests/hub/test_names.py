@@ -135,27 +135,27 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
     ("text", "reason"),
     [
         ("[[model]\n", "TOML"),
-        ('[[models]]\nname = "x"\n', 'unknown key "models"'),
-        ("[[model]]\n", r"a \[\[model\]\] has no name"),
-        ('[[model]]\nname = "a b"\n', "name of model a b must be letters"),
-        ('[[model]]\nname = "bundled"\n', "name of model bundled"),
-        ('[[model]]\nname = "x"\n', r"model x has no \[\[model.variant\]\]"),
-        ('[[model]]\nname = "x"\nsize = 3\n', 'model x has an unknown key "size"'),
-        ('[[model]]\nname = "x"\ndraft_max = -1\n', "draft_max of model x"),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "x"\n', 'must be "owner/name"'),
-        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "neither a path nor a repo"),
+        ('[[models]]\nname = "x"\n', '"models"'),
+        ("[[model]]\n", "name"),
+        ('[[model]]\nname = "a b"\n', "model a b"),
+        ('[[model]]\nname = "bundled"\n', "model bundled"),
+        ('[[model]]\nname = "x"\n', r"model\.variant"),
+        ('[[model]]\nname = "x"\nsize = 3\n', '"size"'),
+        ('[[model]]\nname = "x"\ndraft_max = -1\n', "draft_max"),
+        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "x"\n', "owner/name"),
+        ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "path .* repo"),
         (
             '[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["../x.gguf"]\n',
-            "files of a variant of model x must be paths of GGUF files",
+            "files .* model x",
         ),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\nsha256 = ["1"]\n', "64 hexa"),
         (
             '[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\nsize_bytes = [1, 2]\n',
             "as many",
         ),
-        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\nrepo = "a/b"\n', "a path and a repo"),
-        ('[[model]]\nname = "x"\ndrafts = ["none-such"]\n[[model.variant]]\npath = "x"\n', "is no entry"),
-        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n' * 2, "two entries x"),
+        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\nrepo = "a/b"\n', "path and a repo"),
+        ('[[model]]\nname = "x"\ndrafts = ["none-such"]\n[[model.variant]]\npath = "x"\n', "none-such"),
+        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n' * 2, "two .* x"),
     ],
 )
 def test_malformed_catalogs(own: Write, text: str, reason: str) -> None:
@@ -223,7 +223,7 @@ def test_choosing_a_file() -> None:
     for what, reason in [("Q4", "no file"), ("Q2_K", "no file"), ("Q6_K", "lacks broken-Q6_K-00002")]:
         with pytest.raises(InputError, match=reason):
             chosen(quant=what)
-    with pytest.raises(InputError, match="no GGUF model"):
+    with pytest.raises(InputError, match="GGUF"):
         choose_files(HubReference("a/b"), [HubFile("model.safetensors")])
     with pytest.raises(InputError, match="several models"):
         choose_files(HubReference("a/b"), [HubFile("x-Q5_0.gguf"), HubFile("y-Q6_K.gguf")])
@@ -231,7 +231,7 @@ def test_choosing_a_file() -> None:
 
 def test_cached_models_are_found(own: Write) -> None:
     own(_PAIR)
-    with pytest.raises(ModelNameError, match=r"mine \(4 bytes\) is not on this machine"):
+    with pytest.raises(ModelNameError, match=r"mine \(4 bytes\)"):
         locate("mine")
     link = store("me/mine-GGUF", "mine-Q4_0.gguf", blob="0" * 64)
     with pytest.raises(ModelNameError):  # another content than the catalog's
@@ -266,13 +266,13 @@ def test_pairs(own: Write, capfd: pytest.CaptureFixture[str]) -> None:
     own(_PAIR)
     target = store("me/mine-GGUF", "mine-Q4_0.gguf", blob=_SHA)
     assert resolve_models(Path("mine"), None) == ModelFiles(target, None)
-    assert "Its draft mine-draft:Q8_0 is not on this machine: no drafts" in capfd.readouterr().err.replace("\n", " ")
+    assert "mine-draft:Q8_0" in capfd.readouterr().err.replace("\n", " ")
     small = store("me/draft-GGUF", "draft-Q4_0.gguf", blob="e" * 64)
     assert resolve_models(Path("mine"), None).draft is None  # the catalog names its Q8_0
     draft = store("me/draft-GGUF", "draft-Q8_0.gguf")
     assert resolve_models(Path("mine"), None) == ModelFiles(target, draft, 2)
     said = " ".join(capfd.readouterr().err.split())
-    assert "Draft, by the catalog: mine-draft:Q8_0 is" in said and "suggests 2 tokens per draft" in said
+    assert "mine-draft:Q8_0" in said and "--draft-max" in said
     assert resolve_models(Path("mine"), "none") == ModelFiles(target, None)
     assert resolve_models(Path("mine"), "ngram") == ModelFiles(target, "ngram", 2)
     assert resolve_models(Path("mine"), "mine-draft") == ModelFiles(target, small, 2)

