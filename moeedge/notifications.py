@@ -1,34 +1,35 @@
-"""Sentences for the user from any layer: the logic sends them, the CLI and the chat show them."""
+"""Sentences for the user from any layer: the logic makes them, the CLI and the chat show them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
 
 class Level(Enum):
     """How much a notification asks for attention."""
 
-    INFO = "info"  # what is done or will take a while
+    INFO = "info"  # a choice that the program made, or something that takes a while
     WARNING = "warning"  # something asked for is off, slower or lost
 
 
-@dataclass(frozen=True)
-class Notification:
-    """One or more full sentences."""
+class Notification(str):
+    """One or more full sentences with a level; a string everywhere else, JSON included."""
 
-    text: str
-    level: Level = Level.INFO
+    level: Level
 
-
-class Detail(str):
-    """A note about a choice that the program made and that needs no attention; other notes are warnings."""
-
-    __slots__ = ()
+    def __new__(cls, text: str, level: Level = Level.INFO) -> Notification:
+        self = super().__new__(cls, text)
+        self.level = level
+        return self
 
 
 Notify = Callable[[Notification], None]
+
+
+def is_warning(note: str) -> bool:
+    """Whether a note needs attention: all do but notifications of level INFO."""
+    return not isinstance(note, Notification) or note.level is Level.WARNING
 
 
 def ignore(notification: Notification) -> None:

@@ -139,9 +139,7 @@ class Bench:
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[BenchArm]:
         assert self._models is not None
-        arms = open_arms(
-            self._base, modes, self._models, stack, notify=lambda notification: self._report([notification.text])
-        )
+        arms = open_arms(self._base, modes, self._models, stack, notify=lambda note: self._report([note]))
         for arm in arms:
             self._report(arm.session.info.notes)
         return arms

@@ -20,7 +20,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
-from moeedge.notifications import Detail, Notification, Notify, ignore
+from moeedge.notifications import Notification, Notify, ignore
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
@@ -94,7 +94,7 @@ class Session:
                 model = stack.enter_context(load_target(config, device))
             notes: list[str] = []
             if model.info.n_experts == 0:
-                notes.append(Detail(f"{config.model.name} is dense, no experts: placement off."))
+                notes.append(Notification(f"{config.model.name} is dense, no experts: placement off."))
             draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = _context_size(config, device, models, notes)
@@ -188,7 +188,7 @@ class Session:
             observer(record, self)
 
     def _report(self, notification: Notification) -> None:
-        self.info.notes.append(notification.text)
+        self.info.notes.append(notification)
         self.notify(notification)
 
     def placement_stats(self) -> PlacementStats | None:

@@ -11,6 +11,7 @@ from moeedge import native
 from moeedge.errors import DeviceError
 from moeedge.hardware import nvidia, rpc
 from moeedge.hardware.spec import EMULATED, DeviceSpec
+from moeedge.notifications import Notification
 from moeedge.units import format_rate
 
 DeviceKind = Literal["none", "emulated", "gpu", "rpc"]
@@ -108,7 +109,7 @@ def _automatic(bundled: bool) -> ResolvedDevice:
         )
         return _emulated(DeviceSpec("emulated"), notes=notes)
     if not shared:
-        notes.append("No GPU: all experts stay on the CPU (see moeedge devices).")
+        notes.append(Notification("No GPU: all experts stay on the CPU (see moeedge devices)."))
     return ResolvedDevice("none", llama_device="auto", notes=notes)
 
 

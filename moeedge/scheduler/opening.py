@@ -13,7 +13,7 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Detail, Notify
+from moeedge.notifications import Notification, Notify
 from moeedge.policies.base import CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler.cache_store import cache_shape
@@ -72,7 +72,7 @@ def open_placement(
         if calibration is None:
             notes.append(_describe_unmeasured(target))
         else:
-            notes.append(Detail(calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)))
+            notes.append(Notification(calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)))
             policy_config = replace(policy_config, cost_model=calibration.units)
             if device.kind in ("gpu", "rpc") and not calibration.pays and not config.has_size:
                 notes.append(
@@ -232,7 +232,7 @@ def _gate_predictor(policy: Policy, target: Context, notes: list[str]) -> NextGa
     except ModelFileError as error:
         notes.append(_describe_no_prediction(policy, str(error)))
         return None
-    notes.append(Detail(f"The policy {policy.name} predicts the next layers' experts from what routers read."))
+    notes.append(Notification(f"The policy {policy.name} predicts the next layers' experts from what routers read."))
     return predictor
 
 
@@ -254,7 +254,7 @@ def _draft_predictor(
             f"The policy {policy.name} predicts the experts of the first {n_layers} of {info.n_expert_layers} layers "
             "from what the draft's layers read."
         )
-        notes.append(Detail(sentence))
+        notes.append(Notification(sentence))
     return predictor
 
 
@@ -264,7 +264,7 @@ def _keeps_hidden_states(policy: Policy, draft: Context | None, gamma: int, note
         return False
     has_hidden_states = draft is not None and draft.has_hidden_states
     source = "hidden states" if has_hidden_states else "tokens alone, without its hidden states"
-    notes.append(Detail(f"The policy {policy.name} predicts experts from the draft's {source}."))
+    notes.append(Notification(f"The policy {policy.name} predicts experts from the draft's {source}."))
     return has_hidden_states
 
 
@@ -276,7 +276,7 @@ def _describe_unmeasured(target: Context) -> str:
     effect = "work is not balanced between CPU and device."
     if target.n_ctx < CONTEXT_MIN:
         return f"Nothing was measured, a context of {target.n_ctx} tokens has no room for it: {effect}"
-    return Detail(f"Nothing was measured, as asked: {effect}")
+    return Notification(f"Nothing was measured, as asked: {effect}")
 
 
 def _describe_placement(
@@ -290,7 +290,7 @@ def _describe_placement(
         f"Experts are cached on {device.label}: {cache.info.n_slots:,} of {n_all:,} "
         f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}), policy {config.policy}{ablated}."
     )
-    notes: list[str] = [Detail(sentence)]
+    notes: list[str] = [Notification(sentence)]
     if target.model.experts_mapped:
         notes.append(
             "The model is larger than the free memory: its other experts stay as they are in the file, and the CPU "

@@ -79,7 +79,7 @@ def notifier(console: Console) -> Notify:
     """Shows notifications on `console`: warnings in yellow."""
 
     def show(notification: Notification) -> None:
-        say(console, notification.text, style="yellow" if notification.level is Level.WARNING else "dim")
+        say(console, notification, style="yellow" if notification.level is Level.WARNING else "dim")
 
     return show
 

@@ -382,8 +382,8 @@ def test_trouble_is_reported_once(
     n_plans = len(recorder.upcoming)
     for _ in generation:
         pass
-    assert len(received) == 1 and sentence in received[0].text and received[0].level is Level.WARNING
-    assert session.info.notes[-1] == received[0].text
+    assert len(received) == 1 and sentence in received[0] and received[0].level is Level.WARNING
+    assert session.info.notes[-1] == received[0]
     lost = "lost" in change
     assert stats_of(session).lost == lost == (not session.placement.active)
     assert (len(recorder.upcoming) == n_plans) == lost

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
-from moeedge.notifications import Detail
+from moeedge.notifications import Notification
 from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, warnings_of
 from tests.ui.test_figures import INFO
 
@@ -21,9 +21,9 @@ CACHED = replace(
     cache_slots=1044,
     pool_bytes=3 << 20,
     notes=[
-        Detail("Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac."),
-        Detail("Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without."),
-        Detail("The policy spac predicts experts from the draft's hidden states."),
+        Notification("Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac."),
+        Notification("Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without."),
+        Notification("The policy spac predicts experts from the draft's hidden states."),
         "The host gives no pinned memory for transfers: experts move more slowly.",
     ],
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from moeedge import __version__
-from moeedge.notifications import Detail
+from moeedge.notifications import is_warning
 from moeedge.ui import figures
 from moeedge.ui.console import say
 from moeedge.ui.figures import Figure, device_name, percent
@@ -66,7 +66,7 @@ def details(info: EngineInfo) -> list[Figure]:
 
 def warnings_of(info: EngineInfo) -> list[str]:
     """The notes about what is off, slower or missing."""
-    return [note for note in info.notes if not isinstance(note, Detail)]
+    return [note for note in info.notes if is_warning(note)]
 
 
 def _model_line(info: EngineInfo, *, toy: bool) -> str:

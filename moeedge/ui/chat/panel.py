@@ -49,7 +49,7 @@ class CacheMeter:
 
     def __enter__(self) -> CacheMeter:
         self._notify = self._session.notify
-        self._session.notify = lambda notification: self.notes.append(notification.text)
+        self._session.notify = self.notes.append
         self._start = self._newest = self._session.placement_stats()
         if self._start is not None:
             self._session.observers.append(self._observe)
