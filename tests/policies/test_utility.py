@@ -65,7 +65,7 @@ def test_arrays_equal_the_literal_loop(
     literal = [LiteralExpert(gamma, cap, Fraction(tenths, 10), boundaries) for _ in range(6)]
     state = utility.initial_state((2, 3), config)
     for frame in frames:
-        # in "float", a boundary that is an integer but for rounding may go either way: not compared
+        # in "float", a boundary that rounding moves across an integer may go either way: not compared
         if boundaries == "float" and any(_near_tie(expert, f) for expert, f in zip(literal, frame, strict=True)):
             return
         state = utility.observe(state, np.array(frame).reshape(2, 3), config)
@@ -77,8 +77,9 @@ def test_arrays_equal_the_literal_loop(
 
 
 def _near_tie(expert: LiteralExpert, f: int) -> bool:
-    d = f - expert.f
-    return d in (expert.up, -expert.down) and expert.up.denominator * expert.down.denominator > 1
+    """Whether a moved boundary is exactly met: rounding may put its float on either side."""
+    d, start = f - expert.f, Fraction(expert.gamma // 2)
+    return d in (expert.up, -expert.down) and (expert.up, expert.down) != (start, start)
 
 
 def test_worked_example() -> None:
