@@ -27,7 +27,7 @@ from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.ui.bench_views import difference_lines, render
 from moeedge.ui.plots import draw_sweep, lines_of
-from tests.support.commands import refused, run, run_json
+from tests.support.commands import SIGNALS, refused, run, run_json
 
 _QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]
 
@@ -116,9 +116,7 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
     assert said in refused("bench", "-m", tiny_moe, "--dataset", talk)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_a_signal_prints_what_was_measured(tiny_moe: Path, talk: Path, signum: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "moeedge", "bench", "-m", str(tiny_moe), "--dataset", str(talk)]
     with subprocess.Popen(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.conftest import TinyFactory
+from tests.support.commands import SIGNALS
 
 if sys.platform == "win32":
     pytest.skip("needs POSIX signals", allow_module_level=True)
@@ -44,9 +45,7 @@ def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-)
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_json_is_whole_and_says_interrupted(endless: list[str], signum: signal.Signals, code: int) -> None:
     with running([*endless, "-o", "json"]) as process:
         time.sleep(1.0)  # answers say nothing until they are printed as a whole
@@ -60,9 +59,7 @@ def test_json_is_whole_and_says_interrupted(endless: list[str], signum: signal.S
     assert report["stats"]["tg_ts"] > 0
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-)
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_text_keeps_what_was_said(endless: list[str], signum: signal.Signals, code: int) -> None:
     with running(endless) as process:
         assert process.stdout is not None

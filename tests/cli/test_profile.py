@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from tests.support.commands import refused, run, run_json
+from tests.support.commands import SIGNALS, refused, run, run_json
 
 
 @pytest.fixture
@@ -119,9 +118,7 @@ def test_dense_model(tiny_draft: Path) -> None:
     assert "no experts" in refused("profile", "-m", tiny_draft, "-p", "one")
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_a_signal_reports_what_there_is(pair: list[str], tmp_path: Path, signum: int, code: int) -> None:
     """The prompts last for minutes, so that the signal always comes first."""
     (tmp_path / "many.jsonl").write_text('{"prompt": "one two three"}\n' * 1000)

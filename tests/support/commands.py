@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from moeedge.cli.app import COMMANDS, app, load_command
+
+# what stops a command, and its exit code then
+SIGNALS = [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 
 
 def run(*arguments: object, piped: str = "") -> Result:
