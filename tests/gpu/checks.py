@@ -170,7 +170,7 @@ def check_output(lanes: list[Lane], answers: dict[str, list[Answer]], options: a
 
 
 def summarize(lane: Lane, samples: list[Answer], reference: list[Answer]) -> dict[str, Any]:
-    """Medians beside the raw samples; `speed` pairs answers of the same repetition."""
+    """Medians next to the raw samples; `speed` pairs answers of the same repetition."""
     drafted = sum(sample.drafted for sample in samples)
     return {
         "what": lane.what,

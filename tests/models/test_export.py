@@ -41,4 +41,4 @@ def test_routers_and_norms_stay_in_float32_and_experts_get_their_type(kind: str,
     for name, found in types.items():
         wanted = kind.upper() if "_exps" in name else "F32" if "norm" in name or "ffn_gate_inp" in name else "Q8_0"
         assert found == wanted, name
-    assert list(tmp_path.iterdir()) == [path], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [path], "no other file is left"

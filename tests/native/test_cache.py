@@ -380,7 +380,7 @@ def test_blocks_without_resident_experts_are_misses(tiny: TinyFactory, n_tokens:
         ({"tensors": []}, BackendError, "expert tensors"),
         ({"n_experts": 9}, BackendError, "number of experts"),
         ({"n_layers": 3}, BackendError, r"blk\.3\.ffn_up_exps\.weight cannot be cached"),
-        ({"files": [Path("nowhere.bin")]}, ModelFileError, "nowhere.bin cannot be opened"),
+        ({"files": [Path("absent.bin")]}, ModelFileError, "absent.bin cannot be opened"),
         ({"files": [Path(__file__)]}, ModelFileError, "ends before the experts of layer"),
     ],
 )

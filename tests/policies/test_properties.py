@@ -124,9 +124,9 @@ def slots_of_another_policy(shape: CacheShape, rng: np.random.Generator) -> Slot
     slots = Slots(shape)
     for group, capacity in enumerate(shape.capacity.tolist()):
         layers = np.flatnonzero(shape.group == group)
-        cells = rng.permutation(layers.size * shape.n_experts)[: int(rng.integers(0, capacity + 1))]
-        slots.resident[layers[cells // shape.n_experts], cells % shape.n_experts] = 1
-        slots._held[group] = cells.size
+        flat_ids = rng.permutation(layers.size * shape.n_experts)[: int(rng.integers(0, capacity + 1))]
+        slots.resident[layers[flat_ids // shape.n_experts], flat_ids % shape.n_experts] = 1
+        slots._held[group] = flat_ids.size
     return slots
 
 

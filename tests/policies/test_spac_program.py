@@ -24,12 +24,12 @@ def test_the_utility_follows_the_counts_and_not_their_changes() -> None:
     for _ in range(40):
         counts = rng.integers(0, GAMMA + 2, (2, 6)).astype(np.uint32)
         policy.observe(observation(counts))
-        for cell in np.ndindex(2, 6):
-            difference = int(counts[cell]) - expected[cell]
+        for expert in np.ndindex(2, 6):
+            difference = int(counts[expert]) - expected[expert]
             if difference >= UP:
-                expected[cell] = min(CAP, expected[cell] + 1)
+                expected[expert] = min(CAP, expected[expert] + 1)
             elif -difference >= DOWN:
-                expected[cell] = max(0, expected[cell] - 1)
+                expected[expert] = max(0, expected[expert] - 1)
         plan = policy.plan(np.zeros((2, 6), dtype=np.uint8), [])
         assert np.array_equal(plan.utility, expected)
 

@@ -379,4 +379,4 @@ def test_shares_and_predictions() -> None:
     assert even_shares(shape).tolist() == [2, 0, 1, 3]
     ids = np.full((4, 2, 2), -1, dtype=np.int32)
     ids[0] = [[0, 2], [2, -1]]
-    assert predicted_counts(ExpertPrediction(ids, "stand-in"), shape)[0].tolist() == [1.0, 0.0, 2.0]
+    assert predicted_counts(ExpertPrediction(ids, "noisy"), shape)[0].tolist() == [1.0, 0.0, 2.0]
