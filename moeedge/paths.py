@@ -94,6 +94,10 @@ def replace_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(path)  # the user knows this name alone
+        raise
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
