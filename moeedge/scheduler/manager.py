@@ -27,7 +27,6 @@ from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, Ne
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 
-_STEPS_BETWEEN_BLOCKS = 32  # the native ring holds 4096 block records: 85 steps of 48 layers
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
 
@@ -81,7 +80,6 @@ class PlacementManager:
         self._lost = False
         self._warned_unknown = False
         self._attached = False
-        cache.blocks()  # drop the records of the warm-up
         self.attach()
 
     @property
@@ -168,8 +166,6 @@ class PlacementManager:
             else:
                 for piece in self._reader.prefill(counts, batch):
                     self.driver.observe(piece)
-        if self._recorder.steps % _STEPS_BETWEEN_BLOCKS == 0:
-            self._recorder.add_blocks(self.cache.blocks())
         self._add_schedule(start_s)
 
     def plan_next(self, tokens: Sequence[int]) -> None:
@@ -269,7 +265,6 @@ class PlacementManager:
 
     def stats(self) -> PlacementStats:
         """All figures since the session began."""
-        self._recorder.add_blocks(self.cache.blocks())
         memory = self.device_memory()
         return self._recorder.read(
             self.cache.stats(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -54,8 +53,6 @@ class PlacementStats(CacheStats):
     draft_s: float = counter("drafting", "s")
     decode_s: float = counter("entire steps", "s")
     tau: tuple[float, ...] = ()  # [n_expert_layers], the newest
-    partition_us_median_1: float | None = None  # per block of 1 token; None: no such block yet
-    partition_us_median_9: float | None = None  # per block of 9 tokens
 
     @property
     def hit_rate_pairs(self) -> float | None:
@@ -93,8 +90,6 @@ class PlacementStats(CacheStats):
 
 _NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned")
 _RATES = ("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s")
-_BATCH_SIZES = (1, 9)  # plain decoding, and a verification with gamma 8
-_MAX_BLOCKS = 1 << 14  # newest records kept per batch size: 340 steps of a model of 48 layers
 
 
 class StatsRecorder:
@@ -106,7 +101,6 @@ class StatsRecorder:
         self._draft_s = 0.0
         self._decode_s = 0.0
         self._start = PlacementStats(**vars(start))
-        self._partition_us: dict[int, deque[float]] = {n: deque(maxlen=_MAX_BLOCKS) for n in _BATCH_SIZES}
 
     def add_step(self, record: StepRecord) -> None:
         """A verification or plain decode; the time of scheduling it is added with `add_schedule`."""
@@ -119,15 +113,8 @@ class StatsRecorder:
         self._schedule_s += seconds
         self._decode_s += seconds
 
-    def add_blocks(self, records: NDArray[Any]) -> None:
-        """Keeps the partition times of those `records` (BLOCK_RECORD) that the device had a part of."""
-        split = records[records["pairs_device"] > 0]
-        for n_tokens, times_us in self._partition_us.items():
-            times_us.extend((split["partition_ns"][split["n_tokens"] == n_tokens] * 1e-3).tolist())
-
     def read(self, now: CacheStats, **gauges: Any) -> PlacementStats:
         """All figures since the session began; `gauges` are fields of PlacementStats."""
-        medians = {n: float(np.median(times_us)) if times_us else None for n, times_us in self._partition_us.items()}
         newest = PlacementStats(
             **vars(now),
             **gauges,
@@ -135,7 +122,5 @@ class StatsRecorder:
             schedule_s=self._schedule_s,
             draft_s=self._draft_s,
             decode_s=self._decode_s,
-            partition_us_median_1=medians[1],
-            partition_us_median_9=medians[9],
         )
         return newest - self._start

@@ -52,7 +52,7 @@ def test_stats_as_json(pair: list[str]) -> None:
     assert result.exit_code == 0
     stats = json.loads(result.stderr.splitlines()[-1])
     assert stats["steps"] > 23 and stats["pairs_hit"] > 0
-    assert stats["partition_us_median_1"] > 0 and stats["partition_us_median_9"] is None
+    assert 0 < stats["partition_s"] < stats["decode_s"]
     assert len(stats["tau"]) == 3 and stats["lost"] is False
     assert stats["sensor"]["blocks"] > 0
 

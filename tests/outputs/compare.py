@@ -69,6 +69,7 @@ RENAMED: dict[str, str] = {  # by version 0.5.0: old key -> new key
     "refused_tokens": "rejected_tokens",
     "has_states": "has_hidden_states",
 }
+REMOVED = {"partition_us_median_1", "partition_us_median_9"}  # by version 0.5.0
 RENAMED_OPTIONS: dict[str, str] = {}
 # measured, of this machine, or a wording: compared by key and type alone
 _MEASURED = re.compile(
@@ -118,7 +119,7 @@ def load(folder: Path, name: str) -> Any:
 def differences(old: Any, new: Any, exact: bool, at: str = "") -> Iterator[str]:
     """A line for each key that is missing or new, and for each value that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
-        expected = {RENAMED.get(key, key): value for key, value in old.items()}
+        expected = {RENAMED.get(key, key): value for key, value in old.items() if key not in REMOVED}
         yield from (f"{at}.{key}: missing" for key in expected.keys() - new.keys())
         yield from (f"{at}.{key}: new" for key in new.keys() - expected.keys())
         for key in sorted(expected.keys() & new.keys()):
