@@ -82,7 +82,7 @@ class CacheInfo:
     description: str = c_field(TEXT_128)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CacheStats:
     """struct moeedge_cache_stats: figures since the cache was opened.
 
@@ -132,7 +132,9 @@ class ExpertCache:
         self._last_block = 0
         self.info = self._read_info()
         self._residency = np.zeros((self.info.n_layers, self.info.n_experts), dtype=np.uint8)
-        self._stats = _CacheStatsStruct()
+        self._residency_address = self._residency.ctypes.data
+        self._stats: Any = _CacheStatsStruct()
+        self._stats_address = ctypes.addressof(self._stats)
 
     @classmethod
     def open(cls, config: CacheConfig) -> ExpertCache:
@@ -236,21 +238,18 @@ class ExpertCache:
 
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
-        _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency.ctypes.data))
+        _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency_address))
         return self._residency
-
-    def _read_stats(self) -> Any:
-        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(self._stats)))
-        return self._stats
 
     def stats(self) -> CacheStats:
         """The figures since the cache was opened."""
-        return from_c(CacheStats, self._read_stats())
+        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
+        return from_c(CacheStats, self._stats)
 
     def trouble(self) -> tuple[bool, int]:
         """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
-        raw = self._read_stats()
-        return bool(raw.lost), raw.blocks_unknown
+        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
+        return bool(self._stats.lost), self._stats.blocks_unknown
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
@@ -346,7 +345,7 @@ def _check(library: ctypes.CDLL, status: int) -> int:
     """The status if it is not negative, else raises its error."""
     if status >= 0:
         return status
-    message = library.moeedge_last_error().decode()
+    message = library.moeedge_last_error().decode(errors="replace")  # cut off where it is long
     if status == Status.NO_DEVICE:
         raise DeviceError(message, "List the devices with moeedge devices.")
     if status == Status.FILE_ERROR:

@@ -62,27 +62,22 @@ class ActivationCapture:
         self._hook: object = None  # a function that native code calls must not be collected
         self._error: BaseException | None = None  # raised by the hook
 
-    def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, f"moeedge_instance_{name}")(self._instance, *arguments)
-        if status < 0:
-            raise BackendError(f"moeedge's backend cannot capture activations (code {status}).")
-
     def set_offload_scope(self, scope: OffloadScope) -> None:
         """As `Sensor.set_offload_scope`, for a context without a sensor."""
-        self._call("set_offload_scope", int(scope))
+        _check(self._library.moeedge_instance_set_offload_scope(self._instance, int(scope)))
 
     def set_phase(self, phase: int) -> None:
         """As `Sensor.set_phase`, for a context without a sensor."""
-        self._call("set_phase", int(phase))
+        _check(self._library.moeedge_instance_set_phase(self._instance, int(phase)))
 
     def enable(self, flags: CaptureFlags) -> None:
         """Capture these activations of each small batch from now on."""
-        self._call("set_capture", int(flags), *self._shape)
+        _check(self._library.moeedge_instance_set_capture(self._instance, int(flags), *self._shape))
 
     def read(self, flag: CaptureFlags) -> Activations:
         """One kind of activations of the newest small batch."""
         raw = self._activations
-        self._call("get_activations", int(flag), ctypes.byref(raw))
+        _check(self._library.moeedge_instance_get_activations(self._instance, int(flag), ctypes.byref(raw)))
         return Activations(
             serial=raw.serial,
             layer_tokens=np.ctypeslib.as_array(raw.layer_tokens, (raw.n_layers,)),
@@ -95,7 +90,7 @@ class ActivationCapture:
         The hook must not decode. An exception of it stops the hook, not the decode: `raise_error` raises it.
         """
         raw = BLOCK_HOOK() if hook is None else BLOCK_HOOK(self._guarded(hook))
-        self._call("set_hook", raw, None)
+        _check(self._library.moeedge_instance_set_hook(self._instance, raw, None))
         self._hook = raw
 
     def _guarded(self, hook: Callable[[Block], None]) -> Callable[[int, object], None]:
@@ -120,6 +115,11 @@ class ActivationCapture:
         self._library.moeedge_instance_set_hook(self._instance, BLOCK_HOOK(), None)
         self._library.moeedge_instance_set_capture(self._instance, 0, *self._shape)
         self._hook = None
+
+
+def _check(status: int) -> None:
+    if status < 0:
+        raise BackendError(f"moeedge's backend cannot capture activations (code {status}).")
 
 
 def _block(raw: BlockStruct) -> Block:

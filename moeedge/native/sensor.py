@@ -60,6 +60,7 @@ class Sensor:
         self.instance = instance  # id of the backend's instance, for calls of the C interface
         self._library = library
         self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
+        self._counts_address = self._counts.ctypes.data
         self._frames = (FrameStruct * MAX_FRAMES)()
         self._last_serial = 0
 
@@ -74,31 +75,26 @@ class Sensor:
             raise BackendError(
                 "moeedge's backend is not part of this context.", "Call moeedge.native.attach() before making it."
             )
-        sensor = cls(load(), instance, (n_layers, n_experts, n_used, n_ubatch))
-        sensor._call("configure", n_layers, n_experts, n_used, n_ubatch)
+        library = load()
+        sensor = cls(library, instance, (n_layers, n_experts, n_used, n_ubatch))
+        _check(library.moeedge_instance_configure(instance, n_layers, n_experts, n_used, n_ubatch))
         sensor.set_offload_scope(scope)
         return sensor
 
-    def _call(self, name: str, *arguments: object) -> int:
-        status: int = getattr(self._library, f"moeedge_instance_{name}")(self.instance, *arguments)
-        if status < 0:
-            raise BackendError(f"moeedge's sensor failed: {_REASONS.get(status, status)}.")
-        return status
-
     def set_offload_scope(self, scope: OffloadScope) -> None:
         """Change the operations that the backend takes, from the next graph that llama.cpp builds on."""
-        self._call("set_offload_scope", int(scope))
+        _check(self._library.moeedge_instance_set_offload_scope(self.instance, int(scope)))
 
     def set_phase(self, phase: int) -> None:
         """Tag the next graphs with a `Phase`."""
-        self._call("set_phase", int(phase))
+        _check(self._library.moeedge_instance_set_phase(self.instance, int(phase)))
 
     def read_counts(self) -> Counts:
         """Activations since the last read, uint32 [n_layers, n_experts], then cleared.
 
         The next call reuses the array: copy it to keep it.
         """
-        self._call("read_counts", self._counts.ctypes.data)
+        _check(self._library.moeedge_instance_read_counts(self.instance, self._counts_address))
         return self._counts
 
     def frames(self) -> list[Frame]:
@@ -110,7 +106,7 @@ class Sensor:
 
     def frames_after(self, serial: int) -> list[Frame]:
         """The frames after that serial, for a second reader that keeps its own position."""
-        n_frames = self._call("frames", serial, self._frames, MAX_FRAMES)
+        n_frames = _check(self._library.moeedge_instance_frames(self.instance, serial, self._frames, MAX_FRAMES))
         return [self._view(raw) for raw in self._frames[:n_frames]]
 
     def _view(self, raw: FrameStruct) -> Frame:
@@ -128,9 +124,16 @@ class Sensor:
     def stats(self) -> SensorStats:
         """The backend's figures since the context was made."""
         raw = _StatsStruct()
-        self._call("get_stats", ctypes.byref(raw))
+        _check(self._library.moeedge_instance_get_stats(self.instance, ctypes.byref(raw)))
         return from_c(SensorStats, raw)
 
     def threads(self) -> int:
         """Threads that the context asked for in its last decode; 0 before the first."""
-        return self._call("threads")
+        return _check(self._library.moeedge_instance_threads(self.instance))
+
+
+def _check(status: int) -> int:
+    """The status if it is not negative, else raises BackendError."""
+    if status < 0:
+        raise BackendError(f"moeedge's sensor failed: {_REASONS.get(status, status)}.")
+    return status

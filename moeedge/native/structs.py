@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Callable
 from ctypes import c_char, c_double, c_int64
+from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 Record = TypeVar("Record")
@@ -39,7 +42,12 @@ def _statistic(meaning: str, unit: str, *, is_counter: bool) -> Any:
 
 
 def counters(record: Any) -> tuple[str, ...]:
-    """The names of the counters among the fields of a dataclass of statistics."""
+    """The names of the counters among the fields of a dataclass of statistics, or of an instance."""
+    return _counters(record if isinstance(record, type) else type(record))
+
+
+@cache
+def _counters(record: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(record) if field.metadata.get("is_counter"))
 
 
@@ -51,15 +59,23 @@ def c_struct(record: Any) -> type[ctypes.Structure]:
 
 def from_c(record: type[Record], raw: ctypes.Structure) -> Record:
     """The dataclass `record` with the values of its structure: flags as bool, text as str."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
-        value = getattr(raw, field.name)
-        if isinstance(value, bytes):
-            value = value.decode()
-        elif field.type in (bool, "bool"):
-            value = bool(value)
-        values[field.name] = value
-    return record(**values)
+    read, conversions = _reader(record)  # type: ignore[arg-type]
+    values = read(raw)
+    if conversions:
+        converted = list(values)
+        for index, convert in conversions:
+            converted[index] = convert(converted[index])
+        return record(*converted)
+    return record(*values)
+
+
+@cache
+def _reader(record: Any) -> tuple[Callable[[Any], tuple[Any, ...]], list[tuple[int, Any]]]:
+    """What `from_c` needs of a dataclass, once for all calls: a getter of all fields, and conversions by index."""
+    fields = dataclasses.fields(record)
+    convert = {"bool": bool, "str": bytes.decode}
+    conversions = [(i, convert[str(field.type)]) for i, field in enumerate(fields) if str(field.type) in convert]
+    return attrgetter(*(field.name for field in fields)), conversions
 
 
 def fill(raw: ctypes.Structure, record: Any) -> None:

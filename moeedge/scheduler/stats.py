@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,8 @@ class PlacementStats(CacheStats):
         return self.bytes_moved / self.transfer_s if self.transfer_s > 0 else None
 
     def __sub__(self, older: PlacementStats) -> PlacementStats:
-        return replace(self, **{name: getattr(self, name) - getattr(older, name) for name in counters(self)})
+        intervals = {name: getattr(self, name) - getattr(older, name) for name in counters(self)}
+        return PlacementStats(**{**vars(self), **intervals})
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and rates, as a JSON record holds them."""

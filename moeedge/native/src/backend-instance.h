@@ -53,7 +53,7 @@ struct instance {
     std::unique_ptr<hybrid_executor> hybrid; // of the cache
 
     std::unordered_map<uint64_t, parsed_graph> parsed;   // by ggml's id of the graph
-    std::vector<bool>                          is_split; // per block of the current graph: the executor computed it
+    std::vector<bool>                          is_split; // per block of the current graph: given to the executor
 
     // why optimize_graph failed; it cannot return a status, so the next graph_compute does
     enum ggml_status optimize_status = GGML_STATUS_SUCCESS;

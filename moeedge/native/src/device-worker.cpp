@@ -77,6 +77,7 @@ bool device_worker::compute() try {
     return false;
 }
 
+// false: the backend failed. The thread's state is set by its caller: with the lock, and not over a JOB_STOP
 bool device_worker::synchronize() try {
     if (!is_awaited) {
         is_awaited = true;
@@ -85,7 +86,6 @@ bool device_worker::synchronize() try {
     }
     return true;
 } catch (const std::exception &) {
-    state.store(JOB_FAILED);
     return false;
 }
 
@@ -146,7 +146,15 @@ void device_worker::submit() {
 }
 
 const float * device_worker::wait() {
-    const bool is_done = thread.joinable() ? wait_for_thread() : synchronize() && state != JOB_FAILED;
+    bool is_done;
+    if (thread.joinable()) {
+        is_done = wait_for_thread();
+    } else {
+        if (!synchronize()) {
+            state.store(JOB_FAILED);
+        }
+        is_done = state != JOB_FAILED;
+    }
     return is_done ? (const float *) output_data : nullptr;
 }
 

@@ -216,17 +216,20 @@ void expert_cache::get_stats(moeedge_cache_stats & out) {
 int expert_cache::read(int layer, int expert, const char * role, void * out, int64_t size) {
     const int group = group_of(layer);
     const int index = group < 0 ? -1 : core->layout.role_index(group, role);
-    int32_t   slot  = not_resident;
-    if (index < 0 || size != (int64_t) core->layout.groups[group].roles[index].bytes ||
-        acquire(layer, &expert, 1, &slot) == 0) {
+    if (index < 0 || size != (int64_t) core->layout.groups[group].roles[index].bytes) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
-    ggml_tensor * pool    = core->pools->tensor(group, index);
-    const size_t  offset  = (size_t) slot * (size_t) size;
-    bool          is_read = true;
-    if (device().is_remote()) { // the thread that may be abandoned owns the memory that it writes
-        auto bytes = std::make_shared<std::vector<char>>(size);
-        is_read    = run_on_device([kept = core, bytes, pool, offset] {
+    ggml_tensor * pool = core->pools->tensor(group, index);
+    // a remote device's thread may be abandoned: it owns the memory that it writes. Allocated before the slot is pinned
+    const auto    bytes = std::make_shared<std::vector<char>>(device().is_remote() ? size : 0);
+    int32_t       slot  = not_resident;
+    if (acquire(layer, &expert, 1, &slot) == 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    const size_t offset  = (size_t) slot * (size_t) size;
+    bool         is_read = true;
+    if (device().is_remote()) {
+        is_read = run_on_device([kept = core, bytes, pool, offset] {
             ggml_backend_tensor_get(pool, bytes->data(), offset, bytes->size());
         });
         std::copy(bytes->begin(), is_read ? bytes->end() : bytes->begin(), (char *) out);

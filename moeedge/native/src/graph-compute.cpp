@@ -251,7 +251,7 @@ static enum ggml_status compute_dense_in_parts(instance * self, const parsed_gra
     return compute_part(self, graph, i_from, graph->n_nodes);
 }
 
-// counts blocks that the executor did not compute as misses
+// counts blocks that were not given to the executor as misses
 static void record_cpu_blocks(instance * self, const parsed_graph & parsed) {
     for (size_t b = 0; b < parsed.placed.size(); b++) {
         if (parsed.placed[b].group >= 0 && !self->is_split[b]) {

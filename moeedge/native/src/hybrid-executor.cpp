@@ -357,9 +357,10 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     read_ids(chain.ids, experts);
     read_input(chain, /* keep = */ true);
     slots.resize(experts.size());
-    cache->acquire(chain.layer, experts.data(), (int) experts.size(), slots.data());
-    const index_list pinned = slots; // cut_chunks adds the staging slots to `slots`
-    pin_guard        pins(*cache, *worker, chain.layer, pinned);
+    index_list pinned(experts.size());
+    cache->acquire(chain.layer, experts.data(), (int) experts.size(), pinned.data());
+    pin_guard pins(*cache, *worker, chain.layer, pinned);
+    slots = pinned; // cut_chunks adds the staging slots
     on_device.clear();
     for (size_t p = 0; p < slots.size(); p++) {
         if (slots[p] != expert_cache::not_resident) {

@@ -9,6 +9,7 @@
 #include <exception>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <unordered_map>
 
 #include "backend-instance.h"
@@ -33,7 +34,7 @@ static cache_list & caches() {
     return *list;
 }
 
-static thread_local char last_error[512];
+static thread_local char last_error[4096]; // long enough for a sentence with a path
 
 static int fail(int status, const char * reason) {
     std::snprintf(last_error, sizeof(last_error), "%s", reason);
@@ -46,6 +47,8 @@ template <typename F> static auto guarded(F call) -> decltype(call()) {
         return call();
     } catch (const std::bad_alloc &) {
         return fail(MOEEDGE_STATUS_OUT_OF_MEMORY, "Out of memory.");
+    } catch (const std::system_error & error) { // no resources for another thread
+        return fail(MOEEDGE_STATUS_OUT_OF_MEMORY, error.what());
     } catch (const std::exception & error) {
         return fail(MOEEDGE_STATUS_FAILED, error.what());
     } catch (...) {

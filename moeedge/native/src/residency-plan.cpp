@@ -128,15 +128,15 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const vic
     group.victims.insert(group.victims.end(), offered_now.begin(), offered_now.end());
     remove_victims(group, is_wanted);
     group.deferred.reserve(group.deferred.size() + group.victims.size());
-    std::vector<queued> queue;
+    std::vector<queued> absent;
     for (const int32_t flat_id : wanted) {
         if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
-            queue.push_back({ flat_id, demand_priority });
+            absent.push_back({ flat_id, demand_priority });
         }
     }
-    queue.insert(queue.end(), group.queue.begin() + (ptrdiff_t) group.head, group.queue.end());
-    group.queue.swap(queue);
+    group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
     group.head = 0;
+    group.queue.insert(group.queue.begin(), absent.begin(), absent.end());
     mark_work();
     work.notify_one();
     n_demands++;
