@@ -22,7 +22,9 @@ def parse_size(text: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     size = float(match[1]) * factor if match and factor else math.nan
     if not math.isfinite(size):
-        raise ValueError(f'"{text}" is no size; write for instance 6GB (thousands) or 512MiB (1,024)')
+        raise ValueError(
+            f'"{text}" is not a size; write for instance 6GB (powers of 1,000) or 512MiB (powers of 1,024)'
+        )
     return round(size)
 
 
@@ -34,7 +36,7 @@ def parse_rate(text: str) -> int:
     except ValueError:
         rate = 0
     if rate <= 0:
-        raise ValueError(f'"{text}" is no rate; write for instance 25GB/s')
+        raise ValueError(f'"{text}" is not a rate; write for instance 25GB/s')
     return rate
 
 

@@ -29,7 +29,7 @@ class System(str, Enum):
     SP_MOE = "sp-moe"
 
 
-SystemName = Annotated[System, typer.Argument(metavar="SYSTEM", help="The system: sp-moe.")]
+SystemName = Annotated[System, typer.Argument(metavar="SYSTEM", help="System to ablate; sp-moe is the only one.")]
 SameWidthDraft = Annotated[
     str | None,
     derive(
@@ -41,7 +41,9 @@ SameWidthDraft = Annotated[
 DraftType = Annotated[
     str,
     option(
-        options.MODEL, "--draft-type TYPE", "Type of that quantization: q2_k, q3_k, q4_0, q4_k, iq4_nl, q5_0, q8_0."
+        options.MODEL,
+        "--draft-type TYPE",
+        "Type of the target's quantization that drafts without -md: q2_k, q3_k, q4_0, q4_k, iq4_nl, q5_0, q8_0.",
     ),
 ]
 Cutoff = Annotated[

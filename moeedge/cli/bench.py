@@ -36,7 +36,7 @@ NPredict = Annotated[
     int | None,
     derive(
         options.NPredict,
-        help="Tokens of an answer at most; without --dataset: synthetic decoding of N random tokens (row tgN), "
+        help="At most N tokens per answer; without --dataset: synthetic decoding of N random tokens (row tgN), "
         "0: none. Default: 128; with --score what answers to the dataset need.",
     ),
 ]

@@ -36,7 +36,9 @@ MinP = Annotated[
 RepeatPenalty = Annotated[
     float, option(options.SAMPLING, "--repeat-penalty X", "Make repeated tokens less likely; 1: off.")
 ]
-RepeatLastN = Annotated[int, option(options.SAMPLING, "--repeat-last-n N", "Last tokens that the penalty looks at.")]
+RepeatLastN = Annotated[
+    int, option(options.SAMPLING, "--repeat-last-n N", "Number of last tokens that the penalty considers.")
+]
 
 
 @dataclass(frozen=True)

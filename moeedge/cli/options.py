@@ -95,7 +95,7 @@ DraftMaxList = Annotated[
 # workload
 
 Prompt = Annotated[
-    str | None, option(WORK, "-p, --prompt TEXT", "Answer this text; chat puts text that is piped in after it.")
+    str | None, option(WORK, "-p, --prompt TEXT", "Prompt to answer; chat appends text that is piped in.")
 ]
 Raw = Annotated[bool, option(WORK, "--raw", "Continue the text as it is, without a chat template.")]
 Dataset = Annotated[
@@ -104,9 +104,10 @@ Dataset = Annotated[
         WORK,
         "--dataset NAME|FILE.jsonl",
         "Prompts: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (some of each), toy (for the "
-        'bundled pair), or a file of objects with "prompt", "turns" or "messages", one a line. Looked for in '
-        "$MOEEDGE_DATA, the cache and the hub. Default: profile sample; ablate, and bench with --policy, "
-        "--cache-ratio or --score: toy for the bundled pair, otherwise sample; bench: llama-bench's synthetic tests.",
+        'bundled pair), or a file of objects with "prompt", "turns" or "messages", one per line. Looked for in '
+        "$MOEEDGE_DATA, the cache and the hub. Default: sample for profile; toy (bundled pair) or sample (other "
+        "models) for ablate, and for bench with --policy, --cache-ratio or --score; otherwise llama-bench's "
+        "synthetic tests.",
     ),
 ]
 OfflineSample = Annotated[
@@ -123,7 +124,7 @@ Limit = Annotated[
     option(WORK, "--limit N", "At most N prompts, spread evenly over the dataset (replay: the first N texts); 0: all."),
 ]
 NPredict = Annotated[
-    int, option(WORK, "-n, --n-predict N", "Tokens of an answer at most; -1 (chat, profile): until the model stops.")
+    int, option(WORK, "-n, --n-predict N", "At most N tokens per answer; -1 (chat, profile): until the model stops.")
 ]
 Repetitions = Annotated[int, option(WORK, "-r, --repetitions N", "How often everything is measured.")]
 
@@ -214,10 +215,12 @@ Ablate = Annotated[
         show_default=False,
     ),
 ]
-UtilityCap = Annotated[int, option(PLACEMENT, "-K, --utility-cap K", "Highest utility of an expert (K).")]
+UtilityCap = Annotated[
+    int, option(PLACEMENT, "-K, --utility-cap K", "Highest utility that a policy gives an expert (K).")
+]
 UtilityCapList = Annotated[str, list_of(UtilityCap)]
 Forgetting = Annotated[
-    float, option(PLACEMENT, "--forgetting L", "Forgetting factor of spac-paper's boundaries, 0 to 1.")
+    float, option(PLACEMENT, "--forgetting L", "Forgetting factor of spac-paper's boundaries (lambda), 0 to 1.")
 ]
 PrefillPath = Annotated[
     str,
@@ -250,10 +253,10 @@ TraceFile = Annotated[
 ]
 NExperts = Annotated[
     int | None,
-    option(TRACE, "--n-experts N", "Experts of each layer, where the file does not say. Default: the largest id + 1."),
+    option(TRACE, "--n-experts N", "Experts per layer, if the file does not say. Default: the largest id + 1."),
 ]
 ExpertBytes = Annotated[
-    int | None, option(TRACE, "--expert-bytes N", "Size of an expert in bytes, where the trace does not say.")
+    int | None, option(TRACE, "--expert-bytes N", "Size of an expert in bytes, if the trace does not say.")
 ]
 Acceptance = Annotated[
     float | None, option(TRACE, "--acceptance X", "Acceptance rate of drafts. Default: the trace's own, or 0.8.")

@@ -43,7 +43,7 @@ Reserve = Annotated[
     option(
         options.PLACEMENT,
         "--reserve SIZE",
-        "Device memory to leave free, in addition to what the cache leaves to others anyway.",
+        "Device memory to leave free in addition to the usual reserve.",
     ),
 ]
 

@@ -51,8 +51,7 @@ ProfileTexts = Annotated[
     option(
         options.PLACEMENT,
         "--profile-texts N",
-        "The first N texts are not replayed: policies that need a profile get it from them. Default: a tenth, "
-        "30 at most.",
+        "Do not replay the first N texts: policies that need a profile get it from them. Default: a tenth, 30 at most.",
     ),
 ]
 

@@ -50,7 +50,15 @@ MaxSteps = Annotated[
 Acceptance = Annotated[
     float, derive(options.Acceptance, help="Acceptance rate of drafts, where the trace does not say.")
 ]
-RejectedTokens = Annotated[options.RejectedTokenModel, derive(options.RejectedTokens, metavar="optimistic|pessimistic")]
+RejectedTokens = Annotated[
+    options.RejectedTokenModel,
+    derive(
+        options.RejectedTokens,
+        metavar="optimistic|pessimistic",
+        help="How rejected tokens that the trace does not record route: like the tokens that follow (optimistic), or "
+        "like unrelated tokens of the text (pessimistic).",
+    ),
+]
 LinkFactor = Annotated[
     str,
     option(

@@ -85,7 +85,7 @@ def measured(
     policy: options.PolicyList = "spac,spac-paper,lru",
     cache_ratio: options.CacheRatioList = "0.17,0.5",
     gamma: options.DraftMaxList = "0,4",
-    n_predict: Annotated[int, derive(options.NPredict, help="Tokens of an answer.", min=8)] = 96,
+    n_predict: Annotated[int, derive(options.NPredict, help="Tokens per answer.", min=8)] = 96,
     repeat: MedianOf = 3,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:

@@ -37,7 +37,7 @@ Ff = Annotated[
     ),
 ]
 Heads = Annotated[int | None, _size("--heads", help="Attention heads.")]
-HeadsKv = Annotated[int | None, _size("--heads-kv", help="Heads of keys and values.")]
+HeadsKv = Annotated[int | None, _size("--heads-kv", help="Heads of keys and values (KV heads).")]
 HeadDim = Annotated[int | None, _size("--head-dim", help="Size of a head, a multiple of the source's.")]
 NLayers = Annotated[int | None, _size("--layers", help="Layers; the added ones change no result.")]
 Type = Annotated[

@@ -45,7 +45,8 @@ def worker(
 ) -> None:
     """Serve a device of this machine to moeedge on another one.
 
-    There, -dev rpc://HOST:PORT places experts on it. The worker runs until Ctrl-C and serves one session at a time.
+    On the other machine, -dev rpc://HOST:PORT places experts on it. The worker runs until Ctrl-C and serves one
+    session at a time.
     """
     limit_openmp_spin(RPC_SCHEME)  # the other side may run on this machine
     from moeedge.hardware import rpc

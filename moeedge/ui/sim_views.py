@@ -71,8 +71,8 @@ def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
 def _replay_legend(rows: Sequence[ReplayRow]) -> str:
     lines = [
         "pairs, experts: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
-        "uploads: per layer and step, loads on demand included. hot/cold: share of experts rightly called used or "
-        "unused before the step. oracle knows each next step; belady: what a cache of used experts could keep."
+        "uploads: per layer and step, loads on demand included. hot/cold: share of experts predicted correctly as "
+        "used or unused before the step. oracle: knows each next step; belady: the best cache of used experts."
     ]
     stated = {(row.prediction_source, row.predictor_accuracy) for row in rows if row.prediction_source is not None}
     if stated:

@@ -10,6 +10,7 @@ from rich.console import Console
 from moeedge.ui.console import show_figures, visible
 from moeedge.ui.figures import Figure
 from moeedge.ui.tables import NONE, Column, print_table, text_column
+from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
     from moeedge.analysis.profile import HotExpert, LayerProfile
@@ -27,7 +28,8 @@ PREDICTOR_NAMES = {
 }
 _ACCURACY_LEGEND = (
     "sd: fed with verification steps; ar: with one accepted token at a time. cold: accuracy of always predicting cold. "
-    "balanced: mean share of the hot and of the cold experts recognised. kept: the state carried from text to text."
+    "balanced: mean share of the hot and of the cold experts predicted correctly. carried: accuracy if "
+    "the state is carried from text to text."
 )
 
 
@@ -43,7 +45,7 @@ def _print_layers(profiles: Sequence[LayerProfile], console: Console) -> None:
     first = profiles[0]
     print_table(console, _LAYER_COLUMNS, profiles, title=_size_line(first))
     console.print(
-        "sd, ar: share of experts rightly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "
+        "sd, ar: share of experts correctly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "
         "verification steps or with one token at a time; cold: accuracy of always predicting cold. overlap: of "
         "adjacent tokens; chance: with this popularity and no order "
         f"(k/N is {first.overlap_uniform:.3f}). B=4: distinct experts of 4 tokens (uniform "
@@ -131,11 +133,11 @@ def _accuracy_columns(profile: LayerProfile) -> list[Column]:
     return [
         text_column("score", lambda score: PREDICTOR_NAMES[score.predictor]),
         text_column("sensor", "sensor"),
-        text_column("asked", lambda score: f"next {score.predicts}"),
+        text_column("predicts", lambda score: f"next {score.predicts}"),
         Column("accuracy", "accuracy", _percent),
         Column("cold", lambda score: cold[score.predicts], _percent),
         Column("balanced", "balanced_accuracy", _percent),
-        Column("kept", "accuracy_carried", _percent),
+        Column("carried", "accuracy_carried", _percent),
     ]
 
 
@@ -189,6 +191,10 @@ def _drafts(summary: TraceSummary) -> str | None:
     return f"up to {summary.gamma} tokens, acceptance {acceptance}"
 
 
+def _expert_size(n_bytes: float) -> str:
+    return f"{n_bytes / _MIB:.2f} MiB" if n_bytes >= _MIB else format_bytes(round(n_bytes))
+
+
 def _extras(summary: TraceSummary) -> str:
     kinds = (
         (summary.has_weights, "weights"),
@@ -203,7 +209,7 @@ _SUMMARY: tuple[tuple[str, Callable[[Any], str | None]], ...] = (
     ("source", lambda s: visible(s.source)),
     ("layers", _layers),
     ("experts", lambda s: f"{s.n_experts} per layer, {s.n_expert_used} per token"),
-    ("expert size", lambda s: None if s.expert_bytes is None else f"{s.expert_bytes / _MIB:.2f} MiB"),
+    ("expert size", lambda s: None if s.expert_bytes is None else _expert_size(s.expert_bytes)),
     ("texts", lambda s: f"{s.sequences:,}"),
     ("tokens", _tokens),
     ("steps", _steps),

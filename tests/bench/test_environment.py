@@ -13,7 +13,7 @@ from moeedge.bench.records import _git_state, read_environment
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.org")
+    identity = ("-c", "user.name=Tester", "-c", "user.email=tester@example.org")
     return subprocess.run(
         ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -17,7 +17,7 @@ def pair(tiny: TinyFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test's own, and no wish about colours or width."""
+    """A cache folder of this test's own, and no settings of colours or width."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("MOEEDGE_CACHE", str(folder))
     for name in ("NO_COLOR", "COLUMNS", "LINES"):

@@ -22,7 +22,7 @@ PROMPT = ">>>"  # the chat's; its blank comes with the first character
 
 
 class Terminal:
-    """`moeedge ARGUMENTS` with a terminal on all three standard streams; leaves nothing behind."""
+    """`moeedge ARGUMENTS` with a terminal on all three standard streams; cleans up at its end."""
 
     def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], columns: int = 100, rows: int = 40) -> None:
         self._master, slave = pty.openpty()

@@ -36,7 +36,7 @@ def ablate(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_figure_12(target: Path, cache: Path) -> None:
-    """The target drafts for itself, quantized: near-perfect drafts, hidden states that foretell nearly all experts."""
+    """The target drafts for itself, quantized: near-perfect drafts, hidden states that predict nearly all experts."""
     rows = ablate("-m", str(target), "-dev", "emulated:threads=1,link=1GB/s,latency=5us", "--cache-ratio", "0.5")
     assert [row["variant"] for row in rows] == ["baseline", "vanilla", "worker", "batched"]
     assert all(row["equal"] == row["answers"] == 2 for row in rows)
@@ -58,7 +58,7 @@ def test_figure_12(target: Path, cache: Path) -> None:
 
 
 def test_figure_14(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row per cutoff layer, before which all that comes ahead lies."""
+    """One row per cutoff layer; all prefetched experts belong to layers before it."""
     asked: dict[int, set[int]] = {}
     push = PlacementManager._push
 

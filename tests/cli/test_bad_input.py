@@ -38,7 +38,7 @@ REFUSED = {
     "chat -p hi": {
         **DEVICES,
         **PLACEMENT,
-        "-m nowhere.gguf": "nowhere.gguf",
+        "-m missing.gguf": "missing.gguf",
         "-m ''": "folder",
         "--temp -1": "temperature",
         "--temp nan": "temperature",
@@ -162,7 +162,7 @@ REFUSED = {
         "info none.npz": "none.npz",
         "convert own.npz out.txt": "--to",
         "convert own.npz own.npz": "own.npz",
-        "import own.npz nowhere/out.npz": "nowhere/",
+        "import own.npz missing/out.npz": "missing/",
         "import own.npz out.npz --expert-bytes 0": "--expert-bytes",
         "import own.npz out.csv": ".npz",
         "convert own.npz - --to positions": "output",

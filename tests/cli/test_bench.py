@@ -96,7 +96,7 @@ def test_without_a_dataset_llama_benchs_tests_run(tiny_moe: Path, tiny_draft: Pa
 def test_our_sample_is_named_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_moe: Path) -> None:
     monkeypatch.delenv("MOEEDGE_DATA", raising=False)
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody may be asked
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no server may be asked
     arguments = ["-m", tiny_moe, "--dataset", "mtbench", "--offline-sample", "--limit", "1", *_QUICK]
     rows = run_json("bench", *arguments)
     assert {row["test"] for row in rows} == {row["dataset"] for row in rows} == {"sample"}

@@ -43,7 +43,7 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
             ("/system be kind", "System prompt"),
             ("/stats", "2 answers"),
             ("/info", "3 layers x 16 experts, top-4"),
-            ("/load /nowhere.json", "/nowhere.json"),
+            ("/load /missing.json", "/missing.json"),
             (f"/save {saved}", "2 messages"),
             ("/clear", "cleared"),
             (f"/load {saved}", "2 messages"),

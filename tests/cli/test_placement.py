@@ -151,4 +151,4 @@ def test_idle_threads_beside_the_emulated_device(
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     limit_openmp_spin("emulated")
-    assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's wish stands
+    assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's value stays

@@ -1,4 +1,4 @@
-"""Progress in a real terminal: a bar while it works, and nothing left of it beside the result."""
+"""Progress in a real terminal: a bar while it works; only the result stays."""
 
 from __future__ import annotations
 

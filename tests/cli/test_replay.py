@@ -83,7 +83,7 @@ def test_tables(plain: Path) -> None:
 
 
 def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
-    """In the table's legend, and beside JSON on standard error: predictors, token ids, a profile."""
+    """In the table's legend, and with JSON on standard error: predictors, token ids, a profile."""
     text = plain_text(60)
     replace(text, token=np.full_like(text.token, -1)).save(tmp_path / "bare.npz")
     blind = ("sp-moe", "fate", "adapmoe", "mixtral-offloading", "hybrimoe")

@@ -35,7 +35,7 @@ def test_without_rpc() -> None:
         (["--listen", "127.0.0.1"], "HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], '"99999"'),
         (["--listen", "[::1]:50052"], "IPv4"),
-        (["--listen", "nowhere.invalid:0"], "'nowhere.invalid'"),
+        (["--listen", "missing.invalid:0"], "'missing.invalid'"),
         (["--listen", "192.0.2.1:0", "--insecure-listen"], "192.0.2.1:0 "),
         (["--device", "CUDA77"], "'CUDA77'"),
         (["--threads", "-1"], "--threads"),
