@@ -13,7 +13,7 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Notification, Notify
+from moeedge.notifications import Level, Notification, Notify
 from moeedge.policies.base import CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler.cache_store import cache_shape
@@ -72,7 +72,8 @@ def open_placement(
         if calibration is None:
             notes.append(_describe_unmeasured(target))
         else:
-            notes.append(Notification(calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)))
+            sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
+            notes.append(Notification(sentence, Level.INFO if calibration.kept else Level.WARNING))
             policy_config = replace(policy_config, cost_model=calibration.units)
             if device.kind in ("gpu", "rpc") and not calibration.pays and not config.has_size:
                 notes.append(
@@ -190,12 +191,10 @@ def _make_manager(
 ) -> PlacementManager:
     """The manager, with everything that the policy reads."""
     execution = config.execution
-    target_capture = target.capture_activations()
-    assert target_capture is not None  # it has a sensor
     router_scores: ActivationCapture | None = None
     if "router-scores" in policy.required_inputs:
-        target_capture.enable(CaptureFlags.PROBS)
-        router_scores = target_capture
+        router_scores = _capture(target)
+        router_scores.enable(CaptureFlags.PROBS)
     batch = execution.batch
     cache.set_batch((_TRANSFER_EXPERTS if policy.execution_model.batched_io else 0) if batch is None else batch)
     manager = PlacementManager(
@@ -215,12 +214,17 @@ def _make_manager(
                 f"In verifications of more than {CAPTURED_TOKENS} tokens no expert is predicted or loaded between the "
                 "layers."
             )
-        target_capture.set_hook(manager.layer_hook)
+        _capture(target).set_hook(manager.layer_hook)
     if manager.draft_prefetch is not None and execution.drafting == "vanilla" and draft is not None:
-        draft_capture = draft.capture_activations()
-        assert draft_capture is not None  # the predictor was opened on it
-        draft_capture.set_hook(manager.draft_prefetch.before_draft_layer)
+        _capture(draft).set_hook(manager.draft_prefetch.before_draft_layer)
     return manager
+
+
+def _capture(context: Context) -> ActivationCapture:
+    """The capture of a target with a sensor, or of a draft that a predictor reads."""
+    capture = context.capture_activations()
+    assert capture is not None
+    return capture
 
 
 def _gate_predictor(policy: Policy, target: Context, notes: list[str]) -> NextGatePredictor | None:

@@ -15,7 +15,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
 from moeedge.native.abi import PrefillPath
-from moeedge.notifications import Level, Notification
+from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration, write_calibration
 from moeedge.scheduler.config import PlacementConfig
@@ -186,7 +186,8 @@ def test_a_cache_folder_that_cannot_be_made(tiny: TinyFactory, tmp_path: Path, m
     received: list[Notification] = []
     with Session.open(config(tiny), notify=received.append) as session:
         assert session.calibration is not None and not session.calibration.kept
-        assert any("the cache folder cannot be written" in note for note in session.info.notes)
+        (note,) = [note for note in session.info.notes if "the cache folder cannot be written" in note]
+        assert is_warning(note)  # so that it is shown at the start of a chat
     assert [notification.level for notification in received] == [Level.INFO]
 
 
