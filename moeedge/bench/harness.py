@@ -23,6 +23,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama.model import Model
 from moeedge.notifications import Notify, ignore
+from moeedge.scheduler.stats import StepRecord
 from moeedge.trace.format import Trace
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
@@ -59,6 +60,7 @@ class BenchArm:
         ignore_eos: bool = False,
         cancel: Callable[[], bool] = never,
         drain: bool = True,
+        on_step: Callable[[StepRecord], None] | None = None,
         prompt: str = "",
         turn: int = 0,
         repetition: int = 0,
@@ -67,7 +69,8 @@ class BenchArm:
     ) -> Sample:
         """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
 
-        drain: end the transfers of this answer before returning, untimed. The last five describe the sample.
+        drain: end the transfers of this answer before returning, untimed. on_step: called with each step after the
+        prompt, scheduling included in its observe_s. The last five describe the sample.
         Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
         """
         session = self.session
@@ -78,8 +81,9 @@ class BenchArm:
         )
         next(iter(generation), None)  # the first token ends the prefill
         prefilled = session.placement_stats()
-        for _ in generation:
-            pass
+        for record in generation:
+            if on_step is not None:
+                on_step(record)
         cpu_s = time.process_time() - cpu_before_s
         if generation.stop_reason == "interrupted" and not cancel():
             raise KeyboardInterrupt

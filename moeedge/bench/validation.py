@@ -9,7 +9,7 @@ repeated, and medians count; those of the cost model are over all sessions of th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
@@ -21,7 +21,6 @@ from moeedge.bench.config import BenchMode
 from moeedge.bench.harness import BenchArm, open_arms
 from moeedge.bench.samples import Sample, quotient
 from moeedge.engine.recording import TraceCollector, describe
-from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
 from moeedge.llama.model import Model
@@ -167,14 +166,9 @@ def _measure(
         if session.placement is None or session.calibration is None or session.calibration.units is None:
             raise EngineError("Nothing was measured: no device holds experts.", "Use -dev emulated:link=2GB/s.")
         collector = TraceCollector(describe(session.info, "moeedge validate"))
-        observe_s: list[float] = []  # of the steps so far
-
-        def observe(record: StepRecord, _session: Session) -> None:
-            if record.n_verified:
-                observe_s.append(record.observe_s)
-
-        session.observers += [collector, observe]
-        warm, sample = (_recorded_answer(arm, collector, text, n_predict) for text in PROMPTS)
+        session.observers.append(collector)
+        records: list[StepRecord] = []  # of both answers
+        warm, sample = (_recorded_answer(arm, collector, text, n_predict, records.append) for text in PROMPTS)
         group, capacity, _ = session.placement.cache.groups()
         info = session.model.info
         return _Measurement(
@@ -182,19 +176,21 @@ def _measure(
             shape=CacheShape(info.n_layers, info.n_experts, group.copy(), capacity.copy()),
             trace=collector.trace(),
             warm_steps=warm.steps,
-            schedule_s=median(observe_s[: warm.steps]),
+            schedule_s=median(record.observe_s for record in records[: warm.steps]),
             sample=sample,
         )
 
 
-def _recorded_answer(arm: BenchArm, collector: TraceCollector, text: str, n_predict: int) -> Sample:
+def _recorded_answer(
+    arm: BenchArm, collector: TraceCollector, text: str, n_predict: int, on_step: Callable[[StepRecord], None]
+) -> Sample:
     """Answers `text` from empty KV caches. Transfers go on into the next answer, as they do in the simulation."""
     arm.session.reset()
     prompt_ids = arm.prompt_tokens([{"role": "user", "content": text}])
     if arm.session.target.sensor is not None:
         arm.session.target.sensor.frames()  # discards those of the calibration
     collector.begin(prompt_ids)
-    sample = arm.answer(prompt_ids, n_predict=n_predict, ignore_eos=True, drain=False)
+    sample = arm.answer(prompt_ids, n_predict=n_predict, ignore_eos=True, drain=False, on_step=on_step)
     if not sample.steps:
         raise EngineError("No step was measured: the answer ended at once.", "Use a larger -n.")
     return sample

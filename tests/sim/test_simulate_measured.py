@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from moeedge.errors import InputError
 from moeedge.llama import gguf_file
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.manager import PlacementManager
 from moeedge.sim.calibrated import calibration_file, read_calibration, shape_of_file
 from tests.conftest import TinyFactory
 
@@ -96,6 +99,26 @@ def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> No
         assert row["tokens"] >= 11 and row["measured_tpot_s"] > 0 and row["tpot_s"] > 0
         assert row["error"] == pytest.approx(row["tpot_s"] / row["measured_tpot_s"] - 1)
         assert row["hit_rate_pairs"] == pytest.approx(row["hit_rate_pairs_measured"], abs=0.25)
+
+
+def test_a_simulated_step_takes_the_measured_time_of_planning(
+    tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_s = 0.02  # far more than any other part of a step of this model
+    plan_next = PlacementManager.plan_next
+
+    def plan_slowly(self: PlacementManager, tokens: Sequence[int]) -> None:
+        time.sleep(plan_s)
+        plan_next(self, tokens)
+
+    monkeypatch.setattr(PlacementManager, "plan_next", plan_slowly)
+    arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
+    arguments += ["--gamma", "3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
+    result = CliRunner().invoke(app, ["validate", "measured", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    assert row["measured_tpot_s"] * row["tokens"] >= plan_s * row["steps"]
+    assert row["tpot_s"] * row["tokens"] >= 0.99 * plan_s * row["steps"]
 
 
 def test_impossible_measurements_are_refused_before_anything_is_loaded(tiny_moe: Path, tiny_draft: Path) -> None:
