@@ -21,7 +21,7 @@ class activation_capture {
 
     // copies the values of an input, which are in memory
     void take(const router_input & found);
-    // the next value opens a new frame, whatever its layer
+    // the next value of any layer opens a new frame
     void end_frame() { last_layer = -1; }
     // false: activations of that flag are not captured
     bool read(int flag, moeedge_activations & out) const;

@@ -13,7 +13,7 @@ namespace moeedge {
 class block_records {
   public:
     static constexpr int n_kept           = 4096;
-    static constexpr int n_tokens_counted = 64; // larger batches use nearly every expert, whatever the policy
+    static constexpr int n_tokens_counted = 64; // larger batches use nearly every expert under any policy
 
     void add(const moeedge_block_record & record);
     void add_unknown();

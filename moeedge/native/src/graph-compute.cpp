@@ -185,8 +185,8 @@ struct graph_paths {
     bool sense_here; // ids do not outlive the block
 };
 
-// Stops the graph before the experts of each such block, calls the hook, gives the block to the executor and continues after
-// it. The selected experts' ids and the router's input are in host memory there.
+// Stops the graph before the experts of each block that needs it, calls the hook, gives the block to the executor and
+// continues after it. The selected experts' ids and the router's input are in host memory there.
 static enum ggml_status compute_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph,
                                          const graph_paths & paths) {
     hybrid_executor * hybrid    = paths.is_hybrid ? self->hybrid.get() : nullptr;

@@ -73,7 +73,7 @@ void residency_table::mark_work() {
     ready_ns      = now_ns();
 }
 
-// a victim that the mover passed over may go now
+// the mover passed over a victim that was pinned: it can be evicted now
 void residency_table::restore_deferred(group_state & group, int32_t freed) {
     for (size_t i = 0; i < group.deferred.size(); i++) {
         if (slot[group.deferred[i].flat_id] == freed) {
@@ -182,8 +182,8 @@ upload residency_table::start(group_state & group) {
         evict(group, flat_id);
     }
     const size_t  i_read_ahead = group.head + n_uploads_read_ahead;
-    const int32_t flat_id   = group.queue[group.head++].flat_id;
-    upload        out     = { id_of(flat_id), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
+    const int32_t flat_id      = group.queue[group.head++].flat_id;
+    upload        out          = { id_of(flat_id), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
     if (i_read_ahead < group.queue.size()) {
         out.read_ahead = id_of(group.queue[i_read_ahead].flat_id);
     }
@@ -207,11 +207,11 @@ void residency_table::evict(group_state & group, int32_t flat_id) {
 
 void residency_table::finish(const upload & done, bool has_arrived) {
     std::lock_guard<std::mutex> lock(mutex);
-    const int                   layer = done.id.layer;
-    group_state &               group = groups[group_of[layer]];
+    const int                   layer   = done.id.layer;
+    group_state &               group   = groups[group_of[layer]];
     const int32_t               flat_id = layer * n_experts + done.id.expert;
     if (has_arrived) {
-        state[flat_id]           = MOEEDGE_RESIDENCY_RESIDENT;
+        state[flat_id]         = MOEEDGE_RESIDENCY_RESIDENT;
         group.owner[done.slot] = flat_id;
         n_resident[layer].fetch_add(1, std::memory_order_relaxed);
         counts.uploads++;

@@ -27,7 +27,7 @@ struct upload {
     expert_id id;
     int       slot;
     int64_t   bytes;
-    int64_t   ready_ns;   // it could have begun then
+    int64_t   ready_ns;   // time from which it could have begun
     expert_id read_ahead; // an expert that follows some uploads later, layer -1: none
 };
 
@@ -143,7 +143,7 @@ class residency_table {
     int64_t                       n_pins        = 0;
     int                           n_demands     = 0; // callers that wait for single experts
     int64_t                       busy_from_ns  = 0;
-    int64_t                       ready_ns      = 0; // when a plan or a free slot came last
+    int64_t                       ready_ns      = 0; // time of the last plan, demand or slot that became free
     struct {
         int64_t uploads, evictions, cancelled, failed, bytes_moved, transfers, transfer_ns, plans;
     } counts = {};

@@ -28,7 +28,7 @@ class routing_sensor {
 
     // ids [n_used, n_tokens] int32 and weights [1, n_used, n_tokens] float32 or nullptr, as the graph has them
     void observe(int layer, int phase, const ggml_tensor * ids, const ggml_tensor * weights);
-    // the next block opens a new frame, whatever its layer
+    // the next block of any layer opens a new frame
     void end_frame();
 
     void read_counts(uint32_t * out);
