@@ -117,7 +117,7 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
     """The policy of that name. Raises ValueError for an unknown name or a profile of another shape."""
     config = config or PolicyConfig()
     if name not in TABLE:
-        raise ValueError(f"unknown policy '{name}', choose from: {', '.join(TABLE)}")
+        raise ValueError(f"Unknown policy '{name}'. Choose from: {', '.join(TABLE)}")
     if config.profile is not None and np.shape(config.profile) != (shape.n_layers, shape.n_experts):
         raise ValueError(f"the profile has shape {np.shape(config.profile)}, not ({shape.n_layers}, {shape.n_experts})")
     return TABLE[name].make(shape, config)

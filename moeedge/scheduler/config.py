@@ -49,7 +49,7 @@ class PlacementConfig:
             raise ValueError(f"vram_bytes (--vram) must be >= 0, not {self.vram_bytes}")
         # written so that NaN is refused, too
         if self.cache_ratio is not None and not 0 <= self.cache_ratio <= 1:
-            raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
+            raise ValueError(f"The cache ratio must be in [0, 1], not {self.cache_ratio}")
         if self.vram_bytes is not None and self.cache_ratio is not None:
             raise ValueError("--vram and --cache-ratio exclude each other")
         self.policy_config(gamma=0)  # checks the other values

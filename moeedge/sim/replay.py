@@ -99,7 +99,7 @@ class ReplayConfig:
         if not self.ratios:
             raise ValueError("nothing to replay: no cache ratio")
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
-            raise ValueError("a cache ratio must be in [0, 1]")
+            raise ValueError("The cache ratio must be in [0, 1]")
         if self.max_uploads is not None and not self.max_uploads >= 0:
             raise ValueError(f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
 

@@ -43,7 +43,7 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.cache_ratio <= 1:
-            raise ValueError(f"the cache ratio must be in [0, 1], not {self.cache_ratio}")
+            raise ValueError(f"The cache ratio must be in [0, 1], not {self.cache_ratio}")
         if self.gamma < 0:
             raise ValueError(f"gamma must be >= 0, not {self.gamma}")
         if not 0 <= self.acceptance <= 1:
