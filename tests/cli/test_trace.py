@@ -62,5 +62,5 @@ def test_broken_files_end_with_one_sentence(name: str, command: list[str], tmp_p
     (tmp_path / name).write_bytes(BROKEN[name])
     more = [str(tmp_path / "out.npz")] if command[-1] == "convert" else []
     message = refused(*command, tmp_path / name, *more)
-    assert message.startswith("error: ") and name in message
+    assert message.startswith("error: ") and name in message and "trace" in message
     assert not (tmp_path / "out.npz").exists()

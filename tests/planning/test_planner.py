@@ -78,7 +78,7 @@ def test_a_recurrent_target_gets_no_draft(tmp_path: Path, tiny_draft: Path) -> N
     config = EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), draft=tiny_draft, device="none")
     with Planner(config, this_machine(config)) as planner:
         assert planner.draft is None
-        assert any("draft" in note for note in planner.notes)
+        assert any("rejected drafts" in note for note in planner.notes)
         assert "recurrent" in planner.facts.memory
 
 
@@ -140,6 +140,6 @@ def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
         planner._program_bytes = 0
         plan = make_session_plan(planner, model_name="x.gguf", draft_name=None)
     assert plan.map.verdict == "from disk" and plan.command
-    assert any("disk" in note for note in plan.notes)
+    assert any("from the disk" in note for note in plan.notes)
     assert any("A file in" in note for note in plan.notes)
     assert all(line.mapped_bytes == line.n_bytes for line in plan.map.places[-1].lines if line.what == "experts")
