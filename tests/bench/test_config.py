@@ -31,10 +31,10 @@ _ALL = parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar")
 
 def test_a_list_of_modes() -> None:
     assert [mode.name for mode in parse_modes("moeedge, stock-ar,moeedge")] == ["moeedge", "stock-ar"]
-    with pytest.raises(InputError, match="stock") as caught:
+    with pytest.raises(InputError, match="mode 'stock'") as caught:
         parse_modes("stock-ar,stock")
     assert "moeedge-ar" in caught.value.hint
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="empty"):
         parse_modes(" ,")
 
 
@@ -77,9 +77,9 @@ def test_lists_of_policies_and_ratios() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("spac,bogus", "'bogus'"),
-        ("none", "'none'"),
-        (" ,", "--policy"),
+        ("spac,bogus", "policy 'bogus'"),
+        ("none", "'none' has no cache"),
+        (" ,", "--policy is an empty list"),
     ],
 )
 def test_policies_that_cannot_be_compared(text: str, words: str) -> None:

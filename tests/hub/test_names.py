@@ -112,7 +112,7 @@ def test_names_aliases_and_types(own: Write) -> None:
     ]:
         choice = catalog.find(text)
         assert choice is not None and (choice.variant.quant, choice.name) == (quant, name)
-    with pytest.raises(CatalogError, match="mine") as unknown:
+    with pytest.raises(CatalogError, match="'Q5_K' of mine") as unknown:
         catalog.find("mine:Q5_K")
     assert "Q4_0, Q8_0" in unknown.value.hint
     assert catalog.find("qwen3-0.6b") is not None  # the shipped ones are there, too
@@ -136,7 +136,7 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
     [
         ("[[model]\n", "TOML"),
         ('[[models]]\nname = "x"\n', '"models"'),
-        ("[[model]]\n", "name"),
+        ("[[model]]\n", "has no name"),
         ('[[model]]\nname = "a b"\n', "model a b"),
         ('[[model]]\nname = "bundled"\n', "model bundled"),
         ('[[model]]\nname = "x"\n', r"model\.variant"),

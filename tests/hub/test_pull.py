@@ -147,7 +147,7 @@ def test_a_damaged_partial_file_is_deleted(place: HubMachine) -> None:
     place.hub.status = 200
     damaged = place.run("pull", "big", "--no-draft")
     assert damaged.returncode == 1
-    assert "damaged" in damaged.stderr
+    assert "damaged" in damaged.stderr and "SHA-256" in damaged.stderr
     assert not list(folder.iterdir())
     assert place.run("pull", "big", "--no-draft").returncode == 0
 
@@ -156,7 +156,7 @@ def test_a_wrong_hash_from_the_hub(place: HubMachine) -> None:
     place.hub.claimed_sha256 = "0" * 64
     refused = place.run("pull", "big")
     assert refused.returncode == 1
-    assert "big-Q4_K_M.gguf" in refused.stderr
+    assert "another big-Q4_K_M.gguf than the catalog" in " ".join(refused.stderr.split())
     assert place.hub.ranges() == []
     damaged = place.run("pull", "hf:me/small-GGUF")  # no catalog to compare with
     assert damaged.returncode == 1 and "not 000000000000..." in damaged.stderr
@@ -243,17 +243,17 @@ def test_an_outdated_catalog(place: HubMachine) -> None:
     del place.hub.files[BIG]
     place.hub.files["me/big-GGUF", "renamed.gguf"] = b"x"
     gone = place.run("pull", "big")
-    assert gone.returncode == 1 and "big-Q4_K_M.gguf" in gone.stderr
+    assert gone.returncode == 1 and "There is no big-Q4_K_M.gguf" in gone.stderr
     place.hub.commit = "f" * 40
     rewritten = place.run("pull", "big")
-    assert rewritten.returncode == 1 and "89abcdef" in rewritten.stderr
+    assert rewritten.returncode == 1 and "revision 89abcdef" in rewritten.stderr
 
 
 def test_gated_repository(place: HubMachine) -> None:
     place.hub.gated = True
     refused = place.run("pull", "big")
     assert refused.returncode == 1
-    assert "me/big-GGUF" in refused.stderr and "HF_TOKEN" in refused.stderr
+    assert "gated" in refused.stderr and "me/big-GGUF" in refused.stderr and "HF_TOKEN" in refused.stderr
     assert place.run("pull", "big", "--no-draft", HF_TOKEN="hf_secret").returncode == 0
     assert all(
         request.token is None for request in place.hub.requests if request.path.startswith("/cdn/")
