@@ -29,7 +29,7 @@ from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.session import Session
 from moeedge.llama.model import Model
-from moeedge.widen.layout import make_plan
+from moeedge.widen.layout import make_wide_plan
 from moeedge.widen.shape import RequestedSizes
 from moeedge.widen.writer import check_space, write
 from tests.gpu.lanes import (
@@ -73,7 +73,7 @@ def write_models(folder: Path, options: argparse.Namespace) -> tuple[Path, Path]
     if options.source == "widened":
         target, draft = folder / f"widened-{embd}.gguf", paths.bundled_draft()
         if not target.exists():
-            plan = make_plan(paths.bundled_target(), RequestedSizes(embd=embd, ff=expert_ff))
+            plan = make_wide_plan(paths.bundled_target(), RequestedSizes(embd=embd, ff=expert_ff))
             check_space(plan, target, sparse=True)
             write(plan, target, sparse=True)
         return target, draft

@@ -79,9 +79,11 @@ def test_the_order_of_table_3(table3: list[Compared]) -> None:
 
 def test_the_command_prints_the_rows_of_the_library(table3: list[Compared], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Papers, "fit", lambda self: FITTED)
-    monkeypatch.setattr(Papers, "table3", lambda self, fit: table3)
+    fits: list[Fit] = []
+    monkeypatch.setattr(Papers, "table3", lambda self, fit: fits.append(fit) or table3)
     table = CliRunner().invoke(app, ["validate", "papers", "--part", "table3"])
     assert table.exit_code == 0, table.output
+    assert fits == [FITTED]
     assert "3 of 3 pairs in the published order" in table.stdout and "51.0 GB/s" in table.stdout
     rows = json.loads(CliRunner().invoke(app, ["validate", "papers", "--part", "table3", "-o", "json"]).stdout)
     assert [row["name"] for row in rows] == ["HybriMoE", "llama.cpp-w/ SD", "MoE-SpAc"]
