@@ -70,7 +70,6 @@ RENAMED: dict[str, str] = {  # by version 0.5.0: old key -> new key
     "has_states": "has_hidden_states",
 }
 REMOVED = {"partition_us_median_1", "partition_us_median_9"}  # by version 0.5.0
-RENAMED_OPTIONS: dict[str, str] = {}
 # measured, of this machine, or a wording: compared by key and type alone
 _MEASURED = re.compile(
     r"(.*(_s|_ts|_us|_ns|_ms|_bytes)|bytes_moved|seconds|spread|.*ratio.*|.*_ts_.*|samples|speed.*|.*per_s|free.*|used.*|"
@@ -96,13 +95,12 @@ def record(folder: Path, program: list[str]) -> None:
     if not data:
         raise SystemExit("MOEEDGE_DATA must name the folder with prompts and traces.")
     folder.mkdir(parents=True, exist_ok=True)
-    renamed = RENAMED_OPTIONS if "--renamed-options" in sys.argv else {}
     with tempfile.TemporaryDirectory() as scratch:
         run(program, [*SET_UP, "--trace-out", f"{scratch}/routing.npz", "-o", "json"])
         for name, arguments in COMMANDS.items():
             if (folder / f"{name}.json").exists():
                 continue
-            filled = [renamed.get(text, text).format(data=data, scratch=scratch) for text in arguments]
+            filled = [text.format(data=data, scratch=scratch) for text in arguments]
             output = _FOLDERS.sub('"', run(program, [*filled, "-o", "json"]))
             (folder / f"{name}.json").write_text(output, encoding="utf-8")
             print(f"{name}: {len(output):,} characters", flush=True)
@@ -153,7 +151,6 @@ def main() -> None:
     """See the module."""
     match sys.argv[1:]:
         case ["record", folder, *program]:
-            program = [text for text in program if not text.startswith("--")]
             record(Path(folder), program or ["moeedge"])
         case ["compare", old, new]:
             raise SystemExit(1 if compare(Path(old), Path(new)) else 0)
