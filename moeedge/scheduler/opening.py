@@ -26,7 +26,7 @@ from moeedge.scheduler.sizing import cache_budget, emulated_threads, n_staging_s
 from moeedge.units import format_bytes
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
-_TRANSFER_EXPERTS = 1 << 16  # in one transfer where a policy moves in batches: all experts of a layer
+_TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
 
 
 def check_policy(config: PlacementConfig) -> None:
