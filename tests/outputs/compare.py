@@ -78,6 +78,7 @@ _MEASURED = re.compile(
     r"advice|steps_us.*|total_bytes)$"
 )
 _FOLDERS = re.compile(r'"/(?:[^"/]*/)+')  # of absolute paths, which differ between machines
+_VERSION = re.compile(r"moeedge \d+\.\d+\.\d+")
 _ALWAYS_EXACT = ("replay", "trace", "simulate", "validate")
 
 
@@ -130,6 +131,9 @@ def differences(old: Any, new: Any, exact: bool, at: str = "") -> Iterator[str]:
             yield f"{at}: {len(old)} entries became {len(new)}"
         for index, (before, after) in enumerate(zip(old, new, strict=False)):
             yield from differences(before, after, exact, f"{at}[{index}]")
+    elif isinstance(old, str) and isinstance(new, str):
+        if _VERSION.sub("", old) != _VERSION.sub("", new):
+            yield f"{at}: {old!r} became {new!r}"
     elif old != new:
         yield f"{at}: {old!r} became {new!r}"
 
