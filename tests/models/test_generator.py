@@ -24,6 +24,7 @@ def test_same_seed_same_text() -> None:
     assert held_back(30) == held_back(30)
 
 
+@pytest.mark.slow
 def test_held_back_prompts_are_never_trained_on() -> None:
     kept = {chat.prompt_key() for chat in held_back(200)}
     seen = {chat.prompt_key() for chat in first(20_000, 7)}

@@ -80,13 +80,16 @@ def oracle(schedule: Schedule) -> float:
     return rows[0].oracle_hit_rate_pairs
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.slow if model == "pessimistic" else ()) for model in MODELS]
+)
 def test_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel) -> None:
     found = compare(windows_of(data_folder, "gptoss20b_decode", model, 8), ("spac", *OTHERS))
     assert found["spac"].pair_hit > 0.03 + max(found[name].pair_hit for name in OTHERS)
     assert found["spac"].uploads < min(found["lru"].uploads, found["spac-paper"].uploads)
 
 
+@pytest.mark.slow
 def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
     """A single decayed count hits 0.51 of the pairs with 0.36 uploads, each layer with slots of its own."""
     found = run("spac", windows_of(data_folder, "gptoss20b_decode", "pessimistic", 30), ratio=5 / 32)

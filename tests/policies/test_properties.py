@@ -26,6 +26,9 @@ from moeedge.policies.registry import ALL_POLICIES, BOUNDS, POLICIES, SIMULATED,
 from moeedge.sim.slots import Slots
 from tests.support.routing import count
 
+FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe", "oracle")  # one of each kind
+EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ALL_POLICIES]
+
 # whose layers have slots of their own
 LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
 
@@ -130,7 +133,7 @@ def slots_of_another_policy(shape: CacheShape, rng: np.random.Generator) -> Slot
     return slots
 
 
-@pytest.mark.parametrize("name", ALL_POLICIES)
+@pytest.mark.parametrize("name", EVERY_POLICY)
 @settings(max_examples=40, deadline=None)
 @given(shape=shapes(), config=configs(), seed=st.integers(0, 1000))
 def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig, seed: int) -> None:
@@ -173,7 +176,7 @@ def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: 
         assert within_capacity(slots, shape)
 
 
-@pytest.mark.parametrize("name", ALL_POLICIES)
+@pytest.mark.parametrize("name", EVERY_POLICY)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_an_expert_in_flight_is_no_victim(name: str, seed: int) -> None:
@@ -220,7 +223,7 @@ def copied(plan: Plan) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("name", ALL_POLICIES)
+@pytest.mark.parametrize("name", EVERY_POLICY)
 def test_same_input_same_plans(name: str) -> None:
     shape = CacheShape.uniform(5, 16, 20)
     observed = observations(shape, 1, 12)
@@ -244,7 +247,7 @@ def test_same_input_same_plans(name: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("name", ALL_POLICIES)
+@pytest.mark.parametrize("name", EVERY_POLICY)
 def test_inputs_stay_as_they_are(name: str) -> None:
     shape = CacheShape.uniform(4, 8, 10)
     observed = observations(shape, 2, 4)
@@ -288,7 +291,7 @@ class RecordingSet(frozenset[str]):
         return False
 
 
-@pytest.mark.parametrize("name", ALL_POLICIES)
+@pytest.mark.parametrize("name", EVERY_POLICY)
 def test_the_table_lists_the_ablations_that_each_policy_reads(name: str) -> None:
     read = RecordingSet()
     config = PolicyConfig(future=np.zeros((1, 2, 4)))
