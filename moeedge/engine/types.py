@@ -34,7 +34,7 @@ class SamplingConfig:
     seed: int | None = None  # None: a random one, reported in the stats
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # written so that NaN is refused, too
+        if not self.temperature >= 0:  # written so that NaN fails too
             raise ValueError(f"temperature must be >= 0, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, not {self.top_k}")

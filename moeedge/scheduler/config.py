@@ -47,7 +47,7 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         if self.vram_bytes is not None and self.vram_bytes < 0:
             raise ValueError(f"vram_bytes (--vram) must be >= 0, not {self.vram_bytes}")
-        # written so that NaN is refused, too
+        # written so that NaN fails too
         if self.cache_ratio is not None and not 0 <= self.cache_ratio <= 1:
             raise ValueError(f"The cache ratio must be in [0, 1], not {self.cache_ratio}")
         if self.vram_bytes is not None and self.cache_ratio is not None:

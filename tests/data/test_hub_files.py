@@ -12,7 +12,7 @@ import pytest
 from moeedge.data import CATALOG, load_dataset
 from moeedge.data.datasets import DatasetFile
 from moeedge.scoring.answers import Reference, score_answer
-from tests.support.hub import hub_stand_in
+from tests.support.hub import local_hub
 
 _SPECULATION = "RedHatAI/speculator_benchmarks"
 _HUMANEVAL = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": "def check(g):\n    g()\n"}
@@ -78,7 +78,7 @@ def test_a_hub_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nam
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     record, asked, right = _RECORDS[name, source.repo]
-    with hub_stand_in({(f"datasets/{source.repo}", source.file): _content(source, record)}) as hub:
+    with local_hub({(f"datasets/{source.repo}", source.file): _content(source, record)}) as hub:
         hub.revision = source.revision
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         dataset = load_dataset(name)

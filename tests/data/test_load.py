@@ -13,7 +13,7 @@ import pytest
 from models.generator import DOMAINS, held_back
 from moeedge.data import CATALOG, Dataset, dataset_names, load_dataset, load_sample
 from moeedge.errors import DatasetError, DownloadError
-from tests.support.hub import hub_stand_in
+from tests.support.hub import local_hub
 
 _MT_BENCH = json.dumps({"question_id": 7, "category": "writing", "turns": ["First?", "And then?"]}).encode() + b"\n"
 
@@ -57,7 +57,7 @@ def test_the_data_folder_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_hub_is_asked_once_then_the_cache_is_used() -> None:
-    with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("mtbench"): _MT_BENCH}) as hub:
+    with pytest.MonkeyPatch.context() as patch, local_hub({_hub_key("mtbench"): _MT_BENCH}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.revision = CATALOG["mtbench"].hub[0].revision
         first = load_dataset("mtbench")
@@ -72,7 +72,7 @@ def test_the_hub_is_asked_once_then_the_cache_is_used() -> None:
 
 def test_a_file_that_the_hub_does_not_have() -> None:
     files = {(f"datasets/{source.repo}", "another"): b"" for source in CATALOG["humaneval"].hub}
-    with pytest.MonkeyPatch.context() as patch, hub_stand_in(files) as hub:
+    with pytest.MonkeyPatch.context() as patch, local_hub(files) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         with pytest.raises(DownloadError, match="404") as caught:
             load_dataset("humaneval")
@@ -83,7 +83,7 @@ def test_a_file_that_the_hub_does_not_have() -> None:
 
 
 def test_a_failing_hub() -> None:
-    with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b"{}"}) as hub:
+    with pytest.MonkeyPatch.context() as patch, local_hub({_hub_key("qa"): b"{}"}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.status = 503
         with pytest.raises(DownloadError, match="503"):
@@ -92,7 +92,7 @@ def test_a_failing_hub() -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_download_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, hub_stand_in({_hub_key("qa"): b'{"turns": ["Who?"]}\n' * 99}) as hub:
+    with pytest.MonkeyPatch.context() as patch, local_hub({_hub_key("qa"): b'{"turns": ["Who?"]}\n' * 99}) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.cut_after, hub.cuts = 50, 99
         with pytest.raises(DownloadError):
@@ -130,7 +130,7 @@ def test_the_next_hub_file_replaces_a_missing_one() -> None:
     row = json.dumps({"question_id": 1, "category": "math", "turns": ["2 + 2?"], "reference": ["#### 4"]}).encode()
     with (
         pytest.MonkeyPatch.context() as patch,
-        hub_stand_in({(f"datasets/{source.repo}", source.file): row}) as hub,
+        local_hub({(f"datasets/{source.repo}", source.file): row}) as hub,
     ):
         patch.setenv("HF_ENDPOINT", hub.endpoint)
         asked, cached = load_dataset("gsm8k"), load_dataset("gsm8k")

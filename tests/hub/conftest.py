@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hub import COMMIT, Hub, hub_stand_in
+from tests.support.hub import COMMIT, Hub, local_hub
 
 BIG = ("me/big-GGUF", "big-Q4_K_M.gguf")
 SMALL = ("me/small-GGUF", "small-Q8_0.gguf")
@@ -100,7 +100,7 @@ class HubMachine:
 def place(tmp_path: Path) -> Iterator[HubMachine]:
     """A machine with files of 3 MB and 70 kB, which are no models."""
     rng = random.Random(0)
-    with hub_stand_in({BIG: rng.randbytes(3_000_000), SMALL: rng.randbytes(70_000)}) as hub:
+    with local_hub({BIG: rng.randbytes(3_000_000), SMALL: rng.randbytes(70_000)}) as hub:
         here = HubMachine(hub, tmp_path)
         here.write_catalog()
         yield here

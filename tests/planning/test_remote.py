@@ -11,14 +11,14 @@ import pytest
 from moeedge.planning import headers
 from tests.conftest import TinyFactory
 from tests.hub.conftest import BIG, SMALL, HubMachine
-from tests.support.hub import hub_stand_in
+from tests.support.hub import local_hub
 
 
 @pytest.fixture
 def place(tiny: TinyFactory, tmp_path: Path) -> Iterator[HubMachine]:
     """A target of 12 MiB of experts, and its draft."""
     target = tiny("qwen3moe", expert_type="F32", experts=64, layers=8).read_bytes()
-    with hub_stand_in({BIG: target, SMALL: tiny("qwen3").read_bytes()}) as hub:
+    with local_hub({BIG: target, SMALL: tiny("qwen3").read_bytes()}) as hub:
         here = HubMachine(hub, tmp_path)
         here.write_catalog()
         yield here

@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub_stand_in(files: dict[tuple[str, str], bytes]) -> Iterator[Hub]:
+def local_hub(files: dict[tuple[str, str], bytes]) -> Iterator[Hub]:
     """Serves `files` until the block ends."""
     hub = Hub("", dict(files))
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
