@@ -40,7 +40,7 @@ from moeedge.policies.spac.activation_ema import ActivationEMA
 from moeedge.policies.spac.balancer import ExpectedWorkload
 from moeedge.policies.spac.token_experts import NextBatchPredictor
 
-# By how much an absent expert must score higher than its victim, in standard deviations of a count whose mean is the marginal score
+# An absent expert must score higher than its victim by so many standard deviations of a count with the marginal mean
 _MARGIN_KNOWN = 0.25
 _MARGIN_UNKNOWN_MIN = 0.3  # the batch's tokens are not known before verification
 _MARGIN_UNKNOWN_MAX = 3.0
