@@ -110,6 +110,7 @@ class PolicyConfig:
     profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static and fiddler
     predictor_bytes: int = 64 << 20  # memory of each of spac's two predictors; 0: no predictors
     cutoff_layer: int | None = None  # layers that sp-moe prefetches for; None: derived from the cost model
+    max_uploads: float | None = None  # per step, of all layers, that the link carries; None: not limited or not known
     future: NDArray[Any] | None = None  # [n_steps, n_layers, n_experts] activations to come, for oracle and belady
 
     def __post_init__(self) -> None:
@@ -121,6 +122,8 @@ class PolicyConfig:
             raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
         if self.cutoff_layer is not None and self.cutoff_layer < 0:
             raise ValueError(f"the cutoff layer must be >= 0, not {self.cutoff_layer}")
+        if self.max_uploads is not None and not self.max_uploads >= 0:  # NaN too
+            raise ValueError(f"the uploads per step must be >= 0, not {self.max_uploads}")
         if self.predictor_bytes < 0:
             raise ValueError(f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
         unknown = sorted(self.ablations - set(ABLATIONS))

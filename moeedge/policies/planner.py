@@ -221,12 +221,16 @@ class PooledPolicy(ScoringPolicy):
         self._planner = PooledPlanner(shape, cap, evict=config.evicts if evict is None else evict)
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._used: BoolArray | None = None  # [n_layers, n_experts], may be uploaded; None: every expert
+        # of a plan: the best of more uploads than the link carries
+        self._max_uploads = None if config.max_uploads is None else math.ceil(config.max_uploads)
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the experts with the highest scores."""
         self._set_scores(resident)
         self._set_utilities(self._planner.fit(self._score, resident, 0.0))
-        return self._planner.moves(self._score, self._utility, self._tau, resident, allowed=self._used)
+        return self._planner.moves(
+            self._score, self._utility, self._tau, resident, self._max_uploads, allowed=self._used
+        )
 
     def _set_scores(self, resident: Resident) -> None:
         """Sets `_score` where it depends on the plan."""

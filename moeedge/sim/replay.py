@@ -256,7 +256,12 @@ def replay(
     on_batches: called with the number of batches that are done. Raises ValueError for an unknown policy.
     """
     trace = schedule.trace
-    policy_config = PolicyConfig(gamma=schedule.gamma, profile=config.profile)
+    n_layers = len(trace.expert_layers())
+    policy_config = PolicyConfig(
+        gamma=schedule.gamma,
+        profile=config.profile,
+        max_uploads=None if config.max_uploads is None else config.max_uploads * n_layers,
+    )
     predictor = NoisyPredictor(popularity_of(trace), config.accuracy, config.seed)
     next_use = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
     arms: list[_Arm] = []

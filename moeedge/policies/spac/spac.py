@@ -91,7 +91,6 @@ class Spac(PooledPolicy):
         self._workload: ExpectedWorkload | None = None  # None: tau is fixed
         if config.cost_model is not None and config.fixed_tau is None and not config.binary:
             self._workload = ExpectedWorkload(shape, config.effective_cap, config.cost_model, config.gamma)
-        self._max_uploads: int | None = None
         self._unknown_margin = _MARGIN_UNKNOWN_MIN
         self._n_slots = float(shape.capacity.sum())
         self._n_balanced = 0  # steps
