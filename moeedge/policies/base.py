@@ -167,7 +167,7 @@ class Observation:
     counts: IntArray  # [n_layers, n_experts], activations
     n_tokens: int  # of the batch
     n_accepted: int  # drafts
-    tokens: NDArray[np.int32] | None = None  # [n_tokens], vocabulary ids
+    tokens: NDArray[np.int32] | None = None  # [n_tokens], vocabulary ids, -1: unknown
     ids: NDArray[np.int32] | None = None  # [n_layers, n_tokens, k]
     weights: NDArray[np.float32] | None = None  # [n_layers, n_tokens, k]
     prefill: bool = False

@@ -125,7 +125,7 @@ class Execution:
 
     def _draft(self, batch: Batch) -> Process:
         """Drafts tokens one by one, and plans for the batch that they make."""
-        known = [] if batch.tokens is None else batch.tokens.tolist()
+        known = batch.known_tokens
         n_drafts = batch.n_tokens - 1
         n_parts = max(_DRAFT_PARTS // n_drafts, 1) if self._reads_draft and n_drafts else 1
         for token in range(1, n_drafts + 1):
@@ -135,7 +135,7 @@ class Execution:
                 yield ns * part // n_parts - ns * (part - 1) // n_parts
                 if self._reads_draft:
                     self.driver.plan_draft(known[:token], self._predictor.of_draft(token, part / n_parts))
-                elif token == n_drafts and known:  # without tokens there is no news since the plan before
+                elif token == n_drafts and len(known) > 1:  # without them there is no news since the plan before
                     self.driver.plan_draft(known, hidden_states=batch.hidden_states)
                 self.driver.push()
         self.time.ns["draft"] += n_drafts * self.costs.draft_ns
@@ -227,8 +227,7 @@ class Execution:
             yield from self._on_host(self.costs.schedule_ns)
         self._predictor.learn(batch.counts)
         self.driver.observe(observation_of(batch))
-        tokens = None if following is None or following.is_first else following.tokens
-        self.driver.plan_next([] if tokens is None else tokens[:1].tolist())
+        self.driver.plan_next([] if following is None or following.is_first else following.known_tokens[:1])
         self.driver.push()
         self.mover.clear_staging()
 

@@ -66,8 +66,8 @@ class ReplayRow:
     slots: int
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
-    token_ids: bool  # the trace holds them
-    draft_hidden_states: bool  # the trace holds them
+    token_ids: bool  # known before their step: the trace holds them, and its steps are the recorded ones
+    draft_hidden_states: bool  # likewise
     profile: bool  # made from texts held out
     steps: int
     texts: int
@@ -190,7 +190,7 @@ class PolicyReplay:
         """Plans and pushes as the engine does before a batch; returns the last plan."""
         if self._uploads_per_batch is not None:
             self._credit = min(self._credit, 1.0) + self._uploads_per_batch
-        tokens = [] if batch.tokens is None else batch.tokens.tolist()
+        tokens = batch.known_tokens
         if len(tokens) > 1:
             self._driver.plan_next(tokens[:1])
             self._driver.push()
@@ -334,7 +334,7 @@ def _row(schedule: Schedule, config: ReplayConfig, arm: _Arm, *, oracle: ReplayS
         prediction_source=arm.source,
         predictor_accuracy=None if arm.source is None else config.accuracy.of(arm.source),
         token_ids=schedule.has_tokens,
-        draft_hidden_states=schedule.trace.hidden_states is not None,
+        draft_hidden_states=schedule.has_hidden_states,
         profile=config.profile is not None,
         steps=schedule.n_steps,
         texts=schedule.n_texts,

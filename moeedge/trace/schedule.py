@@ -5,6 +5,10 @@ trace of plain text is cut into verification windows (steps.simulated_steps), wi
 tokens. The prompt of a text, if the trace holds it, comes first as one batch (`prefill`): policies see it, no figure
 counts it.
 
+A cut window has no drafts: no draft model proposed the tokens after its first. So before it is verified, policies know
+its first token alone, and no hidden state; afterwards, the tokens that became text. Of the rejected ones they see the
+routing that the model states. To know which drafts are unknown would tell in advance how many are accepted.
+
 Batches come in chunks, which are counted together and shared by all policies of a replay (moeedge/sim/replay.py).
 """
 
@@ -41,16 +45,26 @@ class Batch:
 
     ids: NDArray[np.int32]  # [n_layers, n_tokens, k], -1: not recorded
     counts: NDArray[np.int32]  # [n_layers, n_experts], activations
-    tokens: NDArray[np.int32] | None  # [n_tokens], vocabulary ids; None: unknown
+    tokens: (
+        NDArray[np.int32] | None
+    )  # [n_tokens], vocabulary ids after the verification, -1: unknown; None: all unknown
     n_accepted: int  # drafts that became text
     prefill: bool
     is_first: bool  # of its text
     hidden_states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens; None: unknown
+    drafts_known: bool = True  # before the verification; False: of a cut window
 
     @property
     def n_tokens(self) -> int:
         """Tokens that are computed together."""
         return int(self.ids.shape[1])
+
+    @property
+    def known_tokens(self) -> list[int]:
+        """Vocabulary ids that are known before the verification, of the batch's first tokens; empty: none."""
+        if self.tokens is None:
+            return []
+        return [*map(int, self.tokens if self.drafts_known else self.tokens[:1])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +107,19 @@ class Schedule:
         return float(self.n_text[~self.prefill].mean()) if self.n_steps else 0.0
 
     @property
+    def drafts_known(self) -> bool:
+        """Whether the tokens of a batch are known before it is verified: not in cut windows."""
+        return self.rejected_token_model == "recorded" or self.gamma == 0
+
+    @property
     def has_tokens(self) -> bool:
-        """Whether the vocabulary id of every token is known."""
-        return bool((self.trace.token[self.rows] >= 0).all())
+        """Whether the vocabulary id of every token is known before its batch is verified."""
+        return self.drafts_known and bool((self.trace.token[self.rows] >= 0).all())
+
+    @property
+    def has_hidden_states(self) -> bool:
+        """Whether the draft's hidden states are known."""
+        return self.drafts_known and self.trace.hidden_states is not None
 
     def batches(self) -> list[Batch]:
         """All batches in order, at once."""
@@ -128,6 +152,11 @@ class Schedule:
         tokens = trace.token[rows]
         is_known = bool((tokens >= 0).all())
         ends = np.cumsum(lengths)
+        if not self.drafts_known:  # and never was: the rows of rejected drafts are other tokens of the text
+            is_rejected = np.arange(rows.size) - np.repeat(ends - lengths, lengths) >= np.repeat(
+                self.n_text[first:last], lengths
+            )
+            tokens = np.where(is_rejected, np.int32(-1), tokens)
         batches = []
         for index, (batch_ids, end, length) in enumerate(zip(_split_ids(ids, lengths), ends, lengths, strict=True)):
             part = slice(end - length, end)
@@ -139,7 +168,8 @@ class Schedule:
                 n_accepted=0 if prefill else int(self.n_text[first + index]) - 1,
                 prefill=prefill,
                 is_first=bool(self.is_first[first + index]),
-                hidden_states=self._hidden_states(rows[part]),
+                hidden_states=self._hidden_states(rows[part]) if self.drafts_known else None,
+                drafts_known=self.drafts_known or prefill,
             )
             batches.append(batch)
         return Chunk(first, batches, counts, ~self.prefill[first:last])

@@ -102,6 +102,13 @@ def test_tokens_that_a_layer_did_not_see_are_left_out() -> None:
     assert out.reshape(N_LAYERS, N_EXPERTS)[0].any()
 
 
+def test_rows_of_unknown_tokens_teach_nothing() -> None:
+    predictor = NextBatchPredictor(N_LAYERS, N_EXPERTS, 1 << 16)
+    tokens = np.array([4, -1, -1], dtype=np.int32)
+    predictor.learn(tokens, routed(np.array([4, 9, 11])))
+    assert predictor.table.n_tokens == 1
+
+
 def test_without_memory_there_is_no_table() -> None:
     table = TokenExpertTable(N_LAYERS, N_EXPERTS, 0)
     tokens = np.array([3], dtype=np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.policies.base import CacheShape, Observation, PolicyConfig
+from moeedge.policies.base import (
+    CacheShape,
+    ExpertPrediction,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+    ScoringPolicy,
+)
 from moeedge.policies.bounds import NextUse
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
@@ -23,6 +32,7 @@ from moeedge.sim.replay import BoundReplay, PolicyReplay, ReplayConfig, ReplayRo
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
+from moeedge.trace.steps import RejectedTokenModel
 from tests.support.traces import make_trace, two_texts
 
 CACHES = ("lru", "lfu")  # filled by what was used
@@ -65,7 +75,10 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
             policy.reset()
         tokens = trace.token[rows]
         if not schedule.prefill[batch]:
-            for upcoming in [tokens[:1].tolist(), tokens.tolist()] if len(tokens) > 1 else [tokens.tolist()]:
+            is_cut = schedule.rejected_token_model != "recorded"  # the drafts are unknown
+            for upcoming in (
+                [tokens[:1].tolist()] if is_cut or len(tokens) == 1 else [tokens[:1].tolist(), tokens.tolist()]
+            ):
                 mask = np.zeros(counts.shape, dtype=np.uint8)
                 for expert in resident:
                     mask[expert] = 1
@@ -88,6 +101,8 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
                 hits.add(counts[expert], np.bool_(is_hit))
         prefill = bool(schedule.prefill[batch])
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
+        if not prefill and schedule.rejected_token_model != "recorded":
+            tokens = np.where(np.arange(len(tokens)) <= n_accepted, tokens, -1)
         policy.observe(Observation(counts, len(rows), n_accepted, tokens, ids, None, prefill=prefill))
     return hits.hit_rate_pairs, hits.hit_rate_unique, uploads
 
@@ -153,6 +168,57 @@ def test_the_default_hits_more_with_hidden_states_that_depend_on_the_context() -
         row = by_name(replay(schedule, ReplayConfig(policies=("spac",), ratios=(0.15,))))["spac"]
         hits.append(row.share_of_oracle or 0.0)
     assert hits[1] > 0.9 > hits[0] + 0.1
+
+
+class Spy(ScoringPolicy):
+    """Notes what it is given before each batch and after it; its plans are empty."""
+
+    name = "spy"
+    required_inputs = frozenset({"draft-states"})
+
+    def __init__(self, shape: CacheShape) -> None:
+        super().__init__(shape)
+        self.before: list[list[object]] = [[]]
+        self.observed: list[Observation] = []
+        self._planner = make_policy("none", shape)
+
+    def observe(self, observation: Observation) -> None:
+        self.observed.append(observation)
+        self.before.append([])
+
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        hidden_states = None if prediction is None else prediction.hidden_states
+        self.before[-1].append((tuple(tokens), hidden_states))
+        return self._planner.plan(resident, tokens)
+
+
+@pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
+def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: RejectedTokenModel) -> None:
+    """Before a window a policy knows its first token and no state, whatever was drawn; after it, the accepted part."""
+    trace = walk(40, 3, n_texts=3)
+    trace = replace(trace, hidden_states=np.ones((trace.n_tokens, 2), dtype=np.float16))
+    told: dict[int, set[str]] = {}  # by the row of a window's first token: all that policies were given before it
+    drawn: dict[int, set[int]] = {}
+    for seed in range(12):
+        schedule = cut_schedule(trace, gamma=3, acceptance=0.6, rejected_token_model=model, seed=seed)
+        assert not schedule.has_tokens and not schedule.has_hidden_states
+        spy = Spy(cache_shape(trace, 0.5))
+        replayed = PolicyReplay(spy, spy.shape)
+        for chunk in schedule.chunks():
+            replayed.run(chunk)
+        for batch, (before, observation) in enumerate(zip(spy.before[:-1], spy.observed, strict=True)):
+            rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
+            assert observation.tokens is not None
+            if schedule.prefill[batch]:
+                assert observation.tokens.tolist() == trace.token[rows].tolist() and before == []
+                continue
+            n_text = int(schedule.n_text[batch])
+            assert observation.tokens.tolist() == [*trace.token[rows[:n_text]], *[-1] * (4 - n_text)]
+            told.setdefault(int(rows[0]), set()).add(repr(before))
+            drawn.setdefault(int(rows[0]), set()).add(n_text)
+    assert max(len(lengths) for lengths in drawn.values()) == 4
+    assert all(len(inputs) == 1 for inputs in told.values())
+    assert all(f"(({trace.token[row]},), None)" in inputs.pop() for row, inputs in told.items())
 
 
 def test_both_models_accept_the_same_drafts() -> None:
