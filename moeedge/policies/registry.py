@@ -48,15 +48,16 @@ class PolicyEntry:
     @property
     def reads_layer_inputs(self) -> bool:
         """Whether it reads predictions made from inputs of layers, of the draft or of the target."""
-        return bool(self._inputs & {"draft-inputs", "block-inputs"})
+        return bool(self.required_inputs & {"draft-inputs", "block-inputs"})
 
     @property
     def reads_hidden_states(self) -> bool:
         """Whether it predicts from the draft's hidden states where these are known."""
-        return "draft-states" in self._inputs
+        return "draft-states" in self.required_inputs
 
     @property
-    def _inputs(self) -> frozenset[str]:
+    def required_inputs(self) -> frozenset[str]:
+        """Keys of policies.base.REQUIRED_INPUTS that it reads."""
         return getattr(self.make, "required_inputs", frozenset())
 
 

@@ -26,13 +26,12 @@ from numpy.typing import NDArray
 
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, PolicyConfig, check_plan
 from moeedge.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
-from moeedge.policies.registry import make_policy
+from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, cache_shape, observation_of
 from moeedge.sim.noisy_predictor import (
     NO_PREDICTOR,
     NoisyPredictor,
-    PredictionSource,
     PredictorAccuracy,
     popularity_of,
 )
@@ -75,12 +74,41 @@ class ReplayRow:
     acceptance: float | None
     tokens_per_step: float
     max_uploads: float | None
+    link_bytes_per_s: float | None  # that max_uploads follows from
+    step_time_s: float | None  # likewise
+    fresh_memory: bool  # every text began with an empty policy
+    without_predictor: bool  # its predictor reads what a trace lacks, and nothing took its place: not to be ranked
     seed: int
     model: str
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link and the time that it has in each step."""
+
+    bytes_per_s: float
+    step_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.step_s > 0):
+            raise ValueError(f"a link needs a rate and a step time above 0, not {self.bytes_per_s} and {self.step_s}")
+
+    def max_uploads(self, expert_bytes: NDArray[np.int64], expert_layers: Sequence[int]) -> float:
+        """Experts of mean size per layer with experts and step; expert_bytes [n_layers]."""
+        return self.bytes_per_s * self.step_s / float(expert_bytes[list(expert_layers)].sum())
+
+
+@dataclass(frozen=True)
+class ReplayArm:
+    """One policy or bound that goes through a trace."""
+
+    policy: str  # or a bound: oracle, belady
+    cache_ratio: float
+    max_uploads: float | None = None  # per layer and batch, of what plans move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +119,8 @@ class ReplayConfig:
     ratios: tuple[float, ...]  # of the experts that fit the slots
     seed: int = 0
     max_uploads: float | None = None  # per layer and batch, of what plans move
+    link: Link | None = None  # that max_uploads follows from
+    fresh_memory: bool = False  # every text begins with an empty policy; what is on the device stays
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
     accuracy: PredictorAccuracy = NO_PREDICTOR
@@ -113,9 +143,13 @@ class ReplayStats:
     bytes: int = 0  # of the uploads, where the sizes of experts are known
     judged: int = 0  # (batch, layer, expert) triples called hot or cold
     judged_right: int = 0
+    pairs_hit_by_batch: list[int] = field(default_factory=list)  # 0 for prompts
+    uploads_until: list[int] = field(default_factory=list)  # the sum of uploads as each batch ended
 
     def add(self, chunk: Chunk, resident: NDArray[np.bool_]) -> None:
         """Adds the hits of a chunk; resident [n_batches, n_layers, n_experts] as each batch began."""
+        hit = np.where(resident, chunk.counts, 0).sum(axis=(1, 2))
+        self.pairs_hit_by_batch += np.where(chunk.counted, hit, 0).tolist()
         if chunk.counted.all():
             self.hits.add(chunk.counts, resident)
         else:
@@ -126,6 +160,7 @@ class PolicyReplay:
     """One policy with its slots: an expert store whose link carries a limited number of uploads.
 
     max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. checked_cap: check every plan against this K.
+    fresh_policy: makes the policy that each text begins with; None: `policy` goes through all of them.
     """
 
     def __init__(
@@ -136,6 +171,7 @@ class PolicyReplay:
         max_uploads: float | None = None,
         expert_bytes: NDArray[np.int64] | None = None,
         checked_cap: int | None = None,
+        fresh_policy: Callable[[], Policy] | None = None,
     ) -> None:
         self.slots = Slots(shape)
         self.stats = ReplayStats()
@@ -145,6 +181,7 @@ class PolicyReplay:
         self._device_only = policy.execution_model.device_only
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
+        self._fresh_policy = fresh_policy
         self._uploads_per_batch = None if max_uploads is None else max_uploads * self._expert_layers.size
         self._credit = 0.0  # uploads that the link could have carried until now and did not
         self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
@@ -155,7 +192,7 @@ class PolicyReplay:
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
         for index, batch in enumerate(chunk.batches):
             if batch.is_first:
-                self._driver.begin_text()
+                self._begin_text()
             if not batch.prefill:
                 plan = self._prepare(batch, None if predictions is None else predictions[index])
                 np.copyto(resident[index], self.slots.resident, casting="unsafe")
@@ -166,6 +203,7 @@ class PolicyReplay:
                 if self._device_only:
                     self._load_on_demand((batch.counts > 0) & ~resident[index])
             self._driver.observe(observation_of(batch))
+            self.stats.uploads_until.append(self.stats.hits.uploads)
         self.stats.add(chunk, resident)
         self._judge(chunk, hot)
 
@@ -185,6 +223,12 @@ class PolicyReplay:
         if self._loaded is not None and moved.size:
             moved = moved[~self._loaded.reshape(-1)[moved]]
         self._count_uploads(moved)
+
+    def _begin_text(self) -> None:
+        if self._fresh_policy is None:
+            self._driver.begin_text()
+        else:
+            self._driver = StepDriver(self._fresh_policy(), self)
 
     def _prepare(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
         """Plans and pushes as the engine does before a batch; returns the last plan."""
@@ -241,6 +285,7 @@ class BoundReplay:
             elif chunk.counted[index]:
                 self._hold(oracle_residency(chunk.counts[index].reshape(-1), self._resident, self._capacity))
                 began[:] = self._resident
+            self.stats.uploads_until.append(self.stats.hits.uploads)
         self.stats.add(chunk, resident)
 
     def _hold(self, resident: NDArray[np.bool_]) -> None:
@@ -255,40 +300,80 @@ def replay(
 
     on_batches: called with the number of batches that are done. Raises ValueError for an unknown policy.
     """
-    trace = schedule.trace
-    n_layers = len(trace.expert_layers())
+    arms = [
+        ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads)
+        for ratio in config.ratios
+        for name in (*config.policies, *BOUNDS)
+    ]
+    found = replay_arms(schedule, arms, config, on_batches=on_batches)
+    bounds = {(arm.cache_ratio, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
+    return [
+        _row(
+            schedule,
+            config,
+            arm,
+            stats,
+            oracle=bounds[arm.cache_ratio, "oracle"],
+            belady=bounds[arm.cache_ratio, "belady"],
+        )
+        for arm, stats in zip(arms, found, strict=True)
+    ]
+
+
+def replay_arms(
+    schedule: Schedule,
+    arms: Sequence[ReplayArm],
+    config: ReplayConfig,
+    *,
+    on_batches: Callable[[int], None] = lambda _n: None,
+) -> list[ReplayStats]:
+    """What each arm found; of `config` what all arms share: seed, bytes, profile, predictors, memory between texts."""
+    predictor = NoisyPredictor(popularity_of(schedule.trace), config.accuracy, config.seed)
+    next_use = None
+    if any(arm.policy == "belady" for arm in arms):
+        next_use = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
+    replays: list[PolicyReplay | BoundReplay] = []
+    for arm in arms:
+        if arm.policy in BOUNDS:
+            shape = cache_shape(schedule.trace, arm.cache_ratio)
+            replays.append(BoundReplay(shape, next_use if arm.policy == "belady" else None))
+        else:
+            replays.append(_policy_replay(schedule, arm, config))
+    sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
+    for chunk in schedule.chunks():
+        predictions = {source: predictor.predict_chunk(chunk, source) for source in sources if source is not None}
+        for source, arm_replay in zip(sources, replays, strict=True):
+            if isinstance(arm_replay, BoundReplay):
+                arm_replay.run(chunk)
+            else:
+                arm_replay.run(chunk, None if source is None else predictions[source])
+        on_batches(chunk.first + len(chunk.batches))
+    return [arm_replay.stats for arm_replay in replays]
+
+
+def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
+    shape = cache_shape(schedule.trace, arm.cache_ratio)
     policy_config = PolicyConfig(
         gamma=schedule.gamma,
         profile=config.profile,
-        max_uploads=None if config.max_uploads is None else config.max_uploads * n_layers,
+        max_uploads=None if arm.max_uploads is None else arm.max_uploads * len(schedule.trace.expert_layers()),
     )
-    predictor = NoisyPredictor(popularity_of(trace), config.accuracy, config.seed)
-    next_use = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
-    arms: list[_Arm] = []
-    for ratio in config.ratios:
-        shape = cache_shape(trace, ratio)
-        for name in config.policies:
-            policy = make_policy(name, shape, policy_config)
-            policy_replay = PolicyReplay(
-                policy, shape, max_uploads=config.max_uploads, expert_bytes=config.expert_bytes
-            )
-            arms.append(_Arm(name, ratio, shape, policy_replay, config.accuracy.source_for(policy.required_inputs)))
-        arms.append(_Arm("oracle", ratio, shape, BoundReplay(shape)))
-        arms.append(_Arm("belady", ratio, shape, BoundReplay(shape, next_use)))
-    sources = sorted({arm.source for arm in arms if arm.source is not None})
-    for chunk in schedule.chunks():
-        predictions = {source: predictor.predict_chunk(chunk, source) for source in sources}
-        for arm in arms:
-            if isinstance(arm.replay, BoundReplay):
-                arm.replay.run(chunk)
-            else:
-                arm.replay.run(chunk, None if arm.source is None else predictions[arm.source])
-        on_batches(chunk.first + len(chunk.batches))
-    bounds = {(arm.ratio, arm.name): arm.replay.stats for arm in arms if isinstance(arm.replay, BoundReplay)}
-    return [
-        _row(schedule, config, arm, oracle=bounds[arm.ratio, "oracle"], belady=bounds[arm.ratio, "belady"])
-        for arm in arms
-    ]
+
+    def make() -> Policy:
+        return make_policy(arm.policy, shape, policy_config)
+
+    return PolicyReplay(
+        make(),
+        shape,
+        max_uploads=arm.max_uploads,
+        expert_bytes=config.expert_bytes,
+        fresh_policy=make if config.fresh_memory else None,
+    )
+
+
+def lacks_predictor(policy: str, accuracy: PredictorAccuracy) -> bool:
+    """Whether a replay of that policy is of its cache alone, since its predictor reads what a trace lacks."""
+    return TABLE[policy].reads_layer_inputs and accuracy.source_for(TABLE[policy].required_inputs) is None
 
 
 def profile_of(schedule: Schedule) -> NDArray[np.int64]:
@@ -300,26 +385,23 @@ def profile_of(schedule: Schedule) -> NDArray[np.int64]:
     return total
 
 
-@dataclass(frozen=True)
-class _Arm:
-    """One row to be: a policy or a bound at one cache ratio."""
-
-    name: str
-    ratio: float
-    shape: CacheShape
-    replay: PolicyReplay | BoundReplay
-    source: PredictionSource | None = None
-
-
-def _row(schedule: Schedule, config: ReplayConfig, arm: _Arm, *, oracle: ReplayStats, belady: ReplayStats) -> ReplayRow:
-    stats = arm.replay.stats
-    n_layers = int(np.count_nonzero(arm.shape.group >= 0))
+def _row(
+    schedule: Schedule,
+    config: ReplayConfig,
+    arm: ReplayArm,
+    stats: ReplayStats,
+    *,
+    oracle: ReplayStats,
+    belady: ReplayStats,
+) -> ReplayRow:
+    n_layers = len(schedule.trace.expert_layers())
     layer_steps = max(schedule.n_steps * n_layers, 1)
     hit_rate, oracle_hit_rate = round(stats.hits.hit_rate_pairs, 6), round(oracle.hits.hit_rate_pairs, 6)
-    knows_bytes = config.expert_bytes is not None and isinstance(arm.replay, PolicyReplay)
+    knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
+    source = config.accuracy.source_for(TABLE[arm.policy].required_inputs)
     return ReplayRow(
-        policy=arm.name,
-        cache_ratio=arm.ratio,
+        policy=arm.policy,
+        cache_ratio=arm.cache_ratio,
         rejected_token_model=schedule.rejected_token_model,
         hit_rate_pairs=hit_rate,
         hit_rate_unique=round(stats.hits.hit_rate_unique, 6),
@@ -330,9 +412,9 @@ def _row(schedule: Schedule, config: ReplayConfig, arm: _Arm, *, oracle: ReplayS
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
         belady_hit_rate_unique=round(belady.hits.hit_rate_unique, 6),
-        slots=int(arm.shape.capacity[0]),
-        prediction_source=arm.source,
-        predictor_accuracy=None if arm.source is None else config.accuracy.of(arm.source),
+        slots=int(cache_shape(schedule.trace, arm.cache_ratio).capacity[0]),
+        prediction_source=source,
+        predictor_accuracy=None if source is None else config.accuracy.of(source),
         token_ids=schedule.has_tokens,
         draft_hidden_states=schedule.has_hidden_states,
         profile=config.profile is not None,
@@ -342,6 +424,10 @@ def _row(schedule: Schedule, config: ReplayConfig, arm: _Arm, *, oracle: ReplayS
         acceptance=None if schedule.acceptance is None else round(schedule.acceptance, 6),
         tokens_per_step=round(schedule.tokens_per_step, 6),
         max_uploads=config.max_uploads,
+        link_bytes_per_s=None if config.link is None else config.link.bytes_per_s,
+        step_time_s=None if config.link is None else config.link.step_s,
+        fresh_memory=config.fresh_memory,
+        without_predictor=lacks_predictor(arm.policy, config.accuracy),
         seed=config.seed,
         model=schedule.trace.meta.model,
     )
