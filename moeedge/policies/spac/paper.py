@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeedge.policies.base import (
     BoolArray,
@@ -136,12 +137,12 @@ class SpacPaper(PooledPolicy):
         draft_share_s = self._config.gamma * cost.draft_token_s / self.shape.n_layers
         return thresholds(work, cost.transfer_expert_s, draft_share_s)
 
-    def _room(self, n_uploads: IndexArray, n_cold: IndexArray, n_held: IndexArray) -> IndexArray:
+    def _room(self, n_uploads: IndexArray, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:
         """VRAM_left in slots [n_layers, K]: what is free at each tau, less the uploads of the other layers of the pool.
 
         n_uploads, n_cold: experts [n_layers, K]. n_held: [n_layers].
         """
-        room = np.zeros_like(n_uploads)
+        room = np.zeros(n_uploads.shape)
         for layers, capacity in self.shape.pools():
             free = max(capacity - int(n_held[layers].sum()), 0)
             left = free + n_cold[layers].sum(axis=0) - n_uploads[layers].sum(axis=0)
