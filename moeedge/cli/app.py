@@ -17,7 +17,7 @@ COMMANDS = {
     "chat": ("chat", "Chat with a model, or answer a single prompt with -p TEXT or text piped in."),
     "bench": ("bench", "Measure speed, acceptance and equality of the output: one row per test and mode."),
     "profile": ("profile", "Show which experts a model's tokens use, and how well the next step's can be predicted."),
-    "replay": ("replay", "Replay a routing trace under many policies: hit rates, uploads and bounds."),
+    "replay": ("replay", "Replay routing traces under many policies: hit rates, uploads and bounds."),
     "calibrate": ("calibrate", "Measure how long experts take on CPU, device and link, and keep it for later runs."),
     "ablate": (
         "ablate",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -12,28 +15,58 @@ from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output, derive, option
 from moeedge.errors import InputError
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
+from moeedge.sim.curves import LIMITS, CurveConfig, CurveInput, CurvePanel, trace_curves
 from moeedge.sim.noisy_predictor import PredictorAccuracy
+from moeedge.sim.replay import Link as SimulatedLink
 from moeedge.sim.replay import ReplayConfig, ReplayRow, profile_of
 from moeedge.sim.replay import replay as replay_schedule
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, schedules, texts_of
-from moeedge.ui.console import say, stderr_console, stdout_console
+from moeedge.ui.console import check_picture, say, stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
-from moeedge.ui.sim_views import print_replay, replay_json, shortcomings
+from moeedge.ui.sim_views import curves_json, print_curves, print_replay, replay_json, shortcomings
+from moeedge.units import parse_rate
 
 _MAX_PROFILE_TEXTS = 30  # of a tenth
 
+Traces = Annotated[
+    list[Path],
+    derive(
+        options.TraceFile,
+        metavar="TRACE...",
+        help="Traces of moeedge (.npz), csv files with pos,layer,id0,... or route_trace v1, or arrays of ids by token, "
+        "layer and slot (.npz or .npy).",
+    ),
+]
 DraftMax = Annotated[
     int | None,
     derive(options.DraftMax, help="Tokens per draft (gamma); 0: no speculation. Default: the trace's own, or 8."),
 ]
 MaxUploads = Annotated[
-    float | None,
+    str | None,
     option(
         options.PLACEMENT,
-        "--max-uploads X",
-        "Experts that a plan may load per layer and step. Loads on demand are counted, but not limited.",
+        "--max-uploads LIST",
+        "Experts that plans may load per layer and step, which policies are told. Loads on demand are counted, but not "
+        "limited. Several, separated by commas, are the points of --curve.",
+    ),
+]
+Link = Annotated[
+    str | None,
+    option(
+        options.PLACEMENT,
+        "--link RATE",
+        "Speed of the link, as 12GB/s: with --step-time and the size of an expert it gives --max-uploads.",
+    ),
+]
+StepTime = Annotated[float | None, option(options.PLACEMENT, "--step-time MS", "Time of a step, for --link.", min=0)]
+FreshMemory = Annotated[
+    bool,
+    option(
+        options.PLACEMENT,
+        "--fresh-memory",
+        "Every text starts with a policy that has seen no other; experts on the device stay there.",
     ),
 ]
 AccuracyList = Annotated[
@@ -43,7 +76,16 @@ AccuracyList = Annotated[
         "--predictor-accuracy LIST",
         "Replace predictions from the hidden states of layers, which a trace lacks, by noisy ones of these "
         "accuracies: draft-router=0.88,next-gate=0.8, or default for these. Without it systems that need them use "
-        "their caches alone.",
+        "their caches alone, and are listed apart.",
+    ),
+]
+Texts = Annotated[
+    str | None,
+    option(
+        options.TRACE,
+        "--texts A:B",
+        "Replay the texts from number A up to, but not including, B; several, separated by commas: one for each trace. "
+        "Profiles are made from the first texts before A.",
     ),
 ]
 ProfileTexts = Annotated[
@@ -51,28 +93,47 @@ ProfileTexts = Annotated[
     option(
         options.PLACEMENT,
         "--profile-texts N",
-        "Do not replay the first N texts: policies that need a profile get it from them. Default: a tenth, 30 at most.",
+        "Policies that need a profile get it from N texts that are not replayed: the first ones, with --texts those "
+        "before A. Default: a tenth, 30 at most.",
     ),
 ]
+Curve = Annotated[
+    bool,
+    option(
+        options.OUTPUT,
+        "--curve",
+        "Hits over uploads: every policy at several --max-uploads (default: 0.1,0.2,0.5,1,2,5,10) and without a limit, "
+        "with 95 % intervals of a bootstrap over texts.",
+    ),
+]
+Plot = Annotated[Path | None, derive(options.Plot, help="Draw the curves (.png, .svg or .pdf); with --curve.")]
+Processes = Annotated[int, derive(options.Threads, help="Processes for --curve; 0: one per core.")]
 
 
 def replay(
-    trace: options.TraceFile,
+    traces: Traces,
     cache_ratio: options.CacheRatioList = "0.17",
     policy: options.SystemList = "all",
     max_uploads: MaxUploads = None,
+    link: Link = None,
+    step_time: StepTime = None,
+    fresh_memory: FreshMemory = False,
     predictor_accuracy: AccuracyList = None,
     profile_texts: ProfileTexts = None,
     draft_max: DraftMax = None,
     acceptance: options.Acceptance = None,
     rejected_token_model: options.RejectedTokens = None,
+    texts: Texts = None,
     limit: options.Limit = 0,
     n_experts: options.NExperts = None,
     expert_bytes: options.ExpertBytes = None,
     seed: options.Seed = 0,
+    curve: Curve = False,
+    plot: Plot = None,
+    threads: Processes = 0,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Replay a routing trace under many policies: hit rates, uploads and bounds.
+    """Replay routing traces under many policies: hit rates, uploads and bounds.
 
     A trace with verification steps is replayed as it was recorded, unless --draft-max, --acceptance or
     --rejected-token-model asks for windows over its text. The one-step oracle and Belady's bound are always included.
@@ -81,34 +142,78 @@ def replay(
     policies, ratios = _policies(policy), tuple(numbers(cache_ratio, "--cache-ratio"))
     if seed < 0 or limit < 0:
         raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be >= 0")
-    recorded = read_trace(trace, n_experts)
-    profiled, replayed = _split(recorded, limit, profile_texts)
-    profile = None
-    if profiled is not None and profiled.text_rows().size:
-        profile = profile_of(cut_schedule(profiled, gamma=0))
-    config = ReplayConfig(
-        policies=policies,
-        ratios=ratios,
-        seed=seed,
-        max_uploads=max_uploads,
-        expert_bytes=_expert_bytes(recorded, expert_bytes),
-        profile=profile,
-        accuracy=_accuracy(predictor_accuracy),
+    if plot is not None:
+        if not curve:
+            raise InputError("--plot draws the curves of --curve.", "Add --curve.")
+        check_picture(plot)
+    limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
+    if limits is not None and len(limits) > 1 and not curve:
+        raise InputError("Several --max-uploads are points of a curve.", "Add --curve, or name one.")
+    if (link is None) != (step_time is None):
+        raise InputError(
+            "--link and --step-time belong together.", "A trace has no clock: name the link's rate and a step's time."
+        )
+    if link is not None and (curve or limits is not None):
+        raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
+    ranges = _ranges(texts, len(traces))
+    jobs = []
+    for path, chosen in zip(traces, ranges, strict=True):
+        recorded = read_trace(path, n_experts)
+        profiled, replayed, about = _split(recorded, chosen, limit, profile_texts)
+        profile = None
+        if profiled is not None and profiled.text_rows().size:
+            profile = profile_of(cut_schedule(profiled, gamma=0))
+        for schedule in schedules(
+            replayed,
+            gamma=draft_max,
+            acceptance=acceptance,
+            rejected_token_models=None if rejected_token_model is None else rejected_token_model.models,
+            seed=seed,
+        ):
+            jobs.append(_Job(path.name, about, schedule, profile, _expert_bytes(recorded, expert_bytes)))
+    accuracy = _accuracy(predictor_accuracy)
+    if curve:
+        config = CurveConfig(
+            policies=policies,
+            limits=LIMITS if limits is None else tuple(limits),
+            accuracy=accuracy,
+            fresh_memory=fresh_memory,
+            seed=seed,
+        )
+        inputs = [
+            CurveInput(job.trace, job.schedule, ratio, job.texts, job.profile) for job in jobs for ratio in ratios
+        ]
+        _show_curves(_curves(inputs, config, threads), output, plot)
+        return
+    rows = _run(
+        jobs,
+        ReplayConfig(
+            policies=policies,
+            ratios=ratios,
+            seed=seed,
+            max_uploads=limits[0] if limits else None,
+            link=None if link is None or step_time is None else _link(link, step_time),
+            fresh_memory=fresh_memory,
+            accuracy=accuracy,
+        ),
     )
-    plan = schedules(
-        replayed,
-        gamma=draft_max,
-        acceptance=acceptance,
-        rejected_token_models=None if rejected_token_model is None else rejected_token_model.models,
-        seed=seed,
-    )
-    rows = _run(plan, config)
     if output is Output.TEXT:
         print_replay(rows, stdout_console())
         return
     typer.echo(replay_json(rows), nl=False)
     for line in shortcomings(rows):  # the tables include them
         say(stderr_console(), line)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One schedule of one trace."""
+
+    trace: str
+    texts: str
+    schedule: Schedule
+    profile: np.ndarray | None
+    expert_bytes: np.ndarray | None
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -123,17 +228,44 @@ def _policies(text: str) -> tuple[str, ...]:
     return tuple(name for name in found if name not in BOUNDS)
 
 
-def _split(trace: Trace, limit: int, profile_texts: int | None) -> tuple[Trace | None, Trace]:
-    """The texts that make the profile (None: no profile) and those that are replayed."""
+def _ranges(text: str | None, n_traces: int) -> list[slice]:
+    """The texts to replay of each trace. Raises InputError."""
+    if text is None:
+        return [slice(0, None)] * n_traces
+    found = []
+    for part in text.split(","):
+        first, colon, last = part.strip().partition(":")
+        if not colon or not (first.isdigit() or not first) or not (last.isdigit() or not last):
+            raise InputError(
+                f"--texts cannot use '{part.strip()}'.", "Give A:B, from text A up to B, for instance 153:."
+            )
+        found.append(slice(int(first or 0), int(last) if last else None))
+    if len(found) == 1:
+        return found * n_traces
+    if len(found) != n_traces:
+        raise InputError(f"--texts names {len(found)} ranges for {n_traces} traces.", "Give one, or one for each.")
+    return found
+
+
+def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -> tuple[Trace | None, Trace, str]:
+    """The texts that make the profile (None: no profile), those that are replayed, and which these are."""
     n_texts = int(np.unique(trace.sequence).size)
-    n_texts = min(limit, n_texts) if limit else n_texts
-    n_profile = min(n_texts // 10, _MAX_PROFILE_TEXTS) if profile_texts is None else profile_texts
-    if not 0 <= n_profile < n_texts:
-        raise InputError(
-            f"--profile-texts {n_profile} leaves no text to replay.", f"The trace has {n_texts} texts to choose from."
-        )
-    replayed = texts_of(trace, n_profile, n_texts)
-    return (texts_of(trace, 0, n_profile) if n_profile else None), replayed
+    first, last = chosen.start, n_texts if chosen.stop is None else min(chosen.stop, n_texts)
+    last = min(first + limit, last) if limit else last
+    if first >= last:
+        raise InputError(f"--texts names no text of {n_texts}.", "Texts are counted from 0.")
+    n_profile = min((last - first) // 10, _MAX_PROFILE_TEXTS) if profile_texts is None else profile_texts
+    if first:  # earlier texts are there for the profile
+        n_profile = min(_MAX_PROFILE_TEXTS if profile_texts is None else profile_texts, first)
+        profiled = texts_of(trace, 0, n_profile)
+    else:
+        if not 0 <= n_profile < last:
+            raise InputError(
+                f"--profile-texts {n_profile} leaves no text to replay.",
+                f"The trace has {last} texts to choose from.",
+            )
+        profiled, first = texts_of(trace, 0, n_profile), n_profile
+    return (profiled if n_profile else None), texts_of(trace, first, last), f"{first}:{last} of {n_texts}"
 
 
 def _expert_bytes(trace: Trace, given: int | None) -> np.ndarray | None:
@@ -166,10 +298,41 @@ def _accuracy(text: str | None) -> PredictorAccuracy:
     return PredictorAccuracy(draft_router=accuracies["draft-router"], next_gate=accuracies["next-gate"])
 
 
-def _run(plan: list[Schedule], config: ReplayConfig) -> list[ReplayRow]:
+def _link(rate: str, step_ms: float) -> SimulatedLink:
+    return SimulatedLink(parse_rate(rate), step_ms * 1e-3)
+
+
+def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
     rows = []
-    n_steps = sum(schedule.prefill.size for schedule in plan)
+    n_steps = sum(job.schedule.prefill.size for job in jobs)
     with count_bar(stderr_console(), "replaying", "steps", n_steps) as bar:
-        for schedule in plan:
-            rows += replay_schedule(schedule, config, on_batches=bar.part())
+        for job in jobs:
+            own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes)
+            if config.link is not None:
+                if job.expert_bytes is None:
+                    raise InputError(
+                        "--link needs the size of an expert.", "The trace does not say: add --expert-bytes N."
+                    )
+                layers = job.schedule.trace.expert_layers()
+                own = replace(own, max_uploads=config.link.max_uploads(job.expert_bytes, layers))
+            rows += replay_schedule(job.schedule, own, on_batches=bar.part())
     return rows
+
+
+def _curves(inputs: list[CurveInput], config: CurveConfig, n_processes: int) -> list[CurvePanel]:
+    if n_processes < 0:
+        raise ValueError(f"-t must be >= 0, not {n_processes}")
+    n_tasks = len(inputs) * (len(config.policies) + len(BOUNDS))
+    with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
+        return trace_curves(inputs, config, n_processes=n_processes or len(os.sched_getaffinity(0)), on_done=bar.part())
+
+
+def _show_curves(panels: list[CurvePanel], output: Output, plot: Path | None) -> None:
+    if output is Output.TEXT:
+        print_curves(panels, stdout_console())
+    else:
+        typer.echo(curves_json(panels), nl=False)
+    if plot is not None:
+        from moeedge.ui.plots import draw_curves  # loads Matplotlib
+
+        draw_curves(panels, plot)

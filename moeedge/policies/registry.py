@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from moeedge.policies.adapmoe import AdapMoe
-from moeedge.policies.base import ABLATIONS, CacheShape, Policy, PolicyConfig
+from moeedge.policies.base import ABLATIONS, CacheShape, ExecutionModel, Policy, PolicyConfig
 from moeedge.policies.bounds import Belady, Oracle
 from moeedge.policies.fate import Fate
 from moeedge.policies.hybrimoe import HybriMoe
@@ -59,6 +59,11 @@ class PolicyEntry:
     def required_inputs(self) -> frozenset[str]:
         """Keys of policies.base.REQUIRED_INPUTS that it reads."""
         return getattr(self.make, "required_inputs", frozenset())
+
+    @property
+    def execution_model(self) -> ExecutionModel:
+        """How the system executes its plans."""
+        return getattr(self.make, "execution_model", ExecutionModel())
 
 
 def _simulated(make: Callable[[CacheShape, PolicyConfig], Policy], description: str) -> PolicyEntry:

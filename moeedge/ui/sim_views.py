@@ -17,6 +17,7 @@ from moeedge.ui.tables import Column, json_text, print_table, text_column, value
 
 if TYPE_CHECKING:
     from moeedge.bench.validation import Comparison
+    from moeedge.sim.curves import AtMost, CurvePanel
     from moeedge.sim.replay import ReplayRow
     from moeedge.sim.simulate import SimulationResult
 
@@ -27,13 +28,22 @@ _MS = 1e3  # from seconds
 # replay
 
 _REPLAY_COLUMNS = (
-    text_column("policy", lambda row: row.policy + ("" if row.prediction_source is None else " *")),
+    text_column("policy", lambda row: _replay_name(row)),
     Column("pairs", "hit_rate_pairs", ".3f"),
     Column("experts", "hit_rate_unique", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
     Column("of oracle", "share_of_oracle", ".3f"),
+)
+
+
+_DEFAULT = "spac"
+_UNRANKED = {*BOUNDS, *(f"({name})" for name in TABLE)}
+_CURVE_LEGEND = (
+    "Hit rate of pairs with at most so many uploads per layer and step: the best of the points that use no more. "
+    "-: every point uses more. In brackets: by the cache alone, since a trace lacks what the predictor reads; not "
+    "ranked. Lead in thousandths, with the interval of 95 % of the resamples."
 )
 
 
@@ -49,14 +59,25 @@ def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
     for (model, ratio), group in groupby(rows, key=lambda row: (row.rejected_token_model, row.cache_ratio)):
         entries = list(group)
         ranked = sorted(
-            (row for row in entries if row.policy not in BOUNDS), key=lambda row: row.hit_rate_pairs, reverse=True
+            (row for row in entries if row.policy not in BOUNDS),
+            key=lambda row: (row.without_predictor, -row.hit_rate_pairs),
         )
         ranked += [row for row in entries if row.policy in BOUNDS]
         title = _replay_title(ranked[0], model, ratio)
-        print_table(console, columns, ranked, title=title, style=lambda row: "dim" if row.policy in BOUNDS else "")
+        print_table(console, columns, ranked, title=title, style=_row_style)
         console.print()
     if rows:
         console.print(_replay_legend(rows), style="dim")
+
+
+def _row_style(row: ReplayRow) -> str:
+    return "dim" if row.policy in BOUNDS or row.without_predictor else ""
+
+
+def _replay_name(row: ReplayRow) -> str:
+    if row.without_predictor:
+        return f"({row.policy})"
+    return row.policy + ("" if row.prediction_source is None else " *")
 
 
 def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
@@ -83,16 +104,81 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
     return "\n".join(lines + shortcomings(rows))
 
 
+# replay --curve
+
+
+def curves_json(panels: Sequence[CurvePanel]) -> str:
+    """One array, a line per panel; the same panels give the same bytes."""
+    return "[\n" + ",\n".join(json_text(panel.as_dict(), indent=None).rstrip() for panel in panels) + "\n]\n"
+
+
+def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
+    """Per panel a line per policy: its hit rate of pairs with at most so many uploads; and its lead over lfu."""
+    for panel in panels:
+        by_policy: dict[str, dict[float | None, AtMost]] = {}
+        for entry in panel.at_most:
+            by_policy.setdefault(entry.policy, {})[entry.uploads] = entry
+        limits = list(dict.fromkeys(entry.uploads for entry in panel.at_most))
+        ranked = [name for name in by_policy if name not in BOUNDS and name not in panel.apart]
+        ranked.sort(key=lambda name: -by_policy[name][None].hit_rate_pairs.value)
+        order = [*ranked, *(name for name in panel.apart if name in by_policy), *BOUNDS]
+        titles = ["any" if limit is None else f"{limit:g}" for limit in limits]
+        columns = [text_column("uploads at most", 0), *value_columns(titles, ".3f")]
+        lines = [
+            (
+                f"({name})" if name in panel.apart else name,
+                *(
+                    by_policy[name][limit].hit_rate_pairs.value if limit in by_policy[name] else None
+                    for limit in limits
+                ),
+            )
+            for name in order
+        ]
+        console.print(_curve_title(panel), style="bold", soft_wrap=not console.is_terminal)
+        print_table(console, columns, lines, style=lambda line: "dim" if line[0] in _UNRANKED else "")
+        leads = [
+            (name, *(_lead(by_policy[name].get(limit)) for limit in limits))
+            for name in ranked
+            if name == _DEFAULT and by_policy[name][None].beyond_reference is not None
+        ]
+        if leads:
+            console.print()
+            columns = [
+                text_column("lead over lfu", 0),
+                *(Column(title, index, str) for index, title in enumerate(titles, 1)),
+            ]
+            print_table(console, columns, leads)
+        console.print()
+    if panels:
+        console.print(_CURVE_LEGEND, style="dim")
+
+
+def _curve_title(panel: CurvePanel) -> str:
+    model = panel.rejected_token_model
+    how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if panel.gamma else "token by token"
+    memory = ", memory emptied per text" if panel.fresh_memory else ""
+    return (
+        f"{visible(panel.trace)} ({visible(panel.model)}), texts {panel.texts}: {panel.steps:,} steps of "
+        f"{panel.gamma + 1} tokens, {how}, slots for {100 * panel.cache_ratio:g} % of the experts ({panel.slots})"
+        f"{memory}; resampled by {panel.unit}"
+    )
+
+
+def _lead(entry: AtMost | None) -> str | None:
+    if entry is None or entry.beyond_reference is None:
+        return None
+    lead = entry.beyond_reference
+    return f"{1e3 * lead.value:+.0f} [{1e3 * lead.low:+.0f} {1e3 * lead.high:+.0f}]"
+
+
 def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     """A sentence for each input that policies lack in this replay."""
     lines = []
-    unpredicted = dict.fromkeys(
-        row.policy for row in rows if row.prediction_source is None and TABLE[row.policy].reads_layer_inputs
-    )
+    unpredicted = dict.fromkeys(row.policy for row in rows if row.without_predictor)
     if unpredicted:
         lines.append(
             f"{', '.join(unpredicted)}: by the cache alone, without a predictor, since a trace holds no inputs of "
-            "layers; --predictor-accuracy replaces it by one of stated accuracy."
+            "layers, so not ranked; --predictor-accuracy replaces it by one of stated accuracy."
         )
     unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and TABLE[row.policy].reads_tokens)
     if unread:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.commands import run, run_json
+from moeedge.trace.schedule import texts_of
+from tests.support.commands import refused, run, run_json
 from tests.support.traces import plain_text, two_texts
 
 _FIELDS = (
@@ -124,3 +125,64 @@ def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
 def test_the_bounds_alone(plain: Path) -> None:
     rows = run_json("replay", plain, "--policy", "belady,oracle", "--gamma", 0)
     assert [row["policy"] for row in rows] == ["oracle", "belady"]
+
+
+def test_curves_come_as_table_json_and_picture(tmp_path: Path, plain: Path) -> None:
+    two_texts().save(tmp_path / "own.npz")
+    arguments = ("replay", tmp_path / "own.npz", plain, "--curve", "--policy", "spac,lfu,fate", "--gamma", 3, "-t", 1)
+    panels = run_json(*arguments, "--max-uploads", "0.5,2", "--plot", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert [(panel["trace"], panel["rejected_token_model"]) for panel in panels] == [
+        (name, model) for name in ("own.npz", "plain.npz") for model in ("optimistic", "pessimistic")
+    ]
+    points = panels[-1]["points"]
+    assert [point["max_uploads"] for point in points if point["policy"] == "spac"] == [0.5, 2.0, None]
+    assert all(len(point["pairs_hit"]) == len(point["uploads"]) == len(panels[-1]["pairs"]) for point in points)
+    assert panels[-1]["apart"] == ["fate"]
+    table = " ".join(run(*arguments).stdout.split())
+    assert "(fate)" in table and "lead over lfu" in table
+    assert "--curve" in refused("replay", plain, "--plot", tmp_path / "curves.png")
+    assert "--curve" in refused("replay", plain, "--max-uploads", "0.5,2")
+
+
+def test_a_link_gives_the_uploads_of_a_step(plain: Path) -> None:
+    """1 MB/s for 8 ms carry eight experts of 1,000 bytes, in two layers: four for each."""
+    arguments = ("replay", plain, "--policy", "lru", "--gamma", 3, "--expert-bytes", 1000)
+    linked = run_json(*arguments, "--link", "1MB/s", "--step-time", 8)
+    assert [(row["max_uploads"], row["link_bytes_per_s"], row["step_time_s"]) for row in linked] == [
+        (4.0, 1e6, 0.008)
+    ] * len(linked)
+    limited = run_json(*arguments, "--max-uploads", 4)
+    assert [row["hit_rate_pairs"] for row in limited] == [row["hit_rate_pairs"] for row in linked]
+    assert limited[0]["link_bytes_per_s"] is None
+    for wrong in (("--link", "1MB/s"), ("--step-time", 8), ("--link", "fast", "--step-time", 8)):
+        assert refused(*arguments, *wrong)
+    assert "--expert-bytes" in refused("replay", plain, "--gamma", 3, "--link", "1MB/s", "--step-time", 8)
+
+
+def test_texts_are_chosen_by_number(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "own.npz")
+    both = run_json("replay", tmp_path / "own.npz", "--policy", "lru")
+    second = run_json("replay", tmp_path / "own.npz", "--policy", "lru,static", "--texts", "1:")
+    assert (both[0]["texts"], second[0]["texts"]) == (2, 1)
+    assert (both[0]["profile"], second[0]["profile"]) == (False, True)  # of the text before
+    each = run_json("replay", tmp_path / "own.npz", tmp_path / "own.npz", "--policy", "lru", "--texts", ":1,1:2")
+    assert each[0]["steps"] + each[3]["steps"] == both[0]["steps"]
+    for wrong in ("1", "2:", "a:b", "0:1,1:2,0:"):
+        assert "--texts" in refused("replay", tmp_path / "own.npz", "--texts", wrong)
+
+
+def test_memory_can_be_emptied_with_each_text(tmp_path: Path) -> None:
+    """The second text repeats the first: who remembers it hits more."""
+    first = two_texts()
+    repeated = texts_of(first, 0, 1)
+    again = replace(repeated, sequence=repeated.sequence + 1)
+    columns = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
+    twice = replace(
+        first, **{name: np.concatenate([getattr(repeated, name), getattr(again, name)]) for name in columns}
+    )
+    twice.save(tmp_path / "twice.npz")
+    arguments = ("replay", tmp_path / "twice.npz", "--policy", "spac", "--cache-ratio", 0.25)
+    carried, emptied = run_json(*arguments)[0], run_json(*arguments, "--fresh-memory")[0]
+    assert (carried["fresh_memory"], emptied["fresh_memory"]) == (False, True)
+    assert carried["hit_rate_pairs"] > emptied["hit_rate_pairs"]
