@@ -1,12 +1,20 @@
-"""The cost of scheduling: time per step of every policy (one observation and two plans), and the hit rate for it.
+"""The cost of scheduling outside of an engine: time per step of every part that the decoding thread pays.
 
-    python -m tests.benchmarks.scheduler_cost --layers 48 --experts 128 --used 8 --gamma 8 --steps 200 --out RECORD.json
+    python -m tests.benchmarks.scheduler_cost --layers 48 --experts 128 --used 8 --embd 1024 --out RECORD.json
 
-Routing is synthetic and token-determined in part, drawn from a fixed seed; transfers take no time. Every policy runs
-once with every plan checked against the mover's rules, then several times timed, with the same plans. Each run does the
-same work at the same step, so a step's time is the minimum over the runs: it excludes the time of other programs. The
-figure is the median over steps; the median over all samples is printed with it. One line per policy goes to standard
-output, the record with all raw samples to --out.
+One step is what the engine does: observe, plan and push after a verification, plan and push again when the draft's
+tokens and hidden states are known. The store is a native expert cache on the emulated device, with experts of a few
+bytes; its transfers end, untimed, before the next call, so that every run makes the same plans. Routing is synthetic,
+token-determined in part, drawn from a fixed seed. Before the first timed step the policy has seen every token of the
+vocabulary, and so many verifications with hidden states that its memories are full.
+
+Between two verifications a model's weights pass through the CPU's caches. So before each of a step's two halves a
+buffer larger than these caches is read and written ("cold"); the same steps without it are "warm". Every plan of the
+warm run is checked against the mover's rules, outside the timed calls.
+
+Figures are medians over steps, of wall time and of the calling thread's processor time. The latter holds on a busy
+machine too; the former includes waiting, for other programs and for the mover's lock.
+tests/benchmarks/engine_cost.py measures the same in an engine.
 """
 
 from __future__ import annotations
@@ -14,26 +22,38 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.records import read_environment
 from moeedge.experts import count_ids
-from moeedge.policies.base import CacheShape, Observation, Plan, PolicyConfig, check_plan
+from moeedge.native.cache import ExpertCache
+from moeedge.policies.base import Observation, Plan, PolicyConfig, check_plan
 from moeedge.policies.cost_model import CostModel
-from moeedge.policies.registry import POLICIES, make_policy
+from moeedge.policies.registry import make_policy
+from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.driver import StepDriver
+from tests.support.experts import write_experts
 
-VOCABULARY = 400
+SCHEMA = "moeedge-scheduler-cost-2"
+PARTS = ("observe", "plan_next", "push_next", "plan_draft", "push_draft", "residency")
 SHARE_OF_TOKEN = 0.8  # share of a token's experts that it uses every time
-WARM_UP_STEPS = 40
+NOISE = 0.7  # of a hidden state, in lengths of its token's own part
+WARM_UP_STEPS = 460  # verifications of 9 tokens: more than the 4,096 hidden states that spac keeps
+VOCABULARY = 12_000  # tokens: more than rows in spac's table at 48 x 128
 CAP = 4
+_PREFILL_TOKENS = 500
+_DRAIN_S = 30.0
+_CACHE_BYTES_MIN = 32 << 20
 
 # a 24 GB card and a desktop CPU, with Qwen3-30B-A3B's experts: only proportions matter here
 COST_MODEL = CostModel(
@@ -46,182 +66,289 @@ COST_MODEL = CostModel(
     r_g=np.linspace(0.9, 0.1, CAP + 1),
 )
 
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is measured; all verifications have gamma + 1 tokens."""
+
+    n_layers: int = 48
+    n_experts: int = 128
+    n_used: int = 8
+    gamma: int = 8
+    n_embd: int = 1024  # values of a hidden state
+    n_vocabulary: int = VOCABULARY
+    warm_up: int = WARM_UP_STEPS
+    steps: int = 200
+    seed: int = 1
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One verification."""
+    """One verification, or one part of a prompt."""
 
     tokens: NDArray[np.int32]  # [n_tokens]
     ids: NDArray[np.int32]  # [n_layers, n_tokens, k]
     counts: NDArray[np.uint32]  # [n_layers, n_experts]
     n_accepted: int
+    hidden_states: NDArray[np.float32]  # [n_tokens - 1, n_embd], the last draft has none; [0] for a prompt
+
+
+class Text:
+    """Tokens by Zipf's law with experts and hidden states of their own.
+
+    prompt: every token of the vocabulary once, the most frequent ones last. verifications: those of the warm-up first.
+    """
+
+    def __init__(self, load: Workload) -> None:
+        self.load = load
+        self._rng = np.random.default_rng(load.seed)
+        shape = (load.n_vocabulary, load.n_layers)
+        self._first = self._rng.integers(0, load.n_experts, shape, dtype=np.int32)
+        self._stride = 2 * self._rng.integers(0, max(load.n_experts // 2, 1), shape, dtype=np.int32) + 1
+        popularity = 1.0 / np.arange(1, load.n_vocabulary + 1)
+        popularity /= popularity.sum()
+        every = np.arange(load.n_vocabulary)[::-1]
+        self.prompt = [
+            self._batch(part) for part in np.split(every, range(_PREFILL_TOKENS, len(every), _PREFILL_TOKENS))
+        ]
+        self.verifications = [
+            self._batch(self._rng.choice(load.n_vocabulary, load.gamma + 1, p=popularity))
+            for _ in range(load.warm_up + load.steps)
+        ]
+
+    def _batch(self, tokens: NDArray[np.intp]) -> Batch:
+        load, rng = self.load, self._rng
+        # distinct experts of a token: odd strides through a power of two
+        own = self._first[tokens][..., None] + self._stride[tokens][..., None] * np.arange(load.n_used, dtype=np.int32)
+        score = rng.random((len(tokens), load.n_layers, load.n_experts), dtype=np.float32)
+        stays = rng.random(own.shape) < SHARE_OF_TOKEN
+        np.put_along_axis(score, own % load.n_experts, np.where(stays, np.float32(2.0), np.float32(0.0)), axis=2)
+        ids = score.argpartition(load.n_experts - load.n_used, axis=2)[:, :, -load.n_used :].transpose(1, 0, 2)
+        is_draft = len(tokens) == load.gamma + 1
+        states = [self._state(token) for token in tokens[:-1].tolist()] if is_draft else []
+        return Batch(
+            tokens.astype(np.int32),
+            np.ascontiguousarray(ids, dtype=np.int32),
+            count_ids(ids, load.n_experts).astype(np.uint32),
+            int(rng.integers(0, len(tokens))),
+            np.asarray(states, dtype=np.float32),
+        )
+
+    def _state(self, token: int) -> NDArray[np.float32]:
+        n_embd = self.load.n_embd
+        own = np.random.default_rng([self.load.seed, token]).standard_normal(n_embd, dtype=np.float32)
+        return own + np.float32(NOISE) * self._rng.standard_normal(n_embd, dtype=np.float32)
+
+
+class Stopwatch:
+    """Wall and processor time of the parts of a step; a part inside of another one is not counted twice."""
+
+    def __init__(self) -> None:
+        self._spent = np.zeros((len(PARTS), 2))  # seconds: wall, processor
+        self._inner = np.zeros(2)  # of parts inside of the one that runs
+
+    def time(self, part: str, call: Callable[[], Result]) -> Result:
+        """Calls, and adds the time to `part`."""
+        outer, self._inner = self._inner, np.zeros(2)
+        start = (time.perf_counter(), time.thread_time())
+        result = call()
+        end = (time.perf_counter(), time.thread_time())
+        taken = np.subtract(end, start)
+        self._spent[PARTS.index(part)] += taken - self._inner
+        self._inner = outer + taken
+        return result
+
+    def read_us(self) -> NDArray[np.float64]:
+        """Microseconds [parts, 2] since the last reading."""
+        spent, self._spent = self._spent, np.zeros((len(PARTS), 2))
+        return spent * 1e6
+
+
+class TimedStore(CacheStore):
+    """The native cache as a store, with the time of reading the residency."""
+
+    def __init__(self, cache: ExpertCache, watch: Stopwatch) -> None:
+        super().__init__(cache)
+        self.residency = lambda: watch.time("residency", cache.residency)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians over steps, in microseconds."""
+
+    wall_us: float  # a step
+    cpu_us: float
+    parts_wall_us: dict[str, float]  # by PARTS; reading the residency is a part of its own
+    parts_cpu_us: dict[str, float]
+    samples_wall_us: list[float]  # one per step
+    samples_cpu_us: list[float]
+
+    @classmethod
+    def of(cls, times_us: NDArray[np.float64]) -> Times:
+        """times_us: [steps, parts, 2]."""
+        wall_us, cpu_us = times_us[..., 0], times_us[..., 1]
+        return cls(
+            wall_us=_median(wall_us.sum(axis=1)),
+            cpu_us=_median(cpu_us.sum(axis=1)),
+            parts_wall_us=dict(zip(PARTS, map(_median, wall_us.T), strict=True)),
+            parts_cpu_us=dict(zip(PARTS, map(_median, cpu_us.T), strict=True)),
+            samples_wall_us=wall_us.sum(axis=1).round(1).tolist(),
+            samples_cpu_us=cpu_us.sum(axis=1).round(1).tolist(),
+        )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over steps, in microseconds."""
+    """The result of one policy."""
 
     policy: str
-    step_us: float  # observe and both plans: minimum over the runs
-    disturbed_us: float  # the same over all samples of all runs
-    observe_us: float
-    first_plan_us: float
-    second_plan_us: float
-    pair_hit: float
-    uploads_per_step: float
-    samples_us: list[list[float]]  # per run and step
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One replay."""
-
-    times_s: NDArray[np.float64]  # [steps, 3]: observe, first plan, second plan
+    cold: Times
+    warm: Times
     pair_hit: float
     uploads_per_step: float
 
 
-def make_batches(n_layers: int, n_experts: int, n_used: int, n_tokens: int, n_steps: int, seed: int) -> list[Batch]:
-    """Returns batches of tokens by Zipf's law; each token has preferred experts."""
-    rng = np.random.default_rng(seed)
-    own = rng.random((VOCABULARY, n_layers, n_experts)).argsort(axis=2)[:, :, :n_used]
-    popularity = 1.0 / np.arange(1, VOCABULARY + 1)
-    batches = []
-    for _ in range(n_steps):
-        tokens = rng.choice(VOCABULARY, n_tokens, p=popularity / popularity.sum())
-        score = rng.random((n_tokens, n_layers, n_experts))
-        stays = rng.random((n_tokens, n_layers, n_used)) < SHARE_OF_TOKEN
-        np.put_along_axis(score, own[tokens], np.where(stays, 2.0, 0.0), axis=2)
-        ids = score.argsort(axis=2)[:, :, -n_used:].transpose(1, 0, 2)
-        batches.append(
-            Batch(
-                tokens.astype(np.int32),
-                np.ascontiguousarray(ids, dtype=np.int32),
-                count_ids(ids, n_experts).astype(np.uint32),
-                int(rng.integers(0, n_tokens)),
-            )
-        )
-    return batches
+def cache_buffer() -> NDArray[np.uint8]:
+    """A buffer of twice the CPU's largest cache."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0))
+    return np.ones(2 * max(*sizes, 32 << 20), dtype=np.uint8)
 
 
-class Slots:
-    """An ExpertStore of one group of slots whose transfers take no time."""
-
-    def __init__(self, shape: CacheShape, *, check: bool) -> None:
-        self.resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
-        self.uploads = 0
-        self._shape = shape
-        self._check = check
-
-    def residency(self) -> NDArray[np.uint8]:
-        return self.resident
-
-    def push(self, plan: Plan) -> None:
-        """Executes the plan, as the mover does."""
-        if self._check:
-            check_plan(plan, self._shape, self.resident, CAP)
-        n_slots = int(self._shape.capacity[0])
-        n_free = n_slots - int(np.count_nonzero(self.resident))
-        n_victims = min(max(len(plan.uploads) - n_free, 0), len(plan.victims))
-        self.resident[tuple(plan.victims[:n_victims].T)] = 0
-        self.resident[tuple(plan.uploads[: n_free + n_victims].T)] = 1
-        assert np.count_nonzero(self.resident) <= n_slots, "more experts than slots"
-        self.uploads += len(plan.uploads)
+@contextmanager
+def open_cache(load: Workload, ratio: float) -> Iterator[ExpertCache]:
+    """A native cache of `ratio` of the experts, on the emulated device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "experts.bin"
+        experts = write_experts(path, n_layers=load.n_layers, n_experts=load.n_experts, width=1)
+        with ExpertCache.open(experts.config(ratio)) as cache:
+            yield cache
 
 
-def measure(name: str, batches: list[Batch], shape: CacheShape, cost_model: CostModel | None, n_runs: int = 5) -> Cost:
-    """Replays the batches, checked once and timed `n_runs` times; the first steps are warm-up."""
-    checked = _run(name, batches, shape, cost_model, check=True)
+def measure(
+    name: str,
+    text: Text,
+    *,
+    ratio: float = 0.17,
+    cost_model: CostModel | None = COST_MODEL,
+    n_buffer: int | None = None,
+) -> Cost:
+    """Replays the same steps warm, with every plan checked, and cold.
+
+    n_buffer: bytes that are read and written; None: twice the largest cache.
+    """
+    buffer = np.ones(_cache_bytes() * 2 if n_buffer is None else n_buffer, dtype=np.uint8)
     gc.collect()
     gc.disable()
     try:
-        runs = [_run(name, batches, shape, cost_model, check=False) for _ in range(n_runs)]
+        warm_us, pair_hit, uploads = _run(name, text, ratio, cost_model, evict=None)
+        cold_us, *others = _run(name, text, ratio, cost_model, evict=lambda: np.add(buffer, 1, out=buffer))
     finally:
         gc.enable()
-    for run in runs:
-        assert (run.pair_hit, run.uploads_per_step) == (checked.pair_hit, checked.uploads_per_step), "other plans"
-    times_us = np.stack([run.times_s for run in runs]) * 1e6  # [runs, steps, parts]
-    observe_us, first_us, second_us = np.median(times_us.min(axis=0), axis=0).tolist()
-    samples_us = times_us.sum(axis=2)
-    return Cost(
-        policy=name,
-        step_us=float(np.median(samples_us.min(axis=0))),
-        disturbed_us=float(np.median(samples_us)),
-        observe_us=observe_us,
-        first_plan_us=first_us,
-        second_plan_us=second_us,
-        pair_hit=checked.pair_hit,
-        uploads_per_step=checked.uploads_per_step,
-        samples_us=samples_us.tolist(),
-    )
+    assert [pair_hit, uploads] == others, "other plans"
+    return Cost(name, Times.of(cold_us), Times.of(warm_us), pair_hit, uploads)
 
 
-def _run(name: str, batches: list[Batch], shape: CacheShape, cost_model: CostModel | None, *, check: bool) -> Run:
-    slots = Slots(shape, check=check)
-    driver = StepDriver(
-        make_policy(name, shape, PolicyConfig(gamma=len(batches[0].tokens) - 1, cap=CAP, cost_model=cost_model)), slots
-    )
-    times: list[tuple[float, float, float]] = []
-    pairs = hits = 0
+def _cache_bytes() -> int:
+    """The size of the CPU's largest cache."""
+    sizes = [_CACHE_BYTES_MIN]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        size = path.read_text().strip()
+        sizes.append(int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0))
+    return max(sizes)
 
-    def timed(call: Callable[[], object]) -> float:
-        start_s = time.perf_counter()
-        call()
-        return time.perf_counter() - start_s
 
-    for step, batch in enumerate(batches):
-        tokens = batch.tokens.tolist()
-        observation = Observation(batch.counts, len(tokens), batch.n_accepted, batch.tokens, batch.ids)
-        if step == WARM_UP_STEPS:
-            times.clear()
-            pairs = hits = slots.uploads = 0
-        first_s = timed(partial(driver.plan_next, tokens[:1]))
-        driver.push()
-        second_s = timed(partial(driver.plan_draft, tokens))
-        driver.push()
-        pairs += int(batch.counts.sum())
-        hits += int(batch.counts[slots.resident > 0].sum())
-        times.append((timed(partial(driver.observe, observation)), first_s, second_s))
-    return Run(np.array(times), hits / pairs, slots.uploads / len(times))
+def _run(
+    name: str, text: Text, ratio: float, cost_model: CostModel | None, *, evict: Callable[[], object] | None
+) -> tuple[NDArray[np.float64], float, float]:
+    """Microseconds [steps, parts, 2], the share of pairs that were resident, uploads per step."""
+    load, watch = text.load, Stopwatch()
+    with open_cache(load, ratio) as cache:
+        shape = cache_shape(cache)
+        policy = make_policy(name, shape, PolicyConfig(gamma=load.gamma, cap=CAP, cost_model=cost_model))
+        driver = StepDriver(policy, TimedStore(cache, watch))
+
+        def push(part: str, plan: Plan) -> None:
+            if evict is None:
+                check_plan(plan, shape, cache.residency(), CAP)
+            watch.time(part, driver.push)
+            assert cache.drain(_DRAIN_S), "the transfers did not end"
+
+        for part in text.prompt:
+            driver.observe(Observation(part.counts, len(part.tokens), 0, part.tokens, part.ids, prefill=True))
+        times_us = []
+        pairs = hits = uploads = 0
+        for step, batch in enumerate(text.verifications):
+            tokens, states = batch.tokens.tolist(), batch.hidden_states
+            is_timed = step >= load.warm_up
+            if step == load.warm_up:
+                pairs, hits, uploads = 0, 0, cache.stats().uploads
+            if is_timed and evict is not None:
+                evict()
+            push("push_draft", watch.time("plan_draft", partial(driver.plan_draft, tokens, hidden_states=states)))
+            pairs += int(batch.counts.sum())
+            hits += int(batch.counts[cache.residency() > 0].sum())
+            if is_timed and evict is not None:
+                evict()
+            observation = Observation(batch.counts, len(tokens), batch.n_accepted, batch.tokens, batch.ids)
+            watch.time("observe", partial(driver.observe, observation))
+            coming = text.verifications[(step + 1) % len(text.verifications)]
+            push("push_next", watch.time("plan_next", partial(driver.plan_next, coming.tokens[:1].tolist())))
+            spent_us = watch.read_us()
+            if is_timed:
+                times_us.append(spent_us)
+        return np.array(times_us), hits / pairs, (cache.stats().uploads - uploads) / load.steps
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    return round(float(np.median(values)), 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--used", type=int, default=8)
-    parser.add_argument("--gamma", type=int, default=8)
+    parser.add_argument("--policies", default="spac,spac-paper,lfu,lru,static")
+    for name, default in (("layers", 48), ("experts", 128), ("used", 8), ("gamma", 8), ("embd", 1024), ("seed", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ratio", type=float, default=0.17)
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--unbalanced", action="store_true", help="without a cost model, so without the balancer")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    batches = make_batches(
-        options.layers, options.experts, options.used, options.gamma + 1, options.steps, options.seed
+    load = Workload(
+        n_layers=options.layers,
+        n_experts=options.experts,
+        n_used=options.used,
+        gamma=options.gamma,
+        n_embd=options.embd,
+        steps=options.steps,
+        seed=options.seed,
     )
-    n_slots = int(options.ratio * options.layers * options.experts)
-    shape = CacheShape.uniform(options.layers, options.experts, n_slots)
+    text = Text(load)
     cost_model = None if options.unbalanced else COST_MODEL
-    costs = [measure(name, batches, shape, cost_model, options.runs) for name in options.policies.split(",")]
-    for cost in costs:
-        print(
-            f"{cost.policy:11s} {cost.step_us:6.1f} us per step ({cost.disturbed_us:.1f} as disturbed): "
-            f"observe {cost.observe_us:.1f}, plans {cost.first_plan_us:.1f} and {cost.second_plan_us:.1f}; "
-            f"pair hit {cost.pair_hit:.3f}, {cost.uploads_per_step:.1f} uploads per step"
-        )
+    costs = []
+    for policy in options.policies.split(","):
+        cost = measure(policy, text, ratio=options.ratio, cost_model=cost_model)
+        costs.append(cost)
+        for state, times in (("cold", cost.cold), ("warm", cost.warm)):
+            parts = ", ".join(f"{part} {value:.0f}" for part, value in times.parts_cpu_us.items())
+            print(
+                f"{policy:11s} {state}, us per step: {times.cpu_us:.0f} processor ({parts}), {times.wall_us:.0f} wall"
+            )
+        print(f"{policy:11s} pair hit {cost.pair_hit:.3f}, {cost.uploads_per_step:.1f} uploads per step", flush=True)
     if options.out:
-        settings = {key: value for key, value in vars(options).items() if key != "out"}
+        settings = {**asdict(load), "ratio": options.ratio, "balanced": not options.unbalanced}
         record = {
-            "schema": "moeedge-scheduler-cost-1",
+            "schema": SCHEMA,
             "environment": asdict(read_environment()),
             "settings": settings,
             "results": [asdict(cost) for cost in costs],
         }
-        options.out.write_text(json.dumps(record, default=str) + "\n")
+        options.out.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
