@@ -24,6 +24,7 @@ TRACE = "Trace"
 # spellings of earlier releases, without dashes, and what they stand for now
 OLD_NAMES = {
     "tail": "rejected-token-model",
+    "acceptance": "acceptance-chance",
     "hint-accuracy": "predictor-accuracy",
     "repeat": "repetitions",
     "tokens": "n-predict",
@@ -258,8 +259,13 @@ NExperts = Annotated[
 ExpertBytes = Annotated[
     int | None, option(TRACE, "--expert-bytes N", "Size of an expert in bytes, if the trace does not say.")
 ]
-Acceptance = Annotated[
-    float | None, option(TRACE, "--acceptance X", "Acceptance rate of drafts. Default: the trace's own, or 0.8.")
+AcceptanceChance = Annotated[
+    float | None,
+    option(
+        TRACE,
+        "--acceptance-chance X",
+        "Chance of a draft to be accepted after all before it were. Default: the trace's own, or 0.8.",
+    ),
 ]
 RejectedTokens = Annotated[
     RejectedTokenModel | None,

@@ -121,7 +121,7 @@ def replay(
     predictor_accuracy: AccuracyList = None,
     profile_texts: ProfileTexts = None,
     draft_max: DraftMax = None,
-    acceptance: options.Acceptance = None,
+    acceptance_chance: options.AcceptanceChance = None,
     rejected_token_model: options.RejectedTokens = None,
     texts: Texts = None,
     limit: options.Limit = 0,
@@ -135,9 +135,10 @@ def replay(
 ) -> None:
     """Replay routing traces under many policies: hit rates, uploads and bounds.
 
-    A trace with verification steps is replayed as it was recorded, unless --draft-max, --acceptance or
-    --rejected-token-model asks for windows over its text. The one-step oracle and Belady's bound are always included.
-    Transfers take no time here; moeedge simulate has a clock. The same seed gives the same output, byte for byte.
+    A trace with verification steps is replayed as it was recorded, unless --draft-max, --acceptance-chance
+    or --rejected-token-model asks for windows over its text. The one-step oracle and Belady's bound are always
+    included. Transfers take no time here; moeedge simulate has a clock. The same seed gives the same output, byte for
+    byte.
     """
     policies, ratios = _policies(policy), tuple(numbers(cache_ratio, "--cache-ratio"))
     if seed < 0 or limit < 0:
@@ -166,7 +167,7 @@ def replay(
         for schedule in schedules(
             replayed,
             gamma=draft_max,
-            acceptance=acceptance,
+            acceptance_chance=acceptance_chance,
             rejected_token_models=None if rejected_token_model is None else rejected_token_model.models,
             seed=seed,
         ):

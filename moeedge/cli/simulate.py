@@ -47,8 +47,12 @@ NTokens = Annotated[int, derive(options.NPredict, help="Tokens of synthetic text
 MaxSteps = Annotated[
     int | None, option(options.TRACE, "--max-steps N", "Verification steps to simulate, at most.", min=1)
 ]
-Acceptance = Annotated[
-    float, derive(options.Acceptance, help="Acceptance rate of drafts, where the trace does not say.")
+AcceptanceChance = Annotated[
+    float,
+    derive(
+        options.AcceptanceChance,
+        help="Chance of a draft to be accepted after all before it were, where the trace does not say.",
+    ),
 ]
 RejectedTokens = Annotated[
     options.RejectedTokenModel,
@@ -79,7 +83,7 @@ def simulate(
     trace: TraceOption = None,
     n_tokens: NTokens = 512,
     max_steps: MaxSteps = None,
-    acceptance: Acceptance = 0.8,
+    acceptance_chance: AcceptanceChance = 0.8,
     rejected_token_model: RejectedTokens = options.RejectedTokenModel.OPTIMISTIC,
     seed: options.Seed = 0,
     policy: options.SystemList = "spac",
@@ -116,7 +120,7 @@ def simulate(
             gamma=gamma,
             cap=cap,
             link_factor=link_factor,
-            acceptance=acceptance,
+            acceptance=acceptance_chance,
             ablations=options.ablations(ablate),
             rejected_token_model=rejected_token_model.models[0],
             seed=seed,

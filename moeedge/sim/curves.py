@@ -111,7 +111,8 @@ class CurvePanel:
     cache_ratio: float
     slots: int
     gamma: int
-    acceptance: float | None
+    acceptance_rate: float | None
+    acceptance_chance: float | None
     steps: int
     n_texts: int
     unit: str  # of the bootstrap: "text", or "4 steps"
@@ -269,7 +270,8 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
         cache_ratio=each.cache_ratio,
         slots=int(each.cache_ratio * len(schedule.trace.expert_layers()) * schedule.trace.meta.n_experts + 1e-9),
         gamma=schedule.gamma,
-        acceptance=None if schedule.acceptance is None else round(schedule.acceptance, 6),
+        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
+        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
         steps=schedule.n_steps,
         n_texts=schedule.n_texts,
         unit=unit,

@@ -71,7 +71,8 @@ class ReplayRow:
     steps: int
     texts: int
     gamma: int
-    acceptance: float | None
+    acceptance_rate: float | None  # accepted over drafted tokens
+    acceptance_chance: float | None  # of a draft, after all before it were accepted
     tokens_per_step: float
     max_uploads: float | None
     link_bytes_per_s: float | None  # that max_uploads follows from
@@ -421,7 +422,8 @@ def _row(
         steps=schedule.n_steps,
         texts=schedule.n_texts,
         gamma=schedule.gamma,
-        acceptance=None if schedule.acceptance is None else round(schedule.acceptance, 6),
+        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
+        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
         tokens_per_step=round(schedule.tokens_per_step, 6),
         max_uploads=config.max_uploads,
         link_bytes_per_s=None if config.link is None else config.link.bytes_per_s,

@@ -171,7 +171,7 @@ def _batches(trace: Trace, config: SimulationConfig, gamma: int) -> list[Batch]:
         schedule = cut_schedule(
             trace,
             gamma=gamma,
-            acceptance=config.acceptance,
+            acceptance_chance=config.acceptance,
             rejected_token_model=config.rejected_token_model,
             seed=config.seed,
         )

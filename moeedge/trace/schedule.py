@@ -28,13 +28,13 @@ from moeedge.trace.format import Trace
 from moeedge.trace.steps import (
     RejectedTokenModel,
     Steps,
-    draft_length_and_acceptance,
+    draft_stats,
     recorded_steps,
     simulated_steps,
     text_steps,
 )
 
-GAMMA, ACCEPTANCE = 8, 0.8  # of a text whose trace has no drafts: MoE-SpAc's draft length
+GAMMA, ACCEPTANCE_CHANCE = 8, 0.8  # of a text whose trace has no drafts: MoE-SpAc's draft length
 _CHUNK_COUNTS = 1 << 20  # elements of a chunk's counts, 4 MB
 _CHUNK_TOKENS = 4096  # a chunk ends before it has more tokens, unless its batches are many
 
@@ -84,7 +84,7 @@ class Schedule:
     trace: Trace
     rejected_token_model: RejectedTokenModel | Literal["recorded"]
     gamma: int
-    acceptance: float | None  # None without drafts
+    acceptance_chance: float | None  # of a draft, after all before it were accepted; None without drafts
     rows: NDArray[np.int64]  # [n], batch by batch
     starts: NDArray[np.int64]  # [n_batches + 1], into `rows`
     n_text: NDArray[np.int64]  # [n_batches], tokens that became text, with the one emitted before
@@ -105,6 +105,12 @@ class Schedule:
     def tokens_per_step(self) -> float:
         """Mean tokens of text per step."""
         return float(self.n_text[~self.prefill].mean()) if self.n_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None without drafts."""
+        n_drafted = int((np.diff(self.starts)[~self.prefill] - 1).sum())
+        return int((self.n_text[~self.prefill] - 1).sum()) / n_drafted if n_drafted else None
 
     @property
     def drafts_known(self) -> bool:
@@ -188,41 +194,43 @@ def schedules(
     trace: Trace,
     *,
     gamma: int | None = None,
-    acceptance: float | None = None,
+    acceptance_chance: float | None = None,
     rejected_token_models: Sequence[RejectedTokenModel] | None = None,
     seed: int = 0,
 ) -> list[Schedule]:
     """The schedules to replay a trace by: as it was recorded, or one for each model of rejected tokens.
 
     As recorded if the trace has verification steps and no argument is given. Otherwise its text is cut into windows, by
-    both models unless `rejected_token_models` names them. gamma and acceptance default to the trace's own, else to 8
-    and 0.8. Without drafts (gamma 0) the models are the same: one schedule. Raises InputError where no experts were
-    recorded or no window fits, ValueError for an impossible gamma or acceptance.
+    both models unless `rejected_token_models` names them. gamma and the chance of acceptance default to the trace's
+    own, else to 8 and 0.8. Without drafts (gamma 0) the models are the same: one schedule. Raises InputError where no
+    experts were recorded or no window fits, ValueError for an impossible gamma or chance of acceptance.
     """
     if not trace.expert_layers():
         raise InputError(
             "The trace records no experts: there is nothing to replay.", "Look at it with moeedge trace info."
         )
-    own_gamma, own_acceptance = draft_length_and_acceptance(trace)
-    if gamma is None and acceptance is None and rejected_token_models is None:
+    own = draft_stats(trace)
+    if gamma is None and acceptance_chance is None and rejected_token_models is None:
         recorded = recorded_schedule(trace)
         if recorded is not None:
             return [recorded]
     if gamma is None:
-        gamma = GAMMA if own_gamma is None else own_gamma
-    if acceptance is None:
-        acceptance = ACCEPTANCE if own_acceptance is None else own_acceptance
+        gamma = GAMMA if own is None else own.gamma
+    if acceptance_chance is None:
+        acceptance_chance = ACCEPTANCE_CHANCE if own is None else own.acceptance_chance
     models: Sequence[RejectedTokenModel] = rejected_token_models or ("optimistic", "pessimistic")
     return [
-        cut_schedule(trace, gamma=gamma, acceptance=acceptance, rejected_token_model=model, seed=seed)
+        cut_schedule(trace, gamma=gamma, acceptance_chance=acceptance_chance, rejected_token_model=model, seed=seed)
         for model in (models if gamma > 0 else models[:1])
     ]
 
 
 def recorded_schedule(trace: Trace) -> Schedule | None:
     """The batches as they were computed; None where the trace has no drafts."""
-    gamma, acceptance = draft_length_and_acceptance(trace)
-    return None if gamma is None else _schedule(trace, recorded_steps(trace), "recorded", gamma, acceptance)
+    own = draft_stats(trace)
+    if own is None:
+        return None
+    return _schedule(trace, recorded_steps(trace), "recorded", own.gamma, own.acceptance_chance)
 
 
 def as_computed(trace: Trace) -> Schedule:
@@ -234,28 +242,28 @@ def cut_schedule(
     trace: Trace,
     *,
     gamma: int,
-    acceptance: float = 1.0,
+    acceptance_chance: float = 1.0,
     rejected_token_model: RejectedTokenModel = "optimistic",
     seed: int = 0,
 ) -> Schedule:
     """The text in windows of gamma + 1 tokens; with gamma 0 one token after the other.
 
-    Raises ValueError for an impossible gamma or acceptance, InputError where no window fits.
+    Raises ValueError for an impossible gamma or chance of acceptance, InputError where no window fits.
     """
     if gamma < 0:
         raise ValueError(f"gamma must be >= 0, not {gamma}")
-    if not 0 <= acceptance <= 1:  # NaN too
-        raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
+    if not 0 <= acceptance_chance <= 1:  # NaN too
+        raise ValueError(f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
     if gamma == 0:
         return _schedule(trace, text_steps(trace), rejected_token_model, 0, None)
     steps = simulated_steps(
         trace,
         gamma=gamma,
-        acceptance=acceptance,
+        acceptance_chance=acceptance_chance,
         rng=np.random.default_rng(seed),
         rejected_token_model=rejected_token_model,
     )
-    return _schedule(trace, steps, rejected_token_model, gamma, acceptance)
+    return _schedule(trace, steps, rejected_token_model, gamma, acceptance_chance)
 
 
 def texts_of(trace: Trace, first: int, last: int | None = None) -> Trace:
@@ -269,7 +277,7 @@ def _schedule(
     steps: Steps,
     rejected_token_model: RejectedTokenModel | Literal["recorded"],
     gamma: int,
-    acceptance: float | None,
+    acceptance_chance: float | None,
 ) -> Schedule:
     """Steps as batches, each text's prompt before its steps."""
     if not len(steps):
@@ -291,7 +299,7 @@ def _schedule(
         trace=trace,
         rejected_token_model=rejected_token_model,
         gamma=gamma,
-        acceptance=acceptance,
+        acceptance_chance=acceptance_chance,
         rows=rows[np.repeat(begins, lengths) + place],
         starts=starts,
         n_text=np.concatenate((prompt_lengths, steps.n_text))[order],

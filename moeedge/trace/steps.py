@@ -69,7 +69,7 @@ def simulated_steps(
     trace: Trace,
     *,
     gamma: int,
-    acceptance: float,
+    acceptance_chance: float,
     rng: np.random.Generator,
     rejected_token_model: RejectedTokenModel = "optimistic",
 ) -> Steps:
@@ -78,12 +78,12 @@ def simulated_steps(
     A window that starts at token p and has n accepted drafts is followed by one at p + n + 1. Windows that would leave
     their text are dropped. A trace does not hold the routing of rejected drafts; the two models of it are bounds:
     `optimistic` takes the tokens that really follow, `pessimistic` random tokens of the same text. Both draw the same
-    acceptances from generators of the same seed. Raises ValueError for an impossible gamma or acceptance.
+    acceptances from generators of the same seed. Raises ValueError for an impossible gamma or chance.
     """
     if gamma < 1:
         raise ValueError(f"gamma must be >= 1, not {gamma}")
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
+    if not 0 <= acceptance_chance <= 1:
+        raise ValueError(f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
     rejected_rng = rng.spawn(1)[0]
     text = trace.text_rows()
     windows: list[NDArray[np.int64]] = []
@@ -91,7 +91,7 @@ def simulated_steps(
     for rows in np.split(text, np.flatnonzero(np.diff(trace.sequence[text])) + 1):
         start = 0
         while start + gamma + 1 <= rows.size:
-            rejected = np.flatnonzero(rng.random(gamma) >= acceptance)
+            rejected = np.flatnonzero(rng.random(gamma) >= acceptance_chance)
             n_accepted = int(rejected[0]) if rejected.size else gamma
             window = rows[start : start + gamma + 1].copy()
             if rejected_token_model == "pessimistic":
@@ -117,19 +117,32 @@ def activation_counts(trace: Trace, steps: Steps, layers: list[int]) -> NDArray[
     return counts
 
 
-def draft_length_and_acceptance(trace: Trace) -> tuple[int | None, float | None]:
-    """The longest draft of the verifications, and the chance of a draft to be accepted; None without drafts.
+@dataclass(frozen=True)
+class DraftStats:
+    """Drafts of a trace's verifications."""
 
-    The chance is that of one draft after all before it were accepted: accepted drafts over those that were judged. Of
-    a step's rejected drafts the target judged only the first on its own.
+    gamma: int  # of the longest
+    acceptance_rate: float  # accepted over drafted tokens
+    acceptance_chance: float  # of one draft, after all before it were accepted: Leviathan et al.'s alpha
+
+
+def draft_stats(trace: Trace) -> DraftStats | None:
+    """The drafts of the verifications; None without any.
+
+    The chance is accepted drafts over those that the target judged: of a step's rejected drafts, it judged only the
+    first on its own.
     """
     steps = recorded_steps(trace, (Phase.VERIFY,))
-    gamma = int(steps.n_tokens.max(initial=1)) - 1
-    if gamma == 0:
-        return None, None
+    n_drafted = steps.n_tokens - 1
+    if not n_drafted.any():
+        return None
     n_accepted = steps.n_text - 1
-    n_judged = int(np.minimum(n_accepted + 1, steps.n_tokens - 1).sum())
-    return gamma, int(n_accepted.sum()) / n_judged if n_judged else None
+    n_judged = np.minimum(n_accepted + 1, n_drafted)
+    return DraftStats(
+        gamma=int(n_drafted.max()),
+        acceptance_rate=int(n_accepted.sum()) / int(n_drafted.sum()),
+        acceptance_chance=int(n_accepted.sum()) / int(n_judged.sum()),
+    )
 
 
 def _no_steps() -> Steps:

@@ -9,7 +9,7 @@ import numpy as np
 
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import draft_length_and_acceptance, recorded_steps
+from moeedge.trace.steps import draft_stats, recorded_steps
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class TraceSummary:
     sequences: int  # that have rows
     steps: int  # decode and verification calls
     gamma: int | None  # the longest draft; None without verifications
-    acceptance: float | None  # chance of a draft to be accepted if all before it were; None without drafts
+    acceptance_rate: float | None  # accepted over drafted tokens; None without drafts
+    acceptance_chance: float | None  # of a draft, after all before it were accepted; None without drafts
     tokens_per_step: float | None  # text per step
     has_weights: bool
     has_tokens: bool  # vocabulary ids
@@ -49,7 +50,7 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     """The figures of a trace."""
     meta, layers = trace.meta, trace.expert_layers()
     steps = recorded_steps(trace)
-    gamma, acceptance = draft_length_and_acceptance(trace)
+    drafts = draft_stats(trace)
     n_text = int(trace.text_rows().size)
     expert_bytes = trace.expert_bytes()
     is_recorded = (trace.ids[:, layers] != trace.sentinel).any(axis=2)
@@ -68,8 +69,9 @@ def summarize_trace(trace: Trace) -> TraceSummary:
         rejected_tokens=int(steps.n_tokens.sum()) - n_text,
         sequences=int(np.unique(trace.sequence).size),
         steps=len(steps),
-        gamma=gamma,
-        acceptance=acceptance,
+        gamma=None if drafts is None else drafts.gamma,
+        acceptance_rate=None if drafts is None else drafts.acceptance_rate,
+        acceptance_chance=None if drafts is None else drafts.acceptance_chance,
         tokens_per_step=n_text / len(steps) if len(steps) else None,
         has_weights=trace.weights is not None and bool(np.isfinite(trace.weights).any()),
         has_tokens=bool((trace.token >= 0).any()),

@@ -81,7 +81,7 @@ def _replay_name(row: ReplayRow) -> str:
 
 
 def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
-    acceptance = "" if row.acceptance is None else f", acceptance {row.acceptance:.2f}"
+    acceptance = "" if row.acceptance_rate is None else f", acceptance rate {row.acceptance_rate:.2f}"
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"
     return (
         f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "

@@ -187,8 +187,10 @@ def _steps(summary: TraceSummary) -> str:
 def _drafts(summary: TraceSummary) -> str | None:
     if summary.gamma is None:
         return None
-    acceptance = "unknown" if summary.acceptance is None else f"{summary.acceptance:.3f}"
-    return f"up to {summary.gamma} tokens, acceptance {acceptance}"
+    return (
+        f"up to {summary.gamma} tokens, acceptance rate {summary.acceptance_rate:.3f}, chance of one after accepted "
+        f"ones {summary.acceptance_chance:.3f}"
+    )
 
 
 def _expert_size(n_bytes: float) -> str:

@@ -139,7 +139,9 @@ def test_replay_of_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel, pub
     if not file.is_file():
         pytest.skip(f"{file} is absent")
     trace = _first_texts(read_trace(file), 25)
-    steps = simulated_steps(trace, gamma=8, acceptance=0.8, rejected_token_model=model, rng=np.random.default_rng(0))
+    steps = simulated_steps(
+        trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model, rng=np.random.default_rng(0)
+    )
     profiles = profile_steps(trace, steps, list(range(24)), gamma=8)
     for name, accuracy in published.items():
         assert _mean(profiles, name) == pytest.approx(accuracy, abs=0.04), name

@@ -37,7 +37,7 @@ def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
     for row in rows:
         assert tuple(row)[: len(_FIELDS)] == _FIELDS
         assert not any(isinstance(value, dict | list) for value in row.values())
-        assert (row["gamma"], row["acceptance"], row["seed"], row["bytes_per_step"]) == (3, 0.8, 0, None)
+        assert (row["gamma"], row["acceptance_chance"], row["seed"], row["bytes_per_step"]) == (3, 0.8, 0, None)
         assert 0.0 <= row["hit_rate_pairs"] <= 1.0
         assert row["hit_rate_pairs"] <= row["oracle_hit_rate_pairs"]
 
@@ -62,9 +62,8 @@ def test_two_processes_print_the_same_bytes(plain: Path) -> None:
 def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
     two_texts(parameters={"expert_bytes": 1000}).save(tmp_path / "own.npz")
     rows = run_json("replay", tmp_path / "own.npz", "--policy", "lru")
-    assert [(row["rejected_token_model"], row["gamma"], row["acceptance"]) for row in rows] == [
-        ("recorded", 2, 0.5)
-    ] * 3
+    drafts = ("rejected_token_model", "gamma", "acceptance_rate", "acceptance_chance")
+    assert [tuple(row[key] for key in drafts) for row in rows] == [("recorded", 2, 0.4, 0.5)] * 3
     assert rows[0]["bytes_per_step"] == pytest.approx(2000 * rows[0]["uploads_per_layer_step"], abs=1)
     cut = run_json("replay", tmp_path / "own.npz", "--policy", "lru", "--rejected-token-model", "pessimistic")
     assert {row["rejected_token_model"] for row in cut} == {"pessimistic"} and cut[0]["gamma"] == 2

@@ -20,10 +20,16 @@ def own(tmp_path: Path) -> Path:
 def test_info(own: Path) -> None:
     result = run("trace", "info", own)
     assert result.exit_code == 0, result.output
-    for part in ("8 per layer, 2 per token", "10 decoded text", "up to 2 tokens, acceptance 0.500", "vocabulary ids"):
+    for part in (
+        "8 per layer, 2 per token",
+        "10 decoded text",
+        "up to 2 tokens, acceptance rate 0.400",
+        "vocabulary ids",
+    ):
         assert part in result.stdout
     found = run_json("trace", "info", own)
-    assert (found["model"], found["n_experts"], found["gamma"], found["acceptance"]) == ("random", 8, 2, 0.5)
+    assert found["acceptance_chance"] == 0.5
+    assert (found["model"], found["n_experts"], found["gamma"], found["acceptance_rate"]) == ("random", 8, 2, 0.4)
 
 
 def test_there_and_back(own: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def windows_of(
         rows = trace.phase != Phase.PREFILL
         columns = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
         trace = replace(trace, **{column: getattr(trace, column)[rows] for column in columns}, weights=None)
-    return cut_schedule(trace, gamma=8, acceptance=0.8, rejected_token_model=model, seed=seed)
+    return cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=seed)
 
 
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:

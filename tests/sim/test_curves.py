@@ -18,7 +18,7 @@ LIMITS = (0.2, 1.0)
 
 
 def panel_of(n_texts: int, **config: object) -> tuple[CurveInput, CurvePanel]:
-    schedule = cut_schedule(walk(30, 3, n_texts=n_texts), gamma=2, acceptance=0.7, seed=1)
+    schedule = cut_schedule(walk(30, 3, n_texts=n_texts), gamma=2, acceptance_chance=0.7, seed=1)
     given = CurveInput("walk.npz", schedule, 0.3)
     settings = CurveConfig(**({"policies": POLICIES, "limits": LIMITS} | config))  # type: ignore[arg-type]
     return given, trace_curves([given], settings)[0]

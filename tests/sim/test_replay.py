@@ -110,7 +110,9 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
 @pytest.mark.parametrize("name", POLICIES | SIMULATED)
 def test_equals_a_literal_replay(name: str) -> None:
     schedules = [
-        cut_schedule(walk(30, 3, n_texts=2), gamma=2, acceptance=0.7, rejected_token_model="pessimistic", seed=1),
+        cut_schedule(
+            walk(30, 3, n_texts=2), gamma=2, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=1
+        ),
         recorded_schedule(two_texts(seed=5)),
     ]
     for schedule in schedules:
@@ -125,7 +127,11 @@ def test_equals_a_literal_replay(name: str) -> None:
 def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     schedule = recorded_schedule(two_texts())
     assert schedule is not None
-    assert (schedule.gamma, schedule.acceptance, schedule.rejected_token_model) == (2, pytest.approx(0.5), "recorded")
+    assert (schedule.gamma, schedule.acceptance_chance, schedule.rejected_token_model) == (
+        2,
+        pytest.approx(0.5),
+        "recorded",
+    )
     assert (schedule.n_steps, schedule.n_texts) == (6, 2)
     assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
     batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
@@ -200,7 +206,7 @@ def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: Re
     told: dict[int, set[str]] = {}  # by the row of a window's first token: all that policies were given before it
     drawn: dict[int, set[int]] = {}
     for seed in range(12):
-        schedule = cut_schedule(trace, gamma=3, acceptance=0.6, rejected_token_model=model, seed=seed)
+        schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.6, rejected_token_model=model, seed=seed)
         assert not schedule.has_tokens and not schedule.has_hidden_states
         spy = Spy(cache_shape(trace, 0.5))
         replayed = PolicyReplay(spy, spy.shape)
@@ -224,7 +230,7 @@ def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: Re
 def test_both_models_accept_the_same_drafts() -> None:
     trace = walk(200, 0)
     cut = [
-        cut_schedule(trace, gamma=4, acceptance=0.6, rejected_token_model=model, seed=7)
+        cut_schedule(trace, gamma=4, acceptance_chance=0.6, rejected_token_model=model, seed=7)
         for model in ("optimistic", "pessimistic")
     ]  # type: ignore[arg-type]
     assert cut[0].n_text.tolist() == cut[1].n_text.tolist()
@@ -234,7 +240,9 @@ def test_both_models_accept_the_same_drafts() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
 def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
-    schedule = cut_schedule(walk(24, seed), gamma=gamma, acceptance=0.7, rejected_token_model="pessimistic", seed=seed)
+    schedule = cut_schedule(
+        walk(24, seed), gamma=gamma, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=seed
+    )
     shape = cache_shape(schedule.trace, ratio)
     future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
     config = PolicyConfig(gamma=gamma, future=future)
@@ -278,7 +286,7 @@ def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
 
 
 def test_oracle_is_the_sum_of_the_largest_counts() -> None:
-    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance=0.7)
+    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance_chance=0.7)
     chunks = list(schedule.chunks())
     best = sum(
         int(np.sort(batch.counts.reshape(-1))[-5:].sum()) for c in chunks for batch in c.batches if not batch.prefill
@@ -291,7 +299,7 @@ def test_oracle_is_the_sum_of_the_largest_counts() -> None:
 
 @pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
 def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
-    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance=0.7, rejected_token_model="pessimistic")
+    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance_chance=0.7, rejected_token_model="pessimistic")
     shape = cache_shape(schedule.trace, 0.3)
     predictor = NoisyPredictor(popularity_of(schedule.trace), PredictorAccuracy(), 0)
     found = []
@@ -306,7 +314,7 @@ def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -
 
 def test_loads_on_demand_count_once() -> None:
     """A system on the device alone loads exactly the missing experts; those that it keeps cost no second transfer."""
-    schedule = cut_schedule(walk(60, 4), gamma=3, acceptance=0.7)
+    schedule = cut_schedule(walk(60, 4), gamma=3, acceptance_chance=0.7)
     config = ReplayConfig(
         policies=("mixtral-offloading",),
         ratios=(0.5,),
@@ -322,7 +330,7 @@ def test_loads_on_demand_count_once() -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 0.25, 1.5])
 def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
-    schedule = cut_schedule(walk(100, 4), gamma=3, acceptance=0.7)
+    schedule = cut_schedule(walk(100, 4), gamma=3, acceptance_chance=0.7)
     free = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,))))
     tied = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,), max_uploads=limit)))
     for name in ("lru", "spac"):
@@ -332,7 +340,7 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
 
 def test_noisy_predictions_have_the_stated_accuracy() -> None:
     trace = walk(400, 0, n_experts=64)
-    schedule = cut_schedule(trace, gamma=3, acceptance=0.7)
+    schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
     predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(draft_router=0.7), 0)
     right = predicted = 0
     for chunk in schedule.chunks():
@@ -356,7 +364,7 @@ def test_texts_can_be_chosen() -> None:
 def test_layers_without_experts_get_no_slots() -> None:
     trace = walk(40, 0)
     trace.ids[:, 0] = trace.sentinel
-    schedule = cut_schedule(trace, gamma=2, acceptance=0.7)
+    schedule = cut_schedule(trace, gamma=2, acceptance_chance=0.7)
     assert cache_shape(trace, 0.5).capacity.tolist() == [4]
     rows = by_name(replay(schedule, ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
     assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
@@ -393,7 +401,7 @@ def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | N
     """
     trace = read_trace(data_folder / "traces" / "gptoss20b_decode.npz")
     profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
-    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
+    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
     rows = by_name(replay(schedule, ReplayConfig(policies=("spac", *PUBLISHED), ratios=(0.16,), profile=profile)))
     spac = rows["spac"]
     best = max(PUBLISHED, key=lambda name: rows[name].hit_rate_pairs)

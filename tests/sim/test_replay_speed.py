@@ -42,7 +42,7 @@ def test_a_hundred_thousand_tokens_in_a_minute() -> None:
         position=step,
     )
     start_s = time.process_time()
-    schedule = cut_schedule(trace, gamma=8, acceptance=0.8, rejected_token_model="pessimistic")
+    schedule = cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model="pessimistic")
     rows = replay(schedule, ReplayConfig(policies=_POLICIES, ratios=(0.16,)))
     spent_s = time.process_time() - start_s
     print(f"{schedule.n_steps} steps under {len(_POLICIES)} policies and 2 bounds: {spent_s:.1f} s")

@@ -67,10 +67,10 @@ def test_counts_sum_to_k_per_token() -> None:
 def test_simulation_accepts_all_or_nothing() -> None:
     trace = plain_text(20)
     rng = np.random.default_rng(0)
-    everything = simulated_steps(trace, gamma=3, acceptance=1.0, rejected_token_model="optimistic", rng=rng)
+    everything = simulated_steps(trace, gamma=3, acceptance_chance=1.0, rejected_token_model="optimistic", rng=rng)
     assert everything.rows[:, 0].tolist() == [0, 4, 8, 12, 16]
     assert everything.n_text.tolist() == [4] * 5
-    nothing = simulated_steps(trace, gamma=3, acceptance=0.0, rejected_token_model="optimistic", rng=rng)
+    nothing = simulated_steps(trace, gamma=3, acceptance_chance=0.0, rejected_token_model="optimistic", rng=rng)
     assert nothing.rows[:, 0].tolist() == list(range(17))
     assert nothing.n_text.tolist() == [1] * 17
 
@@ -79,7 +79,11 @@ def test_simulated_windows_advance_by_what_was_accepted() -> None:
     trace = plain_text(400)
     for rejected_token_model in ("optimistic", "pessimistic"):
         steps = simulated_steps(
-            trace, gamma=4, acceptance=0.7, rejected_token_model=rejected_token_model, rng=np.random.default_rng(3)
+            trace,
+            gamma=4,
+            acceptance_chance=0.7,
+            rejected_token_model=rejected_token_model,
+            rng=np.random.default_rng(3),
         )  # type: ignore[arg-type]
         np.testing.assert_array_equal(np.diff(steps.rows[:, 0]), steps.n_text[:-1])
         for rows, n_text in zip(steps.rows, steps.n_text, strict=True):
@@ -91,14 +95,14 @@ def test_simulated_windows_advance_by_what_was_accepted() -> None:
 def test_simulated_windows_stay_in_their_text() -> None:
     trace = make_trace([(2, text, step, True) for text in range(3) for step in range(1, 8)], gamma=0)
     steps = simulated_steps(
-        trace, gamma=3, acceptance=0.5, rejected_token_model="pessimistic", rng=np.random.default_rng(0)
+        trace, gamma=3, acceptance_chance=0.5, rejected_token_model="pessimistic", rng=np.random.default_rng(0)
     )
     assert (trace.sequence[steps.rows] == steps.sequence[:, None]).all()
     assert set(steps.sequence.tolist()) == {0, 1, 2}
     assert (
         len(
             simulated_steps(
-                trace, gamma=8, acceptance=0.5, rejected_token_model="pessimistic", rng=np.random.default_rng(0)
+                trace, gamma=8, acceptance_chance=0.5, rejected_token_model="pessimistic", rng=np.random.default_rng(0)
             )
         )
         == 0
@@ -109,4 +113,6 @@ def test_simulated_windows_stay_in_their_text() -> None:
 def test_impossible_simulations(gamma: int, acceptance: float) -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="must be"):
-        simulated_steps(plain_text(9), gamma=gamma, acceptance=acceptance, rejected_token_model="pessimistic", rng=rng)
+        simulated_steps(
+            plain_text(9), gamma=gamma, acceptance_chance=acceptance, rejected_token_model="pessimistic", rng=rng
+        )

@@ -14,7 +14,7 @@ from moeedge.native.abi import Phase
 from moeedge.trace.exporters import LAYOUTS, layout_of, write_trace
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
-from moeedge.trace.steps import draft_length_and_acceptance
+from moeedge.trace.steps import draft_stats
 from moeedge.trace.summary import summarize_trace
 from tests.support.traces import make_trace, plain_text, two_texts
 
@@ -97,14 +97,15 @@ def test_summary_by_hand() -> None:
     assert (one.tokens, one.prefill_tokens, one.text_tokens, one.rejected_tokens) == (21, 5, 10, 6)
     assert (one.sequences, one.steps, one.gamma) == (2, 6, 2)
     # accepted 0, 2, 1 and 0, 1 of two drafts each: judged were 1, 2, 2, 1 and 2
-    assert one.acceptance == pytest.approx(4 / 8)
+    assert one.acceptance_rate == pytest.approx(4 / 10)
+    assert one.acceptance_chance == pytest.approx(4 / 8)
     assert one.tokens_per_step == pytest.approx(10 / 6)
     assert one.has_weights and one.has_tokens and one.not_recorded == 0.0
     assert summarize_trace(two_texts()).has_weights is False
 
 
 def test_plain_decoding_has_no_drafts() -> None:
-    assert draft_length_and_acceptance(plain_text(5)) == (None, None)
+    assert draft_stats(plain_text(5)) is None
     assert summarize_trace(plain_text(5)).tokens_per_step == 1.0
     empty = summarize_trace(make_trace([(Phase.PREFILL, 0, 0, True)]))
     assert (empty.steps, empty.tokens_per_step, empty.overlap) == (0, None, None)
