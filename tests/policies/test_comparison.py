@@ -1,6 +1,7 @@
-"""The default policy predicts more than the others, on recorded routing and with transfers that take no time.
+"""The default policy against the others, on recorded routing and with transfers that take no time.
 
-Slices small enough for every run of the suite.
+A test is a validation where its figures come from texts that no constant was chosen on, and a regression test where it
+pins what the program finds today. Slices are small enough for every run of the suite; entire traces are slow.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from moeedge.data import load_dataset
 from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.native.abi import Phase
 from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.sim.batches import cache_shape
+from moeedge.sim.curves import LIMITS, CurveConfig, CurveInput, Estimate, trace_curves
 from moeedge.sim.replay import PolicyReplay, ReplayConfig
 from moeedge.sim.replay import replay as replay_all
 from moeedge.trace.importers import read_trace
@@ -27,7 +28,8 @@ from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, te
 from moeedge.trace.steps import RejectedTokenModel
 
 RATIO = 0.17
-OTHERS = ("spac-paper", "lru", "static")
+RIVALS = ("lfu", "spac-program", "spac-paper", "lru", "static")
+HELD_OUT = 153  # the first text of gpt-oss-20b on which no constant was chosen
 MODELS: tuple[RejectedTokenModel, ...] = ("optimistic", "pessimistic")
 
 
@@ -39,21 +41,9 @@ class Replayed:
     uploads: float
 
 
-def windows_of(
-    folder: Path,
-    name: str,
-    model: RejectedTokenModel,
-    n_texts: int | None = None,
-    *,
-    prompts: bool = True,
-    seed: int = 0,
-) -> Schedule:
-    trace = texts_of(read_trace(folder / "traces" / f"{name}.npz"), 0, n_texts)
-    if not prompts:
-        rows = trace.phase != Phase.PREFILL
-        columns = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
-        trace = replace(trace, **{column: getattr(trace, column)[rows] for column in columns}, weights=None)
-    return cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=seed)
+def windows_of(folder: Path, name: str, model: RejectedTokenModel, first: int = 0, last: int | None = None) -> Schedule:
+    trace = texts_of(read_trace(folder / "traces" / f"{name}.npz"), first, last)
+    return cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model)
 
 
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
@@ -80,32 +70,49 @@ def oracle(schedule: Schedule) -> float:
     return rows[0].oracle_hit_rate_pairs
 
 
+def leads(schedule: Schedule) -> dict[float | None, Estimate]:
+    """How much more of the pairs the default finds than lfu, with at most so many uploads per layer and step."""
+    config = CurveConfig(policies=("spac", "lfu"))
+    panel = trace_curves([CurveInput("", schedule, RATIO)], config)[0]
+    return {
+        entry.uploads: entry.beyond_reference
+        for entry in panel.at_most
+        if entry.policy == "spac" and entry.beyond_reference is not None
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("gptoss20b_decode", (HELD_OUT, HELD_OUT + 4)),
+        pytest.param("gptoss20b_decode", (HELD_OUT, None), marks=pytest.mark.slow),
+        ("bigmoeonedge_gemma", (0, None)),
+        ("bigmoeonedge_gptoss", (0, None)),
+    ],
+)
+def test_the_default_finds_as_much_as_lfu_at_every_traffic(
+    data_folder: Path, name: str, texts: tuple[int, int | None], model: RejectedTokenModel
+) -> None:
+    """Validation: on texts on which no constant was chosen, at each limit of uploads that both are told.
+
+    Below by less than a hundredth of the pairs, or by less than another choice of texts would change.
+    """
+    found = leads(windows_of(data_folder, name, model, *texts))
+    assert len(found) == len(LIMITS) + 1
+    for limit, lead in found.items():
+        assert lead.value > -0.01 or lead.high > 0, (limit, lead)
+
+
 @pytest.mark.parametrize(
     "model", [pytest.param(model, marks=pytest.mark.slow if model == "pessimistic" else ()) for model in MODELS]
 )
 def test_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel) -> None:
-    found = compare(windows_of(data_folder, "gptoss20b_decode", model, 8), ("spac", *OTHERS))
-    assert found["spac"].pair_hit > 0.03 + max(found[name].pair_hit for name in OTHERS)
+    """Regression: the rivals' order on eight held-out texts, without a limit."""
+    found = compare(windows_of(data_folder, "gptoss20b_decode", model, HELD_OUT, HELD_OUT + 8), ("spac", *RIVALS))
+    assert found["spac"].pair_hit > 0.02 + max(found[name].pair_hit for name in ("spac-paper", "lru", "static"))
+    assert found["spac"].pair_hit > max(found["lfu"].pair_hit, found["spac-program"].pair_hit) - 0.005
     assert found["spac"].uploads < min(found["lru"].uploads, found["spac-paper"].uploads)
-
-
-@pytest.mark.slow
-def test_gpt_oss_20b_with_five_of_32(data_folder: Path) -> None:
-    """A single decayed count hits 0.51 of the pairs with 0.36 uploads, each layer with slots of its own."""
-    found = run("spac", windows_of(data_folder, "gptoss20b_decode", "pessimistic", 30), ratio=5 / 32)
-    assert found.pair_hit >= 0.50
-    assert found.uploads <= 0.4
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_gemma_of_one_prompt(data_folder: Path, model: RejectedTokenModel) -> None:
-    """128 decoded tokens: 32 steps, mostly cold. No policy leads by more than another draw of acceptances changes.
-
-    (Where the prompt is seen, too, and on the 14 steps of gpt-oss-120b, lru is ahead by 0.01, optimistic model.)
-    """
-    steps = [windows_of(data_folder, "bigmoeonedge_gemma", model, prompts=False, seed=seed) for seed in range(3)]
-    mean = {name: np.mean([run(name, each).pair_hit for each in steps]) for name in ("spac", *OTHERS)}
-    assert mean["spac"] > max(mean[name] for name in OTHERS) - 0.005
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +129,10 @@ def bundled_steps(bundled_pair: tuple[Path, Path]) -> Schedule:
 
 
 def test_predictions_from_tokens_on_the_bundled_pair(bundled_steps: Schedule) -> None:
-    """The same text once more, its table filled by the first round, comes within a tenth of the oracle."""
-    best = oracle(bundled_steps)
-    found = compare(bundled_steps, ("spac", *OTHERS))
-    assert found["spac"].pair_hit > 0.1 + max(found[name].pair_hit for name in OTHERS)
-    assert found["spac"].pair_hit > 0.8 * best
-
-    policy = make_policy("spac", cache_shape(bundled_steps.trace, RATIO))
-    replay(policy, bundled_steps)
-    assert replay(policy, bundled_steps).pair_hit >= 0.9 * best
+    """Regression: one reading of prompts whose answers the memory has not seen; the pair routes by templates."""
+    found = compare(bundled_steps, ("spac", *RIVALS))
+    assert found["spac"].pair_hit > 0.05 + max(found[name].pair_hit for name in RIVALS)
+    assert found["spac"].pair_hit > 0.8 * oracle(bundled_steps)
 
 
 def test_without_them_the_bundled_pair_is_hard_to_predict(bundled_steps: Schedule) -> None:
@@ -141,7 +143,7 @@ def test_without_them_the_bundled_pair_is_hard_to_predict(bundled_steps: Schedul
 def test_predictions_do_no_harm_where_routing_ignores_tokens(data_folder: Path) -> None:
     """gpt-oss-20b with random token ids: the table's trust goes, and with it its influence."""
     rng = np.random.default_rng(0)
-    blind = windows_of(data_folder, "gptoss20b_decode", "pessimistic", 8)
+    blind = windows_of(data_folder, "gptoss20b_decode", "pessimistic", 0, 8)
     names = rng.integers(0, 50, blind.trace.n_tokens).astype(blind.trace.token.dtype)
     misled = replace(blind, trace=replace(blind.trace, token=names))
     assert run("spac", misled).pair_hit > run("spac", blind).pair_hit - 0.01
@@ -168,7 +170,7 @@ def of_speed(device_s: float, transfer_s: float) -> PolicyConfig:
 
 
 def test_a_slow_device_gets_less_and_a_slow_link_moves_less(data_folder: Path) -> None:
-    steps = windows_of(data_folder, "gptoss20b_decode", "optimistic", 8)
+    steps = windows_of(data_folder, "gptoss20b_decode", "optimistic", 0, 8)
 
     def of(device_s: float, transfer_s: float) -> tuple[Replayed, float]:
         policy = make_policy("spac", cache_shape(steps.trace, RATIO), of_speed(device_s, transfer_s))
