@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +17,12 @@ from moeedge.cli.declare import Output, derive, option
 from moeedge.errors import InputError
 from moeedge.policies.registry import expand_names
 from moeedge.sim import simulate as simulation
+from moeedge.sim.constants import SIDES, Side
 from moeedge.sim.model_shape import ModelShape, builtin_models, find_model
-from moeedge.sim.step_costs import StepCosts, find_hardware, roofline_costs
+from moeedge.sim.step_costs import StepCosts, find_hardware, program_of, roofline_costs
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
+from moeedge.trace.steps import RejectedTokenModel
 from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
 from moeedge.ui.sim_views import print_simulation, typical_step
@@ -28,8 +32,8 @@ Hardware = Annotated[
     option(
         options.HARDWARE,
         "--hardware NAME|FILE",
-        "rtx4090-pcie4, rtx3090, rtx-a5000, a100, a JSON file with the same fields, a file that moeedge calibrate "
-        'wrote, or "this": the newest such file for the model.',
+        "rtx4090-pcie4, rtx3090, rtx-a5000, a100, h200, a JSON file with the same fields, a file that moeedge "
+        'calibrate wrote, or "this": the newest such file for the model.',
     ),
 ]
 Model = Annotated[
@@ -54,13 +58,12 @@ AcceptanceChance = Annotated[
         help="Chance of a draft to be accepted after all before it were, where the trace does not say.",
     ),
 ]
-RejectedTokens = Annotated[
-    options.RejectedTokenModel,
-    derive(
-        options.RejectedTokens,
-        metavar="optimistic|pessimistic",
-        help="How rejected tokens that the trace does not record route: like the tokens that follow (optimistic), or "
-        "like unrelated tokens of the text (pessimistic).",
+Ranges = Annotated[
+    bool,
+    option(
+        options.HARDWARE,
+        "--ranges/--no-ranges",
+        "Simulate with the fastest and the slowest values of the constants whose sources differ, too.",
     ),
 ]
 LinkFactor = Annotated[
@@ -84,13 +87,14 @@ def simulate(
     n_tokens: NTokens = 512,
     max_steps: MaxSteps = None,
     acceptance_chance: AcceptanceChance = 0.8,
-    rejected_token_model: RejectedTokens = options.RejectedTokenModel.OPTIMISTIC,
+    rejected_token_model: options.RejectedTokens = None,
     seed: options.Seed = 0,
     policy: options.SystemList = "spac",
     cache_ratio: options.CacheRatioList = "0.17",
     draft_max: options.DraftMaxList = "8",
     utility_cap: options.UtilityCapList = "4",
     link: LinkFactor = "1",
+    ranges: Ranges = True,
     ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
     gantt: Gantt = None,
     event_log: EventLog = None,
@@ -98,20 +102,19 @@ def simulate(
 ) -> None:
     """Simulate policies on a machine: GPU, CPU, link and draft as discrete events.
 
-    A routing trace drives the simulation. Every combination of the lists becomes a row: tokens per second, time per
-    token, and what the device waited for. Constants of the built-in machines come from data files with sources; those
-    of this machine from moeedge calibrate.
+    A routing trace drives the simulation. Every combination of the lists becomes a row: tokens per second and their
+    range, time per token, and what the device waited for. Constants of the built-in machines come from data files with
+    sources; those of this machine from moeedge calibrate. A combination that drafts is a row for each model of
+    rejected tokens, where the trace did not record them.
     """
     if seed < 0:
         raise ValueError(f"--seed must be >= 0, not {seed}")
-    if rejected_token_model is options.RejectedTokenModel.BOTH:
-        raise InputError("A simulation takes one model of rejected tokens.", "Choose optimistic or pessimistic.")
     if gantt is not None:
         check_picture(gantt, "--gantt")
     if event_log is not None:
         check_output(event_log)
     routing, shape = _trace(trace, model, n_tokens, seed)
-    costs, machine_name = _costs(hardware, model, shape)
+    costs_of, machine_name = _machine(hardware, model, shape)
     about = {"hardware": machine_name, "model": shape.name, "trace": trace.name if trace else "stand-in"}
     configs = [
         simulation.SimulationConfig(
@@ -122,7 +125,6 @@ def simulate(
             link_factor=link_factor,
             acceptance=acceptance_chance,
             ablations=options.ablations(ablate),
-            rejected_token_model=rejected_token_model.models[0],
             seed=seed,
             max_steps=max_steps,
         )
@@ -134,12 +136,22 @@ def simulate(
             numbers(link, "--link"),
         )
     ]
+    configs = [
+        replace(config, rejected_token_model=model)
+        for config in configs
+        for model in _rejected_token_models(routing, config, rejected_token_model)
+    ]
     keep_log = gantt is not None or event_log is not None
-    results: list[simulation.SimulationResult] = []
+    sides = SIDES if ranges else ("chosen",) * 3
+    results: list[simulation.Range] = []
     try:
         with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
             for config in configs:
-                results.append(simulation.simulate(costs, routing, config, keep_log=keep_log))
+                found = {
+                    side: simulation.simulate(costs_of(config.policy, side), routing, config, keep_log=keep_log)
+                    for side in dict.fromkeys(sides)
+                }
+                results.append(simulation.Range(*(found[side] for side in sides)))
                 bar.add()
     finally:  # Ctrl-C keeps the rows so far
         rows = [result.row(**about) for result in results]
@@ -150,10 +162,10 @@ def simulate(
     if gantt is not None:
         from moeedge.ui.plots import draw_gantt  # loads Matplotlib
 
-        draw_gantt([typical_step(result) for result in results], gantt)
+        draw_gantt([typical_step(result.chosen) for result in results], gantt)
     if event_log is not None:
         try:
-            event_log.write_text(results[-1].log.text(), encoding="utf-8")
+            event_log.write_text(results[-1].chosen.log.text(), encoding="utf-8")
         except OSError as error:
             raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None
 
@@ -184,13 +196,25 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
     return trace, shape
 
 
-def _costs(hardware: str, model: str, shape: ModelShape) -> tuple[StepCosts, str]:
-    """The costs of a machine, and its name: built in, described by a file, or calibrated."""
+def _rejected_token_models(
+    trace: Trace, config: simulation.SimulationConfig, asked: options.RejectedTokenModel | None
+) -> tuple[RejectedTokenModel, ...]:
+    """The models to simulate a configuration with: those asked for, one where the models do not differ."""
+    differing = simulation.models_that_differ(trace, config)
+    return differing if asked is None or len(differing) == 1 else asked.models
+
+
+def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Callable[[str, Side], StepCosts], str]:
+    """The costs of a policy on a machine, and its name: built in, described by a file, or calibrated.
+
+    A calibration measures what a policy waits for but its planning.
+    """
     if hardware == "this" or hardware.endswith(".json"):
         from moeedge.sim.calibrated import calibration_file, read_calibration  # loads llama.cpp
 
         file = calibration_file(hardware, Path(model).name)
         if file is not None:
-            return read_calibration(file), file.stem
-    spec = find_hardware(hardware)
-    return roofline_costs(spec, shape), spec.name
+            measured = read_calibration(file)
+            return lambda policy, side: measured.with_schedule(program_of(policy, side).schedule_s), file.stem
+    name = find_hardware(hardware).name
+    return lambda policy, side: roofline_costs(find_hardware(hardware, side), shape, program_of(policy, side)), name

@@ -12,7 +12,7 @@ A step's time is the sum of its parts. In each of them the device works, or wait
   device  experts on the device      cpu     waiting for experts on the CPU
   load    waiting for a transfer on demand
   link    waiting for a link that is busy with other transfers, or for a prefetch that arrives late
-  host    synchronisation, observing and planning
+  host    round trips between device and host, synchronisation, observing and planning
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class Execution:
         self.time.hits.add(counts[used], is_hit)
         hits, misses = used[is_hit], used[~is_hit]
         self.mover.pin(layer, hits.tolist())
+        if misses.size or not self.execution_model.layerwise:  # else the device needs nothing of the host
+            yield from self._on_host(self.costs.round_trip_ns)
         if self.execution_model.device_only:
             yield from self._on_device(layer, counts, hits, misses)
         else:

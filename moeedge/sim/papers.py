@@ -3,20 +3,25 @@
 MoE-SpAc's Table 2 leaves open the bandwidth of the CPU and the acceptance of the draft. The first follows from its row
 llama.cpp, the second from llama.cpp with speculation. All other constants come from data files with sources. Published
 figures and the way each system is run are in sim/data/papers.json.
+
+The comparison is a calibration: constants of `frameworks` were chosen with Table 2 at hand. Three figures say what that
+is worth (`figures`): Table 2 without overheads of programs, Table 2 with the chosen ones, and figures of other
+publications from which no constant was chosen. Where the sources of a constant differ a prediction is a range.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeedge.notifications import Notification, Notify, ignore
-from moeedge.sim.clock import to_ns
+from moeedge.sim.cases import Case, Cases
+from moeedge.sim.constants import SIDES, Side, pick
 from moeedge.sim.model_shape import find_model, only_known, read_data
 from moeedge.sim.noisy_predictor import PredictorAccuracy
-from moeedge.sim.simulate import SimulationConfig, SimulationResult, simulate, synthetic_trace
-from moeedge.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs
-from moeedge.trace.format import Trace
+from moeedge.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft
+from moeedge.sim.step_costs import Framework, HardwareSpec, find_hardware
+from moeedge.trace.steps import RejectedTokenModel
 
 _TOKENS = 520  # of a synthetic text
 _STEPS = 80  # verifications per simulation, at most
@@ -30,9 +35,16 @@ class Compared:
 
     table: str
     name: str
-    result: SimulationResult
+    rejected_token_model: RejectedTokenModel  # of the table's systems that have a draft
+    range: Range
     published_ts: float | None = None  # None: the paper has a picture or a shape, no number
-    fitted: bool = False  # the figure was used in the fit
+    fitted: bool = False  # a constant was chosen by this figure
+    without_overheads: SimulationResult | None = None
+
+    @property
+    def result(self) -> SimulationResult:
+        """The simulation with the chosen constants."""
+        return self.range.chosen
 
     @property
     def predicted_ts(self) -> float:
@@ -42,18 +54,46 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """Predicted over published."""
-        return None if self.published_ts is None else self.predicted_ts / self.published_ts
+        return self._over_published(self.predicted_ts)
+
+    @property
+    def without_overheads_ts(self) -> float | None:
+        """Tokens per second by bandwidths and operations alone."""
+        return None if self.without_overheads is None else self.without_overheads.tg_ts
+
+    @property
+    def without_overheads_ratio(self) -> float | None:
+        """The same over published."""
+        return self._over_published(self.without_overheads_ts)
 
     @property
     def close(self) -> bool:
-        """Whether the prediction is within 25 % of the published figure."""
-        return self.ratio is not None and abs(self.ratio - 1) <= _CLOSE
+        """Whether the prediction with the chosen constants is within 25 % of the published figure."""
+        return is_close(self.ratio)
+
+    def _over_published(self, speed_ts: float | None) -> float | None:
+        return None if speed_ts is None or self.published_ts is None else speed_ts / self.published_ts
 
     def row(self) -> dict[str, Any]:
         """Flat, as -o json prints it."""
         about = {"table": self.table, "name": self.name, "published_ts": self.published_ts}
-        about |= {"predicted_ts": self.predicted_ts, "ratio": self.ratio, "fitted": self.fitted}
-        return about | self.result.row()
+        about |= {"predicted_ts": self.predicted_ts, "predicted_low_ts": self.range.low_ts}
+        about |= {"predicted_high_ts": self.range.high_ts, "ratio": self.ratio, "within_25_percent": self.close}
+        about |= {"without_overheads_ts": self.without_overheads_ts}
+        about |= {"without_overheads_ratio": self.without_overheads_ratio, "fitted": self.fitted}
+        return about | self.result.row() | {"rejected_token_model": self.rejected_token_model}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """How many rows are within 25 %, and how many pairs of rows in the published order; as -o json prints it."""
+
+    figure: str  # without overheads, calibrated, fed no constant
+    rejected_token_model: RejectedTokenModel | None  # None: nothing is drafted
+    within_25_percent: int
+    rows: int
+    pairs_in_order: int | None = None  # None: rows of different models and programs
+    pairs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,28 +105,28 @@ class Fit:
 
 
 class Papers:
-    """Runs one table after the other; texts are drawn once per model. notify: called before every simulation."""
+    """Runs one table after the other, with one model of rejected tokens."""
 
-    def __init__(self, *, seed: int = 0, notify: Notify = ignore) -> None:
+    def __init__(self, cases: Cases, *, rejected_token_model: RejectedTokenModel = "optimistic", seed: int = 0) -> None:
         self.data = read_data("papers.json")
+        self.rejected_token_model = rejected_token_model
+        self._cases = cases
         self._seed = seed
-        self._notify = notify
-        self._texts: dict[str, Trace] = {}
 
     def fit(self) -> Fit:
         """The bandwidth of the CPU from one row of Table 2, the acceptance from another."""
         table = self.data["table2"]
-        model, published_ts = table["model"], table["published_ts"]
+        published_ts = table["published_ts"]
         hardware, config = find_hardware(table["hardware"]), self._config(table)
         name = table["fit_cpu"]
-        result = self._run(name, hardware, model, config)
+        result = self._cases.run(self._case(name, hardware, table["model"], config))
         cpu_s = result.time.per_token_s("cpu")  # in proportion to 1 / bandwidth
         wanted_s = 1 / published_ts[name] - (result.tpot_s - cpu_s)
         hardware = replace(hardware, cpu_bytes_per_s=hardware.cpu_bytes_per_s * cpu_s / wanted_s)
         name = table["fit_acceptance"]
         acceptance = config.acceptance
         for _ in range(_ROUNDS):
-            result = self._run(name, hardware, model, replace(config, acceptance=acceptance))
+            result = self._cases.run(self._case(name, hardware, table["model"], replace(config, acceptance=acceptance)))
             n_tokens = result.time.tokens / result.time.steps
             wanted = n_tokens * published_ts[name] / result.tg_ts
             reached = expected_tokens(config.gamma, acceptance)
@@ -94,72 +134,75 @@ class Papers:
         return Fit(hardware.cpu_bytes_per_s, acceptance)
 
     def table2(self, fit: Fit) -> list[Compared]:
-        """All ten rows, in the published order."""
+        """All ten rows, in the published order, with and without overheads of programs."""
         table = self.data["table2"]
-        hardware, config = self._fitted(table, fit)
-        rows = []
+        config = self._fitted(table, fit)
+        asked = []
         for name, published_ts in table["published_ts"].items():
-            result = self._run(name, hardware, table["model"], config)
             fitted = name in (table["fit_cpu"], table["fit_acceptance"])
-            rows.append(Compared("table2", name, result, published_ts, fitted))
-        return rows
+            asked.append(_Asked(name, name, table["hardware"], table["model"], config, published_ts, fitted))
+        return self._compare("table2", asked, fit, with_bare=True)
 
     def table3(self, fit: Fit) -> list[Compared]:
         """Another model on the same machine: no further constant is fitted."""
         table = self.data["table3"]
-        hardware, config = self._fitted(table, fit)
-        config = replace(config, acceptance=table["acceptance"])
-        return [
-            Compared("table3", name, self._run(name, hardware, table["model"], config), published_ts)
+        config = replace(self._fitted(table, fit), acceptance=table["acceptance"])
+        asked = [
+            _Asked(name, name, table["hardware"], table["model"], config, published_ts)
             for name, published_ts in table["published_ts"].items()
         ]
+        return self._compare("table3", asked, fit)
 
     def table4(self, fit: Fit) -> list[Compared]:
         """MoE-SpAc without one of its parts."""
         table, of = self.data["table4"], self.data["table2"]
-        hardware, config = self._fitted(of, fit)
-        rows = []
+        config = self._fitted(of, fit)
+        asked = []
         for name, published_ts in table["published_ts"].items():
             other = table["run_as"].get(name)  # a system that the paper falls back to
             ablations = frozenset() if other or name == "full" else frozenset({name})
-            result = self._run(other or "MoE-SpAc", hardware, of["model"], replace(config, ablations=ablations))
             fitted = other in (of["fit_cpu"], of["fit_acceptance"])
-            rows.append(Compared("table4", name, result, published_ts, fitted))
-        return rows
+            ablated = replace(config, ablations=ablations)
+            asked.append(_Asked(name, other or "MoE-SpAc", of["hardware"], of["model"], ablated, published_ts, fitted))
+        return self._compare("table4", asked, fit)
 
     def figure5(self, fit: Fit) -> list[Compared]:
         """Speed against the cache ratio; the paper's picture gives no numbers."""
         figure, of = self.data["figure5"], self.data["table2"]
-        hardware, config = self._fitted(of, fit)
-        return [
-            Compared("figure5", name, self._run(name, hardware, of["model"], replace(config, cache_ratio=ratio)))
+        config = self._fitted(of, fit)
+        asked = [
+            _Asked(name, name, of["hardware"], of["model"], replace(config, cache_ratio=ratio))
             for name in figure["systems"]
             for ratio in figure["cache_ratios"]
         ]
+        return self._compare("figure5", asked, fit)
 
     def cutoff(self) -> list[Compared]:
         """SP-MoE's speed against its cutoff layer, for its three pairs of models."""
-        rows = []
+        asked = []
         for model in self.data["cutoff"]["models"]:
             n_layers = find_model(model).n_expert_layers
             for layer in [*range(0, n_layers, 4), n_layers]:
-                rows.append(Compared("cutoff", f"{model}, layer {layer}", self._cut_at(model, layer)))
-        return rows
+                asked.append(self._cut_at(f"{model}, layer {layer}", model, layer))
+        return self._compare("cutoff", asked)
 
     def elsewhere(self) -> list[Compared]:
         """The same programs in other publications: a check of their constants."""
         figure, elsewhere = self.data["cutoff"], self.data["elsewhere"]
-        rows = []
+        asked = []
         for model, entry in figure["models"].items():
-            name = f"{figure['system']}, baseline, {model}"
-            rows.append(Compared("elsewhere", name, self._cut_at(model, 0), 1 / entry["baseline_s"]))
-        hardware = find_hardware(elsewhere["hardware"])
+            row = self._cut_at(f"{figure['system']}, baseline, {model}", model, 0)
+            asked.append(replace(row, published_ts=1 / entry["baseline_s"], fitted=True))
         for entry in elsewhere["rows"]:
-            result = self._run(entry["system"], hardware, entry["model"], self._config(entry | {"gamma": 0}))
-            rows.append(Compared("elsewhere", f"{entry['system']}, {entry['model']}", result, 1 / entry["published_s"]))
-        return rows
+            config = self._config(entry | {"gamma": 0})
+            name, model = entry["system"], entry["model"]
+            published_ts = 1 / entry["published_s"]
+            asked.append(
+                _Asked(f"{name}, {model}", name, elsewhere["hardware"], model, config, published_ts, entry["fed"])
+            )
+        return self._compare("elsewhere", asked)
 
-    def _cut_at(self, model: str, layer: int) -> SimulationResult:
+    def _cut_at(self, name: str, model: str, layer: int) -> _Asked:
         """SP-MoE on one of its pairs, prefetching for so many layers."""
         figure = self.data["cutoff"]
         entry = figure["models"][model]
@@ -169,40 +212,117 @@ class Papers:
             accuracy=PredictorAccuracy(critical=entry["critical"]),
             options=(("cutoff_layer", layer),),
         )
-        hardware = find_hardware(entry["hardware"])
-        hardware = replace(hardware, link_bytes_per_s=find_model(model).expert_bytes / entry["expert_s"])
-        return self._run(figure["system"], hardware, model, config, draft_s=entry["draft_s"])
+        link = find_model(model).expert_bytes / entry["expert_s"]
+        return _Asked(
+            name, figure["system"], entry["hardware"], model, config, link_bytes_per_s=link, draft_s=entry["draft_s"]
+        )
 
-    def _run(
-        self, system: str, hardware: HardwareSpec, model: str, config: SimulationConfig, *, draft_s: float | None = None
-    ) -> SimulationResult:
-        """One system of the table "systems", in its own framework. draft_s: of a token, instead of the roofline's."""
+    def _compare(
+        self, table: str, asked: Sequence[_Asked], fit: Fit | None = None, *, with_bare: bool = False
+    ) -> list[Compared]:
+        """Runs the rows of a table with all sides of the constants. with_bare: and without overheads of programs."""
+        ranges = self._cases.ranges(
+            {
+                side: self._case(row.system, row.machine(fit, side), row.model, row.config, side, draft_s=row.draft_s)
+                for side in SIDES
+            }
+            for row in asked
+        )
+        bare: list[SimulationResult | None] = [None] * len(asked)
+        if with_bare:
+            bare = list(
+                self._cases.all(
+                    self._case(row.system, row.machine(fit, "chosen"), row.model, row.config, None) for row in asked
+                )
+            )
+        return [
+            Compared(table, row.name, self.rejected_token_model, found, row.published_ts, row.fitted, alone)
+            for row, found, alone in zip(asked, ranges, bare, strict=True)
+        ]
+
+    def _case(
+        self,
+        system: str,
+        hardware: HardwareSpec,
+        model: str,
+        config: SimulationConfig,
+        side: Side | None = "chosen",
+        *,
+        draft_s: float | None = None,
+    ) -> Case:
+        """One system of the table "systems" in its own framework; side None: without the overheads of programs."""
         entry = self.data["systems"][system]
-        overheads = only_known(self.data["frameworks"][entry["framework"]], Framework) | entry.get("transfer", {})
-        self._notify(Notification(f"{system}, {model}, ratio {config.cache_ratio:g}, gamma {config.gamma}"))
-        shape = find_model(model)
-        costs = roofline_costs(hardware, shape, Framework(**overheads))
-        if draft_s is not None:
-            costs = replace(costs, draft_ns=to_ns(draft_s))
-        if model not in self._texts:
-            self._texts[model] = synthetic_trace(shape, _TOKENS, 1, self._seed)
+        overheads = self.data["frameworks"][entry["framework"]] | entry.get("transfer", {})
+        if side is None:  # what a system moves is no overhead
+            overheads = {name: value for name, value in overheads.items() if isinstance(value, bool)}
+        framework = Framework(**only_known(pick(overheads, side or "chosen"), Framework))
         if "reach" in entry:
             config = replace(config, accuracy=replace(config.accuracy, reach=entry["reach"]))
-        return simulate(costs, self._texts[model], replace(config, policy=entry["policy"]))
+        config = replace(config, policy=entry["policy"])
+        if not has_draft(config):  # so that the same simulation runs once
+            config = replace(config, gamma=0, acceptance=1.0, rejected_token_model="optimistic")
+        return Case(
+            model=model, n_tokens=_TOKENS, hardware=hardware, framework=framework, config=config, draft_s=draft_s
+        )
 
     def _config(self, table: dict[str, Any]) -> SimulationConfig:
-        """The configuration of a table or row; `_run` adds the policy."""
+        """The configuration of a table or row; `_case` adds the policy."""
         return SimulationConfig(
             policy="",
             cache_ratio=table["cache_ratio"],
             gamma=table["gamma"],
+            rejected_token_model=self.rejected_token_model,
             seed=self._seed,
             max_steps=_STEPS,
         )
 
-    def _fitted(self, table: dict[str, Any], fit: Fit) -> tuple[HardwareSpec, SimulationConfig]:
-        hardware = replace(find_hardware(table["hardware"]), cpu_bytes_per_s=fit.cpu_bytes_per_s)
-        return hardware, replace(self._config(table), acceptance=fit.acceptance)
+    def _fitted(self, table: dict[str, Any], fit: Fit) -> SimulationConfig:
+        return replace(self._config(table), acceptance=fit.acceptance)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A row to simulate."""
+
+    name: str
+    system: str
+    hardware: str
+    model: str
+    config: SimulationConfig
+    published_ts: float | None = None
+    fitted: bool = False
+    link_bytes_per_s: float | None = None  # instead of the hardware's
+    draft_s: float | None = None  # instead of the roofline's
+
+    def machine(self, fit: Fit | None, side: Side) -> HardwareSpec:
+        """The hardware with the rates that are known better."""
+        hardware = find_hardware(self.hardware, side)
+        if fit is not None:
+            hardware = replace(hardware, cpu_bytes_per_s=fit.cpu_bytes_per_s)
+        return hardware if self.link_bytes_per_s is None else replace(hardware, link_bytes_per_s=self.link_bytes_per_s)
+
+
+def figures(rows: Sequence[Compared]) -> list[Figure]:
+    """The three figures, as far as their tables are among the rows: Table 2 twice, and rows that fed no constant."""
+    found = []
+    of_table2 = [row for row in rows if row.table == "table2"]
+    for model in dict.fromkeys(row.rejected_token_model for row in of_table2):
+        table = [row for row in of_table2 if row.rejected_token_model == model]
+        free = [row for row in table if not row.fitted]
+        bare = sum(is_close(row.without_overheads_ratio) for row in free)
+        found += [
+            Figure("without overheads", model, bare, len(free), *same_order(table, without_overheads=True)),
+            Figure("calibrated", model, sum(row.close for row in free), len(free), *same_order(table)),
+        ]
+    held_out = [row for row in rows if row.table == "elsewhere" and not row.fitted]
+    if held_out:
+        found.append(Figure("fed no constant", None, sum(row.close for row in held_out), len(held_out)))
+    return found
+
+
+def is_close(ratio: float | None) -> bool:
+    """Whether predicted over published is within 25 % of 1."""
+    return ratio is not None and abs(ratio - 1) <= _CLOSE
 
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
@@ -219,8 +339,13 @@ def acceptance_for(gamma: int, n_tokens: float) -> float:
     return (low + high) / 2
 
 
-def same_order(rows: list[Compared]) -> tuple[int, int]:
+def same_order(rows: Sequence[Compared], *, without_overheads: bool = False) -> tuple[int, int]:
     """The number of pairs of rows in the published order, and of all pairs."""
-    known = [(row.published_ts, row.predicted_ts) for row in rows if row.published_ts is not None]
+    predicted = [row.without_overheads_ts if without_overheads else row.predicted_ts for row in rows]
+    known = [
+        (row.published_ts, speed_ts)
+        for row, speed_ts in zip(rows, predicted, strict=True)
+        if row.published_ts is not None and speed_ts is not None
+    ]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[i + 1 :]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from moeedge.sim.model_shape import ModelShape
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.sim.step_costs import StepCosts
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
-from moeedge.trace.schedule import Batch, cut_schedule, recorded_schedule
+from moeedge.trace.schedule import Batch, Schedule, cut_schedule, recorded_schedule
 from moeedge.trace.steps import RejectedTokenModel
 
 _WARM_SHARE, _WARM_STEPS_MAX = 0.2, 24  # of the verifications, which are not in the figures
@@ -60,6 +60,7 @@ class SimulationResult:
 
     config: SimulationConfig
     gamma: int  # in effect: 0 where the system has no draft
+    rejected_token_model: RejectedTokenModel | Literal["recorded"] | None  # None: nothing is drafted
     time: TimeBreakdown
     step_s: NDArray[np.float64]  # of every verification in the breakdown
     log: Log
@@ -86,6 +87,7 @@ class SimulationResult:
             "gamma": self.gamma,
             "utility_cap": config.cap,
             "link_factor": config.link_factor,
+            "rejected_token_model": self.rejected_token_model,
             "ablations": ",".join(sorted(config.ablations)),
             "tg_ts": self.tg_ts,
             "tpot_s": self.tpot_s,
@@ -104,6 +106,29 @@ class SimulationResult:
             "tokens": time.tokens,
             **{f"busy_{stream}_s": self.log.busy_ns[stream] * 1e-9 for stream in ("gpu", "cpu", "link")},
         }
+
+
+@dataclass(frozen=True, eq=False)
+class Range:
+    """The results with the constants that make a program fastest, with the chosen ones and with the slowest."""
+
+    fast: SimulationResult
+    chosen: SimulationResult
+    slow: SimulationResult
+
+    @property
+    def low_ts(self) -> float:
+        """The lowest of the three speeds, tokens per second."""
+        return min(result.tg_ts for result in (self.fast, self.chosen, self.slow))
+
+    @property
+    def high_ts(self) -> float:
+        """The highest of the three speeds, tokens per second."""
+        return max(result.tg_ts for result in (self.fast, self.chosen, self.slow))
+
+    def row(self, **about: Any) -> dict[str, Any]:
+        """The row of the chosen constants, with the range of its speed."""
+        return self.chosen.row(**about) | {"tg_low_ts": self.low_ts, "tg_high_ts": self.high_ts}
 
 
 def synthetic_trace(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Trace:
@@ -132,9 +157,10 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
 
     Raises ValueError for an unknown policy, InputError where no text is as long as a step.
     """
-    gamma = config.gamma if "no-sd" not in config.ablations and _has_draft(config.policy) else 0
+    gamma = config.gamma if has_draft(config) else 0
     costs = costs.with_link(config.link_factor)
-    batches = _batches(trace, config, gamma)
+    recorded = _recorded(trace, gamma)
+    batches = _batches(trace, config, gamma, recorded)
     shape = cache_shape(trace, config.cache_ratio)
     warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
     execution = Execution(
@@ -150,6 +176,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     return SimulationResult(
         config=config,
         gamma=gamma,
+        rejected_token_model=None if gamma == 0 else "recorded" if recorded else config.rejected_token_model,
         time=time,
         step_s=np.array(execution.step_ns) * 1e-9,
         log=execution.log,
@@ -158,23 +185,33 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     )
 
 
-def _has_draft(policy: str) -> bool:
-    """Whether the system of that name runs with a draft model. Raises ValueError for an unknown one."""
-    config = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32))
-    return make_policy(policy, CacheShape.uniform(1, 1, 1), config).execution_model.speculation
+def has_draft(config: SimulationConfig) -> bool:
+    """Whether a configuration drafts tokens. Raises ValueError for an unknown policy."""
+    bound = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32))
+    speculates = make_policy(config.policy, CacheShape.uniform(1, 1, 1), bound).execution_model.speculation
+    return config.gamma > 0 and speculates and "no-sd" not in config.ablations
 
 
-def _batches(trace: Trace, config: SimulationConfig, gamma: int) -> list[Batch]:
-    """A trace's own batches if it was recorded with this gamma, else windows over its text; up to `max_steps`."""
-    schedule = recorded_schedule(trace) if 0 < gamma == trace.meta.gamma else None
-    if schedule is None:
-        schedule = cut_schedule(
-            trace,
-            gamma=gamma,
-            acceptance_chance=config.acceptance,
-            rejected_token_model=config.rejected_token_model,
-            seed=config.seed,
-        )
+def models_that_differ(trace: Trace, config: SimulationConfig) -> tuple[RejectedTokenModel, ...]:
+    """The models of rejected tokens between which a configuration has to be told apart: one where none is rejected."""
+    is_known = not has_draft(config) or _recorded(trace, config.gamma) is not None
+    return ("optimistic",) if is_known else ("optimistic", "pessimistic")
+
+
+def _recorded(trace: Trace, gamma: int) -> Schedule | None:
+    """A trace's own verifications if it was recorded with this gamma."""
+    return recorded_schedule(trace) if 0 < gamma == trace.meta.gamma else None
+
+
+def _batches(trace: Trace, config: SimulationConfig, gamma: int, recorded: Schedule | None) -> list[Batch]:
+    """A trace's own batches, or else windows over its text; up to `max_steps`."""
+    schedule = recorded or cut_schedule(
+        trace,
+        gamma=gamma,
+        acceptance_chance=config.acceptance,
+        rejected_token_model=config.rejected_token_model,
+        seed=config.seed,
+    )
     batches = schedule.batches()
     if config.max_steps is None:
         return batches

@@ -4,6 +4,8 @@ They follow from a machine's bandwidths and a model's sizes (`roofline_costs`), 
 measured (`measured_costs`). Built-in machines are in sim/data/hardware.json, each constant with its source:
 
     {"name": "...", "gpu_bytes_per_s": ..., ..., "sources": {"gpu_bytes_per_s": "..."}}
+
+Overheads of programs are in sim/data/programs.json and, for published systems, in sim/data/papers.json.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from moeedge.errors import InputError
 from moeedge.policies.cost_model import CostModel
 from moeedge.sim.clock import to_ns
+from moeedge.sim.constants import Side, pick
 from moeedge.sim.model_shape import ModelShape, only_known, read_data, read_json
 
 TOKENS_MAX = 256  # of one expert: where the curves end
@@ -52,7 +55,7 @@ class HardwareSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """Overheads of the program around a policy; the defaults are those of llama.cpp and of moeedge."""
+    """Overheads of the program around a policy; the defaults are those of bandwidths and operations alone."""
 
     layer_overhead_s: float = 0.0  # of every layer of the target, in addition to the hardware's own
     draft_layer_overhead_s: float = 0.0  # the same of the draft model
@@ -62,6 +65,8 @@ class Framework:
     dense_travels: bool = False  # layer offload moves attention and the rest of a layer, too
     head_travels: bool = False  # layer offload moves the output matrix, too, which comes after the last layer
     tensor_s: float = 0.0  # of every tensor that layer offload moves, in addition to its bytes
+    round_trip_s: float = 0.0  # of every block whose ids the host must know, or which the CPU computes
+    schedule_s: float = 0.0  # observing and planning, per step
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +86,7 @@ class StepCosts:
     schedule_ns: int  # observing and planning, per step
     dense_demand_ns: int = 0  # the rest of an absent layer, moved on demand
     head_demand_ns: int = 0  # the output matrix, moved on demand, once per step
+    round_trip_ns: int = 0  # of a block whose ids the host must know, or which the CPU computes
     whole_layers: bool = True  # see Framework
 
     def __post_init__(self) -> None:
@@ -92,6 +98,10 @@ class StepCosts:
         """The same with a link that is `factor` times as fast."""
         scaled = ("transfer_ns", "demand_ns", "dense_demand_ns", "head_demand_ns")
         return replace(self, **{name: round(getattr(self, name) / factor) for name in scaled})
+
+    def with_schedule(self, seconds: float) -> StepCosts:
+        """The same with another time of observing and planning, per step."""
+        return replace(self, schedule_ns=to_ns(seconds))
 
     def cost_model(self, cap: int) -> CostModel:
         """The costs that a policy's balancer gets, in seconds.
@@ -111,15 +121,17 @@ class StepCosts:
         )
 
 
-def builtin_hardware() -> dict[str, HardwareSpec]:
+def builtin_hardware(side: Side = "chosen") -> dict[str, HardwareSpec]:
     """The machines of sim/data/hardware.json by name."""
     table = read_data("hardware.json")["hardware"]
-    return {name: HardwareSpec(name=name, **only_known(entry, HardwareSpec)) for name, entry in table.items()}
+    return {
+        name: HardwareSpec(name=name, **only_known(pick(entry, side), HardwareSpec)) for name, entry in table.items()
+    }
 
 
-def find_hardware(text: str) -> HardwareSpec:
+def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
     """A built-in machine, or one from a JSON file of the same fields. Raises InputError for anything else."""
-    known = builtin_hardware()
+    known = builtin_hardware(side)
     if text in known:
         return known[text]
     if not text.endswith(".json"):
@@ -128,9 +140,16 @@ def find_hardware(text: str) -> HardwareSpec:
     path = Path(text)
     entry: dict[str, Any] = {"name": path.stem} | read_json(path)
     try:
-        return HardwareSpec(**only_known(entry, HardwareSpec))
+        return HardwareSpec(**only_known(pick(entry, side), HardwareSpec))
     except (TypeError, ValueError) as error:
         raise InputError(f"{path} describes no hardware: {error}.", "See docs/simulation.md for the format.") from None
+
+
+def program_of(policy: str, side: Side = "chosen") -> Framework:
+    """The overheads of the program that runs a policy: this engine, llama.cpp, or that of a published system."""
+    data = read_data("programs.json")
+    entry = data["programs"][data["policies"].get(policy, data["otherwise"])]
+    return Framework(**only_known(pick(entry, side), Framework))
 
 
 def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framework | None = None) -> StepCosts:
@@ -165,7 +184,8 @@ def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framewo
         dense_ns=to_ns(shape.dense_layer_bytes / hardware.gpu_bytes_per_s + overhead_s),
         head_ns=to_ns(shape.head_bytes / hardware.gpu_bytes_per_s),
         draft_ns=to_ns(draft_s),
-        schedule_ns=0,
+        schedule_ns=to_ns(framework.schedule_s),
+        round_trip_ns=to_ns(framework.round_trip_s),
         dense_demand_ns=to_ns(dense_travel_s) if framework.dense_travels else 0,
         head_demand_ns=to_ns(head_travel_s) if framework.head_travels else 0,
         whole_layers=framework.whole_layers,

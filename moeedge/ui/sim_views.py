@@ -1,4 +1,4 @@
-"""The results of `moeedge replay`, `moeedge simulate` and `moeedge validate`."""
+"""The results of `moeedge replay` and `moeedge simulate`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 from rich.console import Console
 
 from moeedge.policies.registry import BOUNDS, TABLE
-from moeedge.sim.papers import Compared, Fit, same_order
 from moeedge.ui.console import visible
 from moeedge.ui.plots import Chart
-from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
+from moeedge.ui.tables import Column, json_text, print_table, text_column
 
 if TYPE_CHECKING:
-    from moeedge.bench.validation import Comparison
     from moeedge.sim.curves import AtMost, CurvePanel
     from moeedge.sim.replay import ReplayRow
     from moeedge.sim.simulate import SimulationResult
@@ -207,6 +205,7 @@ _VARIED = {
     "gamma": "gamma",
     "utility_cap": "K",
     "link_factor": "link",
+    "rejected_token_model": "rejected tokens",
 }
 _PARTS = {
     "draft_s": "draft",
@@ -219,6 +218,7 @@ _PARTS = {
 }
 _SIMULATE_COLUMNS = (
     Column("t/s", "tg_ts", ".2f"),
+    text_column("range", lambda row: f"{row['tg_low_ts']:.2f} to {row['tg_high_ts']:.2f}"),
     Column("ms/token", "tpot_s", ".1f", _MS),
     *(Column(title, key, lambda value: f"{value * _MS:.1f}" if value else "") for key, title in _PARTS.items()),
     Column("pair hit", "hit_rate_pairs", ".3f"),
@@ -240,7 +240,7 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 def typical_step(result: SimulationResult) -> Chart:
@@ -253,95 +253,3 @@ def typical_step(result: SimulationResult) -> Chart:
         f"{result.step_s[middle] * _MS:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
     )
     return Chart(title, result.log.of_step(result.first_step + middle))
-
-
-# validate
-
-_PAPER_TITLES = {
-    "table2": "MoE-SpAc, Table 2: Qwen3-30B-A3B, tokens/s",
-    "table3": "MoE-SpAc, Table 3: DeepSeek-V2-Lite, tokens/s",
-    "table4": "MoE-SpAc, Table 4: without one of its parts, tokens/s",
-}
-_COMPARED_COLUMNS = (
-    text_column("", "name"),
-    Column("published", "published_ts", ".2f"),
-    Column("predicted", "predicted_ts", ".2f"),
-    Column("ratio", "ratio", ".2f"),
-    text_column("", lambda row: "fitted" if row.fitted else ""),
-)
-_ELSEWHERE_COLUMNS = (
-    text_column("", "name"),
-    Column("published", lambda row: _MS / row.published_ts, ".0f"),
-    Column("predicted", lambda row: _MS / row.predicted_ts, ".0f"),
-    Column("ratio", lambda row: 1 / row.ratio, ".2f"),
-)
-_MEASURED_COLUMNS = (
-    text_column("policy", "policy"),
-    Column("ratio", "cache_ratio", "g"),
-    Column("gamma", "gamma"),
-    Column("measured", "measured_tpot_s", ".2f", _MS),
-    Column("simulated", "tpot_s", ".2f", _MS),
-    Column("error", "error", "+.1%"),
-    Column("hit measured", "hit_rate_pairs_measured", ".3f", none=""),
-    Column("simulated", "hit_rate_pairs", ".3f"),
-    Column("steps", "steps"),
-)
-
-
-def print_fit(fit: Fit, console: Console) -> None:
-    """The constants fitted on the first two rows of Table 2."""
-    console.print(
-        f"Fitted on two rows of Table 2: experts on the CPU at {fit.cpu_bytes_per_s / 1e9:.1f} GB/s, acceptance "
-        f"{fit.acceptance:.3f}",
-        soft_wrap=True,
-    )
-
-
-def print_compared(rows: Sequence[Compared], console: Console) -> None:
-    """One table of the paper: every row, its ratio, and how many pairs come in the published order."""
-    console.print()
-    print_table(console, _COMPARED_COLUMNS, rows, title=_PAPER_TITLES[rows[0].table])
-    right, total = same_order(list(rows))
-    free = [row for row in rows if not row.fitted]
-    console.print(
-        f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
-        "predictions within 25 %",
-        soft_wrap=True,
-    )
-
-
-def print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
-    """The same programs in other publications: ms per token, and predicted over published."""
-    console.print()
-    print_table(console, _ELSEWHERE_COLUMNS, rows, title="The same programs in other publications, ms per token")
-
-
-def print_ratios(rows: Sequence[Compared], console: Console) -> None:
-    """Figure 5: a line per system, a column per cache ratio."""
-    ratios = list(dict.fromkeys(row.result.config.cache_ratio for row in rows))
-    names = list(dict.fromkeys(row.name for row in rows))
-    speed = {(row.name, row.result.config.cache_ratio): row.predicted_ts for row in rows}
-    columns = [text_column("", 0), *value_columns([f"{ratio:.0%}" for ratio in ratios], ".1f")]
-    lines = [(name, *(speed[name, ratio] for ratio in ratios)) for name in names]
-    console.print()
-    print_table(console, columns, lines, title="MoE-SpAc, Figure 5 (left): tokens/s by cache ratio")
-
-
-def print_cutoff(rows: Sequence[Compared], console: Console) -> None:
-    """SP-MoE's Figure 14: ms per token by cutoff layer."""
-    console.print("\nSP-MoE, Figure 14: ms per token by cutoff layer", style="bold")
-    models: dict[str, dict[str, float]] = {}
-    for row in rows:
-        model, layer = row.name.split(", layer ")
-        models.setdefault(model, {})[layer] = row.result.tpot_s
-    for model, times_s in models.items():
-        columns = [text_column(model, 0), *value_columns(list(times_s), ".1f", scale=_MS)]
-        print_table(console, columns, [("", *times_s.values())])
-        console.print(f"best at layer {min(times_s, key=lambda layer: times_s[layer])}", soft_wrap=True)
-
-
-def print_measured(rows: Sequence[Comparison], median_and_worst: tuple[float, float], console: Console) -> None:
-    """ms per token, measured and simulated; `median_and_worst` are the absolute errors of all rows."""
-    print_table(console, _MEASURED_COLUMNS, rows)
-    median, worst = median_and_worst
-    console.print(f"ms per token; absolute error: median {median:.1%}, worst {worst:.1%}", soft_wrap=True)

@@ -13,17 +13,29 @@ from moeedge.policies.registry import POLICIES, SIMULATED
 from moeedge.sim import simulate as simulation
 from tests.support.commands import run, run_json
 
-SHORT = ("-n", "40", "--max-steps", "8")
+SHORT = ("-n", "40", "--max-steps", "8", "--no-ranges")
 
 
 def test_rows_are_flat_and_one_per_combination() -> None:
     rows = run_json("simulate", "--policy", "none,lru", "--gamma", "0,4", "--link", "1,2", *SHORT)
-    assert [(row["policy"], row["gamma"], row["link_factor"]) for row in rows] == [
-        (policy, gamma, link) for policy in ("none", "lru") for gamma in (0, 4) for link in (1.0, 2.0)
+    assert [(row["policy"], row["gamma"], row["link_factor"], row["rejected_token_model"]) for row in rows] == [
+        (policy, gamma, link, model)
+        for policy in ("none", "lru")
+        for gamma, models in ((0, [None]), (4, ["optimistic", "pessimistic"]))
+        for link in (1.0, 2.0)
+        for model in models
     ]
     for row in rows:
         assert not any(isinstance(value, (dict, list)) for value in row.values())
         assert {"tg_ts", "tpot_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "cache_ratio", "hardware"} <= set(row)
+
+
+def test_a_speed_has_a_range() -> None:
+    short = [argument for argument in SHORT if argument != "--no-ranges"]
+    (row,) = run_json("simulate", "--policy", "lru", "--gamma", "0", *short)
+    assert row["tg_low_ts"] < row["tg_ts"] < row["tg_high_ts"] and row["host_s"] > 0
+    (point,) = run_json("simulate", "--policy", "lru", "--gamma", "0", *SHORT)
+    assert point["tg_low_ts"] == point["tg_ts"] == point["tg_high_ts"] == row["tg_ts"]
 
 
 def test_a_table_a_picture_and_a_log(tmp_path: Path) -> None:
@@ -51,7 +63,7 @@ def test_a_file_may_describe_the_hardware(tmp_path: Path) -> None:
 
 
 def test_all_means_every_system() -> None:
-    rows = run_json("simulate", "--policy", "all", *SHORT)
+    rows = run_json("simulate", "--policy", "all", "--rejected-token-model", "pessimistic", *SHORT)
     names = [row["policy"] for row in rows]
     assert {"spac", "lru", "accelerate"} <= set(names)
     assert len(set(names)) == len(names) == len(POLICIES | SIMULATED) - 1
@@ -67,6 +79,6 @@ def test_an_interrupt_keeps_the_rows_that_are_done(monkeypatch: pytest.MonkeyPat
         return real(*arguments, **named)
 
     monkeypatch.setattr(simulation, "simulate", interrupted)
-    result = run("simulate", "--policy", "lru,lfu,spac,static", "-o", "json", *SHORT)
+    result = run("simulate", "--policy", "lru,lfu,spac,static", "--gamma", "0", "-o", "json", *SHORT)
     assert result.exit_code == 130
     assert [row["policy"] for row in json.loads(result.stdout)] == ["lru", "lfu"]

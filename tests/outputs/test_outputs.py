@@ -1,4 +1,4 @@
-"""Replay and simulation give the outputs of 0.4.0, but for the renamed keys."""
+"""Replay gives the outputs of 0.4.0, but for the renamed keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.outputs.compare import COMMANDS, differences, load, run
 
 RECORDED = Path(__file__).parent / "recorded"
-EXACT = ["replay-gptoss", "replay-predicted", "replay-gemma", "trace-info", "simulate-all", "simulate-trace"]
+EXACT = ["replay-gptoss", "replay-predicted", "replay-gemma", "trace-info"]
 PROGRAM = [sys.executable, "-m", "moeedge"]
 
 
