@@ -12,7 +12,7 @@ from rich.console import Console
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.ui.console import visible
 from moeedge.ui.plots import Chart
-from moeedge.ui.tables import Column, json_text, print_table, text_column
+from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.sim.curves import AtMost, CurvePanel
