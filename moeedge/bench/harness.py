@@ -69,8 +69,8 @@ class BenchArm:
     ) -> Sample:
         """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
 
-        drain: end the transfers of this answer before returning, untimed. on_step: called with each step after the
-        prompt, scheduling included in its observe_s. The last five describe the sample.
+        drain: end the transfers of this answer before returning, timed apart from it. on_step: called with each step
+        after the prompt, scheduling included in its observe_s. The last five describe the sample.
         Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
         """
         session = self.session
@@ -87,8 +87,7 @@ class BenchArm:
         cpu_s = time.process_time() - cpu_before_s
         if generation.stop_reason == "interrupted" and not cancel():
             raise KeyboardInterrupt
-        if drain:
-            self.drain_transfers()
+        drain_s = self.drain_transfers() if drain else 0.0
         return from_stats(
             generation.stats,
             mode=self.mode.label,
@@ -98,6 +97,7 @@ class BenchArm:
             order=order,
             warm=warm,
             cpu_s=cpu_s,
+            drain_s=drain_s,
             prefill_placement=counted(before, prefilled),
             placement=counted(prefilled, session.placement_stats()),
             stop_reason=generation.stop_reason,
@@ -105,10 +105,15 @@ class BenchArm:
             prompt_ids=list(prompt_ids),
         )
 
-    def drain_transfers(self) -> None:
-        """Ends the transfers of a sample, untimed, so that they do not slow down the arm that is measured next."""
+    def drain_transfers(self) -> float:
+        """Ends the transfers of a sample, so that they do not slow down the arm that is measured next.
+
+        Returns the seconds that this took: no sample's decoding has them.
+        """
+        start_s = time.perf_counter()
         if self.session.placement is not None:
             self.session.placement.drain_transfers(_PAUSE_S)
+        return time.perf_counter() - start_s
 
 
 def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:

@@ -20,6 +20,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
+from moeedge.policies.base import LookaheadStatus
 
 # llama.cpp pads contexts to multiples of this many tokens
 _CONTEXT_STEP = 256
@@ -77,6 +78,7 @@ class Pass:
     arms: list[BenchArm] = field(default_factory=list)
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # by test
     vram_bytes: dict[str, int] = field(default_factory=dict)  # used on the device at the end, by label
+    lookahead: dict[str, LookaheadStatus] = field(default_factory=dict)  # as judged last, by label
 
 
 def split_passes(modes: Sequence[BenchMode], *, together: bool) -> list[Pass]:

@@ -18,6 +18,7 @@ from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
 from moeedge.bench.scores import Scores
 from moeedge.engine.types import EngineInfo
+from moeedge.policies.base import LookaheadStatus
 
 SCHEMA = "moeedge-bench-2"  # changes when a key changes its meaning
 _RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
@@ -102,6 +103,8 @@ class BenchRow:
     cache_ratio: float | None  # None without an expert cache
     pp: Spread | None  # tokens/s
     tg: Spread | None  # tokens/s
+    tg_drained_ts: float | None  # all tokens over decoding and the drains after the answers
+    drain_s: float | None  # mean over turns and repetitions
     ttft_s: float | None  # mean over turns and repetitions
     acceptance_rate: float | None
     tokens_per_step: float | None
@@ -111,6 +114,7 @@ class BenchRow:
     scores: Scores
     ratio: float | None  # decoding speed over stock-ar's, median of pairs
     ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
+    ratio_drained: float | None  # `ratio` with the drain after this mode's answers in its time
     ratio_cpu: float | None  # stock-ar's CPU time over this mode's, median of pairs; robust against other programs
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
@@ -128,6 +132,8 @@ class BenchRow:
             "test": self.test,
             **_spread_keys("pp_ts", self.pp),
             **_spread_keys("tg_ts", self.tg),
+            "tg_drained_ts": self.tg_drained_ts,
+            "drain_s": self.drain_s,
             "ttft_s": self.ttft_s,
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_step": self.tokens_per_step,
@@ -147,6 +153,7 @@ class BenchRow:
             "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
             "ratio": self.ratio,
             "ratio_pp": self.ratio_pp,
+            "ratio_drained": self.ratio_drained,
             "ratio_cpu": self.ratio_cpu,
             "warm": all(sample.warm for sample in self.samples),
             **self.setup,
@@ -178,6 +185,8 @@ def make_row(
         cache_ratio=setup["cache_ratio"],
         pp=speed(samples, "prefill"),
         tg=speed(samples, "decode"),
+        tg_drained_ts=quotient(sum(s.decode_tokens for s in samples), sum(s.decode_s + s.drain_s for s in samples)),
+        drain_s=quotient(sum(s.drain_s for s in samples), len(samples)),
         ttft_s=quotient(sum(answered), len(answered)),
         acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
         tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
@@ -187,6 +196,7 @@ def make_row(
         scores=scores,
         ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
         ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
+        ratio_drained=paired_ratio(samples, reference, lambda s: s.tg_drained_ts),
         ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
         setup=setup,
         samples=tuple(samples),
@@ -200,13 +210,15 @@ def describe_setup(
     *,
     drafts: bool,
     vram_bytes: int | None,
+    lookahead: LookaheadStatus | None,
     prompts: int | None,
     prompts_left_out: int | None,
 ) -> dict[str, Any]:
     """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
 
     drafts: whether this test uses the mode's drafts. vram_bytes: used on the device at the end of the pass, None where
-    the driver reports nothing. prompts and prompts_left_out: None in a synthetic test.
+    the driver reports nothing. lookahead: as the policy judges it then. prompts and prompts_left_out: None in a
+    synthetic test.
     """
     mode, model, info = arm.mode, arm.session.model.info, arm.session.info
     dataset = plan.dataset
@@ -228,6 +240,9 @@ def describe_setup(
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,
         "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
+        "lookahead_used": None if lookahead is None else lookahead.used,
+        "lookahead_gain": None if lookahead is None else lookahead.gain,
+        "lookahead_reason": None if lookahead is None else lookahead.reason,
         "cache_slots": info.cache_slots if has_cache or mode.is_swept else None,
         "pool_bytes": info.pool_bytes if has_cache else None,
         "vram_bytes": vram_bytes,

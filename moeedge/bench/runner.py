@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,6 +180,8 @@ class Bench:
             stats = arm.session.placement_stats()
             if stats is not None and stats.vram_used_bytes is not None:
                 current.vram_bytes[arm.mode.label] = stats.vram_used_bytes
+            if stats is not None and stats.lookahead is not None:
+                current.lookahead[arm.mode.label] = stats.lookahead
 
     def _collect(self, current: Pass, test: str, samples: Iterator[Sample]) -> None:
         kept = current.samples.setdefault(test, [])
@@ -214,8 +216,17 @@ class Bench:
             label = arm.mode.label
             own = [sample for sample in common if sample.mode == label]
             if own and label != current.repeated:
-                vram_bytes = current.vram_bytes.get(label)
-                yield self._row(arm, test, own, reference, is_dataset=is_dataset, vram_bytes=vram_bytes)
+                setup = describe_setup(
+                    self.plan,
+                    self._environment,
+                    arm,
+                    drafts=is_dataset and arm.mode.drafts,
+                    vram_bytes=current.vram_bytes.get(label),
+                    lookahead=current.lookahead.get(label),
+                    prompts=len({sample.prompt for sample in own}) if is_dataset else None,
+                    prompts_left_out=self._n_left_out if is_dataset else None,
+                )
+                yield self._row(arm, test, own, reference, is_dataset=is_dataset, setup=setup)
 
     def _row(
         self,
@@ -225,17 +236,8 @@ class Bench:
         reference: Sequence[Sample],
         *,
         is_dataset: bool,
-        vram_bytes: int | None,
+        setup: dict[str, Any],
     ) -> BenchRow:
-        setup = describe_setup(
-            self.plan,
-            self._environment,
-            arm,
-            drafts=is_dataset and arm.mode.drafts,
-            vram_bytes=vram_bytes,
-            prompts=len({sample.prompt for sample in own}) if is_dataset else None,
-            prompts_left_out=self._n_left_out if is_dataset else None,
-        )
         output = self._check(own, reference) if is_dataset and reference else None
         scores = Scores()
         if is_dataset and self._scorer is not None:

@@ -36,6 +36,7 @@ class Sample:
     decode_tokens: int = 0  # decoded in decode_s: without the first token, which ends the prefill; with a stop token
     decode_s: float = 0.0
     ttft_s: float = 0.0
+    drain_s: float = 0.0  # after the answer: transfers that it planned end, or are dropped; not in decode_s
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -69,6 +70,12 @@ class Sample:
     def tg_ts(self) -> float | None:
         """Decode speed in tokens/s."""
         return self.decode_tokens / self.decode_s if self.decode_tokens and self.decode_s > 0 else None
+
+    @property
+    def tg_drained_ts(self) -> float | None:
+        """Decode speed in tokens/s, the drain after the answer included."""
+        seconds = self.decode_s + self.drain_s
+        return self.decode_tokens / seconds if self.decode_tokens and seconds > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the sample for the record: without tokens, and without the mode, which the row has."""

@@ -64,12 +64,12 @@ class SyntheticRun:
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
                 _observe(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-                arm.drain_transfers()
+                drain_s = arm.drain_transfers()
                 if repetition >= 0:
                     yield Sample(
                         arm.mode.label, "", 0, repetition, place,
                         prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s, cpu_s=cpu_s,
-                        warm=self._is_warm(repetition),
+                        drain_s=drain_s, warm=self._is_warm(repetition),
                         prefill_placement=counted(before, session.placement_stats()),
                     )  # fmt: skip
 
@@ -108,11 +108,11 @@ class SyntheticRun:
             session.target.decode([token], phase=Phase.DECODE, logits="last")
             _observe(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-        arm.drain_transfers()
+        drain_s = arm.drain_transfers()
         n = len(tokens)
         return Sample(
             arm.mode.label, "", index, repetition, place,
-            generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s,
+            generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s, drain_s=drain_s,
             warm=self._is_warm(repetition), placement=counted(before, session.placement_stats()),
         )  # fmt: skip
 

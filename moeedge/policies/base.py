@@ -256,6 +256,27 @@ class LayerPolicy(Policy, Protocol):
         """
 
 
+@dataclass(frozen=True)
+class LookaheadStatus:
+    """What a policy makes of the drafts: used where this is measured to pay, in the session that runs."""
+
+    used: bool  # by the newest plan that knew drafts
+    gain: float | None = (
+        None  # of hits over those of the same policy without it, 0.1: a tenth more; None: not known yet
+    )
+    reason: str = ""  # why it is not used, a clause in lower case: "it does not pay here"
+    reads_drafts: bool = True  # False: the next batch's drafts change no plan, so that none is made for them
+
+
+@runtime_checkable
+class LookaheadPolicy(Policy, Protocol):
+    """A policy that decides whether it plans by the drafts."""
+
+    @property
+    def lookahead(self) -> LookaheadStatus:
+        """The newest judgement."""
+
+
 @runtime_checkable
 class CutoffPolicy(Policy, Protocol):
     """A policy that prefetches for the first layers only (SP-MoE, section 3.2)."""

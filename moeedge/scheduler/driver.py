@@ -21,7 +21,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import ExecutionModel, ExpertPrediction, LayerPolicy, Observation, Plan, Policy, Resident
+from moeedge.policies.base import (
+    ExecutionModel,
+    ExpertPrediction,
+    LayerPolicy,
+    LookaheadPolicy,
+    LookaheadStatus,
+    Observation,
+    Plan,
+    Policy,
+    Resident,
+)
 
 # changes a new plan: (plan, the prediction that it was made from, layers to plan for, None: all) -> plan
 PlanFilter = Callable[[Plan, ExpertPrediction | None, slice | None], Plan]
@@ -59,18 +69,32 @@ class StepDriver:
         within_step = (execution_model or policy.execution_model).prefetch_within_step
         self._layer_policy = policy if within_step and isinstance(policy, LayerPolicy) else None
         self._reads_hidden_states = "draft-states" in policy.required_inputs
+        self._lookahead_policy = policy if isinstance(policy, LookaheadPolicy) else None
+        self._newest: Plan | None = None  # made since the last observation
 
     @property
     def plans_layers(self) -> bool:
         """Whether `push_layer` does anything."""
         return self._layer_policy is not None
 
+    @property
+    def lookahead(self) -> LookaheadStatus | None:
+        """Whether the policy plans by the drafts; None where it does not judge that."""
+        return None if self._lookahead_policy is None else self._lookahead_policy.lookahead
+
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether the next batch's drafts may change the plan."""
+        return self._lookahead_policy is None or self._lookahead_policy.lookahead.reads_drafts
+
     def begin_text(self) -> None:
         """A new conversation begins; the policy may keep what it learned about the model."""
+        self._newest = None
         self.policy.reset()
 
     def observe(self, observation: Observation) -> None:
         """The activations of a verification, a plain decode or a prefill."""
+        self._newest = None
         self.policy.observe(observation)
 
     def plan_next(self, tokens: Sequence[int]) -> Plan:
@@ -89,7 +113,10 @@ class StepDriver:
 
         prediction: of the batch's experts. hidden_states: float32 [n_states, n_embd], the draft's, of the first tokens
         of the batch; used where the policy reads them and there is no prediction. layers: handed to `filter_plan`.
+        Where the policy does not read drafts, the plan of `plan_next` stands: it is returned, and nothing is pending.
         """
+        if self._newest is not None and not self.reads_drafts:
+            return self._newest
         if prediction is None and hidden_states is not None and self._reads_hidden_states:
             prediction = ExpertPrediction.of_hidden_states(hidden_states, len(self.store.residency()))
         return self._plan(tokens, prediction, layers)
@@ -114,5 +141,5 @@ class StepDriver:
         plan = self.policy.plan(self.store.residency(), tokens, prediction)
         if self._filter_plan is not None:
             plan = self._filter_plan(plan, prediction, layers)
-        self.pending = plan
+        self.pending = self._newest = plan
         return plan

@@ -99,7 +99,7 @@ class PlacementManager:
     @property
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan."""
-        return self._keeps_hidden_states and self.active
+        return self._keeps_hidden_states and self.active and self.driver.reads_drafts
 
     def attach(self) -> None:
         """Lets the target compute with the cache."""
@@ -276,6 +276,7 @@ class PlacementManager:
             vram_used_bytes=memory[0] if memory else None,
             vram_total_bytes=memory[1] if memory else None,
             tau=() if self._tau is None else tuple(self._tau[self._expert_layers].tolist()),
+            lookahead=self.driver.lookahead,
         )
 
     def device_memory(self) -> tuple[int, int] | None:

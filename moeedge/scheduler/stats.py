@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from moeedge.native.cache import CacheStats
 from moeedge.native.structs import counter, counters
+from moeedge.policies.base import LookaheadStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class PlacementStats(CacheStats):
     draft_s: float = counter("drafting", "s")
     decode_s: float = counter("entire steps", "s")
     tau: tuple[float, ...] = ()  # [n_expert_layers], the newest
+    lookahead: LookaheadStatus | None = None  # None: the policy does not judge it
 
     @property
     def hit_rate_pairs(self) -> float | None:
@@ -86,7 +88,11 @@ class PlacementStats(CacheStats):
     def to_dict(self) -> dict[str, Any]:
         """Fields and rates, as a JSON record holds them."""
         names = [field.name for field in fields(self) if field.name not in _NOT_IN_JSON]
-        return {name: getattr(self, name) for name in (*names, *_RATES)} | {"tau": list(self.tau)}
+        lookahead = None if self.lookahead is None else asdict(self.lookahead)
+        return {name: getattr(self, name) for name in (*names, *_RATES)} | {
+            "tau": list(self.tau),
+            "lookahead": lookahead,
+        }
 
 
 _NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from moeedge.bench.scores import different_scores
+from moeedge.policies.base import LookaheadStatus
+from moeedge.ui.figures import lookahead
 from moeedge.ui.tables import (
     NONE,
     Column,
@@ -106,9 +108,21 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
         f"repetitions: {setup['repetitions']}",
         f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
+        *lookahead_lines(rows),
         *score_lines(rows),
     ]
     return markdown(columns, rows) + "\n".join(lines) + "\n"
+
+
+def lookahead_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """One line for each row whose policy judges its predictions from the draft."""
+    lines = []
+    for row in rows:
+        used = row.setup.get("lookahead_used")
+        if used is not None:
+            status = LookaheadStatus(used, row.setup["lookahead_gain"], row.setup["lookahead_reason"])
+            lines.append(f"{row.label}: lookahead from the draft {lookahead(status)}")
+    return lines
 
 
 def difference_lines(rows: Sequence[BenchRow]) -> list[str]:

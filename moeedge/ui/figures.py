@@ -15,6 +15,7 @@ from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+    from moeedge.policies.base import LookaheadStatus
     from moeedge.scheduler.stats import PlacementStats
 
 NONE = "-"  # stands for a figure that is not known
@@ -157,6 +158,8 @@ def turn_parts(
         parts.append(f"{experts(info, stats)} experts/step")
     if cache is not None and cache.hit_rate_pairs is not None:
         parts.append(f"hit rate {percent(cache.hit_rate_pairs)}")
+    if cache is not None and cache.lookahead is not None:
+        parts.append(f"lookahead from the draft {lookahead(cache.lookahead)}")
     parts.append(device(info))
     note = stop_note(reason, info)
     return [*parts, note] if note else parts
@@ -223,6 +226,13 @@ def time_shares(stats: PlacementStats) -> list[Figure]:
         ("rest", rest_s),
     )
     return [Figure(label, percent(part_s / stats.decode_s)) for label, part_s in parts]
+
+
+def lookahead(status: LookaheadStatus) -> str:
+    """Whether experts are predicted from the draft, and what that brings."""
+    if not status.used:
+        return f"off: {status.reason}" if status.reason else "off"
+    return "on" if status.gain is None else f"on, {100 * status.gain:+.0f} % hits"
 
 
 def share_line(stats: PlacementStats, columns: int) -> str:
@@ -294,6 +304,8 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     ]
     if stats.tau:
         shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
+    if stats.lookahead is not None:
+        shown.append(Figure("lookahead from the draft", lookahead(stats.lookahead), rank=5))
     return shown
 
 

@@ -20,6 +20,7 @@ from moeedge.bench.samples import (
     spread,
 )
 from moeedge.engine.types import GenerationStats
+from moeedge.policies.base import LookaheadStatus
 from moeedge.scheduler.stats import PlacementStats
 
 _BEGIN = PlacementStats(
@@ -113,3 +114,18 @@ def test_rates_are_those_of_the_sums() -> None:
     assert cache_figures([None]) == cache_figures([]) == CacheFigures()
     idle = cache_figures([nothing])
     assert (idle.hit_rate_pairs, idle.uploads_per_step, idle.bytes_moved) == (None, None, 0)
+
+
+def test_a_drain_counts_in_its_own_speed_only() -> None:
+    sample = replace(_sample("m", "a", 0, tokens=10, seconds=1.0), drain_s=0.25)
+    assert (sample.tg_ts, sample.tg_drained_ts) == (10.0, 8.0)
+    assert _sample("m", "a", 0, tokens=0).tg_drained_ts is None
+
+
+def test_the_newest_judgement_of_lookahead_is_a_gauge() -> None:
+    status = LookaheadStatus(used=False, gain=0.01, reason="it does not pay here")
+    interval = replace(_END, lookahead=status) - _BEGIN
+    assert interval.lookahead is status
+    assert interval.to_dict()["lookahead"] == {
+        "used": False, "gain": 0.01, "reason": "it does not pay here", "reads_drafts": True,
+    }  # fmt: skip

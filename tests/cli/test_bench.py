@@ -160,9 +160,9 @@ def _row(output: OutputCheck) -> BenchRow:
     setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}
     return BenchRow(
         mode="moeedge", test="qa", policy="none", cache_ratio=None,
-        pp=spread([100.0, 200.0]), tg=spread([10.0]), ttft_s=0.25, acceptance_rate=0.5,
+        pp=spread([100.0, 200.0]), tg=spread([10.0]), tg_drained_ts=9.5, drain_s=0.1, ttft_s=0.25, acceptance_rate=0.5,
         tokens_per_step=2.5, experts_per_verification=31.25, cache=CacheFigures(), output=output, scores=Scores(),
-        ratio=1.234, ratio_pp=None, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
+        ratio=1.234, ratio_pp=None, ratio_drained=1.2, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
     )  # fmt: skip
 
 

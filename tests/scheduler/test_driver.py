@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.policies.base import ExecutionModel, ExpertPrediction, Observation, Plan, Resident
+from moeedge.policies.base import ExecutionModel, ExpertPrediction, LookaheadStatus, Observation, Plan, Resident
 from moeedge.scheduler.driver import StepDriver
 
 LAYERS, EXPERTS = 2, 4
@@ -80,6 +80,32 @@ def test_a_step_is_observed_planned_twice_and_pushed_twice() -> None:
     assert policy.calls == [("reset",), ("observe",), ("plan", [7], None), ("plan", [7, 8, 9], None)]
     assert store.pushed == [first, second_plan]
     assert driver.push() is None
+
+
+class JudgingPolicy(Policy):
+    """Does not read drafts after its first observation."""
+
+    @property
+    def lookahead(self) -> LookaheadStatus:
+        is_used = ("observe",) not in self.calls
+        return LookaheadStatus(is_used, reason="it does not pay here", reads_drafts=is_used)
+
+
+def test_no_plan_is_made_for_drafts_that_the_policy_does_not_read() -> None:
+    policy, store = JudgingPolicy(), Store()
+    driver = StepDriver(policy, store)
+    for _ in range(2):
+        first = driver.plan_next([7])
+        driver.push()
+        draft = driver.plan_draft([7, 8, 9])
+        driver.push()
+        driver.observe(Observation(np.zeros((LAYERS, EXPERTS)), 3, 0))  # type: ignore[arg-type]
+    assert draft is first
+    assert len(store.pushed) == 3
+    assert not driver.reads_drafts and driver.lookahead is not None and not driver.lookahead.used
+    # a batch that no plan was made for since the last observation gets one
+    assert driver.plan_draft([1, 2]) is driver.pending
+    assert StepDriver(Policy(), Store()).lookahead is None
 
 
 def test_hidden_states_reach_only_a_policy_that_reads_them() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from moeedge.policies.base import LookaheadStatus
 from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
 from moeedge.ui.chat.panel import render_panel
@@ -156,3 +157,18 @@ def test_hits_in_the_stats_line_and_in_totals() -> None:
     assert parts[-2:] == ["hit rate 81 %", "emulated (CPU, link 2 GB/s)"]
     other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
     assert "hit rate 25 %" in figures.total_parts(PLACED, [STATS, STATS], [CACHE, other])
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (LookaheadStatus(used=True), "on"),
+        (LookaheadStatus(used=True, gain=0.124), "on, +12 % hits"),
+        (LookaheadStatus(used=False, gain=0.001, reason="it does not pay here"), "off: it does not pay here"),
+    ],
+)
+def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str) -> None:
+    cache = replace(CACHE, lookahead=status)
+    assert figures.Figure("lookahead from the draft", text) in figures.cache_rows(cache)
+    assert f"lookahead from the draft {text}" in figures.turn_parts(PLACED, STATS, None, cache)
+    assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
