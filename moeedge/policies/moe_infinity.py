@@ -55,7 +55,10 @@ class MoeInfinity(PooledPolicy):
         self._n_entries = 0
         self._n_steps = 0
         self._nearest = -1
-        self._decay = self._decay_from_first = self._decay_from(0)
+        self._priority: FloatArray = np.zeros(size, dtype=np.float32)  # the score before nearness
+        # [n_layers + 1, n_layers, 1], by the layer that a plan is for
+        self._nearness = np.stack([self._nearness_from(layer) for layer in range(shape.n_layers + 1)])
+        self._from_layer = 0  # that the next plan is for
 
     def observe(self, observation: Observation) -> None:
         """Adds to the sequence's matrix and finds the nearest entry."""
@@ -67,14 +70,15 @@ class MoeInfinity(PooledPolicy):
             self._nearest = int(similarity.argmax())
             self._n_matches[self._nearest] += 1
         self._n_steps += not observation.prefill
+        self._prioritise()
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans for the layers after `layer`. Experts of earlier layers leave first, those of `layer` stay."""
         in_use = np.asarray(resident, dtype=np.uint8).copy()
         in_use[layer, in_use[layer] > 0] = Residency.IN_FLIGHT  # an expert in flight is no victim
-        self._decay = self._decay_from(layer + 1)
+        self._from_layer = layer + 1
         plan = self.plan(in_use, [], prediction)
-        self._decay = self._decay_from_first
+        self._from_layer = 0
         return plan
 
     def reset(self) -> None:
@@ -92,24 +96,26 @@ class MoeInfinity(PooledPolicy):
         self._matrix[:] = 0.0
         self._n_steps = 0
         self._nearest = -1
+        self._prioritise()
+
+    def _prioritise(self) -> None:
+        np.copyto(self._priority, _normalised_rows(self._matrix))
+        if self._nearest >= 0:
+            self._priority += self._shares[self._nearest]
+        self._priority += _EPSILON
 
     def _set_scores(self, resident: Resident) -> None:
-        score = self._score
-        np.copyto(score, _normalised_rows(self._matrix))
-        if self._nearest >= 0:
-            score += self._shares[self._nearest]
-        score += _EPSILON
-        score *= self._decay
+        np.multiply(self._priority, self._nearness[self._from_layer], out=self._score)
 
     def _set_utilities(self, marginal: list[float]) -> None:
         unit = max(max((value for value in marginal if np.isfinite(value)), default=0.0), float(_EPSILON))
         np.minimum(self._score / np.float32(unit), self._cap, out=self._utility)
 
-    def _decay_from(self, layer: int) -> FloatArray:
+    def _nearness_from(self, layer: int) -> FloatArray:
         """1 at `layer`, decreasing with every layer after it, 0 before it; [n_layers, 1]."""
         ahead = np.arange(self.shape.n_layers) - layer
-        decay = np.where(ahead >= 0, 1.0 - ahead / (self.shape.n_layers + 1), 0.0)
-        return np.asarray(decay[:, None], dtype=np.float32)
+        nearness = np.where(ahead >= 0, 1.0 - ahead / (self.shape.n_layers + 1), 0.0)
+        return np.asarray(nearness[:, None], dtype=np.float32)
 
 
 def _unit_rows(matrix: FloatArray) -> FloatArray:

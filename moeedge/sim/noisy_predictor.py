@@ -14,9 +14,10 @@ policy and cache ratio.
 
 The engine measures such accuracies on real models; state its figures where there are any.
 
-The replay, which has no time, reads a batch's predictions at once (`predict_chunk`). The simulator reveals them as time
-goes by (`begin`, then `of_draft` token by token and `of_gates` layer by layer; the accuracy of a gate that looks n
-layers ahead is its accuracy to the power of n) and draws wrong experts by the popularity so far (`learn`).
+The accuracy of a gate that looks n layers ahead is its accuracy to the power of n. The replay, which has no time, reads
+a draft's predictions for a batch at once, and those of gates layer by layer (`predict_chunk`, `GatePrediction`). The
+simulator reveals them as time goes by (`begin`, then `of_draft` token by token and `of_gates` layer by layer) and draws
+wrong experts by the popularity so far (`learn`).
 """
 
 from __future__ import annotations
@@ -66,6 +67,25 @@ class PredictorAccuracy:
 
 
 NO_PREDICTOR = PredictorAccuracy(draft_router=None, next_gate=None)
+
+
+@dataclass(frozen=True, eq=False)
+class GatePrediction(ExpertPrediction):
+    """All predictions that gates make during a batch; `layer_ids` are those from one layer before."""
+
+    ahead_ids: tuple[NDArray[np.int32], ...] = ()  # [n][n_layers, n_tokens, k]: from the input of n + 1 layers before
+
+    def before(self, layer: int) -> ExpertPrediction:
+        """What the gates predict from the input of `layer`: the next layers with experts."""
+        seen = np.full_like(self.layer_ids, -1)
+        for ahead, later in zip(self.ahead_ids, self._expert_layers[self._expert_layers > layer], strict=False):
+            seen[later] = ahead[later]
+        return ExpertPrediction(seen, self.source)
+
+    @cached_property
+    def _expert_layers(self) -> NDArray[np.intp]:
+        # the first layer with experts is never predicted, nor needed: no layer comes before it
+        return np.flatnonzero((self.layer_ids >= 0).any(axis=(1, 2)))
 
 
 class NoisyPredictor:
@@ -136,8 +156,20 @@ class NoisyPredictor:
     def _predict(
         self, ids: NDArray[np.int32], source: PredictionSource, accuracy: float, rng: np.random.Generator
     ) -> ExpertPrediction:
-        n_experts = self._popularity.shape[1]
         luck = rng.random(ids.shape, dtype=np.float32)
+        if source == "draft-router":
+            predicted = self._drawn(ids, luck, accuracy)
+            if ids.shape[1] > 1:
+                predicted[:, -1] = -1
+            return ExpertPrediction(layer_ids=predicted, source=source)
+        ahead = tuple(self._drawn(ids, luck, accuracy**n) for n in range(1, max(self._accuracy.reach, 1) + 1))
+        for predicted in ahead:
+            predicted[np.argmax(self._popularity.any(axis=1))] = -1  # the first layer with experts
+        return GatePrediction(layer_ids=ahead[0], source=source, ahead_ids=ahead[: self._accuracy.reach])
+
+    def _drawn(self, ids: NDArray[np.int32], luck: NDArray[np.float32], accuracy: float) -> NDArray[np.int32]:
+        """The experts `ids`, replaced by ones drawn by popularity where luck is not below the accuracy."""
+        n_experts = self._popularity.shape[1]
         share = np.float32(accuracy)
         wrong = luck >= share
         # the rest of the luck is uniform again: one search in all layers, each of which begins 1 above the one before
@@ -147,11 +179,7 @@ class NoisyPredictor:
         predicted = ids.copy()
         predicted[wrong] = np.minimum(found - layer * n_experts, n_experts - 1)
         predicted[ids < 0] = -1
-        if source == "next-gate":
-            predicted[np.argmax(self._popularity.any(axis=1))] = -1  # the first layer with experts
-        elif ids.shape[1] > 1:
-            predicted[:, -1] = -1
-        return ExpertPrediction(layer_ids=predicted, source=source)
+        return predicted
 
     @cached_property
     def _cumulative(self) -> NDArray[np.float64]:

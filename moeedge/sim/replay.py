@@ -7,10 +7,11 @@ simulator's question, except that `max_uploads` can limit what plans move, the s
 
 Systems that compute everything on the device (`ExecutionModel.device_only`) load each missing expert when it is needed:
 one transfer, which counts as an upload but not as a hit; experts that they then keep cost no second one. Policies that
-plan before every layer get all predictions at once: with slots per layer that comes to the same. Traces lack the hidden
+plan before every layer do so as in the engine (`StepDriver.push_layer`), and what they push before a layer is there for
+the layers after it; of a layer the experts that are resident when it is computed are hits. Traces lack the hidden
 states of layers; policies that read them go by their caches alone, unless noisy predictions of a stated accuracy take
-their place (sim/noisy_predictor.py). Where transfers take no time, a predictor that is nearly always right makes any
-cache nearly the oracle, so such rows compare the stated accuracies.
+their place (sim/noisy_predictor.py), those of the next layers' gates layer by layer. Where transfers take no time, a
+predictor that is nearly always right makes any cache nearly the oracle, so such rows compare the stated accuracies.
 
 All policies and cache ratios go through the trace together, chunk by chunk: windows are counted once.
 """
@@ -31,6 +32,7 @@ from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, cache_shape, observation_of
 from moeedge.sim.noisy_predictor import (
     NO_PREDICTOR,
+    GatePrediction,
     NoisyPredictor,
     PredictorAccuracy,
     popularity_of,
@@ -180,6 +182,7 @@ class PolicyReplay:
         self._shape = shape
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._device_only = policy.execution_model.device_only
+        self._reads_gates = "block-inputs" in policy.required_inputs
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
         self._fresh_policy = fresh_policy
@@ -195,8 +198,12 @@ class PolicyReplay:
             if batch.is_first:
                 self._begin_text()
             if not batch.prefill:
-                plan = self._prepare(batch, None if predictions is None else predictions[index])
-                np.copyto(resident[index], self.slots.resident, casting="unsafe")
+                prediction = None if predictions is None else predictions[index]
+                plan = self._prepare(batch, prediction)
+                if self._driver.plans_layers and (prediction is not None or not self._reads_gates):
+                    self._plan_layers(resident[index], prediction)
+                else:
+                    np.copyto(resident[index], self.slots.resident, casting="unsafe")
                 if plan.expected is None:
                     np.greater_equal(plan.utility, 1.0, out=hot[index])
                 else:
@@ -239,9 +246,18 @@ class PolicyReplay:
         if len(tokens) > 1:
             self._driver.plan_next(tokens[:1])
             self._driver.push()
-        plan = self._driver.plan_draft(tokens, prediction, batch.hidden_states)
+        early = None if isinstance(prediction, GatePrediction) else prediction
+        plan = self._driver.plan_draft(tokens, early, batch.hidden_states)
         self._driver.push()
+        self._loaded = None  # the next loads on demand take its place
         return plan
+
+    def _plan_layers(self, resident: NDArray[np.bool_], prediction: ExpertPrediction | None) -> None:
+        """Plans and pushes before every layer; sets `resident` [n_layers, n_experts] to what each layer finds."""
+        for layer in self._expert_layers.tolist():
+            gates = prediction.before(layer) if isinstance(prediction, GatePrediction) else prediction
+            self._driver.push_layer(layer, gates)
+            np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
 
     def _load_on_demand(self, missing: NDArray[np.bool_]) -> None:
         self._loaded = missing

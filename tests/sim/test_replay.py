@@ -17,6 +17,7 @@ from moeedge.native.abi import Phase
 from moeedge.policies.base import (
     CacheShape,
     ExpertPrediction,
+    LayerPolicy,
     Observation,
     Plan,
     PolicyConfig,
@@ -27,7 +28,7 @@ from moeedge.policies.bounds import NextUse
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from moeedge.sim.batches import HitStats, cache_shape
-from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy, popularity_of
+from moeedge.sim.noisy_predictor import GatePrediction, NoisyPredictor, PredictorAccuracy, popularity_of
 from moeedge.sim.replay import BoundReplay, PolicyReplay, ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
@@ -64,6 +65,25 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
     resident: set[tuple[int, int]] = set()
     loaded: set[tuple[int, int]] = set()  # on demand, in the last batch
     hits, uploads = HitStats(), 0
+
+    def mask() -> np.ndarray:
+        array = np.zeros((trace.meta.n_layers, trace.meta.n_experts), dtype=np.uint8)
+        for expert in resident:
+            array[expert] = 1
+        return array
+
+    def push(plan: Plan) -> None:
+        nonlocal uploads
+        victims = [tuple(pair) for pair in plan.victims.tolist()]
+        for expert in map(tuple, plan.uploads.tolist()):
+            if len(resident) >= int(shape.capacity[0]):
+                if not victims:
+                    continue
+                resident.remove(victims.pop(0))
+            resident.add(expert)
+            uploads += expert not in loaded  # an expert that was just loaded stays without another transfer
+            loaded.discard(expert)
+
     for batch in range(schedule.prefill.size):
         rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
         ids = np.stack([trace.layer_ids(layer)[rows] for layer in range(trace.meta.n_layers)])
@@ -79,26 +99,19 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
             for upcoming in (
                 [tokens[:1].tolist()] if is_cut or len(tokens) == 1 else [tokens[:1].tolist(), tokens.tolist()]
             ):
-                mask = np.zeros(counts.shape, dtype=np.uint8)
-                for expert in resident:
-                    mask[expert] = 1
-                plan = policy.plan(mask, upcoming)
-                victims = [tuple(pair) for pair in plan.victims.tolist()]
-                for expert in map(tuple, plan.uploads.tolist()):
-                    if len(resident) >= int(shape.capacity[0]):
-                        if not victims:
-                            continue
-                        resident.remove(victims.pop(0))
-                    resident.add(expert)
-                    uploads += expert not in loaded  # an expert that was just loaded stays without another transfer
-                    loaded.discard(expert)
-            loaded = set()
-            for expert in map(tuple, np.argwhere(counts).tolist()):
-                is_hit = expert in resident
-                if policy.execution_model.device_only and not is_hit:
-                    loaded.add(expert)
-                    uploads += 1
-                hits.add(counts[expert], np.bool_(is_hit))
+                push(policy.plan(mask(), upcoming))
+            loaded.clear()
+            loads: set[tuple[int, int]] = set()
+            for layer in range(trace.meta.n_layers):
+                if policy.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
+                    push(policy.plan_layer(layer, mask()))
+                for (expert,) in np.argwhere(counts[layer]).tolist():
+                    is_hit = (layer, expert) in resident
+                    if policy.execution_model.device_only and not is_hit:
+                        loads.add((layer, expert))
+                        uploads += 1
+                    hits.add(counts[layer, expert], np.bool_(is_hit))
+            loaded = loads
         prefill = bool(schedule.prefill[batch])
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
         if not prefill and schedule.rejected_token_model != "recorded":
@@ -353,6 +366,39 @@ def test_noisy_predictions_have_the_stated_accuracy() -> None:
         gate = predictor.predict_chunk(chunk, "next-gate")[1]
         assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
     assert right / predicted == pytest.approx(0.7, abs=0.03)
+
+
+def test_gates_tell_of_the_next_layers_alone() -> None:
+    """From n layers before, the accuracy is its n-th power."""
+    trace = walk(600, 0, n_layers=5, n_experts=64)
+    trace.ids[:, 2] = trace.sentinel  # a layer without experts
+    schedule = cut_schedule(trace, gamma=3, acceptance=0.7)
+    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(next_gate=0.8, reach=2), 0)
+    right, predicted = np.zeros(3), np.zeros(3)
+    for chunk in schedule.chunks():
+        for batch, gates in zip(chunk.batches, predictor.predict_chunk(chunk, "next-gate"), strict=True):
+            if gates is None:
+                continue
+            assert isinstance(gates, GatePrediction)
+            seen = [
+                np.flatnonzero((gates.before(layer).layer_ids >= 0).any(axis=(1, 2))).tolist() for layer in range(5)
+            ]
+            assert seen == [[1, 3], [3, 4], [3, 4], [4], []]
+            for ahead, later in ((1, 1), (2, 3)):
+                right[ahead] += np.count_nonzero(gates.before(0).layer_ids[later] == batch.ids[later])
+                predicted[ahead] += batch.ids[later].size
+    assert right[1:] / predicted[1:] == pytest.approx([0.8, 0.64], abs=0.03)
+
+
+def test_a_policy_that_plans_before_every_layer_finds_what_its_last_plans_brought() -> None:
+    """MoE-Infinity with slots for half of the experts of one layer, and a text that repeats its first token."""
+    trace = walk(40, 0, n_layers=4)
+    trace.ids[:] = trace.ids[0]
+    schedule = cut_schedule(trace, gamma=2, acceptance=1.0)
+    ratio = 1 / 8  # a slot per layer on average, of the two experts that each token uses
+    rows = by_name(replay(schedule, ReplayConfig(policies=("moe-infinity", "lru"), ratios=(ratio,))))
+    assert rows["oracle"].hit_rate_pairs == pytest.approx(0.5)
+    assert rows["moe-infinity"].hit_rate_pairs > 0.9 > rows["lru"].hit_rate_pairs
 
 
 def test_texts_can_be_chosen() -> None:
