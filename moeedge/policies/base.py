@@ -21,8 +21,9 @@ A flat expert index, `flat_ids`, is layer * n_experts + expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -110,7 +111,8 @@ class PolicyConfig:
     profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static and fiddler
     predictor_bytes: int = 64 << 20  # memory of each of spac's two predictors; 0: no predictors
     cutoff_layer: int | None = None  # layers that sp-moe prefetches for; None: derived from the cost model
-    max_uploads: float | None = None  # per step, of all layers, that the link carries; None: not limited or not known
+    # per step, of all layers, that the link carries; None: not limited or not known. Loads on demand are not limited
+    max_uploads: float | None = None
     future: NDArray[Any] | None = None  # [n_steps, n_layers, n_experts] activations to come, for oracle and belady
 
     def __post_init__(self) -> None:
@@ -129,6 +131,11 @@ class PolicyConfig:
         unknown = sorted(self.ablations - set(ABLATIONS))
         if unknown:
             raise ValueError(f"unknown ablation '{unknown[0]}', choose from: {', '.join(ABLATIONS)}")
+
+    @property
+    def uploads_per_plan(self) -> int | None:
+        """The most transfers that one plan can need: a link with unused time carries a part of an expert more."""
+        return None if self.max_uploads is None else math.ceil(self.max_uploads)
 
     @property
     def binary(self) -> bool:
@@ -305,6 +312,20 @@ class ScoringPolicy:
 
     def reset(self) -> None:
         """Keeps what was learned."""
+
+
+def limit_uploads(plan: Plan, score: FloatArray, max_uploads: int | None, staged: BoolArray | None = None) -> Plan:
+    """The plan with at most `max_uploads` transfers: the uploads of the highest `score` [n_layers, n_experts].
+
+    staged: bool [n_layers, n_experts], loaded on demand by the last step, so that keeping them costs no transfer.
+    """
+    if max_uploads is None or len(plan.uploads) <= max_uploads:
+        return plan
+    layers, experts = plan.uploads.T
+    kept = np.zeros(len(layers), dtype=np.bool_) if staged is None else staged[layers, experts]
+    moved = np.flatnonzero(~kept)
+    kept[moved[np.argsort(-score[layers[moved], experts[moved]], kind="stable")[:max_uploads]]] = True
+    return replace(plan, uploads=plan.uploads[kept], priority=plan.priority[kept])
 
 
 def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> None:

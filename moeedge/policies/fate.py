@@ -63,7 +63,8 @@ class Fate(PerLayerPolicy):
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the predicted experts, then those of ARC."""
-        return self._plan(self._scored(predicted_counts(prediction, self.shape)), resident)
+        scored = self._scored(predicted_counts(prediction, self.shape))
+        return self._plan(scored, resident, staged=self._recency.used)
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans prefetches for the next layer with experts; the other layers stay as they are."""

@@ -54,10 +54,10 @@ class LayerLru(PerLayerPolicy, ABC):
         """Plans to hold each layer's most recently used experts and, with a prediction, the prefetched ones."""
         recency = self._recency
         if prediction is None:
-            return self._plan(recency.last, resident, recency.used)
+            return self._plan(recency.last, resident, recency.used, staged=recency.used)
         self.read_prediction(prediction, self._layers)
         score, missing = self._ahead(prediction, resident)
-        return self._plan(score, resident, missing | recency.used)
+        return self._plan(score, resident, missing | recency.used, staged=recency.used)
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans prefetches for the next layer with experts; the other layers stay as they are."""

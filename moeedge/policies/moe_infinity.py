@@ -19,10 +19,13 @@ in priority_score: uploads and victims of a plan must follow from one score.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moeedge.experts import Residency
 from moeedge.policies.base import (
+    BoolArray,
     CacheShape,
     ExecutionModel,
     ExpertPrediction,
@@ -31,6 +34,7 @@ from moeedge.policies.base import (
     Plan,
     PolicyConfig,
     Resident,
+    limit_uploads,
 )
 from moeedge.policies.planner import PooledPolicy
 
@@ -51,6 +55,7 @@ class MoeInfinity(PooledPolicy):
         self._matrix: FloatArray = np.zeros(size, dtype=np.float32)  # of the current sequence
         self._entries: FloatArray = np.zeros((_CAPACITY, *size), dtype=np.float32)  # rows have length 1
         self._shares: FloatArray = np.zeros((_CAPACITY, *size), dtype=np.float32)  # rows add up to 1
+        self._last_used: BoolArray = np.zeros(size, dtype=np.bool_)
         self._n_matches = np.zeros(_CAPACITY, dtype=np.int64)
         self._n_entries = 0
         self._n_steps = 0
@@ -63,6 +68,7 @@ class MoeInfinity(PooledPolicy):
     def observe(self, observation: Observation) -> None:
         """Adds to the sequence's matrix and finds the nearest entry."""
         self._matrix += observation.counts
+        np.greater(observation.counts, 0, out=self._last_used)
         if self._n_entries and (observation.prefill or self._n_steps % _MATCH_EVERY == 0):
             rows = _unit_rows(self._matrix)
             # the mean over layers of the rows' cosines: the rows have length 1
@@ -71,6 +77,14 @@ class MoeInfinity(PooledPolicy):
             self._n_matches[self._nearest] += 1
         self._n_steps += not observation.prefill
         self._prioritise()
+
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans to hold the experts with the highest scores; keeping what the last step loaded costs no transfer."""
+        self._set_scores(resident)
+        self._set_utilities(self._planner.fit(self._score, resident, 0.0))
+        plan = self._planner.moves(self._score, self._utility, self._tau, resident)
+        staged = self._last_used if self._from_layer == 0 else None
+        return limit_uploads(plan, self._score, self._max_uploads, staged)
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans for the layers after `layer`. Experts of earlier layers leave first, those of `layer` stay."""

@@ -24,6 +24,7 @@ from moeedge.policies.base import (
     PolicyConfig,
     Resident,
     ScoringPolicy,
+    limit_uploads,
 )
 
 
@@ -131,6 +132,7 @@ class PerLayerPolicy(ScoringPolicy):
         super().__init__(shape)
         self._planner = PerLayerPlanner(shape, config.cap, shares)
         self._layers = np.arange(shape.n_layers)
+        self._max_uploads = config.uploads_per_plan
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold each layer's experts with the highest scores."""
@@ -142,13 +144,18 @@ class PerLayerPolicy(ScoringPolicy):
         resident: Resident,
         allowed: BoolArray | None = None,
         only: IndexArray | None = None,
+        staged: BoolArray | None = None,
     ) -> Plan:
-        """The plan for `score`, `allowed` [n_layers, n_experts]; only: layers that may change, None: all."""
+        """The plan for `score`, `allowed`, both [n_layers, n_experts].
+
+        only: layers that may change, None: all. staged [n_layers, n_experts]: see `limit_uploads`.
+        """
         keep = self._planner.best(score, resident, allowed)
         if only is not None:
             others = ~np.isin(self._layers, only)
             keep[others] = resident[others] != 0
-        return self._planner.plan(keep, score, self._utility, resident)
+        plan = self._planner.plan(keep, score, self._utility, resident)
+        return limit_uploads(plan, score, self._max_uploads, staged)
 
 
 def _break_ties(keep: BoolArray, key: FloatArray, least: NDArray[Any], held: BoolArray, shares: IndexArray) -> None:

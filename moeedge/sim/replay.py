@@ -19,7 +19,7 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -223,14 +223,20 @@ class PolicyReplay:
         """Carries out as much of a plan as the link allows."""
         if self._checked_cap is not None:
             check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
-        if self._uploads_per_batch is None:
-            moved = self.slots.push(plan)
-        else:
-            moved = self.slots.push(plan, int(self._credit))
-            self._credit -= moved.size
+        if self._uploads_per_batch is not None:
+            plan = self._carried(plan)
+        moved = self.slots.push(plan)
         if self._loaded is not None and moved.size:
             moved = moved[~self._loaded.reshape(-1)[moved]]
+        self._credit -= moved.size
         self._count_uploads(moved)
+
+    def _carried(self, plan: Plan) -> Plan:
+        """The plan with the uploads that the link carries, and those that the last batch has loaded already."""
+        uploads = plan.uploads
+        is_loaded = np.zeros(len(uploads), dtype=np.bool_) if self._loaded is None else self._loaded[tuple(uploads.T)]
+        carried = is_loaded | (np.cumsum(~is_loaded) <= int(self._credit))
+        return replace(plan, uploads=uploads[carried], priority=plan.priority[carried])
 
     def _begin_text(self) -> None:
         if self._fresh_policy is None:

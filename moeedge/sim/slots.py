@@ -23,18 +23,18 @@ class Slots:
         """`resident`, which the next plan changes."""
         return self.resident
 
-    def push(self, plan: Plan, limit: int | None = None) -> IndexArray:
+    def push(self, plan: Plan) -> IndexArray:
         """Uploads in order, each into a free slot or that of its group's next victim; returns the flat ids uploaded.
 
-        An upload that finds neither is left out. limit: the most uploads that are carried out.
+        An upload that finds neither is left out.
         """
         up = _flat_ids(plan.uploads, self.shape.n_experts)
         if up.size == 0:
             return up
         down = _flat_ids(plan.victims, self.shape.n_experts)
         if self.shape.n_groups == 1:
-            return self._fill(0, up if limit is None else up[:limit], down)
-        return self._fill_groups(up, down, limit)
+            return self._fill(0, up, down)
+        return self._fill_groups(up, down)
 
     def _fill(self, group: int, up: IndexArray, down: IndexArray) -> IndexArray:
         free = max(int(self.shape.capacity[group]) - self._held[group], 0)
@@ -45,7 +45,7 @@ class Slots:
         self._held[group] += up.size - n_out
         return up
 
-    def _fill_groups(self, up: IndexArray, down: IndexArray, limit: int | None) -> IndexArray:
+    def _fill_groups(self, up: IndexArray, down: IndexArray) -> IndexArray:
         """The same for several pools: the rank of an upload within its pool says whether it finds a slot."""
         n = self.shape.n_experts
         up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
@@ -54,8 +54,6 @@ class Slots:
             in_group = np.flatnonzero(up_group == group)
             room = max(capacity - self._held[group], 0) + int(np.count_nonzero(down_group == group))
             fits[in_group[:room]] = True
-        if limit is not None:
-            fits[np.flatnonzero(fits)[limit:]] = False
         for group in range(self.shape.n_groups):
             self._fill(group, up[fits & (up_group == group)], down[down_group == group])
         return up[fits]

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moeedge.policies.adapmoe import AdapMoe, allocate, expected_loads
-from moeedge.policies.base import CacheShape, ExpertPrediction, LayerPolicy, Observation, Policy, PolicyConfig
+from moeedge.policies.base import (
+    CacheShape,
+    ExpertPrediction,
+    LayerPolicy,
+    Observation,
+    Plan,
+    Policy,
+    PolicyConfig,
+    limit_uploads,
+)
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.fate import Arc, shallow_shares
 from moeedge.policies.hybrimoe import Queue
@@ -380,3 +389,38 @@ def test_shares_and_predictions() -> None:
     ids = np.full((4, 2, 2), -1, dtype=np.int32)
     ids[0] = [[0, 2], [2, -1]]
     assert predicted_counts(ExpertPrediction(ids, "noisy"), shape)[0].tolist() == [1.0, 0.0, 2.0]
+
+
+def test_a_limited_plan_keeps_its_best_uploads_and_what_is_loaded_already() -> None:
+    score = np.array([[5.0, 1.0, 4.0, 3.0]], dtype=np.float32)
+    pairs = np.array([[0, 3], [0, 1], [0, 0], [0, 2]], dtype=np.int32)
+    plan = Plan(
+        tau=np.ones(1, dtype=np.float32),
+        utility=score,
+        uploads=pairs,
+        priority=np.array([3, 2, 1, 1], dtype=np.uint8),
+        victims=pairs[:0],
+        victim_utility=np.zeros(0, dtype=np.float32),
+    )
+    assert limit_uploads(plan, score, None).uploads.tolist() == pairs.tolist()
+    limited = limit_uploads(plan, score, 2)
+    assert (limited.uploads[:, 1].tolist(), limited.priority.tolist()) == ([0, 2], [1, 1])
+    staged = np.array([[False, True, False, False]])
+    limited = limit_uploads(plan, score, 1, staged)
+    assert (limited.uploads[:, 1].tolist(), limited.priority.tolist()) == ([1, 0], [2, 1])
+
+
+def test_the_link_does_not_limit_what_is_kept_of_the_loads_on_demand() -> None:
+    """An LRU that loads each missing expert keeps it, whatever the link carries in addition."""
+    rng = np.random.default_rng(0)
+    shape = CacheShape.uniform(2, 8, 6)
+    counts = [(rng.random((2, 8)) < 0.3).astype(np.uint32) for _ in range(20)]
+    kept = []
+    for max_uploads in (None, 0.0):
+        policy = make_policy("mixtral-offloading", shape, PolicyConfig(max_uploads=max_uploads))
+        slots = Slots(shape)
+        for frame in counts:
+            policy.observe(Observation(frame, 9, 8))
+            slots.push(policy.plan(slots.resident, []))
+        kept.append(slots.resident.tolist())
+    assert kept[0] == kept[1] and np.count_nonzero(kept[0]) == 6
