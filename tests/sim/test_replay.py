@@ -442,15 +442,19 @@ PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", 
     ids=["30", "all"],
 )
 def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:
-    """With at most 0.4 uploads above every published policy, as `moeedge replay --policy all` runs them: by their
-    caches, without hidden states. And near the one-step oracle without lookahead, where history alone ends at 0.81.
+    """Where a link carries 0.4 uploads, above every published policy that moves no more, as `moeedge replay --policy all
+    --max-uploads 0.4` runs them: by their caches, without hidden states. Systems that compute on the device alone load 8
+    and more experts on demand. And near the one-step oracle.
     """
     trace = read_trace(data_folder / "traces" / "gptoss20b_decode.npz")
     profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
     schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
-    rows = by_name(replay(schedule, ReplayConfig(policies=("spac", *PUBLISHED), ratios=(0.16,), profile=profile)))
+    rows = by_name(
+        replay(schedule, ReplayConfig(policies=("spac", *PUBLISHED), ratios=(0.16,), profile=profile, max_uploads=0.4))
+    )
     spac = rows["spac"]
-    best = max(PUBLISHED, key=lambda name: rows[name].hit_rate_pairs)
+    peers = [name for name in PUBLISHED if rows[name].uploads_per_layer_step <= 0.41]
+    best = max(peers, key=lambda name: rows[name].hit_rate_pairs)
+    assert {"lfu", "lru", "spac-paper", "spac-program", "hybrimoe", "static"} <= set(peers)
     assert spac.hit_rate_pairs > rows[best].hit_rate_pairs, best
-    assert spac.uploads_per_layer_step <= 0.4
     assert spac.share_of_oracle is not None and spac.share_of_oracle >= 0.80
