@@ -372,7 +372,7 @@ def test_gates_tell_of_the_next_layers_alone() -> None:
     """From n layers before, the accuracy is its n-th power."""
     trace = walk(600, 0, n_layers=5, n_experts=64)
     trace.ids[:, 2] = trace.sentinel  # a layer without experts
-    schedule = cut_schedule(trace, gamma=3, acceptance=0.7)
+    schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
     predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(next_gate=0.8, reach=2), 0)
     right, predicted = np.zeros(3), np.zeros(3)
     for chunk in schedule.chunks():
@@ -394,7 +394,7 @@ def test_a_policy_that_plans_before_every_layer_finds_what_its_last_plans_brough
     """MoE-Infinity with slots for half of the experts of one layer, and a text that repeats its first token."""
     trace = walk(40, 0, n_layers=4)
     trace.ids[:] = trace.ids[0]
-    schedule = cut_schedule(trace, gamma=2, acceptance=1.0)
+    schedule = cut_schedule(trace, gamma=2, acceptance_chance=1.0)
     ratio = 1 / 8  # a slot per layer on average, of the two experts that each token uses
     rows = by_name(replay(schedule, ReplayConfig(policies=("moe-infinity", "lru"), ratios=(ratio,))))
     assert rows["oracle"].hit_rate_pairs == pytest.approx(0.5)
@@ -442,9 +442,9 @@ PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", 
     ids=["30", "all"],
 )
 def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:
-    """Where a link carries 0.4 uploads, above every published policy that moves no more, as `moeedge replay --policy all
-    --max-uploads 0.4` runs them: by their caches, without hidden states. Systems that compute on the device alone load 8
-    and more experts on demand. And near the one-step oracle.
+    """Where a link carries 0.4 uploads, above every published policy that moves no more, as `moeedge replay --policy
+    all --max-uploads 0.4` runs them: by their caches, without hidden states. Systems that compute on the device alone
+    load 8 and more experts on demand. And near the one-step oracle.
     """
     trace = read_trace(data_folder / "traces" / "gptoss20b_decode.npz")
     profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
