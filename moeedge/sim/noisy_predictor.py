@@ -176,7 +176,7 @@ class NoisyPredictor:
         rest = (luck - share) / np.float32(max(1.0 - float(share), 1e-6))
         layer = np.broadcast_to(np.arange(ids.shape[0])[:, None, None], ids.shape)[wrong]
         found = np.searchsorted(self._cumulative, layer + rest[wrong], side="right")
-        predicted = ids.copy()
+        predicted: NDArray[np.int32] = ids.copy()
         predicted[wrong] = np.minimum(found - layer * n_experts, n_experts - 1)
         predicted[ids < 0] = -1
         return predicted
