@@ -136,9 +136,9 @@ class NextBatchPredictor:
         n = n_layers * n_experts
         self.table = TokenExpertTable(n_layers, n_experts, n_bytes)
         self.knn = HiddenStateKNN(n_layers, n_experts, n_bytes)
-        self._predicted: FloatArray = np.zeros(n, dtype=np.float32)  # by the last `expect`
+        self._predicted: FloatArray = np.zeros(n, dtype=np.float32)  # by the last `add`
         self._share = 0.0  # tokens that this covers
-        self._n_tokens = 0  # of the last `expect`
+        self._n_tokens = 0  # of the last `add`
         self._beyond: FloatArray = np.zeros(n, dtype=np.float32)  # predicted beyond the rates
         self._observed_beyond: FloatArray = np.zeros(n, dtype=np.float32)
         self._numerator = np.full(n_layers, _TRUST_PRIOR)
@@ -147,18 +147,19 @@ class NextBatchPredictor:
         self._trust_flat: FloatArray = np.ones(n, dtype=np.float32)
         self._full_trust = True  # in all layers
 
-    def expect(
+    def add(
         self,
         rate: FloatArray,
         tokens: Sequence[int],
-        n_batch: float,
         out: FloatArray,
         hidden_states: FloatArray | None = None,
-    ) -> FloatArray:
-        """Expected activations [n] of a batch of `n_batch` tokens, of which `tokens` are known, in `out`.
+        *,
+        weight: float = 1.0,
+    ) -> float:
+        """Adds to `out` [n] what `tokens` are expected to activate beyond `rate`; returns how many are predicted.
 
         rate: activations per token [n], for what the tokens do not predict. hidden_states: float32 [n_states, n_embd],
-        the draft's for the first of `tokens`.
+        the draft's for the first of `tokens`. weight: of what is added.
         """
         predicted, share = self._predicted, 0.0
         predicted.fill(0.0)
@@ -170,19 +171,21 @@ class NextBatchPredictor:
         share += self.table.expect(tokens, open_part, predicted)
         self._n_tokens = len(tokens)
         self._share = share
-        np.multiply(rate, np.float32(n_batch), out=out)
         if share == 0.0:
-            return out
-        # batch * rate + trust * (predicted - share * rate)
+            return share
+        # weight * trust * (predicted - share * rate)
         beyond = np.multiply(rate, np.float32(-share), out=self._beyond)
         beyond += predicted
         if not self._full_trust:
             beyond *= self._trust_flat
+        if weight != 1.0:
+            beyond *= np.float32(weight)
         out += beyond
-        return np.maximum(out, 0.0, out=out)  # rounding
+        np.maximum(out, 0.0, out=out)  # rounding
+        return share
 
     def fit_trust(self, rate: FloatArray, observed: FloatArray, n_tokens: int) -> None:
-        """Fits `trust` to the last `expect` and the `observed` activations per token [n]; before `rate` moves on."""
+        """Fits `trust` to the last `add` and the `observed` activations per token [n]; before `rate` moves on."""
         if not self._fitted or self._share == 0.0 or n_tokens != self._n_tokens:
             return
         beyond = np.multiply(rate, np.float32(-self._share), out=self._beyond)
