@@ -112,7 +112,7 @@ def test_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel) -> None:
     found = compare(windows_of(data_folder, "gptoss20b_decode", model, HELD_OUT, HELD_OUT + 8), ("spac", *RIVALS))
     assert found["spac"].pair_hit > 0.02 + max(found[name].pair_hit for name in ("spac-paper", "lru", "static"))
     assert found["spac"].pair_hit > max(found["lfu"].pair_hit, found["spac-program"].pair_hit) - 0.005
-    assert found["spac"].uploads < min(found["lru"].uploads, found["spac-paper"].uploads)
+    assert found["spac"].uploads < found["lru"].uploads
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,20 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
 
+def expect(
+    predictor: NextBatchPredictor,
+    rate: NDArray[np.float32],
+    tokens: list[int],
+    n_batch: float,
+    out: NDArray[np.float32],
+    hidden_states: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """Activations of a batch of `n_batch` tokens, in `out`."""
+    np.multiply(rate, np.float32(n_batch), out=out)
+    predictor.add(rate, tokens, out, hidden_states)
+    return out
+
+
 def batch(rng: np.random.Generator, n_tokens: int = 5, width: int = WIDTH) -> tuple[NDArray[np.int32], Floats, Ids]:
     """Tokens of a small vocabulary, states of all but the last, and experts."""
     tokens = rng.integers(0, 6, n_tokens).astype(np.int32)
@@ -84,10 +98,10 @@ def test_a_context_seen_before_is_predicted() -> None:
     out = np.empty(N, dtype=np.float32)
     for _ in range(6):
         for context, used in ((hidden_states, ids), (-hidden_states, other)):
-            ahead.expect(rate, tokens.tolist(), 5.0, out, context)
+            expect(ahead, rate, tokens.tolist(), 5.0, out, context)
             ahead.learn(tokens, used)
     for context, used in ((hidden_states, ids), (-hidden_states, other)):
-        expected = ahead.expect(rate, tokens.tolist(), 5.0, out, context).reshape(N_LAYERS, N_EXPERTS)
+        expected = expect(ahead, rate, tokens.tolist(), 5.0, out, context).reshape(N_LAYERS, N_EXPERTS)
         came = count(used, N_EXPERTS)
         assert np.abs(expected - came).max() < 0.7
         assert (

@@ -36,7 +36,10 @@ class LookaheadJudge:
     @property
     def status(self) -> LookaheadStatus:
         """What is decided now, and the gain measured so far."""
-        return LookaheadStatus(used=self.on and self._n_judged > 0, gain=self._gain if self._n_judged else None)
+        gain = self._gain if self._n_judged else None
+        if not self.on:
+            return LookaheadStatus(used=False, gain=gain, reason="it does not pay here", reads_drafts=False)
+        return LookaheadStatus(used=self._n_judged > 0, gain=gain, reason="" if self._n_judged else "not judged yet")
 
     @property
     def _gain(self) -> float:

@@ -59,6 +59,7 @@ _MARGIN_FIRST_PLAN = 1.0  # a second plan follows that knows the draft: only cle
 _HORIZON_SHARE, _HORIZON_MAX = 0.2, 10.0
 _TURNOVER_GAIN = 0.05  # weight of the last step in the mean number of experts that arrive
 _BALANCE_EVERY = 4  # steps, where the CPU is clearly the slower side
+_NO_LOOKAHEAD = LookaheadStatus(used=False, reason="it is switched off", reads_drafts=False)
 
 
 class Spac(PooledPolicy):
@@ -109,14 +110,9 @@ class Spac(PooledPolicy):
         self._n_plans = 1  # plans of the last step: more than one where drafts become known
 
     @property
-    def lookahead(self) -> LookaheadStatus | None:
-        """Whether predictions from the draft's tokens are used; None where they are switched off."""
-        return None if self._judge is None else self._judge.status
-
-    @property
-    def replans(self) -> bool:
-        """Whether the draft's tokens change a plan."""
-        return self._judge is not None and self._judge.on
+    def lookahead(self) -> LookaheadStatus:
+        """Whether predictions from the draft's tokens are used, and the gain measured so far."""
+        return _NO_LOOKAHEAD if self._judge is None else self._judge.status
 
     def observe(self, observation: Observation) -> None:
         """Learns from the routing of a step."""
@@ -127,7 +123,7 @@ class Spac(PooledPolicy):
         if self._n_used == 0.0:
             self._n_used = float(counts.sum()) / observation.n_tokens / max(self._n_expert_layers, 1)
         now = self._ema.read(counts.reshape(-1), observation.n_tokens)
-        looks_ahead = self.replans
+        looks_ahead = self._looks_ahead
         if not observation.prefill:
             self._n_plans = n_planned
             self._n_batch = float(observation.n_tokens)
@@ -151,7 +147,7 @@ class Spac(PooledPolicy):
         known = len(tokens) > 1 or (len(tokens) == 1 and self._n_batch <= 1.0)
         self._expect(tokens, known, prediction.hidden_states if prediction is not None else None)
         score = self._score
-        is_first_of_two = not known and self._n_plans > 1 and self.replans
+        is_first_of_two = not known and self._n_plans > 1 and self._looks_ahead
         deviations = _MARGIN_FIRST_PLAN if is_first_of_two else _MARGIN
         margin = 0.0 if self._binary else deviations * math.sqrt(self._marginal)
         marginal = self._planner.fit(score, resident, margin)
@@ -167,6 +163,10 @@ class Spac(PooledPolicy):
     def reset(self) -> None:
         """Forgets the passage; tables and longer memories stay."""
         self._ema.reset()
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return self._judge is not None and self._judge.on
 
     def _set_discount(self, resident: Resident) -> None:
         """Sets the steps that count for the score by the turnover of the slots."""
@@ -206,7 +206,7 @@ class Spac(PooledPolicy):
         n_batch = float(len(tokens)) if known else self._n_batch
         score = np.multiply(self._ema.rate, np.float32(n_batch), out=self._flat_score)
         self._layer_pairs = n_batch * self._n_used
-        if known and self._judge is not None and self._judge.on:
+        if known and self._judge is not None and self._looks_ahead:
             self._is_judged = self._judge.wants_judgement
             if self._is_judged:
                 np.copyto(self._score_without, score)
