@@ -21,7 +21,8 @@ from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.sim.batches import cache_shape
 from moeedge.sim.curves import LIMITS, CurveConfig, CurveInput, Estimate, trace_curves
-from moeedge.sim.replay import PolicyReplay, ReplayConfig
+from moeedge.sim.policy_replay import PolicyReplay
+from moeedge.sim.replay import ReplayConfig
 from moeedge.sim.replay import replay as replay_all
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, texts_of

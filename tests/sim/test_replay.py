@@ -29,7 +29,8 @@ from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
 from moeedge.sim.batches import HitStats, cache_shape
 from moeedge.sim.noisy_predictor import GatePrediction, NoisyPredictor, PredictorAccuracy, popularity_of
-from moeedge.sim.replay import BoundReplay, PolicyReplay, ReplayConfig, ReplayRow, profile_of, replay
+from moeedge.sim.policy_replay import BoundReplay, PolicyReplay
+from moeedge.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
@@ -438,7 +439,7 @@ PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", 
 @pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
 @pytest.mark.parametrize(
     "texts",
-    [pytest.param((30, 60), marks=pytest.mark.slow), pytest.param((30, None), marks=pytest.mark.bench)],
+    [pytest.param((153, 183), marks=pytest.mark.slow), pytest.param((153, None), marks=pytest.mark.bench)],
     ids=["30", "all"],
 )
 def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:
