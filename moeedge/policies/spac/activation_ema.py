@@ -75,10 +75,13 @@ class ActivationEMA:
         self.now *= np.float32(1.0 / n_tokens)
         return self.now
 
-    def observe(self, n_tokens: int, rejected: NDArray[Any] | None = None, *, fit: bool = True) -> None:
+    def observe(
+        self, n_tokens: int, rejected: NDArray[Any] | None = None, *, fit: bool = True, weight: float = 1.0
+    ) -> None:
         """Takes in the step in `now`.
 
         rejected: activations [n] of its rejected drafts. fit: False for a step that is not to be predicted (a prefill).
+        weight: of the step in the decayed averages.
         """
         now, averages, change = self.now, self._averages, self._change
         if fit and self._fitted and self._filled[-1] > 0.0:
@@ -89,10 +92,10 @@ class ActivationEMA:
         else:
             np.multiply(rejected, np.float32(1.0 / n_tokens), out=averages[_REJECTED], casting="unsafe")
         for index, kept in enumerate(_KEPT):
-            self._filled[index] = kept * self._filled[index] + (1.0 - kept)
+            self._filled[index] = kept * self._filled[index] + (1.0 - kept) * weight
             average = averages[_SHORT + index]
             np.subtract(now, average, out=change)
-            change *= np.float32((1.0 - kept) / self._filled[index])  # the first step counts in full
+            change *= np.float32((1.0 - kept) * weight / self._filled[index])  # the first step counts in full
             average += change
         rate = self.rate
         rate.fill(0.0)

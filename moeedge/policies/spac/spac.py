@@ -134,7 +134,10 @@ class Spac(PooledPolicy):
                         self._judge.judge(self._flat_score, self._score_without, now)
                 self._judge.end_step()
         self._is_judged = False
-        self._ema.observe(observation.n_tokens, self._rejected(observation), fit=not observation.prefill)
+        # a prefill counts as its mean token, or one prompt would outweigh the steps after it
+        weight = 1.0 / self._n_batch if observation.prefill else 1.0
+        rejected = self._rejected(observation)
+        self._ema.observe(observation.n_tokens, rejected, fit=not observation.prefill, weight=weight)
         if looks_ahead and observation.tokens is not None and observation.ids is not None:
             self._predictor.learn(observation.tokens, observation.ids)
         if self._reads_last_used:
