@@ -3,7 +3,8 @@
 Each policy goes through the same batches once for each limit, which it is told (`PolicyConfig.max_uploads`) and which
 holds it (`PolicyReplay`). A run is a point: uploads per layer and step, and the share of the pairs it found. What a
 policy reaches "with at most u uploads" is its best point at or left of u, since one that is told of more may use less.
-Systems that load missing experts on demand cannot be limited: they have one point.
+Systems that load missing experts on demand cannot be limited: they have one point. So have policies whose predictors
+have no input in a trace: by their caches alone they are not ranked.
 
 Errors come from a bootstrap over texts: 95 % of the resamples of texts lie in an interval. Policies are compared on the
 same resamples, so that what makes a text hard for all of them cancels out. The points that are compared are chosen
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 from moeedge.sim.replay import ReplayArm, ReplayConfig, lacks_predictor, replay_arms
+from moeedge.sim.traffic_bound import pairs_found_at_most
 from moeedge.trace.schedule import Schedule
 
 LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
@@ -121,6 +123,7 @@ class CurvePanel:
     pairs: IntArray  # by unit
     points: tuple[CurvePoint, ...]
     at_most: tuple[AtMost, ...]
+    offline_bound: tuple[tuple[float, float], ...]  # uploads per layer and step, hit rate that no schedule exceeds
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sums of each text."""
@@ -129,6 +132,7 @@ class CurvePanel:
             "pairs": self.pairs.tolist(),
             "points": [_flat(point) for point in self.points],
             "at_most": [asdict(entry) for entry in self.at_most],
+            "offline_bound": [{"uploads": limit, "hit_rate_pairs": value} for limit, value in self.offline_bound],
         }
 
 
@@ -186,11 +190,14 @@ class _Worker:
         return _run(cls.inputs, cls.config, *task)
 
 
-def limits_of(policy: str, limits: Sequence[float]) -> list[float | None]:
-    """The limits that a policy is replayed with; no limit alone where its traffic cannot be limited, and for bounds."""
-    if policy in BOUNDS or TABLE[policy].execution_model.device_only:
+def limits_of(policy: str, config: CurveConfig) -> list[float | None]:
+    """The limits that a policy is replayed with; no limit alone for bounds, where its traffic cannot be limited, and
+    where it is not ranked.
+    """
+    entry = TABLE[policy]
+    if policy in BOUNDS or entry.execution_model.device_only or lacks_predictor(policy, config.accuracy):
         return [None]
-    return [*limits, None]
+    return [*config.limits, None]
 
 
 def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
@@ -202,7 +209,7 @@ def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
 def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: str) -> list[_Sums]:
     """One policy at all its limits."""
     each = inputs[index]
-    arms = [ReplayArm(policy, each.cache_ratio, limit) for limit in limits_of(policy, config.limits)]
+    arms = [ReplayArm(policy, each.cache_ratio, limit) for limit in limits_of(policy, config)]
     shared = ReplayConfig(
         policies=(),
         ratios=(each.cache_ratio,),
@@ -251,7 +258,7 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
     resampled: list[FloatArray] = []  # hit rates of each point
     points: list[CurvePoint] = []
     for policy, arms in found.items():
-        for limit, sums in zip(limits_of(policy, config.limits), arms, strict=True):
+        for limit, sums in zip(limits_of(policy, config), arms, strict=True):
             resampled.append(weights @ sums.pairs_hit / resampled_pairs)
             points.append(
                 CurvePoint(
@@ -280,6 +287,7 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
         pairs=pairs,
         points=tuple(points),
         at_most=tuple(_at_most(points, resampled, config)),
+        offline_bound=_offline_bound(each, config, points, int(pairs.sum())),
     )
 
 
@@ -302,6 +310,18 @@ def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], conf
                 beyond = _estimate(value, resampled[index] - resampled[reference])
             found.append(AtMost(policy, limit, points[index].hit_rate_pairs, beyond, points[index].max_uploads))
     return found
+
+
+def _offline_bound(
+    each: CurveInput, config: CurveConfig, points: Sequence[CurvePoint], n_pairs: int
+) -> tuple[tuple[float, float], ...]:
+    """The bound at each limit, at most the one-step oracle's hit rate, which bounds all traffic."""
+    oracle = next(point.hit_rate_pairs.value for point in points if point.policy == "oracle")
+    found = pairs_found_at_most(each.schedule, each.cache_ratio, config.limits)
+    return tuple(
+        (limit, round(min(pairs / max(n_pairs, 1), oracle), 6))
+        for limit, pairs in zip(config.limits, found, strict=True)
+    )
 
 
 def _estimate(value: float, resampled: FloatArray) -> Estimate:

@@ -37,11 +37,12 @@ _REPLAY_COLUMNS = (
 
 
 _DEFAULT = "spac"
-_UNRANKED = {*BOUNDS, *(f"({name})" for name in TABLE)}
+_UNRANKED = {*BOUNDS, "offline bound", *(f"({name})" for name in TABLE)}
 _CURVE_LEGEND = (
     "Hit rate of pairs with at most so many uploads per layer and step: the best of the points that use no more. "
     "-: every point uses more. In brackets: by the cache alone, since a trace lacks what the predictor reads; not "
-    "ranked. Lead in thousandths, with the interval of 95 % of the resamples."
+    "ranked. offline bound: no policy that plans between steps finds more, even if it knows the entire trace. Lead in "
+    "thousandths, with the interval of 95 % of the resamples."
 )
 
 
@@ -132,6 +133,8 @@ def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
             )
             for name in order
         ]
+        bound = dict(panel.offline_bound)
+        lines.append(("offline bound", *(None if limit is None else bound[limit] for limit in limits)))
         console.print(_curve_title(panel), style="bold", soft_wrap=not console.is_terminal)
         print_table(console, columns, lines, style=lambda line: "dim" if line[0] in _UNRANKED else "")
         leads = [

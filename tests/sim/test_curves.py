@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from moeedge.sim.curves import CurveConfig, CurveInput, CurvePanel, bootstrap_weights, limits_of, trace_curves
+from moeedge.sim.noisy_predictor import PredictorAccuracy
 from moeedge.sim.replay import ReplayConfig, replay
 from moeedge.trace.schedule import cut_schedule, recorded_schedule
 from tests.sim.test_replay import by_name, walk
@@ -41,7 +43,9 @@ def test_points_are_replays_at_each_limit(fresh_memory: bool) -> None:
             assert point.uploads.sum() / panel.steps / n_layers == pytest.approx(row.uploads_per_layer_step, abs=1e-6)
     assert [point.policy for point in panel.points].count("spac") == 3
     assert [point.policy for point in panel.points].count("mixtral-offloading") == 1  # loads on demand: no limit
-    assert limits_of("oracle", LIMITS) == [None]
+    config = CurveConfig(policies=(), limits=LIMITS)
+    assert limits_of("oracle", config) == limits_of("hybrimoe", config) == [None]
+    assert limits_of("hybrimoe", replace(config, accuracy=PredictorAccuracy())) == [*LIMITS, None]
     assert panel.apart == ("mixtral-offloading",)
 
 
