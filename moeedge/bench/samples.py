@@ -14,7 +14,7 @@ from moeedge.scheduler.stats import PlacementStats
 # the counters of PlacementStats that a sample keeps; all of them can be added
 COUNTERS = (
     "steps", "pairs", "pairs_hit", "unique", "unique_hit", "uploads", "evictions", "cancelled", "bytes_moved",
-    "transfer_s", "cpu_s", "device_s", "wait_s", "partition_s", "schedule_s", "draft_s", "decode_s",
+    "transfer_s", "cpu_s", "device_s", "wait_s", "partition_s", "schedule_s", "plan_s", "draft_s", "decode_s",
 )  # fmt: skip
 
 Counters = dict[str, float]

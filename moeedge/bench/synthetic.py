@@ -134,6 +134,4 @@ def _observe(session: Session, batch: Sequence[int], *, n_verified: int, verify_
         return
     counts = session.target.sensor.read_counts()
     record = StepRecord(tokens=list(batch[-1:]), n_verified=n_verified, verify_s=verify_s)
-    session.placement.observe(counts, batch, record)
-    session.placement.plan_next(record.tokens)
-    session.placement.push()
+    session.placement.after_verification(counts, batch, record)

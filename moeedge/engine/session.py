@@ -198,7 +198,7 @@ class Session:
     def reset(self) -> None:
         """Empties both KV caches; experts stay on the device."""
         if self.placement is not None:
-            self.placement.driver.begin_text()
+            self.placement.begin_text()
         self.target.clear()
         if self.draft_context is not None:
             self.draft_context.clear()

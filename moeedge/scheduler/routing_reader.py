@@ -45,7 +45,8 @@ class RoutingReader:
         if len(frames) == 1 and frames[0].n_tokens == tokens.size:
             ids, weights = routing(frames[0])
         scores = self._router_scores(tokens.size) if ids is not None else None
-        return Observation(counts, tokens.size, n_accepted, tokens, ids, weights, router_scores=scores)
+        # a copy: the sensor reuses its array, and a policy may read it later
+        return Observation(counts.copy(), tokens.size, n_accepted, tokens, ids, weights, router_scores=scores)
 
     def _router_scores(self, n_tokens: int) -> NDArray[np.float32] | None:
         """A copy, float32 [n_layers, n_tokens, n_experts]; None where they were not captured."""

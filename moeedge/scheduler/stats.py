@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -50,7 +52,8 @@ class PlacementStats(CacheStats):
     vram_used_bytes: int | None = None  # of the entire device, as its driver says; None: unknown
     vram_total_bytes: int | None = None
     steps: int = counter("verifications and plain decodes")
-    schedule_s: float = counter("policy and plans", "s")
+    schedule_s: float = counter("what the decoding thread pays for placement", "s")
+    plan_s: float = counter("policy and plans, in a thread next to the models where there is one", "s")
     draft_s: float = counter("drafting", "s")
     decode_s: float = counter("entire steps", "s")
     tau: tuple[float, ...] = ()  # [n_expert_layers], the newest
@@ -105,6 +108,7 @@ class StatsRecorder:
     def __init__(self, start: CacheStats) -> None:
         self.steps = 0
         self._schedule_s = 0.0
+        self._plan_s = 0.0
         self._draft_s = 0.0
         self._decode_s = 0.0
         self._start = PlacementStats(**vars(start))
@@ -120,6 +124,12 @@ class StatsRecorder:
         self._schedule_s += seconds
         self._decode_s += seconds
 
+    def time_plan(self, call: Callable[[], None]) -> None:
+        """Runs the policy and its plans, in whichever thread, and counts the time."""
+        start_s = time.perf_counter()
+        call()
+        self._plan_s += time.perf_counter() - start_s
+
     def read(self, now: CacheStats, **gauges: Any) -> PlacementStats:
         """All figures since the session began; `gauges` are fields of PlacementStats."""
         newest = PlacementStats(
@@ -127,6 +137,7 @@ class StatsRecorder:
             **gauges,
             steps=self.steps,
             schedule_s=self._schedule_s,
+            plan_s=self._plan_s,
             draft_s=self._draft_s,
             decode_s=self._decode_s,
         )

@@ -11,7 +11,7 @@ Without -m the bundled pair. A wide pair, whose draft's hidden states have 1,024
 Every policy has a session of its own on the emulated device and answers the prompts of the data set `toy`, greedily, in
 turns with the others. The first answers fill the policies' memories and are not counted. Figures are medians over
 steps, of wall time and of the decoding thread's processor time, which holds on a busy machine too. `engine` is
-PlacementStats.schedule_s per step, all steps together.
+PlacementStats.schedule_s per step, and `plans` is PlacementStats.plan_s, all steps together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 
 SCHEMA = "moeedge-engine-cost-1"
-PARTS = ("observe", "plan_next", "push", "plan_draft")  # the last one pushes, too
+PARTS = ("before_verification", "after_verification")
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 
 
@@ -74,6 +74,7 @@ class EngineCost:
     parts_wall_us: dict[str, float]  # by PARTS
     parts_cpu_us: dict[str, float]
     engine_us: float  # PlacementStats.schedule_s per step
+    plan_us: float  # PlacementStats.plan_s per step: next to the models
     share: float  # of the time of entire steps
     steps: int
     hit_rate_pairs: float
@@ -134,6 +135,7 @@ def _cost(policy: str, session: Session, meter: Meter, before: Any) -> EngineCos
         parts_wall_us=dict(zip(PARTS, map(_median, wall_us.T), strict=True)),
         parts_cpu_us=dict(zip(PARTS, map(_median, cpu_us.T), strict=True)),
         engine_us=round(counted.schedule_s / counted.steps * 1e6, 1),
+        plan_us=round(counted.plan_s / counted.steps * 1e6, 1),
         share=round(counted.schedule_s / counted.decode_s, 4),
         steps=counted.steps,
         hit_rate_pairs=round(counted.hit_rate_pairs or 0.0, 4),
@@ -166,7 +168,7 @@ def main() -> None:
         parts = ", ".join(f"{part} {value:.0f}" for part, value in cost.parts_cpu_us.items())
         print(
             f"{cost.policy:11s} us per step: {cost.cpu_us:.0f} processor ({parts}), {cost.wall_us:.0f} wall; "
-            f"engine {cost.engine_us:.0f}, {cost.share:.1%} of decoding; "
+            f"engine {cost.engine_us:.0f}, {cost.share:.1%} of decoding, plans {cost.plan_us:.0f}; "
             f"hits {cost.hit_rate_pairs:.3f}, {cost.uploads_per_step:.1f} uploads per step"
         )
     if options.out:

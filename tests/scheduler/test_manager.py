@@ -83,6 +83,12 @@ def drain(session: Session) -> None:
     assert session.placement.cache.drain(10.0)
 
 
+def wait(session: Session) -> None:
+    """Lets the plans end that are made next to the models."""
+    assert session.placement is not None
+    session.placement.wait()
+
+
 class Recorder:
     """A policy that passes everything on to another one and keeps what it saw."""
 
@@ -179,6 +185,7 @@ def test_the_policy_sees_every_batch(session: Session) -> None:
         if step.n_verified:
             batches.append([text[-1], *step.drafts])
         text.extend(step.tokens)
+    wait(session)
     prompt, *steps = recorder.observations
     assert prompt.prefill and prompt.tokens is not None and prompt.tokens.tolist() == PROMPT
     assert [step.tokens.tolist() for step in steps if step.tokens is not None] == batches
@@ -198,6 +205,7 @@ def test_the_policy_gets_the_drafts_hidden_states(pair: tuple[Path, Path], refer
         recorder = record(session)
         for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
             assert (0 if step.hidden_states is None else len(step.hidden_states)) == len(step.drafts)
+        wait(session)
         batch_sizes = [
             len(prediction.hidden_states) + 1
             for prediction in recorder.predictions
@@ -215,6 +223,7 @@ def test_the_policy_gets_the_drafts_hidden_states(pair: tuple[Path, Path], refer
         assert any("tokens alone" in note for note in session.info.notes)
         recorder = record(session)
         check(session, PROMPT, reference, answer(session))
+        wait(session)
         assert not any(recorder.predictions)
 
 
@@ -224,6 +233,7 @@ def test_a_long_prompt_is_observed_in_pieces(pair: tuple[Path, Path]) -> None:
     with Session.open(config(pair, n_ubatch=32)) as session:
         recorder = record(session)
         answer(session, prompt, 2)
+        wait(session)
         pieces = [seen for seen in recorder.observations if seen.prefill]
         assert [piece.n_tokens for piece in pieces] == [3 * 32, *[32] * 7, 7]
         # the last layer computes nothing for pieces without requested logits
@@ -378,6 +388,7 @@ def test_trouble_is_reported_once(
     monkeypatch.setattr(session.placement.cache, "trouble", lambda: (stats().lost, stats().blocks_unknown))
     generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
     next(iter(generation))
+    wait(session)
     n_plans = len(recorder.upcoming)
     for _ in generation:
         pass
