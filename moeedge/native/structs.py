@@ -91,4 +91,4 @@ def fill(raw: ctypes.Structure, record: Any) -> None:
 def view(address: int, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray[Any, Any]:
     """An array of native memory, of 4-byte values; np.ctypeslib.as_array takes five times as long."""
     memory = (c_int32 * math.prod(shape)).from_address(address)
-    return np.frombuffer(memory, dtype).reshape(shape)
+    return np.frombuffer(memoryview(memory), dtype).reshape(shape)
