@@ -214,6 +214,9 @@ class ExecutionModel:
     prefetch_within_step: bool = False  # a LayerPolicy: plans again before every layer of a verification
     batched_io: bool = False  # one transfer for all uploads of a plan, without waiting between them
     speculation: bool = True  # runs with a draft model
+    # a DemandPolicy: experts loaded on demand take slots at once. The host waits for each layer's routing
+    keeps_loads: bool = False
+    cached_tokens_max: int | None = None  # of a batch; a larger one finds no expert resident and leaves none behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,6 +285,14 @@ class LookaheadPolicy(Policy, Protocol):
     @property
     def lookahead(self) -> LookaheadStatus:
         """The newest judgement."""
+
+
+@runtime_checkable
+class DemandPolicy(Policy, Protocol):
+    """A policy that gives experts loaded on demand their slots within a step (`ExecutionModel.keeps_loads`)."""
+
+    def plan_load(self, layer: int, experts: IndexArray, resident: Resident) -> Plan:
+        """Uploads of those of `experts` [n] that are absent, and their victims; `layer` is computed next with them."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from moeedge.policies.bounds import Belady, Oracle
 from moeedge.policies.fate import Fate
 from moeedge.policies.hybrimoe import HybriMoe
 from moeedge.policies.layer_lru import MixtralOffloading
+from moeedge.policies.llama_cpp_cache import LlamaCppCache
 from moeedge.policies.lru import Lfu, Lru
 from moeedge.policies.moe_infinity import MoeInfinity
 from moeedge.policies.sp_moe import SpMoe
@@ -103,6 +104,9 @@ TABLE: dict[str, PolicyEntry] = {
     ),
     "llama-cpp": _simulated(LlamaCpp, "llama.cpp: the last layers on the GPU, no draft model"),
     "llama-cpp-sd": _simulated(LlamaCppSd, "llama.cpp with a draft model"),
+    "llama-cpp-cache": _simulated(
+        LlamaCppCache, "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all"
+    ),
     "mixtral-offloading": _simulated(
         MixtralOffloading, "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all"
     ),

@@ -8,6 +8,7 @@ One step of speculative decoding, seen from the policy:
     plan_draft  the entire next batch: that token and the drafts
     push        the store moves what the drafts changed, then the batch is verified
     push_layer  before each layer of the verification, for policies that plan layer by layer
+    plan_load   as a layer is computed, for policies that keep what is loaded on demand (replay and simulator)
 
 The engine, the calibration, the synthetic benchmark, the replay and the simulator drive policies through this class
 alone, so that a policy sees the same calls in the same order wherever it runs. It has no clock: the caller counts time.
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.policies.base import (
+    DemandPolicy,
     ExecutionModel,
     ExpertPrediction,
     LayerPolicy,
@@ -66,8 +68,13 @@ class StepDriver:
         self.store = store
         self.pending: Plan | None = None  # made, and not pushed yet
         self._filter_plan = filter_plan
-        within_step = (execution_model or policy.execution_model).prefetch_within_step
-        self._layer_policy = policy if within_step and isinstance(policy, LayerPolicy) else None
+        execution_model = execution_model or policy.execution_model
+        self._layer_policy: LayerPolicy | None = None
+        if execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
+            self._layer_policy = policy
+        self._demand_policy: DemandPolicy | None = None
+        if execution_model.keeps_loads and isinstance(policy, DemandPolicy):
+            self._demand_policy = policy
         self._reads_hidden_states = "draft-states" in policy.required_inputs
         self._lookahead_policy = policy if isinstance(policy, LookaheadPolicy) else None
         self._newest: Plan | None = None  # made since the last observation
@@ -132,6 +139,17 @@ class StepDriver:
         """Plans and pushes at once before `layer` of a verification, where the policy plans layer by layer."""
         if self._layer_policy is not None:
             self.store.push(self._layer_policy.plan_layer(layer, self.store.residency(), prediction))
+
+    @property
+    def keeps_loads(self) -> bool:
+        """Whether `plan_load` returns plans."""
+        return self._demand_policy is not None
+
+    def plan_load(self, layer: int, experts: NDArray[np.intp]) -> Plan | None:
+        """The slots for those of `experts` [n] that `layer` lacks now; None where the policy keeps no loads so."""
+        if self._demand_policy is None:
+            return None
+        return self._demand_policy.plan_load(layer, experts, self.store.residency())
 
     def discard(self) -> None:
         """Drops the pending plan, e.g. when the device is lost."""

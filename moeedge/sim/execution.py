@@ -5,6 +5,8 @@ The policy's execution model says how experts are computed:
   hybrid       (the default) the device computes resident experts, the CPU the others, at the same time
   device only  missing experts are moved on demand and computed on the device, after the resident ones
   layerwise    a layer is entirely on one side; device only, a missing layer is streamed through
+  keeps loads  device only; the host waits for the layer's routing, all missing experts are moved at once into slots
+               that the policy frees, then the layer is computed
 
 A step's time is the sum of its parts. In each of them the device works, or waits for one cause:
 
@@ -88,6 +90,7 @@ class Execution:
         self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_blocks = "block-inputs" in policy.required_inputs
         self._n_verified = 0  # the number of the verification
+        self._bypasses_cache = False
 
     def run(self) -> TimeBreakdown:
         """Runs the entire simulation."""
@@ -110,6 +113,8 @@ class Execution:
         start_ns, n_uploads = self.clock.now_ns, self.mover.n_uploads
         self._predictor.begin(batch.ids)
         yield from self._draft(batch)
+        limit = self.execution_model.cached_tokens_max
+        self._bypasses_cache = limit is not None and batch.n_tokens > limit
         yield from self._verify(batch.counts)
         yield from self._end(batch, following)
         time, step_ns = self.time, self.clock.now_ns - start_ns
@@ -156,14 +161,16 @@ class Execution:
     def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
         is_hit = self.mover.resident[layer, used] == Residency.RESIDENT
-        if self.execution_model.layerwise and not is_hit.all():
+        if self._bypasses_cache or (self.execution_model.layerwise and not is_hit.all()):
             is_hit = np.zeros_like(is_hit)
         self.time.hits.add(counts[used], is_hit)
         hits, misses = used[is_hit], used[~is_hit]
         self.mover.pin(layer, hits.tolist())
         if misses.size or not self.execution_model.layerwise:  # else the device needs nothing of the host
             yield from self._on_host(self.costs.round_trip_ns)
-        if self.execution_model.device_only:
+        if self.execution_model.keeps_loads:
+            yield from self._from_cache(layer, counts, used, misses)
+        elif self.execution_model.device_only:
             yield from self._on_device(layer, counts, hits, misses)
         else:
             yield from self._on_both(layer, counts, hits, misses)
@@ -208,6 +215,21 @@ class Execution:
             yield from self._loaded(demand)
             ns = _sum_ns(costs.device_ns, counts, np.array(experts))
             yield from self._on_gpu("device", ns, layer, len(experts))
+
+    def _from_cache(
+        self, layer: int, counts: NDArray[np.int32], used: NDArray[np.intp], misses: NDArray[np.intp]
+    ) -> Process:
+        yield from self._on_host(self.costs.sync_ns)
+        if misses.size:
+            demand = self.mover.demand(layer, misses.tolist())
+            yield from self._loaded(demand)
+        plan = None if self._bypasses_cache else self.driver.plan_load(layer, used)
+        if plan is not None:
+            self.mover.push(plan)  # takes the experts from the staging buffer
+        self.mover.clear_staging()
+        yield from self._on_gpu(
+            "device", self.costs.block_ns + _sum_ns(self.costs.device_ns, counts, used), layer, used.size
+        )
 
     def _wait_for_link(self, arrived: Signal) -> Process:
         since_ns = self.clock.now_ns

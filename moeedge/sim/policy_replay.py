@@ -81,6 +81,7 @@ class PolicyReplay:
         self._shape = shape
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._device_only = policy.execution_model.device_only
+        self._cached_tokens_max = policy.execution_model.cached_tokens_max
         self._reads_gates = "block-inputs" in policy.required_inputs
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
@@ -99,7 +100,9 @@ class PolicyReplay:
             if not batch.prefill:
                 prediction = None if predictions is None else predictions[index]
                 plan = self._prepare(batch, prediction)
-                if self._driver.plans_layers and (prediction is not None or not self._reads_gates):
+                if self._driver.keeps_loads:
+                    self._keep_loads(batch, resident[index])
+                elif self._driver.plans_layers and (prediction is not None or not self._reads_gates):
                     self._plan_layers(resident[index], prediction)
                 else:
                     np.copyto(resident[index], self.slots.resident, casting="unsafe")
@@ -109,6 +112,8 @@ class PolicyReplay:
                     np.greater_equal(plan.expected, HOT_FROM, out=hot[index])
                 if self._device_only:
                     self._load_on_demand((batch.counts > 0) & ~resident[index])
+            elif self._driver.keeps_loads:
+                self._keep_loads(batch, np.zeros_like(resident[index]))
             self._driver.observe(observation_of(batch))
             self.stats.uploads_until.append(self.stats.hits.uploads)
         self.stats.add(chunk, resident)
@@ -163,6 +168,16 @@ class PolicyReplay:
             gates = prediction.before(layer) if isinstance(prediction, GatePrediction) else prediction
             self._driver.push_layer(layer, gates)
             np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
+
+    def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
+        """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found."""
+        if self._cached_tokens_max is not None and batch.n_tokens > self._cached_tokens_max:
+            return
+        for layer in self._expert_layers.tolist():
+            np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
+            plan = self._driver.plan_load(layer, np.flatnonzero(batch.counts[layer]))
+            if plan is not None:
+                self.slots.push(plan)
 
     def _load_on_demand(self, missing: NDArray[np.bool_]) -> None:
         self._loaded = missing

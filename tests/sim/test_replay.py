@@ -16,6 +16,7 @@ from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.policies.base import (
     CacheShape,
+    DemandPolicy,
     ExpertPrediction,
     LayerPolicy,
     Observation,
@@ -106,13 +107,25 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
             for layer in range(trace.meta.n_layers):
                 if policy.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
                     push(policy.plan_layer(layer, mask()))
-                for (expert,) in np.argwhere(counts[layer]).tolist():
-                    is_hit = (layer, expert) in resident
+                used = np.flatnonzero(counts[layer])
+                found = {(layer, expert) for expert in used.tolist()} & resident
+                if isinstance(policy, DemandPolicy):
+                    before, uploads_before = resident.copy(), uploads
+                    push(policy.plan_load(layer, used, mask()))
+                    assert found <= resident and resident - before <= {(layer, expert) for expert in used.tolist()}
+                    uploads = uploads_before
+                for expert in used.tolist():
+                    is_hit = (layer, expert) in found
                     if policy.execution_model.device_only and not is_hit:
                         loads.add((layer, expert))
                         uploads += 1
                     hits.add(counts[layer, expert], np.bool_(is_hit))
             loaded = loads
+        elif isinstance(policy, DemandPolicy):
+            uploads_before = uploads
+            for layer in range(trace.meta.n_layers):
+                push(policy.plan_load(layer, np.flatnonzero(counts[layer]), mask()))
+            uploads = uploads_before  # a prompt's are not counted
         prefill = bool(schedule.prefill[batch])
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
         if not prefill and schedule.rejected_token_model != "recorded":
