@@ -4,7 +4,8 @@ Each policy goes through the same batches once for each limit, which it is told 
 holds it (`PolicyReplay`). A run is a point: uploads per layer and step, and the share of the pairs it found. What a
 policy reaches "with at most u uploads" is its best point at or left of u, since one that is told of more may use less.
 Systems that load missing experts on demand cannot be limited: they have one point. So have policies whose predictors
-have no input in a trace: by their caches alone they are not ranked.
+have no input in a trace: by their caches alone they are not ranked. Limits above twice what a policy uses without one
+are left out: they would rarely bind it.
 
 Errors come from a bootstrap over texts: 95 % of the resamples of texts lie in an interval. Policies are compared on the
 same resamples, so that what makes a text hard for all of them cancels out. The points that are compared are chosen
@@ -35,6 +36,7 @@ RESAMPLES = 2000
 _INTERVAL = (2.5, 97.5)  # percentiles
 _TEXTS_MIN = 8  # fewer texts are resampled in blocks
 _BLOCK_STEPS = 4
+_BINDING = 2.0  # times the uploads without a limit
 _ROUNDING = 1e-6  # uploads per layer and step
 
 FloatArray = NDArray[np.float64]
@@ -139,6 +141,7 @@ class CurvePanel:
 class _Sums(NamedTuple):
     """Sums of one arm by unit."""
 
+    max_uploads: float | None
     pairs_hit: IntArray
     uploads: IntArray
 
@@ -190,14 +193,14 @@ class _Worker:
         return _run(cls.inputs, cls.config, *task)
 
 
-def limits_of(policy: str, config: CurveConfig) -> list[float | None]:
-    """The limits that a policy is replayed with; no limit alone for bounds, where its traffic cannot be limited, and
-    where it is not ranked.
+def limits_of(policy: str, config: CurveConfig) -> tuple[float, ...]:
+    """The limits that a policy may be replayed with besides none: not bounds, nor policies whose traffic cannot be
+    limited, nor those that are not ranked.
     """
     entry = TABLE[policy]
     if policy in BOUNDS or entry.execution_model.device_only or lacks_predictor(policy, config.accuracy):
-        return [None]
-    return [*config.limits, None]
+        return ()
+    return config.limits
 
 
 def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
@@ -207,9 +210,8 @@ def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
 
 
 def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: str) -> list[_Sums]:
-    """One policy at all its limits."""
+    """One policy without a limit, and at the limits that could bind it."""
     each = inputs[index]
-    arms = [ReplayArm(policy, each.cache_ratio, limit) for limit in limits_of(policy, config)]
     shared = ReplayConfig(
         policies=(),
         ratios=(each.cache_ratio,),
@@ -219,13 +221,23 @@ def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: 
         fresh_memory=config.fresh_memory,
     )
     unit_of = _units(each.schedule)[0]
-    return [
-        _Sums(
-            _by_unit(np.array(stats.pairs_hit_by_batch), unit_of),
-            _by_unit(np.diff(stats.uploads_until, prepend=0), unit_of),
-        )
-        for stats in replay_arms(each.schedule, arms, shared)
-    ]
+
+    def sums_at(limits: Sequence[float | None]) -> list[_Sums]:
+        arms = [ReplayArm(policy, each.cache_ratio, limit) for limit in limits]
+        return [
+            _Sums(
+                limit,
+                _by_unit(np.array(stats.pairs_hit_by_batch), unit_of),
+                _by_unit(np.diff(stats.uploads_until, prepend=0), unit_of),
+            )
+            for limit, stats in zip(limits, replay_arms(each.schedule, arms, shared), strict=True)
+        ]
+
+    unlimited = sums_at([None])
+    layer_steps = each.schedule.n_steps * len(each.schedule.trace.expert_layers())
+    used = float(unlimited[0].uploads.sum()) / layer_steps
+    binding = [limit for limit in limits_of(policy, config) if limit <= _BINDING * used]
+    return (sums_at(binding) if binding else []) + unlimited
 
 
 def _units(schedule: Schedule) -> tuple[IntArray, str]:
@@ -258,15 +270,16 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
     resampled: list[FloatArray] = []  # hit rates of each point
     points: list[CurvePoint] = []
     for policy, arms in found.items():
-        for limit, sums in zip(limits_of(policy, config), arms, strict=True):
+        for sums in arms:
             resampled.append(weights @ sums.pairs_hit / resampled_pairs)
             points.append(
                 CurvePoint(
                     policy,
-                    limit,
+                    sums.max_uploads,
                     round(int(sums.uploads.sum()) / layer_steps, 6),
                     _estimate(int(sums.pairs_hit.sum()) / max(int(pairs.sum()), 1), resampled[-1]),
-                    *sums,
+                    sums.pairs_hit,
+                    sums.uploads,
                 )
             )
     return CurvePanel(

@@ -44,9 +44,16 @@ def test_points_are_replays_at_each_limit(fresh_memory: bool) -> None:
     assert [point.policy for point in panel.points].count("spac") == 3
     assert [point.policy for point in panel.points].count("mixtral-offloading") == 1  # loads on demand: no limit
     config = CurveConfig(policies=(), limits=LIMITS)
-    assert limits_of("oracle", config) == limits_of("hybrimoe", config) == [None]
-    assert limits_of("hybrimoe", replace(config, accuracy=PredictorAccuracy())) == [*LIMITS, None]
+    assert limits_of("oracle", config) == limits_of("hybrimoe", config) == ()
+    assert limits_of("hybrimoe", replace(config, accuracy=PredictorAccuracy())) == LIMITS
     assert panel.apart == ("mixtral-offloading",)
+
+
+def test_limits_that_bind_no_policy_are_left_out() -> None:
+    _, panel = panel_of(9, limits=(0.2, 50.0))
+    assert [point.max_uploads for point in panel.points if point.policy == "spac"] == [0.2, None]
+    reached = {(entry.policy, entry.uploads): entry.hit_rate_pairs for entry in panel.at_most}
+    assert reached["spac", 50.0] == reached["spac", None]
 
 
 def test_at_most_is_the_best_point_that_uses_no_more() -> None:
