@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from moeedge.native.structs import c_struct, counter, from_c, view
 
 Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 
+_MAX_VIEWS = 256  # of frames, kept
 MAX_FRAMES = 8  # size of the native ring (routing-sensor.h)
 
 _REASONS = {-1: "its context is closed", -2: "bad argument", -3: "out of memory", -4: "not configured"}
@@ -63,6 +65,8 @@ class Sensor:
         self._counts_address = self._counts.ctypes.data
         self._frames = (FrameStruct * MAX_FRAMES)()
         self._last_serial = 0
+        # arrays by address and tokens: making them takes longer than all else of reading a frame
+        self._views: dict[tuple[int, int, int, int], tuple[Any, Any, Any]] = {}
 
     @classmethod
     def newest(cls, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, scope: OffloadScope) -> Sensor:
@@ -110,15 +114,20 @@ class Sensor:
         return [self._view(raw) for raw in self._frames[:n_frames]]
 
     def _view(self, raw: FrameStruct) -> Frame:
-        shape = (self.n_layers, raw.n_tokens, self.n_used)
-        return Frame(
-            serial=raw.serial,
-            phase=raw.phase,
-            n_tokens=raw.n_tokens,
-            layer_tokens=view(raw.layer_tokens, shape[:1], np.int32),
-            ids=view(raw.ids, shape, np.int32),
-            weights=view(raw.weights, shape, np.float32),
-        )
+        place = (raw.layer_tokens, raw.ids, raw.weights, raw.n_tokens)
+        views = self._views.get(place)
+        if views is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            shape = (self.n_layers, raw.n_tokens, self.n_used)
+            views = (
+                view(raw.layer_tokens, shape[:1], np.int32),
+                view(raw.ids, shape, np.int32),
+                view(raw.weights, shape, np.float32),
+            )
+            self._views[place] = views
+        layer_tokens, ids, weights = views
+        return Frame(raw.serial, raw.phase, raw.n_tokens, layer_tokens, ids, weights)
 
     def stats(self) -> SensorStats:
         """The backend's figures since the context was made."""

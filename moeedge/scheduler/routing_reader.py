@@ -97,7 +97,7 @@ def routing(frame: Frame) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     requested logits.
     """
     ids, weights = frame.ids.copy(), frame.weights.copy()
-    if int(frame.layer_tokens.min()) == frame.n_tokens:  # the usual case, in every step
+    if min(frame.layer_tokens.tolist()) == frame.n_tokens:  # the usual case, in every step
         return ids, weights
     for layer in np.flatnonzero(frame.layer_tokens < frame.n_tokens):
         seen = int(frame.layer_tokens[layer])

@@ -48,7 +48,7 @@ class HiddenStateKNN:
         self._id_type = np.min_scalar_type(self._n)  # flat ids, and n for an unknown one
         self.n_rows = 0  # known with the first hidden state
         self._states: FloatArray = np.zeros((0, 0), dtype=np.float32)  # of each row's token, 0: unknown
-        self._states_before: FloatArray = self._states  # of the token before it
+        self._begins_batch = np.zeros(0, dtype=np.bool_)  # rows whose token before is not in the row before
         self._tokens = np.zeros(0, dtype=np.int32)
         self._flat_ids: NDArray[Any] = np.zeros((0, 0), dtype=self._id_type)  # [n_rows, n_layers * k]
         self._signs: FloatArray = np.zeros(0, dtype=np.float32)
@@ -74,10 +74,13 @@ class HiddenStateKNN:
         score: FloatArray = np.empty((n_all, m), dtype=np.float32)
         _product(hidden_states, self._states[:m], score[:n])
         same = np.array(tokens[:n_all], dtype=np.int32)[:, None] == self._tokens[None, :m]
+        if n_all > n:  # the token before a row's is that of the row before: the last product, shifted by a row
+            score[n, 1:] = score[n - 1, :-1]
+            score[n, 0] = score[n - 1, -1]
+            score[n, self._begins_batch[:m]] = 0.0
         score[:n] += same[:n] * _SAME_TOKEN_BONUS
         if n_all > n:
-            _product(hidden_states[-1:], self._states_before[:m], score[n:])
-            score[n:] += same[n:]
+            score[n] += same[n]
         k = min(_NEIGHBOURS, m)
         near = np.argpartition(score, m - k, axis=1)[:, m - k :]  # [n_all, k]
         near_score = np.take_along_axis(score, near, axis=1)
@@ -87,9 +90,9 @@ class HiddenStateKNN:
         total = weight.sum(axis=1)
         confidence[:n_all] = total / (total + _PRIOR)
         weight /= (total + _PRIOR)[:, None]
-        flat_ids = self._flat_ids[near]  # [n_all, k, n_layers * n_used]
-        spread = np.broadcast_to(weight[:, :, None], flat_ids.shape)
-        out += np.bincount(flat_ids.reshape(-1), spread.reshape(-1), self._n + 1)[: self._n]
+        flat_ids = self._flat_ids[near.reshape(-1)]  # [n_all * k, n_layers * n_used]
+        spread = np.repeat(weight.reshape(-1).astype(np.float64), flat_ids.shape[1])
+        out += np.bincount(flat_ids.reshape(-1), spread, self._n + 1)[: self._n]
         return confidence
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
@@ -107,11 +110,12 @@ class HiddenStateKNN:
         flat_ids = np.where(ids >= 0, ids + self._layer_start, self._n).transpose(1, 0, 2).reshape(len(tokens), -1)
         rows = (self._next_row + np.arange(n)) % self.n_rows
         self._states[rows] = known[:n]
-        self._states_before[rows[:1]] = 0.0
-        self._states_before[rows[1:]] = known[: n - 1]
+        self._begins_batch[rows] = False
+        self._begins_batch[rows[0]] = True
         self._tokens[rows] = tokens[:n]
         self._flat_ids[rows] = flat_ids[:n]
         self._next_row = (self._next_row + n) % self.n_rows
+        self._begins_batch[self._next_row] = True  # the oldest row has lost the one before it
         self.n_stored = min(self.n_stored + n, self.n_rows)
 
     def _prepared(self, hidden_states: FloatArray) -> FloatArray:
@@ -131,10 +135,10 @@ class HiddenStateKNN:
         """Allocates the rows at the first batch; False if there are none or the states are of another model."""
         if self._states.shape[1] == 0:
             n_ids = self._n_layers * n_used
-            row_bytes = 2 * 4 * n_values + 4 + n_ids * self._id_type.itemsize
+            row_bytes = 4 * n_values + 4 + 1 + n_ids * self._id_type.itemsize
             self.n_rows = min(self._n_bytes // row_bytes, ROWS_MAX)
             self._states = np.zeros((self.n_rows, n_values), dtype=np.float32)
-            self._states_before = np.zeros_like(self._states)
+            self._begins_batch = np.ones(self.n_rows, dtype=np.bool_)
             self._tokens = np.full(self.n_rows, -1, dtype=np.int32)
             self._flat_ids = np.zeros((self.n_rows, n_ids), dtype=self._id_type)
         return self.n_rows > 0 and self._states.shape[1] == n_values
