@@ -21,7 +21,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.notifications import Notification, Notify, ignore
-from moeedge.policies.sp_moe import cutoff_layer
+from moeedge.policies.sp_moe import critical_experts, cutoff_layer
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.stats import PlacementStats
 
@@ -98,10 +98,12 @@ def solved_cutoff(config: EngineConfig, notify: Notify = ignore) -> tuple[int, s
         cost_model = calibration.units if calibration is not None else None
         drafting_s = info.gamma * cost_model.draft_token_s if cost_model is not None else 0.0
         transfer_s = cost_model.transfer_expert_s if cost_model is not None else 0.0
-        n = cutoff_layer(info.n_expert_layers, info.n_expert_used, info.cache_slots, drafting_s, transfer_s)
+        n_reserved = -(-info.cache_slots // max(info.n_expert_layers, 1))
+        n_critical = critical_experts(info.n_expert_used, max(info.gamma, 1), info.n_experts, n_reserved)
+        n = cutoff_layer(info.n_expert_layers, n_critical, info.cache_slots, drafting_s, transfer_s)
         return n, (
             f"Cutoff layer {n} of {info.n_expert_layers}: drafting takes {drafting_s * 1e3:.2f} ms, an expert "
-            f"{transfer_s * 1e6:.1f} us, {info.n_expert_used} per layer; {info.cache_slots:,} slots."
+            f"{transfer_s * 1e6:.1f} us, {n_critical:.1f} per layer; {info.cache_slots:,} slots."
         )
 
 

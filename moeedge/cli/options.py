@@ -193,8 +193,8 @@ Policy = Annotated[
     option(
         PLACEMENT,
         "--policy NAME",
-        "Policy that decides which experts the device holds: spac, spac-paper, lru, lfu, static, moe-infinity, "
-        "fate, adapmoe, hybrimoe, fiddler, sp-moe or none.",
+        "Policy that decides which experts the device holds: spac, spac-paper, spac-program, lru, lfu, static, "
+        "moe-infinity, fate, adapmoe, hybrimoe, fiddler, sp-moe or none.",
     ),
 ]
 PolicyList = Annotated[str, list_of(Policy)]

@@ -83,6 +83,9 @@ TABLE: dict[str, PolicyEntry] = {
         reads_tokens=True,
     ),
     "spac-paper": PolicyEntry(SpacPaper, "Algorithm 1 of MoE-SpAc as printed", ablations=_ALL),
+    "spac-program": PolicyEntry(
+        SpacProgram, "MoE-SpAc's utilities as its published program updates them", ablations=_ALL
+    ),
     "lru": PolicyEntry(Lru, "least recently used", ablations=EVICTION_ABLATIONS),
     "lfu": PolicyEntry(Lfu, "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
     "static": PolicyEntry(
@@ -99,9 +102,6 @@ TABLE: dict[str, PolicyEntry] = {
         SpMoe, "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer"
     ),
     "none": PolicyEntry(NoCache, "no expert on the device"),
-    "spac-program": PolicyEntry(
-        SpacProgram, "MoE-SpAc's utilities as its published program updates them", RunsIn.SIMULATION, _ALL
-    ),
     "llama-cpp": _simulated(LlamaCpp, "llama.cpp: the last layers on the GPU, no draft model"),
     "llama-cpp-sd": _simulated(LlamaCppSd, "llama.cpp with a draft model"),
     "llama-cpp-cache": _simulated(

@@ -85,7 +85,7 @@ def test_lists_of_policies_and_ratios() -> None:
 def test_policies_that_cannot_be_compared(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
         parse_policies(text, POLICIES)
-    assert "spac, spac-paper, lru, " in caught.value.hint
+    assert "spac, spac-paper, spac-program, lru, " in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["1.1", "-0.1", "nan", "a lot", "0.1,,x", ","])

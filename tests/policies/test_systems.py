@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moeedge.policies.adapmoe import AdapMoe, allocate, expected_loads
 from moeedge.policies.base import (
     CacheShape,
+    CutoffPolicy,
     ExpertPrediction,
     LayerPolicy,
     Observation,
@@ -26,7 +27,7 @@ from moeedge.policies.fate import Arc, shallow_shares
 from moeedge.policies.hybrimoe import Queue
 from moeedge.policies.per_layer import even_shares, predicted_counts
 from moeedge.policies.registry import make_policy
-from moeedge.policies.sp_moe import cutoff_layer
+from moeedge.policies.sp_moe import critical_experts, cutoff_layer
 from moeedge.sim.slots import Slots
 
 N_EXPERTS = 8
@@ -334,6 +335,31 @@ def test_sp_moe_solves_its_constraints() -> None:
         assert found == max(fits)
     assert cutoff_layer(10, 2, 100, 0.0, 0.0) == 10  # nothing measured: memory alone
     assert cutoff_layer(10, 2, 100, 0.0, 1e-3) == 0  # no draft, no time
+
+
+def test_sp_moe_expects_more_experts_of_more_drafts() -> None:
+    """With gamma tokens both the time and the experts grow, the experts by less than gamma."""
+    rng = np.random.default_rng(0)
+    for k, gamma, n in ((2, 1, 8), (4, 8, 32), (8, 3, 128)):
+        drawn = [np.unique(rng.random((gamma, n)).argsort(axis=1)[:, :k]).size for _ in range(2000)]
+        assert critical_experts(k, gamma, n, n) == pytest.approx(np.mean(drawn), rel=0.02)
+        assert critical_experts(k, gamma, n, 0) == k
+    cost_model = CostModel(
+        cpu_expert_s=np.array([0.0, 1.0]),
+        device_expert_s=np.array([0.0, 0.1]),
+        transfer_expert_s=1e-3,
+        draft_token_s=0.03,
+        block_overhead_s=0.0,
+        r_c=np.zeros(5),
+        r_g=np.zeros(5),
+    )
+    shape = CacheShape.uniform(24, 32, 24 * 32)
+    cutoffs = []
+    for gamma in (1, 8):
+        policy = make_policy("sp-moe", shape, PolicyConfig(gamma=gamma, cost_model=cost_model))
+        assert isinstance(policy, CutoffPolicy)
+        cutoffs.append(policy.cutoff(4))
+    assert cutoffs == [7, 11]  # 30 / 4 ms; 240 / 21 ms, not 240 / 4
 
 
 def test_sp_moe_prefetches_before_its_cutoff_only() -> None:

@@ -267,7 +267,7 @@ def test_stock_mode_computes_without_the_cache(session: Session, reference: list
     assert (stats_of(session) - before).pairs_hit > 0
 
 
-@pytest.mark.parametrize("policy", ["spac-paper", "lru", "static"])
+@pytest.mark.parametrize("policy", ["spac-paper", "spac-program", "lru", "static"])
 def test_other_policies(pair: tuple[Path, Path], reference: list[int], policy: str) -> None:
     with Session.open(config(pair, placement={"policy": policy})) as session:
         assert session.info.policy == policy
