@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from moeedge import __version__
 from moeedge.cli import options
 from moeedge.cli.common import integers, names, numbers
 from moeedge.cli.declare import Output, derive
@@ -99,6 +100,28 @@ def papers(
     else:
         found = {**asdict(frozen()), "fits": fits, "figures": [asdict(figure) for figure in summary]}
         typer.echo(json.dumps(found | {"rows": [row.row() for row in rows]}, indent=1))
+
+
+@validate.command("predictions")
+def predictions(seed: options.Seed = 0, output: options.TextOrJson = Output.TEXT) -> None:
+    """Predict stock llama.cpp and this engine on an RTX 4090 and an H200, at equal shares of the experts in VRAM.
+
+    Plain decoding of Qwen3-30B-A3B in Q4_K_M, with the frozen constants: to be compared with a run on such a machine.
+    docs/benchmarks/predictions-gpu.json keeps the output.
+    """
+    from moeedge.sim.cases import Cases
+    from moeedge.sim.constants import frozen
+    from moeedge.sim.predictions import MODEL, predict
+    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.validate_views import print_predictions
+
+    with Cases(notifier(stderr_console())) as cases:
+        rows = predict(cases, seed=seed)
+    if output is Output.JSON:
+        found = {**asdict(frozen()), "version": __version__, "model": MODEL, "rows": [row.row() for row in rows]}
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        print_predictions(rows, MODEL, frozen(), stdout_console())
 
 
 @validate.command("measured")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.bench.validation import Comparison
+    from moeedge.sim.predictions import Prediction
 
 _MS = 1e3  # from seconds
 
@@ -46,6 +48,17 @@ _ELSEWHERE_COLUMNS = (
     text_column("range", lambda row: f"{_MS / row.range.high_ts:.0f} to {_MS / row.range.low_ts:.0f}"),
     Column("ratio", lambda row: 1 / row.ratio, ".2f"),
     text_column("", lambda row: "fed a constant" if row.fitted else "" if row.close else "not within 25 %"),
+)
+_PREDICTION_COLUMNS = (
+    Column("in VRAM", "cache_ratio", ".0%"),
+    text_column("policy", lambda row: row.policy + (f" --n-cpu-moe {row.n_cpu_moe}" if row.n_cpu_moe else "")),
+    Column("t/s", "tg_ts", ".1f"),
+    text_column("range", lambda row: f"{row.tg_low_ts:.1f} to {row.tg_high_ts:.1f}"),
+    Column("over stock", "over_stock", ".2f"),
+    text_column("range", lambda row: f"{row.over_stock_low:.2f} to {row.over_stock_high:.2f}"),
+    Column("pair hit", "hit_rate_pairs", ".3f"),
+    Column("break-even", "break_even_hit_rate", ".3f", none=""),
+    Column("host ms", "host_s", ".1f", _MS),
 )
 _MEASURED_COLUMNS = (
     text_column("policy", "policy"),
@@ -110,9 +123,7 @@ def print_figures(figures: Sequence[Figure], freeze: Freeze, console: Console) -
         ]
         console.print()
         print_table(console, columns, figures, title="What the calibration is worth")
-    console.print(
-        f"Constants frozen on {freeze.constants_frozen}, SHA-256 {freeze.constants_sha256[:12]}", soft_wrap=True
-    )
+    _print_freeze(freeze, console)
 
 
 def _print_ratios(rows: Sequence[Compared], console: Console) -> None:
@@ -145,6 +156,20 @@ def _print_cutoff(rows: Sequence[Compared], console: Console) -> None:
         console.print("best at layer " + ", ".join(f"{layer} ({name})" for layer, name in best.items()), soft_wrap=True)
 
 
+def print_predictions(rows: Sequence[Prediction], model: str, freeze: Freeze, console: Console) -> None:
+    """Speeds with their ranges, a table per machine."""
+    for hardware, of_hardware in groupby(rows, key=lambda row: row.hardware):
+        title = f"{model}, {hardware}, plain decoding (no rejected tokens)"
+        print_table(console, _PREDICTION_COLUMNS, list(of_hardware), title=title, n_keys=2)
+        console.print()
+    console.print(
+        "over stock: over --n-cpu-moe at the same share of the experts in VRAM, with the same constants. break-even: "
+        "the hit rate of pairs at which this engine is as fast as that.",
+        soft_wrap=not console.is_terminal,
+    )
+    _print_freeze(freeze, console)
+
+
 def print_measured(rows: Sequence[Comparison], median_and_worst: tuple[float, float], console: Console) -> None:
     """ms per token, measured and simulated; `median_and_worst` are the absolute errors of all rows."""
     print_table(console, _MEASURED_COLUMNS, rows)
@@ -158,3 +183,9 @@ def _with_range(row: Compared) -> str:
 
 def _rejected(row: Compared) -> str:
     return f"rejected tokens: {row.rejected_token_model}"
+
+
+def _print_freeze(freeze: Freeze, console: Console) -> None:
+    console.print(
+        f"Constants frozen on {freeze.constants_frozen}, SHA-256 {freeze.constants_sha256[:12]}", soft_wrap=True
+    )
