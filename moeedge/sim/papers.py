@@ -93,6 +93,7 @@ class Figure:
     within_25_percent: int
     rows: int
     pairs_in_order: int | None = None  # None: rows of different models and programs
+    pairs_in_order_anyway: int | None = None  # whatever the constants: the ranges do not overlap
     pairs: int | None = None
 
 
@@ -309,11 +310,12 @@ def figures(rows: Sequence[Compared]) -> list[Figure]:
     for model in dict.fromkeys(row.rejected_token_model for row in of_table2):
         table = [row for row in of_table2 if row.rejected_token_model == model]
         free = [row for row in table if not row.fitted]
+        right, total = same_order([row.without_overheads_ts for row in table], table)
         bare = sum(is_close(row.without_overheads_ratio) for row in free)
-        found += [
-            Figure("without overheads", model, bare, len(free), *same_order(table, without_overheads=True)),
-            Figure("calibrated", model, sum(row.close for row in free), len(free), *same_order(table)),
-        ]
+        found.append(Figure("without overheads", model, bare, len(free), right, None, total))
+        right, total = same_order([row.predicted_ts for row in table], table)
+        close, anyway = sum(row.close for row in free), order_anyway(table)
+        found.append(Figure("calibrated", model, close, len(free), right, anyway, total))
     held_out = [row for row in rows if row.table == "elsewhere" and not row.fitted]
     if held_out:
         found.append(Figure("fed no constant", None, sum(row.close for row in held_out), len(held_out)))
@@ -339,13 +341,20 @@ def acceptance_for(gamma: int, n_tokens: float) -> float:
     return (low + high) / 2
 
 
-def same_order(rows: Sequence[Compared], *, without_overheads: bool = False) -> tuple[int, int]:
-    """The number of pairs of rows in the published order, and of all pairs."""
-    predicted = [row.without_overheads_ts if without_overheads else row.predicted_ts for row in rows]
+def same_order(speeds: Sequence[float | None], rows: Sequence[Compared]) -> tuple[int, int]:
+    """The number of pairs of rows in the published order by these speeds, and of all pairs with both figures."""
     known = [
-        (row.published_ts, speed_ts)
-        for row, speed_ts in zip(rows, predicted, strict=True)
-        if row.published_ts is not None and speed_ts is not None
+        (row.published_ts, speed)
+        for row, speed in zip(rows, speeds, strict=True)
+        if row.published_ts is not None and speed is not None
     ]
     pairs = [(a, b) for i, a in enumerate(known) for b in known[i + 1 :]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
+
+
+def order_anyway(rows: Sequence[Compared]) -> int:
+    """The number of pairs of rows in the published order whose ranges do not overlap."""
+    ordered = sorted((row for row in rows if row.published_ts is not None), key=lambda row: row.published_ts or 0.0)
+    return sum(
+        slower.range.high_ts < faster.range.low_ts for i, slower in enumerate(ordered) for faster in ordered[i + 1 :]
+    )

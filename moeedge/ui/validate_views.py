@@ -94,7 +94,7 @@ def _print_compared(rows: Sequence[Compared], console: Console) -> None:
     columns = [*_COMPARED_COLUMNS[:2], *_BARE_COLUMNS, *_COMPARED_COLUMNS[2:]] if has_bare else _COMPARED_COLUMNS
     console.print()
     print_table(console, columns, rows, title=f"{_PAPER_TITLES[table]} ({_rejected(rows[0])})")
-    right, total = same_order(rows)
+    right, total = same_order([row.predicted_ts for row in rows], rows)
     free = [row for row in rows if not row.fitted]
     console.print(
         f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
@@ -120,6 +120,7 @@ def print_figures(figures: Sequence[Figure], freeze: Freeze, console: Console) -
             text_column(
                 "in order", lambda figure: "" if figure.pairs is None else f"{figure.pairs_in_order} of {figure.pairs}"
             ),
+            Column("whatever the constants", "pairs_in_order_anyway", none=""),
         ]
         console.print()
         print_table(console, columns, figures, title="What the calibration is worth")

@@ -40,6 +40,10 @@ def table3(papers: Papers) -> list[Compared]:
     return papers.table3(FITTED)
 
 
+def _order(rows: list[Compared]) -> tuple[int, int]:
+    return same_order([row.predicted_ts for row in rows], rows)
+
+
 def test_expected_tokens_are_those_of_the_paper() -> None:
     """MoE-SpAc, Eq. 1."""
     assert expected_tokens(8, 0.8) == pytest.approx((1 - 0.8**9) / (1 - 0.8))
@@ -78,7 +82,7 @@ def test_averages_of_the_tables_are_those_of_their_columns() -> None:
 
 
 def test_the_order_of_table_3(table3: list[Compared]) -> None:
-    assert same_order(table3) == (3, 3)
+    assert _order(table3) == (3, 3)
     assert sum(row.close for row in table3) >= 2
 
 
@@ -108,11 +112,11 @@ def test_every_part_of_moe_spac_counts_as_in_table_4(papers: Papers) -> None:
     """Except the balancer, without which it is 1 % faster here."""
     rows = papers.table4(FITTED)
     speed = {row.name: row.predicted_ts for row in rows}
-    assert same_order(rows) == (19, 21)
+    assert _order(rows) == (19, 21)
     assert all(row.close for row in rows), speed
     assert speed["no-het-wb"] < 1.02 * speed["full"]
     kept = [row for row in rows if row.name != "no-het-wb"]
-    assert same_order(kept) == (15, 15)
+    assert _order(kept) == (15, 15)
 
 
 @pytest.mark.slow
@@ -122,7 +126,7 @@ def test_table_2_comes_in_its_order_and_within_a_quarter(papers: Papers) -> None
     bare, calibrated = figures(rows)
     assert (bare.within_25_percent, bare.rows, bare.pairs_in_order, bare.pairs) == (1, 8, 33, 45)
     assert (calibrated.within_25_percent, calibrated.rows) == (8, 8)
-    assert (calibrated.pairs_in_order, calibrated.pairs) == (45, 45)
+    assert (calibrated.pairs_in_order, calibrated.pairs_in_order_anyway, calibrated.pairs) == (45, 31, 45)
 
 
 @pytest.mark.slow
