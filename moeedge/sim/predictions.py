@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moeedge.policies.registry import TABLE
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.sim.cases import Case, Cases
 from moeedge.sim.constants import SIDES
@@ -28,9 +27,7 @@ MODEL = "qwen3-30b-a3b-q4_k_m"
 HARDWARE = ("rtx4090-pcie4", "h200")
 CACHE_RATIOS = (0.17, 0.3, 0.6)
 STOCK = "llama-cpp"  # --n-cpu-moe
-POLICIES = tuple(
-    name for name in dict.fromkeys([STOCK, "llama-cpp-cache", PlacementConfig().policy, "lfu"]) if name in TABLE
-)
+POLICIES = tuple(dict.fromkeys([STOCK, "llama-cpp-cache", PlacementConfig().policy, "lfu"]))
 _TOKENS = 256
 
 

@@ -42,7 +42,8 @@ def test_a_table_a_picture_and_a_log(tmp_path: Path) -> None:
     logs = []
     for name in ("a", "b"):
         files = ("--gantt", tmp_path / "g.png", "--event-log", tmp_path / name)
-        result = run("simulate", "--policy", "sp-moe", "--gamma", 2, *files, *SHORT)
+        model = ("--rejected-token-model", "optimistic")
+        result = run("simulate", "--policy", "sp-moe", "--gamma", 2, *model, *files, *SHORT)
         assert result.exit_code == 0, result.output
         assert "uploads" in result.stdout
         logs.append((tmp_path / name).read_bytes())
@@ -56,7 +57,7 @@ def test_a_file_may_describe_the_hardware(tmp_path: Path) -> None:
     entry = read_data("hardware.json")["hardware"]["a100"]
     (tmp_path / "mine.json").write_text(json.dumps(entry | {"link_bytes_per_s": 1e9}))
     slow, fast = (
-        run_json("simulate", "--hardware", name, "--policy", "sp-moe", *SHORT)[0]
+        run_json("simulate", "--hardware", name, "--policy", "sp-moe", "--gamma", 1, *SHORT)[0]
         for name in (tmp_path / "mine.json", "a100")
     )
     assert slow["hardware"] == "mine" and slow["tpot_s"] > fast["tpot_s"]
