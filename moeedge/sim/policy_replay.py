@@ -88,6 +88,8 @@ class PolicyReplay:
         self._fresh_policy = fresh_policy
         self._uploads_per_batch = None if max_uploads is None else max_uploads * self._expert_layers.size
         self._credit = 0.0  # uploads that the link could have carried until now and did not
+        self._plan: Plan | None = None  # the newest
+        self._is_planned = True  # since the last batch, if there was one
         self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
 
     def run(self, chunk: Chunk, predictions: Sequence[ExpertPrediction | None] | None = None) -> None:
@@ -95,11 +97,10 @@ class PolicyReplay:
         resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
         for index, batch in enumerate(chunk.batches):
-            if batch.is_first:
-                self._begin_text()
+            self._begin_batch(batch)
             if not batch.prefill:
                 prediction = None if predictions is None else predictions[index]
-                plan = self._prepare(batch, prediction)
+                plan = self._plan_draft(batch, prediction)
                 if self._driver.keeps_loads:
                     self._keep_loads(batch, resident[index])
                 elif self._driver.plans_layers and (prediction is not None or not self._reads_gates):
@@ -115,6 +116,7 @@ class PolicyReplay:
             elif self._driver.keeps_loads:
                 self._keep_loads(batch, np.zeros_like(resident[index]))
             self._driver.observe(observation_of(batch))
+            self._is_planned = False
             self.stats.uploads_until.append(self.stats.hits.uploads)
         self.stats.add(chunk, resident)
         self._judge(chunk, hot)
@@ -142,25 +144,35 @@ class PolicyReplay:
         carried = is_loaded | (np.cumsum(~is_loaded) <= int(self._credit))
         return replace(plan, uploads=uploads[carried], priority=plan.priority[carried])
 
-    def _begin_text(self) -> None:
+    def _begin_batch(self, batch: Batch) -> None:
+        """Plans after the batch before, as the engine does at once, now that the first token of this one is known."""
+        if self._uploads_per_batch is not None and not batch.prefill:
+            self._credit = min(self._credit, 1.0) + self._uploads_per_batch
+        if not self._is_planned:
+            self._plan_next([] if batch.is_first else batch.known_tokens[:1])
+        if not batch.is_first:
+            return
         if self._fresh_policy is None:
             self._driver.begin_text()
         else:
             self._driver = StepDriver(self._fresh_policy(), self)
+        if not batch.prefill:  # the engine plans after a prompt; the trace lacks it
+            self._plan_next(batch.known_tokens[:1])
 
-    def _prepare(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
-        """Plans and pushes as the engine does before a batch; returns the last plan."""
-        if self._uploads_per_batch is not None:
-            self._credit = min(self._credit, 1.0) + self._uploads_per_batch
-        tokens = batch.known_tokens
-        if len(tokens) > 1:
-            self._driver.plan_next(tokens[:1])
-            self._driver.push()
-        early = None if isinstance(prediction, GatePrediction) else prediction
-        plan = self._driver.plan_draft(tokens, early, batch.hidden_states)
+    def _plan_next(self, tokens: list[int]) -> None:
+        self._plan = self._driver.plan_next(tokens)
         self._driver.push()
-        self._loaded = None  # the next loads on demand take its place
-        return plan
+        self._is_planned = True
+        self._loaded = None  # what was not kept is dropped
+
+    def _plan_draft(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
+        """Plans for the drafts, where something is known of them; returns the plan that stands."""
+        early = None if isinstance(prediction, GatePrediction) else prediction
+        if len(batch.known_tokens) > 1 or early is not None:
+            self._plan = self._driver.plan_draft(batch.known_tokens, early, batch.hidden_states)
+            self._driver.push()
+        assert self._plan is not None
+        return self._plan
 
     def _plan_layers(self, resident: NDArray[np.bool_], prediction: ExpertPrediction | None) -> None:
         """Plans and pushes before every layer; sets `resident` [n_layers, n_experts] to what each layer finds."""

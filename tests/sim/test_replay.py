@@ -93,16 +93,18 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
         for layer, token, slot in itertools.product(*map(range, ids.shape)):
             if ids[layer, token, slot] >= 0:
                 counts[layer, ids[layer, token, slot]] += 1
-        if schedule.is_first[batch]:
-            policy.reset()
         tokens = trace.token[rows]
-        if not schedule.prefill[batch]:
-            is_cut = schedule.rejected_token_model != "recorded"  # the drafts are unknown
-            for upcoming in (
-                [tokens[:1].tolist()] if is_cut or len(tokens) == 1 else [tokens[:1].tolist(), tokens.tolist()]
-            ):
-                push(policy.plan(mask(), upcoming))
+        prefill, is_first = bool(schedule.prefill[batch]), bool(schedule.is_first[batch])
+        if batch > 0:  # the plan after the batch before
+            push(policy.plan(mask(), [] if is_first else tokens[:1].tolist()))
             loaded.clear()
+        if is_first:
+            policy.reset()
+            if not prefill:
+                push(policy.plan(mask(), tokens[:1].tolist()))
+        if not prefill:
+            if schedule.rejected_token_model == "recorded" and len(tokens) > 1:  # otherwise the drafts are unknown
+                push(policy.plan(mask(), tokens.tolist()))
             loads: set[tuple[int, int]] = set()
             for layer in range(trace.meta.n_layers):
                 if policy.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
@@ -126,7 +128,6 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
             for layer in range(trace.meta.n_layers):
                 push(policy.plan_load(layer, np.flatnonzero(counts[layer]), mask()))
             uploads = uploads_before  # a prompt's are not counted
-        prefill = bool(schedule.prefill[batch])
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
         if not prefill and schedule.rejected_token_model != "recorded":
             tokens = np.where(np.arange(len(tokens)) <= n_accepted, tokens, -1)
@@ -243,7 +244,8 @@ def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: Re
             rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
             assert observation.tokens is not None
             if schedule.prefill[batch]:
-                assert observation.tokens.tolist() == trace.token[rows].tolist() and before == []
+                assert observation.tokens.tolist() == trace.token[rows].tolist()
+                assert before in ([], [((), None)])  # the plan after the text before
                 continue
             n_text = int(schedule.n_text[batch])
             assert observation.tokens.tolist() == [*trace.token[rows[:n_text]], *[-1] * (4 - n_text)]
