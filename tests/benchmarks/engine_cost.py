@@ -8,6 +8,7 @@ Without -m the bundled pair. A wide pair, whose draft's hidden states have 1,024
     moeedge widen WIDE.gguf --embd 1024
     moeedge widen WIDE-DRAFT.gguf -m models/bundled/draft.gguf --embd 1024
 
+The models compute with one thread: with as many as cores, any other program slows them down many times.
 Every policy has a session of its own on the emulated device and answers the prompts of the data set `toy`, greedily, in
 turns with the others. The first answers fill the policies' memories and are not counted. Figures are medians over
 steps, of wall time and of the decoding thread's processor time, which holds on a busy machine too. `engine` is
@@ -91,6 +92,7 @@ def measure(
     gamma: int,
     prompts: int,
     warm_up: int,
+    n_threads: int = 1,
     n_predict: int,
 ) -> list[EngineCost]:
     """Answers `warm_up` prompts without counting, and `prompts` more, in turns."""
@@ -100,7 +102,13 @@ def measure(
         for policy in policies:
             placement = PlacementConfig(cache_ratio=ratio, policy=policy, calibrate=False)
             config = EngineConfig(
-                model=model, draft=draft, gamma=gamma, device="emulated", n_ctx=1024, placement=placement
+                model=model,
+                draft=draft,
+                gamma=gamma,
+                device="emulated",
+                n_ctx=1024,
+                n_threads=n_threads,
+                placement=placement,
             )
             session = stack.enter_context(Session.open(config))
             assert session.placement is not None
@@ -158,11 +166,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("-n", "--n-predict", type=int, default=64)
+    parser.add_argument("-t", "--threads", dest="n_threads", type=int, default=1, help="0: one per core")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
     model, draft = options.model or paths.bundled_target(), options.model_draft or paths.bundled_draft()
-    settings = {name: getattr(options, name) for name in ("ratio", "gamma", "prompts", "warm_up", "n_predict")}
+    settings = {
+        name: getattr(options, name) for name in ("ratio", "gamma", "prompts", "warm_up", "n_threads", "n_predict")
+    }
     costs = measure(model, draft, options.policies.split(","), **settings)
     for cost in costs:
         parts = ", ".join(f"{part} {value:.0f}" for part, value in cost.parts_cpu_us.items())
