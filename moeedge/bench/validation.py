@@ -68,6 +68,7 @@ class Comparison(Combination):
     hit_rate_pairs: float
     draft_measured_s: float
     draft_s: float
+    rejected_token_model: str | None  # recorded by the engine; None: nothing is drafted
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,4 +234,5 @@ def _simulate(
         hit_rate_pairs=time.hits.hit_rate_pairs,
         draft_measured_s=median(outcome.draft_s for outcome in outcomes),
         draft_s=time.per_token_s("draft"),
+        rejected_token_model="recorded" if combination.gamma else None,
     )

@@ -70,6 +70,7 @@ _MEASURED_COLUMNS = (
     Column("hit measured", "hit_rate_pairs_measured", ".3f", none=""),
     Column("simulated", "hit_rate_pairs", ".3f"),
     Column("steps", "steps"),
+    Column("rejected tokens", "rejected_token_model", str, none="none"),
 )
 
 

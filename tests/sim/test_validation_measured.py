@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,17 +101,18 @@ def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> No
         assert row["hit_rate_pairs"] == pytest.approx(row["hit_rate_pairs_measured"], abs=0.25)
 
 
-def test_a_simulated_step_takes_the_measured_time_of_planning(
+def test_a_simulated_step_takes_the_measured_time_of_scheduling(
     tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the decoding thread pays: plans of this policy are made in a thread of their own."""
     plan_s = 0.02  # far more than any other part of a step of this model
-    plan_next = PlacementManager.plan_next
+    after_verification = PlacementManager.after_verification
 
-    def plan_slowly(self: PlacementManager, tokens: Sequence[int]) -> None:
+    def hand_over_slowly(self: PlacementManager, *arguments: Any) -> None:
         time.sleep(plan_s)
-        plan_next(self, tokens)
+        after_verification(self, *arguments)
 
-    monkeypatch.setattr(PlacementManager, "plan_next", plan_slowly)
+    monkeypatch.setattr(PlacementManager, "after_verification", hand_over_slowly)
     arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
     arguments += ["--gamma", "3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
     result = CliRunner().invoke(app, ["validate", "measured", *map(str, arguments)])
