@@ -1,7 +1,7 @@
 """A policy finds as much in a replay as in the engine, on the run that the engine recorded while that policy ran.
 
-A replay's transfers take no time. The engine's do, so these tests wait for each plan's uploads as they are pushed,
-between the layers, too; what is left between engine and replay is the order of calls and the rules of residency.
+A replay's plans and transfers take no time. The engine's do, so these tests wait for each plan and its uploads, between
+the layers, too; what is left between engine and replay is the order of calls and the rules of residency.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,12 @@ from moeedge.data.prompts import Prompt
 from moeedge.engine.recording import TraceCollector, describe
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import Plan, PolicyConfig
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.driver import ExpertStore
+from moeedge.scheduler.manager import PlacementManager
 from moeedge.sim.batches import cache_shape
 from moeedge.sim.policy_replay import PolicyReplay
 from moeedge.trace.format import Trace
@@ -28,6 +32,7 @@ from moeedge.trace.schedule import recorded_schedule
 
 GREEDY = SamplingConfig(temperature=0)
 GAMMA, RATIO, N_PREDICT, TIMEOUT_S = 8, 0.17, 48, 10.0
+N_PROMPTS = 20  # of the figures
 WITHIN = 0.02  # of the engine's hit rate
 POLICIES_COMPARED = ("moe-infinity", "spac-paper", "spac-program", "lru", "lfu", "spac")
 
@@ -48,14 +53,31 @@ class Hits:
 class WaitingStore:
     """The engine's cache, whose transfers are over when `push` returns."""
 
-    def __init__(self, session: Session) -> None:
-        assert session.placement is not None
-        self._store, self._cache = session.placement.driver.store, session.placement.cache
-        self.residency = self._store.residency
+    def __init__(self, store: ExpertStore, cache: ExpertCache) -> None:
+        self._store, self._cache = store, cache
+        self.residency = store.residency
 
     def push(self, plan: Plan) -> None:
         self._store.push(plan)
         assert self._cache.drain(TIMEOUT_S)
+
+
+def wait_for_plans_and_transfers(session: Session) -> None:
+    """Makes the session plan and move experts before it goes on, instead of at the same time."""
+    placement = session.placement
+    assert placement is not None
+    placement.driver.store = WaitingStore(placement.driver.store, placement.cache)
+
+    def before_verification(*arguments: Any) -> None:
+        PlacementManager.before_verification(placement, *arguments)
+        placement.wait()
+
+    def after_verification(*arguments: Any) -> None:
+        PlacementManager.after_verification(placement, *arguments)
+        placement.wait()
+
+    placement.before_verification = before_verification  # type: ignore[method-assign]
+    placement.after_verification = after_verification  # type: ignore[method-assign]
 
 
 def run_engine(
@@ -76,7 +98,7 @@ def run_engine(
     with Session.open(config) as session:
         assert session.placement is not None and session.target.sensor is not None
         if waits:
-            session.placement.driver.store = WaitingStore(session)
+            wait_for_plans_and_transfers(session)
         collector = TraceCollector(describe(session.info, "test"))
         session.observers.append(collector)
         for prompt in prompts:
@@ -139,7 +161,7 @@ def test_transfers_in_time(bundled_pair: tuple[Path, Path], capsys: pytest.Captu
     rows = []
     for policy in POLICIES_COMPARED:
         for waits in (True, False):
-            engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts), waits=waits)
+            engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts)[:N_PROMPTS], waits=waits)
             replayed = run_replay(trace, policy)
             difference = replayed.rate / engine.rate - 1
             row = {"policy": policy, "waits": waits, "engine": engine.rate, "replay": replayed.rate}
