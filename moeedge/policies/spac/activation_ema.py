@@ -65,9 +65,8 @@ class ActivationEMA:
         self.mix = _INITIAL_MIX.copy()
 
     def reset(self) -> None:
-        """Forgets the passage, which says little about a new text, and half of the text; keeps the rest and the mix."""
+        """Forgets the passage, which says little about a new text; keeps the longer memories and the mix."""
         self._filled[0] = 0.0
-        self._filled[1] *= 0.5
 
     def read(self, counts: NDArray[Any], n_tokens: int) -> FloatArray:
         """Reads the activations [n] of a step of `n_tokens` tokens into `now`."""
@@ -85,7 +84,7 @@ class ActivationEMA:
         """
         now, averages, change = self.now, self._averages, self._change
         if fit and self._fitted and self._filled[-1] > 0.0:
-            self._fit()
+            self._fit(weight)
         averages[_LAST] = now
         if rejected is None:
             averages[_REJECTED] = 0.0
@@ -104,7 +103,7 @@ class ActivationEMA:
                 np.multiply(average, np.float32(weight), out=change)
                 rate += change
 
-    def _fit(self) -> None:
+    def _fit(self, weight: float) -> None:
         """One step of the regression: the mix of the averages that would have predicted the step in `now`."""
         sample, trace = self._sample, self._trace
         np.copyto(sample, self._averages[:, :: self._every])
@@ -113,9 +112,9 @@ class ActivationEMA:
         self._trace_weight = discount * self._trace_weight + 1.0
         trace += sample
         self._gram *= _FORGET
-        self._gram += np.einsum("ij,kj->ik", sample, sample)
+        self._gram += weight * np.einsum("ij,kj->ik", sample, sample)
         self._products *= _FORGET
-        self._products += np.einsum("ij,j->i", trace, self.now[:: self._every]) / self._trace_weight
+        self._products += weight / self._trace_weight * np.einsum("ij,j->i", trace, self.now[:: self._every])
         self._n_steps += 1
         if self._n_steps <= _SOLVE_ALL_STEPS or self._n_steps % _SOLVE_EVERY == 0:
             self._solve()

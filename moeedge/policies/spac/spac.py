@@ -96,7 +96,8 @@ class Spac(PooledPolicy):
         self._is_judged = False  # whether it belongs to the last plan
         # an array, not a number: for that NumPy's minimum takes four times as long
         self._caps: FloatArray = np.full(size, self._cap, dtype=np.float32)
-        self._n_batch = float(config.gamma + 1)  # tokens expected in the next batch
+        self._n_batch_max = float(config.gamma + 1)
+        self._n_batch = self._n_batch_max  # tokens expected in the next batch
         self._marginal = 1.0  # the score of the last expert that fits, of the last plan
         self._tau[:] = config.fixed_tau or 1.0
         self._workload: ExpectedWorkload | None = None  # None: tau is fixed
@@ -134,8 +135,8 @@ class Spac(PooledPolicy):
                         self._judge.judge(self._flat_score, self._score_without, now)
                 self._judge.end_step()
         self._is_judged = False
-        # a prefill counts as its mean token, or one prompt would outweigh the steps after it
-        weight = 1.0 / self._n_batch if observation.prefill else 1.0
+        # a step counts by its tokens, a prompt as its mean token: otherwise it would outweigh the steps after it
+        weight = (1 if observation.prefill else observation.n_tokens) / self._n_batch_max
         rejected = self._rejected(observation)
         self._ema.observe(observation.n_tokens, rejected, fit=not observation.prefill, weight=weight)
         if looks_ahead and observation.tokens is not None and observation.ids is not None:
