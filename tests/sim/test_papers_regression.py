@@ -129,7 +129,7 @@ def test_table_2_comes_in_its_order_and_within_a_quarter(papers: Papers) -> None
     rows = papers.table2(FITTED)
     assert all(row.close for row in rows), [(row.name, row.ratio) for row in rows]
     bare, calibrated = figures(rows)
-    assert (bare.within_25_percent, bare.rows, bare.pairs_in_order, bare.pairs) == (1, 8, 33, 45)
+    assert (bare.within_25_percent, bare.rows, bare.pairs_in_order, bare.pairs) == (1, 8, 32, 45)
     assert (calibrated.within_25_percent, calibrated.rows) == (8, 8)
     assert (calibrated.pairs_in_order, calibrated.pairs_in_order_anyway, calibrated.pairs) == (45, 31, 45)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from moeedge.sim import predictions
 from moeedge.sim.cases import Cases
+from moeedge.sim.constants import frozen
 from moeedge.sim.model_shape import find_model
-from moeedge.sim.predictions import MODEL, break_even_hit_rate, predict
+from moeedge.sim.predictions import CACHE_RATIOS, HARDWARE, MODEL, Prediction, break_even_hit_rate, predict
 from moeedge.sim.step_costs import Framework, find_hardware
+
+KEPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "predictions-gpu.json"
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.17, 0.28), (0.3, 0.41), (0.6, 0.72)])
@@ -39,3 +44,14 @@ def test_rows_compare_with_stock_at_the_same_constants(monkeypatch: pytest.Monke
     assert stock.tg_low_ts < stock.tg_ts < stock.tg_high_ts
     assert lfu.over_stock == pytest.approx(lfu.tg_ts / stock.tg_ts)
     assert lfu.over_stock_low <= lfu.over_stock <= lfu.over_stock_high
+
+
+def test_the_kept_predictions_are_of_these_rows() -> None:
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    assert kept["model"] == MODEL and kept["constants_sha256"] == frozen().constants_sha256
+    assert {(row["hardware"], row["cache_ratio"]) for row in kept["rows"]} == {
+        (hardware, ratio) for hardware in HARDWARE for ratio in CACHE_RATIOS
+    }
+    for row in kept["rows"]:
+        assert set(row) == {field.name for field in fields(Prediction)}
+        assert row["tg_low_ts"] <= row["tg_ts"] <= row["tg_high_ts"]
