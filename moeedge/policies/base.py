@@ -261,8 +261,8 @@ class LayerPolicy(Policy, Protocol):
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans transfers while `layer` is computed, mostly for the layers after it. No expert of `layer` is a victim.
 
-        The plan before layer 0 is that of `plan`. Without time (replay), calling this for every layer and calling
-        `plan` once with the predictions of all layers lead to the same experts, if slots are kept per layer.
+        Called before each layer with experts, the first one included, after the plans of `plan`. What it uploads is of
+        use to later layers alone: without time (replay) it is there for the next one.
         """
 
 

