@@ -1,4 +1,4 @@
-"""100,000 tokens of 24 layers in a minute of one core's time, under nine policies, or two for one of 24 plans a step."""
+"""100,000 tokens of 24 layers in a minute of one core under nine policies, or in two with 24 plans per step."""
 
 from __future__ import annotations
 
