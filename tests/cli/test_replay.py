@@ -128,14 +128,15 @@ def test_the_bounds_alone(plain: Path) -> None:
 
 def test_curves_come_as_table_json_and_picture(tmp_path: Path, plain: Path) -> None:
     two_texts().save(tmp_path / "own.npz")
-    arguments = ("replay", tmp_path / "own.npz", plain, "--curve", "--policy", "spac,lfu,fate", "--gamma", 3, "-t", 1)
-    panels = run_json(*arguments, "--max-uploads", "0.5,2", "--plot", tmp_path / "curves.png")
+    traces = (tmp_path / "own.npz", plain)
+    arguments = ("replay", *traces, "--curve", "--policy", "spac,lfu,lru,fate", "--gamma", 3, "-t", 1)
+    panels = run_json(*arguments, "--max-uploads", "0.1,0.2", "--plot", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert [(panel["trace"], panel["rejected_token_model"]) for panel in panels] == [
         (name, model) for name in ("own.npz", "plain.npz") for model in ("optimistic", "pessimistic")
     ]
     points = panels[-1]["points"]
-    assert [point["max_uploads"] for point in points if point["policy"] == "spac"] == [0.5, 2.0, None]
+    assert [point["max_uploads"] for point in points if point["policy"] == "lru"] == [0.1, 0.2, None]
     assert all(len(point["pairs_hit"]) == len(point["uploads"]) == len(panels[-1]["pairs"]) for point in points)
     assert panels[-1]["apart"] == ["fate"]
     table = " ".join(run(*arguments).stdout.split())
