@@ -95,6 +95,7 @@ ProfileTexts = Annotated[
         "--profile-texts N",
         "Policies that need a profile get it from N texts that are not replayed: the first ones, with --texts those "
         "before A. Default: a tenth, 30 at most.",
+        min=0,
     ),
 ]
 Curve = Annotated[

@@ -104,7 +104,7 @@ class PlacementManager:
 
     @property
     def wants_hidden_states(self) -> bool:
-        """Whether the draft is to keep its hidden states for the next plan."""
+        """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
         return self._keeps_hidden_states and self.active and self.driver.reads_drafts
 
     def begin_text(self) -> None:
@@ -123,10 +123,12 @@ class PlacementManager:
     def detach(self) -> None:
         """Lets the target compute as without a cache; the experts on the device stay there."""
         if self._attached:
-            self.wait()
-            self.cache.detach()
-            self._attached = False
-            self._switch_hooks()
+            try:
+                self.wait()
+            finally:
+                self.cache.detach()
+                self._attached = False
+                self._switch_hooks()
 
     def _switch_hooks(self) -> None:
         for hook in (self.layer_hook, self.draft_prefetch):
@@ -321,7 +323,10 @@ class PlacementManager:
 
     def close(self) -> None:
         """Ends the mover and frees the device's memory; must come before the target's context is freed."""
-        if self._planning is not None:
-            self._planning.close()
-        self.detach()
-        self.cache.close()
+        try:
+            if self._planning is not None:
+                self._planning.close()
+            self.detach()
+        finally:  # after an interrupt, too
+            self.cache.detach()
+            self.cache.close()

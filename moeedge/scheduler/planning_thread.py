@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+from threading import Event, Thread
 
 Call = Callable[[], None]
 
@@ -18,45 +18,48 @@ class PlanningThread:
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._raised: SimpleQueue[BaseException | None] = SimpleQueue()  # one entry for each call that has ended
-        self._n_open = 0  # submitted, and not waited for
-        self._thread: threading.Thread | None = None
+        self._calls: SimpleQueue[tuple[Call, Event] | None] = SimpleQueue()
+        self._errors: list[BaseException] = []  # of the calls since the last `wait`
+        self._last: Event | None = None  # set when the call submitted last has ended; None: waited for
+        self._thread: Thread | None = None
 
     def submit(self, call: Call) -> None:
         """Runs `call` after those submitted before."""
         if self._thread is None:
-            arguments = (self._calls, self._raised)
-            self._thread = threading.Thread(target=_run, args=arguments, name="moeedge-planning", daemon=True)
+            arguments = (self._calls, self._errors)
+            self._thread = Thread(target=_run, args=arguments, name="moeedge-planning", daemon=True)
             self._thread.start()
-        self._n_open += 1
-        self._calls.put(call)
+        ended = Event()
+        self._calls.put((call, ended))
+        self._last = ended  # after `put`: an interrupt in between must not leave an event that no call sets
 
     def wait(self) -> None:
-        """Returns when all calls have ended. Raises what the first failing one raised."""
-        first: BaseException | None = None
-        while self._n_open:
-            error = self._raised.get()
-            self._n_open -= 1
-            first = first or error
-        if first is not None:
-            raise first
+        """Returns when all calls have ended; may be interrupted, and called again. Raises what the first one raised."""
+        if self._last is not None:
+            self._last.wait()  # the calls end in their order
+            self._last = None
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
+            raise error
 
     def close(self) -> None:
         """Ends the thread after its calls, whatever they raise. May be called twice."""
-        with suppress(Exception):
-            self.wait()
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread.join()
-            self._thread = None
+        try:
+            with suppress(Exception):
+                self.wait()
+        finally:
+            if self._thread is not None:
+                self._calls.put(None)
+                self._thread.join()
+                self._thread = None
 
 
-def _run(calls: SimpleQueue[Call | None], raised: SimpleQueue[BaseException | None]) -> None:
-    while (call := calls.get()) is not None:
+def _run(calls: SimpleQueue[tuple[Call, Event] | None], errors: list[BaseException]) -> None:
+    while (submitted := calls.get()) is not None:
+        call, ended = submitted
         try:
             call()
         except BaseException as error:  # raised again in the thread that waits
-            raised.put(error)
-        else:
-            raised.put(None)
+            errors.append(error)
+        ended.set()

@@ -34,3 +34,20 @@ def test_an_error_is_raised_where_the_caller_waits() -> None:
     planning.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     planning.close()
     assert not any(thread.name == "moeedge-planning" for thread in threading.enumerate())
+
+
+def test_an_interrupted_wait_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    planning, go, seen = PlanningThread(), threading.Event(), []
+    planning.submit(lambda: seen.append(go.wait(10)))
+
+    def interrupted(_event: threading.Event, _timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            planning.wait()
+    go.set()
+    planning.wait()
+    assert seen == [True]
+    planning.close()

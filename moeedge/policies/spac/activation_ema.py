@@ -98,9 +98,9 @@ class ActivationEMA:
             average += change
         rate = self.rate
         rate.fill(0.0)
-        for average, weight in zip(averages, self.mix.tolist(), strict=True):
-            if weight > 0.0:
-                np.multiply(average, np.float32(weight), out=change)
+        for average, share in zip(averages, self.mix.tolist(), strict=True):
+            if share > 0.0:
+                np.multiply(average, np.float32(share), out=change)
                 rate += change
 
     def _fit(self, weight: float) -> None:

@@ -104,7 +104,7 @@ class Spac(PooledPolicy):
         if config.cost_model is not None and config.fixed_tau is None and not config.binary:
             self._workload = ExpectedWorkload(shape, config.effective_cap, config.cost_model, config.gamma)
         self._link_uploads = self._max_uploads  # of a plan, as configured; None: not limited
-        self._held: BoolArray = np.zeros(size, dtype=np.bool_)  # residency at the last step
+        self._held: BoolArray | None = None  # residency at the last step
         self._n_arrived = 0.0  # experts per step, mean
         self._n_balanced = 0  # steps
         self._n_planned = 0  # plans since the last step
@@ -167,6 +167,7 @@ class Spac(PooledPolicy):
     def reset(self) -> None:
         """Forgets the passage; tables and longer memories stay."""
         self._ema.reset()
+        self._n_planned = 0  # for a step that this text does not have
 
     @property
     def _looks_ahead(self) -> bool:
@@ -175,7 +176,7 @@ class Spac(PooledPolicy):
     def _set_discount(self, resident: Resident) -> None:
         """Sets the steps that count for the score by the turnover of the slots."""
         held = np.asarray(resident != 0)
-        n_arrived = int(np.count_nonzero(held > self._held))
+        n_arrived = 0 if self._held is None else int(np.count_nonzero(held > self._held))
         self._held = held
         self._n_arrived += _TURNOVER_GAIN * (n_arrived - self._n_arrived)
         horizon = _HORIZON_SHARE * self._n_slots / max(self._n_arrived, 1e-3)

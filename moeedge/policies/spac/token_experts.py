@@ -186,9 +186,10 @@ class NextBatchPredictor:
 
     def fit_trust(self, rate: FloatArray, observed: FloatArray, n_tokens: int) -> None:
         """Fits `trust` to the last `add` and the `observed` activations per token [n]; before `rate` moves on."""
-        if not self._fitted or self._share == 0.0 or n_tokens != self._n_tokens:
+        share, self._share = self._share, 0.0  # each prediction is fitted once
+        if not self._fitted or share == 0.0 or n_tokens != self._n_tokens:
             return
-        beyond = np.multiply(rate, np.float32(-self._share), out=self._beyond)
+        beyond = np.multiply(rate, np.float32(-share), out=self._beyond)
         beyond += self._predicted
         beyond = beyond.reshape(self._shape)
         observed_beyond = np.subtract(observed, rate, out=self._observed_beyond).reshape(self._shape)
@@ -203,7 +204,6 @@ class NextBatchPredictor:
         else:
             np.copyto(self.trust, np.minimum(np.maximum(ratio, 0.0), 1.0), casting="unsafe")
             self._trust_flat.reshape(self._shape)[:] = self.trust[:, None]
-        self._share = 0.0
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
         """Adds a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1: unknown."""
