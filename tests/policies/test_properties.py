@@ -308,7 +308,7 @@ def test_names_and_mistakes() -> None:
         assert policy.name == name
         assert policy.required_inputs <= set(REQUIRED_INPUTS)
         assert policy.execution_model.per_layer_slots == (name in LAYERWISE)
-        assert not name.startswith("llama-cpp") or policy.execution_model.layerwise
+        assert name not in ("llama-cpp", "llama-cpp-sd") or policy.execution_model.layerwise
     assert not set(POLICIES) & (set(SIMULATED) | set(BOUNDS))
     for name in BOUNDS:
         with pytest.raises(ValueError, match="steps to come"):
