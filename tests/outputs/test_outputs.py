@@ -1,4 +1,4 @@
-"""Replay gives the outputs of 0.4.0, but for the renamed keys."""
+"""Replay gives the outputs of 0.6.0."""
 
 from __future__ import annotations
 
