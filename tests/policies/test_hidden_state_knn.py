@@ -11,26 +11,13 @@ from numpy.typing import NDArray
 from moeedge.policies.spac import hidden_state_knn
 from moeedge.policies.spac.hidden_state_knn import HiddenStateKNN
 from moeedge.policies.spac.token_experts import NextBatchPredictor
+from tests.policies.expectation import expect
 from tests.support.routing import count
 
 N_LAYERS, N_EXPERTS, N_USED, WIDTH = 3, 16, 2, 12
 N = N_LAYERS * N_EXPERTS
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
-
-
-def expect(
-    predictor: NextBatchPredictor,
-    rate: NDArray[np.float32],
-    tokens: list[int],
-    n_batch: float,
-    out: NDArray[np.float32],
-    hidden_states: NDArray[np.float32] | None = None,
-) -> NDArray[np.float32]:
-    """Activations of a batch of `n_batch` tokens, in `out`."""
-    np.multiply(rate, np.float32(n_batch), out=out)
-    predictor.add(rate, tokens, out, hidden_states)
-    return out
 
 
 def batch(rng: np.random.Generator, n_tokens: int = 5, width: int = WIDTH) -> tuple[NDArray[np.int32], Floats, Ids]:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from moeedge.policies.spac.token_experts import NextBatchPredictor, TokenExpertTable
+from tests.policies.expectation import expect
 from tests.support.routing import count
 
 N_LAYERS, N_EXPERTS, N_USED = 3, 16, 2
 N = N_LAYERS * N_EXPERTS
-
-
-def expect(
-    predictor: NextBatchPredictor,
-    rate: NDArray[np.float32],
-    tokens: list[int],
-    n_batch: float,
-    out: NDArray[np.float32],
-    hidden_states: NDArray[np.float32] | None = None,
-) -> NDArray[np.float32]:
-    """Activations of a batch of `n_batch` tokens, in `out`."""
-    np.multiply(rate, np.float32(n_batch), out=out)
-    predictor.add(rate, tokens, out, hidden_states)
-    return out
 
 
 def routed(tokens: np.ndarray) -> np.ndarray:
