@@ -275,6 +275,10 @@ class ExpertCache:
         """Set how batches of at least `n_tokens_min` tokens are computed."""
         _check(self._library, self._library.moeedge_cache_set_prefill(self._cache, path.code, n_tokens_min))
 
+    def set_timing(self, on: bool) -> None:
+        """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
+        _check(self._library, self._library.moeedge_cache_set_timing(self._cache, int(on)))
+
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on."""
         _check(self._library, self._library.moeedge_instance_set_cache(sensor.instance, self._cache))

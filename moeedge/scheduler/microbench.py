@@ -158,6 +158,7 @@ class _Run:
 
     def close(self) -> None:
         """Detaches the cache and empties everything that measuring has filled."""
+        self._cache.set_timing(False)
         self._cache.detach()
         self._cache.clear()
         self._target.clear()
@@ -209,12 +210,16 @@ class _Run:
         self._store.drain(_DRAIN_S, _DRAIN_S)
 
     def time_batches(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a decode by batch size, with the cache and without, taking turns; the best of each counts."""
+        """Seconds of a decode by batch size, with the cache and without, taking turns; the best of each counts.
+
+        Every other repetition times single blocks on the device, which makes its batches slower.
+        """
         self._cache.blocks()
         sizes = sorted({n for n in (*_BATCHES, self._n_verified) if n <= self._target.n_ctx // 4})
         times: dict[tuple[int, bool], list[float]] = defaultdict(list)
         start_s = time.perf_counter()
         for repetition in range(_REPETITIONS):
+            self._cache.set_timing(repetition % 2 == 0)
             for n in sizes:
                 for with_cache in (True, False) if repetition % 2 else (False, True):
                     self._use_cache(with_cache)

@@ -248,6 +248,9 @@ MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 MOEEDGE_API int moeedge_cache_clear(int64_t cache);
 // a moeedge_prefill_path for batches of at least n_tokens_min tokens
 MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_min);
+// whether one block in eleven waits for an asynchronous device before the CPU's part, which shows in wait_ns how long the
+// device takes; off at first, since it costs the time in which both parts would have run at once
+MOEEDGE_API int moeedge_cache_set_timing(int64_t cache, int on);
 // Checks: pins the slots of resident experts [n] as a computation does and writes them to slots [n], -1: not resident;
 // returns how many are resident. release unpins them
 MOEEDGE_API int moeedge_cache_acquire(int64_t cache, int layer, const int32_t * experts, int n, int32_t * slots);

@@ -71,6 +71,9 @@ class expert_cache {
     std::atomic<int> prefill_path{ MOEEDGE_PREFILL_PATH_CPU };
     std::atomic<int> prefill_tokens_min{ 65 };
 
+    // whether some blocks are timed alone: moeedge_cache_set_timing
+    std::atomic<bool> is_timing{ false };
+
     // counters and records of the computing side
     block_records records;
 

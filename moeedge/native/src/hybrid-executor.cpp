@@ -10,7 +10,7 @@
 
 namespace moeedge {
 
-// one block in this many is timed alone; it costs the time in which its two parts would have run at once
+// while timing is on, one block in this many is timed alone; it costs the time in which its two parts would have run at once
 static constexpr int64_t n_blocks_per_timing = 11;
 
 // Unpins the slots of a block. If an exception passes, it waits for the device first, which may still read them.
@@ -206,10 +206,10 @@ bool hybrid_executor::finish(const placed_chain & placed, const index_list & pai
     return true;
 }
 
-// An asynchronous device is asked whether it is done after the CPU's part, which hides its own time. So now and then it is
-// awaited first: the wait of such blocks is the time that the device takes, which calibration reads.
+// An asynchronous device is asked whether it is done after the CPU's part, which hides its own time. So calibration has it
+// awaited first now and then: the wait of such blocks is the time that the device takes.
 bool hybrid_executor::is_timed_alone() {
-    return cache->device().is_async && n_computed++ % n_blocks_per_timing == 0;
+    return cache->is_timing.load() && cache->device().is_async && n_computed++ % n_blocks_per_timing == 0;
 }
 
 // Computes pairs in pieces that a device takes at once; the CPU computes the pieces that it does not take. The input must

@@ -392,6 +392,13 @@ int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {
         "Unknown prefill path, or fewer than one token.");
 }
 
+int moeedge_cache_set_timing(int64_t id, int on) {
+    return with_cache(id, [&](expert_cache & cache) -> int {
+        cache.is_timing.store(on != 0);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
 int moeedge_cache_acquire(int64_t id, int layer, const int32_t * experts, int n, int32_t * slots) {
     return with_cache(id, [&](expert_cache & cache) { return cache.acquire(layer, experts, n, slots); });
 }
