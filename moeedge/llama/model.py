@@ -18,7 +18,7 @@ from moeedge.llama.text import ChatFormat
 Mode = Literal["moeedge", "stock"]
 
 # weights, biases and scales of routed experts, also merged ones (chexps); shared experts (shexp) stay with their layer
-_EXPERT_TENSORS = rb"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
+_EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
 
 class _BufferOverride(ctypes.Structure):
@@ -82,6 +82,8 @@ class Model:
         device: str = "auto",
         use_mmap: bool = True,
         experts_on_cpu: bool = False,
+        n_cpu_moe: int | None = None,
+        repack: bool = True,
         header_only: bool = False,
         free_bytes: int | None = None,
     ) -> Model:
@@ -90,6 +92,9 @@ class Model:
         n_gpu_layers: negative means all.
         device: the value of -dev; see `library.device_list`. "none" and the CPU also keep large batches off all GPUs.
         experts_on_cpu: layers on a GPU keep their experts in host memory, repacked for the CPU if it supports that.
+        n_cpu_moe: with experts_on_cpu, only the first so many layers do (llama.cpp's --n-cpu-moe); default: all.
+        repack: False: these experts are stored as llama.cpp's programs store them by default, beside a GPU mostly
+            without repacking.
         header_only: shape and vocabulary without weights; such a model cannot compute.
         free_bytes: of host memory, measured by default. A larger model stays mapped from the file, because repacked
             copies would not fit.
@@ -108,11 +113,11 @@ class Model:
         overrides = (_BufferOverride * 2)()
         if experts_on_cpu:
             cpu_buffer_type = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
-            overrides[0] = _BufferOverride(_EXPERT_TENSORS, cpu_buffer_type())
+            overrides[0] = _BufferOverride(_experts_of_first(n_cpu_moe), cpu_buffer_type())
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
             # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
             # repacked and compute 1.7 times slower
-            parameters.no_host = fits
+            parameters.no_host = fits and repack
         if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         library.clear_errors()
@@ -223,6 +228,14 @@ class Model:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _experts_of_first(n_layers: int | None) -> bytes:
+    """A pattern for the names of expert tensors: those of the first `n_layers` layers, or of all for None."""
+    if n_layers is None:
+        return _EXPERT_TENSORS.encode()
+    layers = "|".join(map(str, range(n_layers)))
+    return rf"^blk\.({layers})\.{_EXPERT_TENSORS}".encode() if n_layers else b"^$"
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:
