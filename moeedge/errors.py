@@ -17,6 +17,7 @@ MoeedgeError                    exit 1   something failed
     DatasetError                exit 2   unknown dataset, absent or malformed file
     LayerRangeError             exit 2   unknown layer
     DeviceError                 exit 2   unknown or unusable device
+      BackendFileError          exit 2   a file is no ggml backend that can be used here
 
 Only the CLI turns them into exit codes: it prints `message` and `hint`, never a traceback.
 """
@@ -99,3 +100,7 @@ class LayerRangeError(InputError):
 
 class DeviceError(InputError):
     """The device is unknown or unusable."""
+
+
+class BackendFileError(DeviceError):
+    """The file that the user names is missing, or no ggml backend that can be used here."""

@@ -71,6 +71,7 @@ def ablate(
     ctx_size: options.CtxSize = 1024,
     threads: options.Threads = 0,
     device: options.Device = "auto",
+    backend: options.Backend = None,
     cache_ratio: options.CacheRatio = 0.3,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,

@@ -19,7 +19,9 @@ Library = Annotated[
 ]
 
 
-def devices(output: options.TextOrJson = Output.TEXT, library: Library = False) -> None:
+def devices(
+    backend: options.Backend = None, output: options.TextOrJson = Output.TEXT, library: Library = False
+) -> None:
     """List the devices that can hold experts, and why the others cannot."""
     from moeedge import native
     from moeedge.hardware.devices import list_devices

@@ -61,6 +61,7 @@ class EngineOptions:
     threads: options.Threads = 0
     n_gpu_layers: options.NGpuLayers = None
     device: options.Device = "auto"
+    backend: options.Backend = None  # loaded by native.attach
 
     def limit_openmp_spin(self, *, emulate_bundled: bool = False) -> None:
         """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model."""

@@ -6,6 +6,7 @@ declaration, so that a name stands for the same thing in every command.
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -166,6 +167,32 @@ Device = Annotated[
         "device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down and sets "
         "its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in chat, "
         "calibrate, ablate and bench's sweeps.",
+    ),
+]
+
+
+def _name_backends(files: list[str] | None) -> list[str] | None:
+    """Names the files in $GGML_BACKEND_PATH, where this process and its children look for them."""
+    from moeedge.native.backends import PATH_VARIABLE
+
+    paths = [str(Path(file).expanduser().absolute()) for file in files or []]
+    if split := [path for path in paths if os.pathsep in path]:
+        raise typer.BadParameter(f'The name of a backend cannot contain "{os.pathsep}": {split[0]}.')
+    if paths:
+        os.environ[PATH_VARIABLE] = os.pathsep.join(filter(None, [os.environ.get(PATH_VARIABLE), *paths]))
+    return files
+
+
+Backend = Annotated[
+    list[str] | None,
+    option(
+        HARDWARE,
+        "--backend FILE",
+        "A prebuilt ggml backend to load, for instance libggml-vulkan.so of the llama.cpp release that docs/devices.md "
+        "names; its devices are used like llama.cpp's own. May be given several times; so may $GGML_BACKEND_PATH, "
+        'separated by ":".',
+        callback=_name_backends,
+        show_default=False,
     ),
 ]
 

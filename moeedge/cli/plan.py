@@ -55,6 +55,7 @@ def plan(
     ctx_size: options.CtxSize = 0,
     n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "auto",
+    backend: options.Backend = None,
     vram: FreeVram = None,
     ram: FreeRam = None,
     cache_ratio: CacheRatio = None,

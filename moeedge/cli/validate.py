@@ -131,6 +131,7 @@ def measured(
     ctx_size: options.CtxSize = 1024,
     threads: options.Threads = 1,
     device: options.Device = "emulated:link=2GB/s,threads=1",
+    backend: options.Backend = None,
     policy: options.PolicyList = "spac,spac-paper,lru",
     cache_ratio: options.CacheRatioList = "0.17,0.5",
     gamma: options.DraftMaxList = "0,4",

@@ -39,6 +39,7 @@ Served = Annotated[
 def worker(
     listen: Listen = DEFAULT_LISTEN,
     device: Served = "",
+    backend: options.Backend = None,
     threads: options.Threads = 0,
     insecure_listen: InsecureListen = False,
     verbose: options.Verbose = False,

@@ -50,6 +50,7 @@ class DeviceRow:
     total_bytes: int | None
     usable: bool  # whether it can hold experts
     remark: str  # its purpose, or why it is unusable
+    file: str | None = None  # of the ggml backend that offers it; None: llama.cpp was compiled with it
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ def check_known(spec: DeviceSpec) -> None:
 
 def _automatic(bundled: bool) -> ResolvedDevice:
     devices = native.devices()
-    gpus = [device for device in devices if device.kind == "GPU"]
+    gpus = [device for device in devices if device.kind == "GPU" and not device.shares_host_memory]
     if gpus:
         return _gpu(gpus[0], llama_device="auto")
     missed = _driver_without_backend(devices)
     notes = [missed] if missed else []
-    shared = [device.name for device in devices if device.kind == "IGPU"]
+    shared = [device.name for device in devices if device.shares_host_memory]
     if shared:
         notes.append(
             f"{shared[0]} shares the host's memory: auto leaves experts on the CPU. Use it with -dev {shared[0]}."
@@ -221,18 +222,22 @@ def list_devices() -> list[DeviceRow]:
 
 
 def _row(device: native.Device) -> DeviceRow:
-    usable, remark = {
-        "CPU": (False, "the host: experts that are on no device are stored and computed here"),
-        "GPU": (True, "holds experts, and layers with -ngl"),
-        "IGPU": (True, "shares the host's memory; auto does not choose it"),
-    }.get(device.kind, (False, "computes in the host's memory and cannot hold experts"))
+    usable = device.kind in ("GPU", "IGPU")
+    if device.kind == "CPU":
+        remark = "the host: experts that are on no device are stored and computed here"
+    elif not usable:
+        remark = "computes in the host's memory and cannot hold experts"
+    elif device.shares_host_memory:
+        remark = "shares the host's memory; auto does not choose it"
+    else:
+        remark = "holds experts, and layers with -ngl"
     free: int | None = device.free_bytes
     total: int | None = device.total_bytes
     if device.kind == "CPU":
         free = psutil.virtual_memory().available  # llama.cpp reports all memory as free
     if not total:
         free = total = None
-    return DeviceRow(device.name, device.kind, device.description, free, total, usable, remark)
+    return DeviceRow(device.name, device.kind, device.description, free, total, usable, remark, device.file or None)
 
 
 def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: int | None = None) -> VramReading | None:

@@ -23,7 +23,8 @@ import psutil
 
 from moeedge.errors import BackendError, DeviceError
 from moeedge.hardware.spec import parse_host_port
-from moeedge.native.devices import RPC_REGISTRY, ggml_function
+from moeedge.native.backends import RPC_REGISTRY
+from moeedge.native.library import ggml_function
 
 _PROTOCOL = (7, 0)  # RPC_PROTO_MAJOR_VERSION and _MINOR_VERSION of the llama.cpp that moeedge is compiled for
 _GET_DEVICE_MEMORY, _HELLO, _DEVICE_COUNT = 11, 14, 15  # enum rpc_cmd

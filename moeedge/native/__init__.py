@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from moeedge.native.abi import CaptureFlags, OffloadScope
+from moeedge.native.attachment import attach
+from moeedge.native.backends import LoadedBackend, load_backend
 from moeedge.native.capture import CAPTURED_TOKENS, ActivationCapture, Activations, Block
 from moeedge.native.devices import Device, devices
-from moeedge.native.library import attach, library_path, load, newest_instance
+from moeedge.native.library import library_path, load, newest_instance
 from moeedge.native.sensor import Frame, Sensor, SensorStats
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "CaptureFlags",
     "Device",
     "Frame",
+    "LoadedBackend",
     "OffloadScope",
     "Sensor",
     "SensorStats",
@@ -23,5 +26,6 @@ __all__ = [
     "devices",
     "library_path",
     "load",
+    "load_backend",
     "newest_instance",
 ]

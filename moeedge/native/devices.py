@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeedge.errors import BackendError
-from moeedge.native.library import ggml, load
+from moeedge.native.backends import RPC_REGISTRY, file_of
+from moeedge.native.library import ggml_function, load
 from moeedge.native.structs import TEXT_64, c_field, c_struct, from_c
 
 _KINDS = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL"}  # enum ggml_backend_dev_type
 _OUR_DEVICE = "MOEEDGE"
-RPC_REGISTRY = "RPC"
+_BUFFER_FROM_HOST_POINTER = 2  # index in struct ggml_backend_dev_caps
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Device:
     total_bytes: int  # 0: it reports no memory
     registry: str = ""  # the ggml backend that offers it: CPU, CUDA, Metal, BLAS, ...
     pci_id: str = ""  # domain:bus:device.function in lower case, where the backend knows it
+    shares_host_memory: bool = False  # of a GPU or IGPU: what it holds is in the host's memory
+    file: str = ""  # of a backend that was loaded from one; empty: compiled into llama.cpp
 
 
 class _Properties(ctypes.Structure):
@@ -42,14 +45,6 @@ class _Properties(ctypes.Structure):
         ("device_id", c_char_p),
         ("caps", c_bool * 5),
     ]
-
-
-def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the ggml that llama_cpp has loaded."""
-    function = getattr(ggml(), name)
-    function.restype = result
-    function.argtypes = list(arguments)
-    return function
 
 
 def devices() -> list[Device]:
@@ -73,7 +68,8 @@ def _devices() -> Iterator[Device]:
         name = name_of(device).decode()
         if name == _OUR_DEVICE:
             continue
-        registry = registry_name(registry_of(device)).decode()
+        registry_address = registry_of(device)
+        registry = registry_name(registry_address).decode()
         if registry == RPC_REGISTRY:
             yield Device(name, "RPC", description_of(device).decode(), 0, 0, registry)
             continue
@@ -87,7 +83,15 @@ def _devices() -> Iterator[Device]:
             properties.memory_total,
             registry,
             (properties.device_id or b"").decode(),
+            _shares_host_memory(properties),
+            str(file_of(registry_address) or ""),
         )
+
+
+def _shares_host_memory(properties: _Properties) -> bool:
+    """Metal calls every device a GPU. Its devices, and no GPU with memory of its own, take host memory as buffers."""
+    kind = _KINDS.get(properties.type)
+    return kind == "IGPU" or (kind == "GPU" and bool(properties.caps[_BUFFER_FROM_HOST_POINTER]))
 
 
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h; it has no C interface

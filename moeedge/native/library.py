@@ -1,4 +1,4 @@
-"""Loading the native library: find it, check its versions against the installed llama.cpp, register our backend.
+"""Loading the native library: find it, and check its versions against the installed llama.cpp.
 
 ctypes loads it next to the libraries that `llama_cpp` has loaded; both must have the versions that it was compiled
 against. include/moeedge.h documents the C interface.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.errors import BackendError, VersionMismatchError
-from moeedge.native.abi import ABI_VERSION, OffloadScope, declare
+from moeedge.native.abi import ABI_VERSION, declare
 
 
 def library_path() -> Path:
@@ -46,19 +46,19 @@ def _package_folders() -> list[Path]:
 
 
 @cache
-def _llama_cpp() -> Any:
+def llama_cpp() -> Any:
     """The imported llama_cpp package."""
     try:
-        import llama_cpp
+        import llama_cpp as package
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendError(f"llama-cpp-python cannot be loaded: {error}.", "Install moeedge again.") from error
-    return llama_cpp
+    return package
 
 
 @cache
 def ggml() -> ctypes.CDLL:
     """The ggml library that llama_cpp has loaded."""
-    _llama_cpp()
+    llama_cpp()
     for name in ("libggml.so.0", "libggml.so", "libggml.dylib"):
         try:
             # by soname first: that names the copy in this process, not another one on disk
@@ -68,8 +68,16 @@ def ggml() -> ctypes.CDLL:
     raise BackendError("llama-cpp-python's ggml library was not found.", "Install llama-cpp-python again.")
 
 
+def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the ggml that llama_cpp has loaded."""
+    function = getattr(ggml(), name)
+    function.restype = result
+    function.argtypes = list(arguments)
+    return function
+
+
 def _llama_lib_dir() -> Path:
-    return Path(_llama_cpp().__file__).parent / "lib"
+    return Path(llama_cpp().__file__).parent / "lib"
 
 
 @cache
@@ -79,7 +87,7 @@ def load() -> ctypes.CDLL:
     Raises VersionMismatchError if llama-cpp-python or ggml's backend API is not the one it was compiled against, and
     BackendError if either cannot be loaded.
     """
-    _llama_cpp()
+    llama_cpp()
     ggml_library = ggml()
     try:
         library = ctypes.CDLL(str(library_path()))
@@ -104,7 +112,7 @@ def load() -> ctypes.CDLL:
             f"moeedge was compiled for llama-cpp-python {compiled_for}, but {installed} is installed.",
             f"Run pip install llama-cpp-python=={compiled_for}, or install moeedge again.",
         )
-    compiled_api, installed_api = library.moeedge_backend_api_version(), _installed_api_version(ggml_library)
+    compiled_api, installed_api = library.moeedge_backend_api_version(), installed_api_version(ggml_library)
     if compiled_api != installed_api:
         raise VersionMismatchError(
             f"moeedge was compiled for ggml's backend API {compiled_api}, but llama.cpp here has {installed_api}.",
@@ -113,28 +121,11 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def _installed_api_version(ggml: ctypes.CDLL) -> int:
+def installed_api_version(ggml: ctypes.CDLL) -> int:
     """The backend API version that the first registered backend of this ggml states."""
     ggml.ggml_backend_reg_get.restype = ctypes.POINTER(ctypes.c_int)  # the first member of struct ggml_backend_reg
     ggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
     return int(ggml.ggml_backend_reg_get(0)[0])
-
-
-@cache
-def attach() -> None:
-    """Register our backend with the llama.cpp of this process; later calls have no effect.
-
-    Call it before the first context is made. Contexts start with `OffloadScope.NONE`, so that llama.cpp makes its
-    automatic choices (flash attention, fused operations) as in stock; the engine raises the scope afterwards.
-    """
-    library = load()
-    _llama_cpp().llama_backend_init()
-    if library.moeedge_register() != 0:
-        raise VersionMismatchError(
-            f"moeedge was compiled for ggml {library.moeedge_ggml_version().decode()}, and this process has another.",
-            "Install moeedge again with the llama-cpp-python that it names.",
-        )
-    library.moeedge_set_default_offload_scope(int(OffloadScope.NONE))
 
 
 def newest_instance() -> int:

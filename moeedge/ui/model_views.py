@@ -151,7 +151,8 @@ def print_devices(entries: list[DeviceRow], console: Console) -> None:
     console.print()
     for entry in entries:
         description = f"{entry.description}; " if not wide and entry.description else ""
-        console.print(f"{entry.name}: {description}{entry.remark}", soft_wrap=True)  # commands in it can be copied
+        origin = f"; from {visible(entry.file)}" if entry.file else ""
+        console.print(f"{entry.name}: {description}{entry.remark}{origin}", soft_wrap=True)  # commands can be copied
 
 
 def devices_json(entries: list[DeviceRow]) -> str:

@@ -20,7 +20,8 @@ from tests.support.worker import WorkerProcess
 _CPU = native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")
 _BLAS = native.Device("BLAS", "ACCEL", "OpenBLAS", 0, 0, "BLAS")
 _CUDA = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 6 * 2**30, 8 * 2**30, "CUDA", "0000:01:00.0")
-_IGPU = native.Device("Vulkan0", "IGPU", "a laptop's", 4, 8, "Vulkan")
+_IGPU = native.Device("Vulkan0", "IGPU", "a laptop's", 4, 8, "Vulkan", shares_host_memory=True)
+_METAL = native.Device("MTL0", "GPU", "Apple Made Up", 4, 8, "MTL", shares_host_memory=True)
 
 
 @pytest.fixture(autouse=True)
@@ -74,12 +75,16 @@ def test_only_the_bundled_model_is_emulated_by_default(offer: Callable[..., None
     assert "-dev none" in found.notes[0]
 
 
-def test_auto_skips_an_integrated_gpu(offer: Callable[..., None]) -> None:
-    offer(_CPU, _IGPU)
+@pytest.mark.parametrize("shared", [_IGPU, _METAL])
+def test_auto_skips_a_gpu_in_the_hosts_memory(shared: native.Device, offer: Callable[..., None]) -> None:
+    """Metal calls its devices GPUs: experts there would be in the same memory twice."""
+    offer(_CPU, shared)
     found = _resolve("auto")
-    assert found.kind == "none"
-    assert "-dev Vulkan0" in found.notes[0]
-    assert _resolve("Vulkan0").ggml_name == "Vulkan0"
+    assert (found.kind, found.llama_device) == ("none", "auto")
+    assert f"-dev {shared.name}" in found.notes[0]
+    assert _resolve(shared.name).ggml_name == shared.name
+    row = next(row for row in list_devices() if row.name == shared.name)
+    assert row.usable and "auto does not choose it" in row.remark
 
 
 def test_a_driver_without_cuda_build_is_named(offer: Callable[..., None]) -> None:

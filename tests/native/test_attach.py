@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_attach_twice_registers_one_device() -> None:
     native.attach()
-    native.attach.__wrapped__()  # past the cache
+    native.load().moeedge_register()
     engine_library.start()
     count = engine_library.ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
     get = engine_library.ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
@@ -56,8 +56,8 @@ def test_another_llama_cpp_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_backend_api_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_for = native.load().moeedge_backend_api_version()
-    assert native.library._installed_api_version(native.library.ggml()) == compiled_for
-    monkeypatch.setattr(native.library, "_installed_api_version", lambda ggml: compiled_for + 1)
+    assert native.library.installed_api_version(native.library.ggml()) == compiled_for
+    monkeypatch.setattr(native.library, "installed_api_version", lambda ggml: compiled_for + 1)
     with pytest.raises(VersionMismatchError, match=f"API {compiled_for}.* has {compiled_for + 1}"):
         native.load.__wrapped__()
 
