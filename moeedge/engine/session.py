@@ -12,7 +12,7 @@ from moeedge.engine.generation import Generation
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, resolve_device
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop
-from moeedge.engine.types import EngineConfig, EngineInfo, SamplingConfig
+from moeedge.engine.types import MAX_OUTPUTS, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
@@ -240,6 +240,7 @@ def _make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
         n_threads=config.n_threads,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
+        n_outputs=MAX_OUTPUTS,
         mode=config.mode,
     )
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
+MAX_GAMMA = 64
+# tokens of a graph whose logits a session reads: those of a verification
+MAX_OUTPUTS = MAX_GAMMA + 1
 
 StopReason = Literal["eos", "length", "context", "interrupted"]
 
@@ -65,8 +68,8 @@ class EngineConfig:
     context_shift: bool = False  # drop the oldest half instead of stopping when the context is full
 
     def __post_init__(self) -> None:
-        if self.gamma < 0 or self.gamma > 64:
-            raise ValueError(f"gamma (--draft-max) must be in 0..64, not {self.gamma}")
+        if not 0 <= self.gamma <= MAX_GAMMA:
+            raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
         if not 0 <= self.n_threads <= MAX_N_THREADS:

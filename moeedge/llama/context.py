@@ -75,14 +75,21 @@ class Context:
         n_threads: int = 0,
         n_batch: int = 2048,
         n_ubatch: int = 512,
+        n_outputs: int = 0,
         mode: Mode = "moeedge",
     ) -> None:
+        """Makes the context.
+
+        n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
+        `decode` computes a longer batch with all logits in pieces. Raises EngineError where memory is short.
+        """
         self.model = model
         self.n_threads = n_threads or library.physical_cores()
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = n_ctx
         parameters.n_batch = n_batch
         parameters.n_ubatch = min(n_ubatch, n_batch)
+        parameters.n_outputs_max = n_outputs
         parameters.n_threads = self.n_threads
         parameters.n_threads_batch = self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
@@ -98,6 +105,7 @@ class Context:
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle)
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
+        self._n_outputs = n_outputs or lib.llama_n_batch(self._handle)
         self.tokens: list[int] = []
         self._shifting = False
         self._memory = lib.llama_get_memory(self._handle)
@@ -195,8 +203,9 @@ class Context:
         before = len(self.tokens)
         n = len(tokens)
         try:
-            if n > self._batch.n_max:
-                return self._decode_in_pieces(tokens, phase, logits, hidden_states)
+            n_max = min(self._batch.n_max, self._n_outputs) if logits == "all" else self._batch.n_max
+            if n > n_max:
+                return self._decode_in_pieces(tokens, n_max, phase, logits, hidden_states)
             n_out = n if logits == "all" else 1 if logits == "last" else 0
             self._batch.fill(tokens, before, first_output=n - n_out)
             code = lib.llama_decode(self._handle, self._batch.c_batch)
@@ -214,10 +223,14 @@ class Context:
             raise
 
     def _decode_in_pieces(
-        self, tokens: Sequence[int], phase: Phase, logits: Literal["all", "last", "none"], hidden_states: bool
+        self,
+        tokens: Sequence[int],
+        size: int,
+        phase: Phase,
+        logits: Literal["all", "last", "none"],
+        hidden_states: bool,
     ) -> Logits:
-        """Decodes more tokens than one llama_batch holds."""
-        size = self._batch.n_max
+        """Decodes more tokens than one llama_batch or its logits have room for, `size` at a time."""
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         if logits == "all":
             decoded = (self.decode(piece, phase=phase, logits="all", hidden_states=hidden_states) for piece in pieces)

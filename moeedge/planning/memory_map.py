@@ -9,7 +9,7 @@ import psutil
 
 from moeedge import native
 from moeedge.engine.loading import resolve_device
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import MAX_OUTPUTS, EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
@@ -62,7 +62,9 @@ def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
     """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
     gpus: dict[str, MemoryShare] = {}
     ram, repacked = MemoryShare(), 0
-    with Context(model, n_ctx=n_ctx, n_threads=1, n_batch=config.n_batch, n_ubatch=config.n_ubatch) as context:
+    with Context(
+        model, n_ctx=n_ctx, n_threads=1, n_batch=config.n_batch, n_ubatch=config.n_ubatch, n_outputs=MAX_OUTPUTS
+    ) as context:
         for use in context.memory_uses():
             share = MemoryShare(use.weights_bytes, use.memory_bytes, use.compute_bytes)
             if use.on_gpu:

@@ -161,3 +161,14 @@ def test_switching_modes_changes_no_logit(context: Context) -> None:
     context.set_mode("moeedge")
     np.testing.assert_array_equal(logits_of(context, TOKENS), ours)
     assert context.sensor.read_counts().sum() > 0
+
+
+def test_more_logits_than_were_reserved_come_in_pieces(tiny_moe: Path) -> None:
+    tokens = list(range(40))
+    with Model.load(tiny_moe) as model:
+        with Context(model, n_ctx=256, n_threads=1, n_batch=16) as context:
+            expected = context.decode(tokens, phase=Phase.PREFILL, logits="all").copy()
+        with Context(model, n_ctx=256, n_threads=1, n_outputs=16) as context:
+            assert np.array_equal(context.decode(tokens, phase=Phase.PREFILL, logits="all"), expected)
+            assert context.tokens == tokens
+            assert context.decode(tokens, phase=Phase.PREFILL).shape == (1, model.info.n_vocab)

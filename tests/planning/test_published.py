@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import MAX_OUTPUTS, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama.context import Context
 from moeedge.native.devices import DRY_RUN_GPU
 from moeedge.planning.memory_map import PlannedMachine
 from moeedge.planning.planner import Planner
@@ -72,10 +73,15 @@ def test_buffers_on_a_large_gpu_equal_cudas(q4_k_m: Path) -> None:
     with planner(q4_k_m, vram_gib=24) as plan:
         found = plan.map(4096)
         assert found.whole_on_gpu and found.verdict == "fits"
-        gpu, ram = found.places
-        assert {line.what: line.n_bytes for line in gpu.lines}["compute buffers"] == CUDA_COMPUTE_BYTES
-        host = {line.what: line.n_bytes for line in ram.lines}["compute buffers"]
-        assert host == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
+        gpu, ram = ({line.what: line.n_bytes for line in place.lines}["compute buffers"] for place in found.places)
+        with Context(plan._target(all_on_gpu=True), n_ctx=4096, n_threads=1) as context:  # as llama.cpp's programs
+            uses = context.memory_uses()
+    assert sum(use.compute_bytes for use in uses if use.on_gpu) == CUDA_COMPUTE_BYTES
+    assert sum(use.compute_bytes for use in uses if not use.on_gpu) == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
+    # a session reads the logits of fewer tokens than a graph has: their buffer is no longer the largest part
+    logits_bytes = 4 * plan.facts.n_vocab
+    assert MAX_OUTPUTS * logits_bytes < gpu == 88.01171875 * MIB < 512 * logits_bytes
+    assert ram == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
 
 
 def test_on_a_small_gpu_experts_get_the_remaining_memory(q4_k_m: Path) -> None:

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moeedge.engine.types import SamplingConfig
+from moeedge.engine.types import MAX_GAMMA, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.ui.figures import Figure
-
-MAX_GAMMA = 64
 
 
 @dataclass(frozen=True)
