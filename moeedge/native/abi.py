@@ -130,6 +130,7 @@ class CacheConfigStruct(ctypes.Structure):
         ("ratio", c_double),
         ("n_stage", c_int32),
         ("link_latency_s", c_double),
+        ("pool_bytes_max", c_int64),
     ]
 
 

@@ -57,17 +57,18 @@ class CacheConfig:
     n_layers: int
     n_experts: int
     ratio: float  # share of all experts that get a slot, 0..1
-    n_stage: int = 0  # extra slots per group, for streaming prefill
+    n_stage: int = 0  # extra slots per kind of expert, for streaming prefill
     emulated_threads: int = 1
     link_bytes_per_s: float = 0.0  # rate of the emulated device's transfers; 0: not limited
     link_latency_s: float = 0.0  # fixed time of each of them
+    pool_bytes_max: int = 0  # of the slots in one tensor; 0: as much as the device allows
 
 
 @dataclass(frozen=True)
 class CacheInfo:
     """struct moeedge_cache_info: what the cache has allocated."""
 
-    n_groups: int = c_field(c_int32)  # a group: layers whose experts have the same tensors
+    n_groups: int = c_field(c_int32)  # a group: layers whose experts have the same tensors and share slots
     n_layers: int = c_field(c_int32)
     n_experts: int = c_field(c_int32)
     n_stage: int = c_field(c_int32)
@@ -341,6 +342,7 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ..
         n_tensors=len(tensors),
         ratio=config.ratio,
         n_stage=config.n_stage,
+        pool_bytes_max=config.pool_bytes_max,
     )
     return struct, (files, tensors)
 

@@ -47,12 +47,14 @@ def stock(model: Path) -> Iterator[StockContext]:
         yield context
 
 
-@pytest.mark.parametrize("ratio", [0.17, 1.0])
-def test_logits_of_every_path(ratio: float, model: Path, stock: StockContext) -> None:
+@pytest.mark.parametrize(("ratio", "layers_per_pool"), [(0.17, 0), (1.0, 0), (0.5, 1)])
+def test_logits_of_every_path(ratio: float, layers_per_pool: int, model: Path, stock: StockContext) -> None:
     stock.trim(0)
     expected = stock.decode(PROMPT)
     scale = np.abs(expected).max()
-    with hybrid_context(model, ratio, n_stage=8, n_ubatch=100) as (context, cache):
+    with hybrid_context(model, ratio, n_stage=8, layers_per_pool=layers_per_pool, n_ubatch=100) as (context, cache):
+        if layers_per_pool:
+            assert cache.info.n_groups == np.count_nonzero(cache.groups()[0] >= 0)
         RandomPlans(cache, 1).fill()
         for path in PATHS:
             cache.set_prefill(path, 33)

@@ -115,6 +115,40 @@ def test_layers_of_different_shape_have_separate_pools(tmp_path: Path) -> None:
             ask(cache, [(0, 0)])
 
 
+@pytest.mark.parametrize("ratio", [0.25, 0.4, 1.0])
+def test_layers_have_pools_of_their_own_where_one_would_be_too_large(ratio: float, tmp_path: Path) -> None:
+    mixed = write_experts(tmp_path / "mixed.bin", n_layers=12, wide_layers=(1, 4), dense_layers=(0,))
+    slot_bytes = mixed.tensors[3].stride  # of the largest role of an expert that is not wide
+    with (
+        ExpertCache.open(mixed.config(ratio)) as plain,
+        ExpertCache.open(mixed.config(ratio, n_stage=4, pool_bytes_max=16 * slot_bytes)) as cut,
+    ):
+        layer_group, capacity, expert_bytes = cut.groups()
+        assert cut.info.n_slots == cut.info.slots_wanted == plain.info.n_slots
+        assert cut.info.n_groups == plain.info.n_groups + {0.25: 1, 0.4: 1, 1.0: 5}[ratio]
+        narrow = [group for layer, group in enumerate(layer_group.tolist()) if layer not in (0, 1, 4)]
+        assert narrow == sorted(narrow), "a pool has neighbouring layers"
+        for group in set(narrow):
+            n_experts = narrow.count(group) * 8
+            assert capacity[group] <= 16
+            assert abs(capacity[group] - ratio * n_experts) <= 1
+        assert (expert_bytes[narrow] * 2 == expert_bytes[layer_group[1]]).all()
+        staging_bytes = 4 * int(expert_bytes[narrow[0]] + expert_bytes[layer_group[1]])
+        assert cut.info.pool_bytes == plain.info.pool_bytes + staging_bytes
+        ask(cut, list(product(range(1, 12), range(8))))
+        drain(cut)
+        assert assert_bytes(cut, mixed) == cut.info.n_slots
+
+
+def test_a_pool_of_one_layer_takes_the_slots_that_fit(tmp_path: Path) -> None:
+    model = write_experts(tmp_path / "model.bin", n_layers=3)
+    slot_bytes = model.tensors[0].stride
+    with ExpertCache.open(model.config(1.0, n_stage=8, pool_bytes_max=5 * slot_bytes)) as cache:
+        assert cache.groups()[1].tolist() == [5, 5, 5]
+        assert cache.info.slots_wanted == 24
+        assert cache.info.n_stage == 5
+
+
 def test_staging_slots_are_extra(experts: ExpertFile) -> None:
     with ExpertCache.open(experts.config(0.5)) as plain, ExpertCache.open(experts.config(0.5, n_stage=4)) as staged:
         assert staged.info.n_slots == plain.info.n_slots

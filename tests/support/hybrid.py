@@ -96,13 +96,15 @@ def hybrid_context(
     ratio: float,
     *,
     n_stage: int = 0,
+    layers_per_pool: int = 0,
     device: str | None = None,
     experts_from: Path | None = None,
     **options: Any,
 ) -> Iterator[tuple[StockContext, ExpertCache]]:
     """A bare context and its expert cache, attached; the caller plans.
 
-    experts_from: another model of the same shape, whose experts the device gets.
+    layers_per_pool: layers that share slots, 0: all. experts_from: another model of the same shape, whose experts the
+    device gets.
     """
     library.start()
     resolved = resolve(DeviceSpec.parse(device or device_under_test()), bundled=False)
@@ -120,6 +122,7 @@ def hybrid_context(
             tensors=tensors,
             ratio=ratio,
             n_stage=n_stage,
+            pool_bytes_max=int(layers_per_pool * ratio * max(t.stride * t.n_experts for t in tensors)),
         )
         with ExpertCache.open(config) as cache:
             cache.attach(sensor)

@@ -162,12 +162,13 @@ struct moeedge_cache_config {
     const struct moeedge_expert_tensor * tensors;
     int32_t              n_tensors;
     double               ratio;            // share of all experts that get a slot, 0..1
-    int32_t              n_stage;          // extra slots per group, for streaming prefill
+    int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
     double               link_latency_s;   // fixed time of each of the emulated device's transfers
+    int64_t              pool_bytes_max;   // of the slots in one tensor; 0: as much as the device allows
 };
 
 struct moeedge_cache_info {
-    int32_t n_groups;      // a group: layers whose experts have the same tensors
+    int32_t n_groups;      // a group: layers whose experts have the same tensors and share slots
     int32_t n_layers, n_experts;
     int32_t n_stage;
     int64_t n_slots;       // of all groups

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <exception>
+#include <numeric>
 
 namespace moeedge {
 
@@ -14,17 +15,22 @@ static bool is_valid(const moeedge_cache_config & config) {
     const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
     // a comparison with NaN is false
     const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0 &&
-                            config.link_latency_s >= 0.0;
+                            config.link_latency_s >= 0.0 && config.pool_bytes_max >= 0;
     return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0;
 }
 
-// slots per group: the same share of each, at least one unless the share is 0
+// Slots per group: the same share of each, at least one unless the share is 0. The parts of a group have as many together as
+// it would have uncut.
 static std::vector<int> wanted_slots(const expert_layout & layout, double ratio) {
     std::vector<int> wanted;
-    for (const expert_group & group : layout.groups) {
-        const int n_experts = group.n_layers * layout.n_experts;
-        const int n_slots   = (int) std::lround(ratio * n_experts);
-        wanted.push_back(ratio > 0.0 ? std::clamp(n_slots, 1, n_experts) : 0);
+    int              n_before = 0; // experts of the earlier parts
+    for (size_t g = 0; g < layout.groups.size(); g++) {
+        const bool is_first  = g == 0 || layout.groups[g].kind != layout.groups[g - 1].kind;
+        const int  n_experts = layout.groups[g].n_layers * layout.n_experts;
+        n_before             = is_first ? 0 : n_before;
+        const long n_slots   = std::lround(ratio * (n_before + n_experts)) - std::lround(ratio * n_before);
+        wanted.push_back(ratio > 0.0 ? std::clamp((int) n_slots, 1, n_experts) : 0);
+        n_before += n_experts;
     }
     return wanted;
 }
@@ -45,15 +51,29 @@ static std::shared_ptr<cache_core> open_core(const moeedge_cache_config & config
     return core->device ? core : nullptr;
 }
 
+// what the pools are allocated for
+struct pool_request {
+    double  ratio;
+    int     n_stage;
+    int64_t pool_bytes_max;
+};
+
 // pools, staging memory and table; talks to the device
-static bool allocate(cache_core & core, const std::vector<int> & wanted, int n_stage) {
-    cache_device & device = *core.device;
-    core.pools.reset(new slot_pools(core.device, core.layout, n_stage));
-    core.moving.reset(new expert_uploader(device, device.transfer, core.source, core.layout, *core.pools));
-    if (n_stage > 0) {
-        core.streaming.reset(new expert_uploader(device, device.stream, core.source, core.layout, *core.pools));
+static bool allocate(cache_core & core, const pool_request & request) {
+    cache_device &    device = *core.device;
+    const pool_limits limits(device, request.pool_bytes_max);
+    core.layout.cut([&](const expert_group & group) { return limits.count_parts(group, core.layout.n_experts, request.ratio); });
+    const std::vector<int> wanted = wanted_slots(core.layout, request.ratio);
+    core.slots_wanted             = std::accumulate(wanted.begin(), wanted.end(), (int64_t) 0);
+    core.pools.reset(new slot_pools(core.device, core.layout, limits, request.n_stage));
+    const auto new_uploader = [&](ggml_backend_t backend, bool is_staging) {
+        return std::make_unique<expert_uploader>(device, backend, core.source, core.layout, *core.pools, is_staging);
+    };
+    core.moving = new_uploader(device.transfer, /* is_staging = */ false);
+    if (request.n_stage > 0) {
+        core.streaming = new_uploader(device.stream, /* is_staging = */ true);
     }
-    if (!core.moving->allocate() || (n_stage > 0 && !core.streaming->allocate()) || !core.pools->allocate(wanted)) {
+    if (!core.moving->allocate() || (core.streaming && !core.streaming->allocate()) || !core.pools->allocate(wanted)) {
         return false;
     }
     std::vector<int> capacity;
@@ -82,10 +102,10 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
         return nullptr;
     }
     const std::shared_ptr<cache_device> device       = core->device;
-    const std::vector<int>              wanted       = wanted_slots(core->layout, config.ratio);
+    const pool_request                  request      = { config.ratio, config.n_stage, config.pool_bytes_max };
     auto                                is_allocated = std::make_shared<bool>(false);
-    const bool is_answered = device->health->run(
-        [core, wanted, n_stage = config.n_stage, is_allocated] { *is_allocated = allocate(*core, wanted, n_stage); });
+    const bool                          is_answered =
+        device->health->run([core, request, is_allocated] { *is_allocated = allocate(*core, request); });
     if (!is_answered) {
         status = MOEEDGE_STATUS_DEVICE_LOST;
         error  = device->lost_message();
@@ -106,16 +126,12 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
             live->table->stop();
         }
     });
-    int64_t slots_wanted = 0;
-    for (const int n : wanted) {
-        slots_wanted += n;
-    }
     status = MOEEDGE_STATUS_OK;
-    return std::make_shared<expert_cache>(std::move(core), slots_wanted, config.n_stage);
+    return std::make_shared<expert_cache>(std::move(core));
 }
 
-expert_cache::expert_cache(std::shared_ptr<cache_core> c, int64_t n_wanted, int n)
-    : n_stage(n), core(std::move(c)), slots_wanted(n_wanted), mover(new expert_mover(core)) {}
+expert_cache::expert_cache(std::shared_ptr<cache_core> c)
+    : n_stage(c->pools->n_staging()), core(std::move(c)), mover(new expert_mover(core)) {}
 
 expert_cache::~expert_cache() {
     close();
@@ -139,6 +155,11 @@ int expert_cache::group_of(int layer) const {
 ggml_tensor * expert_cache::pool(int group, const char * role) const {
     const int index = core->layout.role_index(group, role);
     return index < 0 ? nullptr : core->pools->tensor(group, index);
+}
+
+ggml_tensor * expert_cache::stage(int group, const char * role) const {
+    const int index = core->layout.role_index(group, role);
+    return index < 0 ? nullptr : core->pools->stage(group, index);
 }
 
 int expert_cache::acquire(int layer, const int32_t * experts, int n, int32_t * slots) {
@@ -187,7 +208,7 @@ void expert_cache::get_info(moeedge_cache_info & out) const {
     for (int g = 0; g < out.n_groups; g++) {
         out.n_slots += core->pools->capacity(g);
     }
-    out.slots_wanted  = slots_wanted;
+    out.slots_wanted  = core->slots_wanted;
     out.pool_bytes    = core->pools->bytes();
     out.staging_bytes = (int64_t) (core->moving->staging_bytes() + (streaming ? streaming->staging_bytes() : 0));
     out.unpinned      = core->moving->is_unpinned() || (streaming && streaming->is_unpinned());

@@ -1,8 +1,9 @@
 // Expert cache of one session: slot pools on a device, the table of which expert is in which slot, and the thread that moves
 // them.
 //
-// Groups   layers whose experts have the same tensors (role, type, shape) form a group. A slot of a group holds one expert
-//          of any of its layers, in one pool tensor per role: [ne0, ne1, n_slots], biases [ne0, n_slots].
+// Groups   layers whose experts have the same tensors (role, type, shape) form a group, or several where one pool would be
+//          larger than the device allows. A slot of a group holds one expert of any of its layers, in one pool tensor per
+//          role: [ne0, ne1, n_slots], biases [ne0, n_slots].
 // Protocol the computing thread pins the slots of a block with acquire, computes, and releases them. The mover ends an
 //          expert's residency before it writes to its slot, starts it only after the bytes have arrived, and never takes a
 //          pinned slot; so no expert is ever computed from half-written bytes.
@@ -32,7 +33,7 @@ class expert_cache {
 
     // null with the reason in `error` and `status` (moeedge_status)
     static std::shared_ptr<expert_cache> create(const moeedge_cache_config & config, std::string & error, int & status);
-    expert_cache(std::shared_ptr<cache_core> core, int64_t slots_wanted, int n_stage);
+    explicit expert_cache(std::shared_ptr<cache_core> core);
     ~expert_cache();
     // ends the mover, also while the cache has other owners; no expert is resident from then on
     void close();
@@ -41,7 +42,7 @@ class expert_cache {
 
     // group of a layer's experts, -1: the layer has none
     int           group_of(int layer) const;
-    // pool tensor of a role ("ffn_up_exps.weight") in a group, [ne0, ne1, n_slots + n_stage]; null if there is none
+    // pool tensor of a role ("ffn_up_exps.weight") in a group, [ne0, ne1, n_slots]; null if there is none
     ggml_tensor * pool(int group, const char * role) const;
 
     // slots[i] = slot of experts[i] if resident, now pinned, else not_resident; duplicates are pinned as often as they occur.
@@ -54,9 +55,9 @@ class expert_cache {
 
     const cache_device & device() const { return *core->device; }
 
-    // staging slots for streaming: n_stage of them per group, the first is first_stage(group)
-    const int n_stage;
-    int       first_stage(int group) const { return core->pools->capacity(group); }
+    // staging slots for streaming, in tensors of their own: stage(group, role) [ne0, ne1, n_stage], null without any
+    const int     n_stage;
+    ggml_tensor * stage(int group, const char * role) const;
     // writes experts [n] of a layer to staging slots [n] with the streaming instance, and waits for it; called by one
     // thread at a time, which is not the mover. False: failed or lost.
     bool stage(int layer, const int32_t * experts, int n, const int32_t * slots);
@@ -88,7 +89,6 @@ class expert_cache {
 
   private:
     std::shared_ptr<cache_core>   core;
-    const int64_t                 slots_wanted;
     std::mutex                    closing;
     std::unique_ptr<expert_mover> mover; // null once closed
 };

@@ -63,6 +63,7 @@ static int group_with(std::vector<expert_group> & groups, const std::vector<expe
     }
     groups.emplace_back();
     groups.back().roles = roles;
+    groups.back().kind  = (int) groups.size() - 1;
     for (const expert_role & role : roles) {
         groups.back().expert_bytes += role.bytes;
     }
@@ -101,6 +102,32 @@ bool expert_layout::read(const moeedge_cache_config & config, std::string & erro
         groups[group_of[layer]].n_layers++;
     }
     return true;
+}
+
+void expert_layout::cut(const std::function<int(const expert_group &)> & count_parts) {
+    std::vector<expert_group> parts;
+    std::vector<int>          part_of(group_of);
+    for (size_t g = 0; g < groups.size(); g++) {
+        const int first   = (int) parts.size();
+        const int n_parts = count_parts(groups[g]);
+        parts.insert(parts.end(), (size_t) n_parts, groups[g]);
+        for (int i = 0; i < n_parts; i++) {
+            parts[first + i].n_layers = 0;
+        }
+        int n_before = 0; // layers of this group
+        for (int layer = 0; layer < n_layers; layer++) {
+            if (group_of[layer] == (int) g) {
+                part_of[layer] = first + (int) ((int64_t) n_before++ * n_parts / groups[g].n_layers);
+                parts[part_of[layer]].n_layers++;
+            }
+        }
+    }
+    groups.swap(parts);
+    group_of.swap(part_of);
+}
+
+int expert_layout::n_kinds() const {
+    return groups.empty() ? 0 : groups.back().kind + 1;
 }
 
 int expert_layout::role_index(int group, const char * role) const {

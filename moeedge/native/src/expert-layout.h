@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -24,11 +25,12 @@ struct expert_role {
     bool operator==(const expert_role & other) const;
 };
 
-// layers whose experts have the same tensors
+// layers whose experts have the same tensors, or a part of those layers where one pool cannot hold slots for all of them
 struct expert_group {
     std::vector<expert_role> roles; // by name
     int                      n_layers     = 0;
     size_t                   expert_bytes = 0;
+    int                      kind         = 0; // groups of one kind have the same roles
 };
 
 // where a role of a layer is stored
@@ -47,7 +49,10 @@ struct expert_layout {
 
     // false with the reason in `error` if the configuration contradicts itself
     bool read(const moeedge_cache_config & config, std::string & error);
+    // cuts each group into as many runs of layers as `count_parts` says; before the groups are used
+    void cut(const std::function<int(const expert_group &)> & count_parts);
 
+    int n_kinds() const;
     int role_index(int group, const char * role) const; // -1: none
 };
 

@@ -23,6 +23,7 @@ struct cache_core {
     std::unique_ptr<expert_uploader> streaming; // for staging slots; null if there are none
     double                           link_bytes_per_s = 0;
     double                           link_latency_s   = 0;
+    int64_t                          slots_wanted     = 0;
     std::atomic<int>                 batch{ 0 };            // see moeedge_cache_set_batch
     bool                             has_mover_ended = false; // see device_health::wait
 };

@@ -10,8 +10,8 @@ static constexpr size_t remote_chunk_bytes = 512u << 10;
 static constexpr int    n_stream_chunks    = 4;
 
 expert_uploader::expert_uploader(const cache_device & dev, ggml_backend_t be, const expert_source & from,
-                                 const expert_layout & of, const slot_pools & to)
-    : device(dev), backend(be), source(from), layout(of), pools(to) {}
+                                 const expert_layout & of, const slot_pools & to, bool to_staging)
+    : device(dev), backend(be), source(from), layout(of), pools(to), is_staging(to_staging) {}
 
 expert_uploader::~expert_uploader() {
     if (device.health->is_lost()) {
@@ -71,7 +71,7 @@ bool expert_uploader::send_role(int layer, int role, int expert, int slot, int n
     const int     group = layout.group_of[layer];
     const size_t  each  = layout.groups[group].roles[role].bytes;
     const size_t  bytes = each * n;
-    ggml_tensor * pool  = pools.tensor(group, role);
+    ggml_tensor * pool  = is_staging ? pools.stage(group, role) : pools.tensor(group, role);
     const size_t  to    = slot * each;
     if (device.is_host) {
         return source.read(layer, role, expert, 0, bytes, (char *) pool->data + to);

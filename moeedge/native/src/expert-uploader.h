@@ -18,9 +18,9 @@ namespace moeedge {
 
 class expert_uploader {
   public:
-    // transfers with `backend`; all that is given must outlive the uploader
+    // transfers with `backend`, to slots or (`is_staging`) to staging slots; all that is given must outlive the uploader
     expert_uploader(const cache_device & device, ggml_backend_t backend, const expert_source & source,
-                    const expert_layout & layout, const slot_pools & pools);
+                    const expert_layout & layout, const slot_pools & pools, bool is_staging);
     ~expert_uploader();
     expert_uploader(const expert_uploader &)             = delete;
     expert_uploader & operator=(const expert_uploader &) = delete;
@@ -56,6 +56,7 @@ class expert_uploader {
     const expert_source & source;
     const expert_layout & layout;
     const slot_pools &    pools;
+    const bool            is_staging;
 
     std::function<void()> yield_to_compute = [] {};
     ggml_backend_buffer_t buffer   = nullptr;

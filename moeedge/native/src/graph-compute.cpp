@@ -124,7 +124,7 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
     }
     if (self->hybrid) {
         for (const moe_block & block : found.blocks) {
-            found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {} });
+            found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {}, {} });
             if (!self->hybrid->place(found.placed.back())) {
                 self->cache->records.add_unknown();
             }

@@ -96,6 +96,7 @@ bool hybrid_executor::place(placed_chain & placed) const {
         }
         placed.host_tables.push_back(table.tensor);
         placed.device_tables.push_back(pool);
+        placed.stage_tables.push_back(cache->stage(placed.group, table.role.c_str()));
     }
     return true;
 }
@@ -174,10 +175,10 @@ bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_li
     return true;
 }
 
-// starts the device on pairs whose slots are pinned; false: it cannot take them
-bool hybrid_executor::submit(const placed_chain & placed, const index_list & pairs) {
+// starts the device on pairs whose slots, in `tables`, are pinned; false: it cannot take them
+bool hybrid_executor::submit(const placed_chain & placed, const index_list & pairs, const table_list & tables) {
     const expert_chain & chain = placed.chain;
-    subgraph *           sub   = device_graphs->get(chain, pairs.size(), chain.n_tokens() == 1, placed.device_tables);
+    subgraph *           sub   = device_graphs->get(chain, pairs.size(), chain.n_tokens() == 1, tables);
     float *              input = nullptr;
     int32_t *            ids   = nullptr;
     if (sub == nullptr || !worker->prepare(*sub, input, ids)) {
@@ -214,12 +215,13 @@ bool hybrid_executor::is_timed_alone() {
 
 // Computes pairs in pieces that a device takes at once; the CPU computes the pieces that it does not take. The input must
 // have been kept, since the columns of a piece may overwrite it.
-bool hybrid_executor::compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record) {
+bool hybrid_executor::compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
+                                        moeedge_block_record & record) {
     bool ok = true;
     for (size_t begin = 0; ok && begin < pairs.size(); begin += n_pairs_max) {
         const size_t     end = std::min(begin + n_pairs_max, pairs.size());
         const index_list piece(pairs.begin() + begin, pairs.begin() + end);
-        if (!cache->is_lost() && submit(placed, piece)) {
+        if (!cache->is_lost() && submit(placed, piece, tables)) {
             ok = finish(placed, piece, record);
             continue;
         }
@@ -259,7 +261,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         on_device.resize(n_pairs_max);
     }
     block_outcome result = BLOCK_NOT_COMPUTED;
-    if (submit(placed, on_device)) {
+    if (submit(placed, on_device, placed.device_tables)) {
         if (is_timed_alone()) {
             const int64_t wait_ns = now_ns();
             worker->wait();
@@ -267,7 +269,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         }
         const bool cpu_ok    = on_cpu.empty() || compute_on_cpu(placed, on_cpu, record);
         const bool device_ok = finish(placed, on_device, record);
-        const bool ok        = cpu_ok && device_ok && compute_on_device(placed, later, record);
+        const bool ok        = cpu_ok && device_ok && compute_on_device(placed, later, placed.device_tables, record);
         result               = ok ? BLOCK_DONE : BLOCK_ABORTED;
     }
     pins.release();
@@ -297,7 +299,7 @@ void hybrid_executor::record_cpu_block(const expert_chain & chain, int phase) {
 // them is computed while the other half is being written.
 
 // cuts the pairs whose expert has no slot into chunks of half the staging slots, by expert
-void hybrid_executor::cut_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks) {
+void hybrid_executor::cut_chunks(std::vector<stream_chunk> & chunks) {
     const int per_chunk = cache->n_stage / 2;
     index_list missing;
     for (size_t p = 0; p < slots.size(); p++) {
@@ -317,7 +319,7 @@ void hybrid_executor::cut_chunks(const placed_chain & placed, std::vector<stream
             const int half = (int) (chunks.size() - 1) % 2;
             const int at   = half * per_chunk + (int) chunk.experts.size();
             chunk.experts.push_back(experts[p]);
-            chunk.slots.push_back(cache->first_stage(placed.group) + at);
+            chunk.slots.push_back(at);
         }
         chunk.pairs.push_back(p);
         slots[p] = chunk.slots.back();
@@ -334,7 +336,7 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
     if (!chunks.empty()) {
         staged = stage(chunks[0]);
     }
-    bool ok = compute_on_device(placed, on_device, record);
+    bool ok = compute_on_device(placed, on_device, placed.device_tables, record);
     for (size_t c = 0; c < chunks.size(); c++) {
         const int64_t begin_ns = now_ns();
         const bool    is_there = staged.get();
@@ -343,7 +345,7 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
             staged = stage(chunks[c + 1]);
         }
         const index_list & pairs = chunks[c].pairs;
-        ok = ok && (is_there ? compute_on_device(placed, pairs, record) : compute_on_cpu(placed, pairs, record));
+        ok = ok && (is_there ? compute_on_device(placed, pairs, placed.stage_tables, record) : compute_on_cpu(placed, pairs, record));
     }
     return ok;
 }
@@ -368,7 +370,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
         }
     }
     std::vector<stream_chunk> chunks;
-    cut_chunks(placed, chunks);
+    cut_chunks(chunks);
 
     moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_STREAM);
     record.pairs_device         = (int32_t) slots.size();

@@ -20,6 +20,7 @@ struct placed_chain {
     int          group = -1;    // of the cache; -1: its experts stay on the CPU
     table_list   host_tables;   // as the graph has them
     table_list   device_tables; // slot pools
+    table_list   stage_tables;  // staging slots, null without any
 };
 
 enum block_outcome {
@@ -59,7 +60,7 @@ class hybrid_executor {
     struct stream_chunk {
         index_list experts, slots, pairs;
     };
-    void cut_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks);
+    void cut_chunks(std::vector<stream_chunk> & chunks);
     bool stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record);
 
     int  count_unique(const index_list & pairs);
@@ -68,10 +69,11 @@ class hybrid_executor {
     void scatter(const expert_chain & chain, const index_list & pairs, const float * columns) const;
     bool compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
                         const float * gathered = nullptr);
-    bool submit(const placed_chain & placed, const index_list & pairs);
+    bool submit(const placed_chain & placed, const index_list & pairs, const table_list & tables);
     bool finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
     bool is_timed_alone();
-    bool compute_on_device(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
+    bool compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
+                           moeedge_block_record & record);
 
     std::shared_ptr<expert_cache>  cache;
     ggml_backend_dev_t             cpu_dev;
