@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moeedge.data import Dataset
 from moeedge.engine.types import EngineConfig
@@ -18,6 +18,12 @@ if TYPE_CHECKING:  # imported before the options are read, which must not load l
 REFERENCE = "stock-ar"
 NO_POLICY = "none"
 DEFAULT_REPETITIONS = 3
+DEFAULT_MODES = "stock-ar,stock-sd,moeedge"
+GPU_MODES = "stock-ncmoe,stock-ncmoe-sd"  # by default in addition, where a GPU can hold whole layers
+
+# what decides where a mode's experts are: the target that the modes share, llama.cpp's --n-cpu-moe or its --fit; a
+# replay runs no model
+Method = Literal["shared", "ncmoe", "fit", "replay"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class BenchMode:
     policy: str | None = None  # of the expert cache
     cache_ratio: float | None = None
     execution: ExecutionConfig | None = None
+    method: Method = "shared"
 
     @property
     def label(self) -> str:
@@ -41,7 +48,7 @@ class BenchMode:
     @property
     def is_swept(self) -> bool:
         """Whether this column has an expert cache of its own."""
-        return self.policy is not None or self.cache_ratio is not None
+        return self.engine == "moeedge" and (self.policy is not None or self.cache_ratio is not None)
 
 
 MODES = {
@@ -51,6 +58,13 @@ MODES = {
         BenchMode("stock-sd", "stock", drafts=True),  # stock llama.cpp with the same draft and loop
         BenchMode("moeedge", "moeedge", drafts=True),  # our backend with the draft
         BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
+        # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
+        BenchMode("stock-ncmoe", "stock", drafts=False, method="ncmoe"),
+        BenchMode("stock-ncmoe-sd", "stock", drafts=True, method="ncmoe"),
+        BenchMode("stock-fit", "stock", drafts=False, method="fit"),
+        BenchMode("stock-fit-sd", "stock", drafts=True, method="fit"),
+        # the expert cache of later llama.cpp releases, on the routing that the run has recorded
+        BenchMode("llama-cpp-cache", "stock", drafts=True, method="replay"),
     )
 }
 
@@ -58,7 +72,8 @@ MODES = {
 def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
     """Returns the modes that make sense, and one sentence for each mode that is left out or changed.
 
-    Without a draft the mode moeedge decodes one token at a time, and stock-sd would repeat stock-ar.
+    Without a draft the mode moeedge decodes one token at a time, and each stock mode with drafts would repeat the one
+    without.
     """
     if has_draft:
         return tuple(modes), []
@@ -66,8 +81,9 @@ def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tu
     notes = []
     names = [mode.name for mode in modes]
     for mode in modes:
-        if mode.name == "stock-sd":
-            notes.append("stock-sd is left out: without a draft it is the same as stock-ar.")
+        if mode.name.endswith("-sd"):
+            plain = REFERENCE if mode.method == "shared" else mode.name.removesuffix("-sd")
+            notes.append(f"{mode.name} is left out: without a draft it is the same as {plain}.")
         elif mode.name == "moeedge":
             kept.append(replace(mode, drafts=False))
             notes.append("moeedge runs without a draft.")
@@ -104,19 +120,22 @@ class Sweep:
         return bool(self.policies or self.ratios)
 
     def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
-        """Returns `modes` with each mode of our backend once per policy and ratio; stock modes stay as they are.
+        """Returns `modes` with each mode of our backend once per policy and ratio.
 
-        Raises InputError where no mode has our backend.
+        Stock modes that fill the same memory, or replay the same cache, come once per ratio; the others stay as they
+        are. Raises InputError where no mode has our backend.
         """
         if self.asked and all(mode.engine == "stock" for mode in modes):
             raise InputError("Stock modes have no expert cache.", "Name moeedge or moeedge-ar in --modes.")
         swept: list[BenchMode] = []
         for mode in modes:
-            if mode.engine == "stock":
+            if mode.method in ("ncmoe", "replay"):
+                swept += [replace(mode, cache_ratio=ratio) for ratio in self.ratios or (None,)]
+            elif mode.engine == "stock":
                 swept.append(mode)
-                continue
-            for policy in self.policies or (mode.policy,):
-                swept += [replace(mode, policy=policy, cache_ratio=ratio) for ratio in self.ratios or (None,)]
+            else:
+                for policy in self.policies or (mode.policy,):
+                    swept += [replace(mode, policy=policy, cache_ratio=ratio) for ratio in self.ratios or (None,)]
         return tuple(swept)
 
 

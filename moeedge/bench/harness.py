@@ -46,6 +46,7 @@ class BenchArm:
 
     mode: BenchMode
     session: Session
+    own_target: bool = False  # its target has other layers on a GPU than that of the other modes
 
     def prompt_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token ids of a conversation that asks for the next answer."""
@@ -118,7 +119,9 @@ class BenchArm:
 
 def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:
     """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them."""
-    target = stack.enter_context(load_target(base))
+    has_size = any(mode.cache_ratio is not None for mode in modes)
+    # a model that fits a GPU is not left there entirely where modes ask for a cache
+    target = stack.enter_context(load_target(base, whole_fits=False if has_size else None))
     if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
         return target, None
     return target, stack.enter_context(load_draft(base))

@@ -94,7 +94,7 @@ class Difference:
     position: int  # in the answer, from 0
     reference_token: int | None  # None: the reference stopped here
     token: int | None  # None: this mode stopped here
-    gap: float  # logits by which stock-ar's context prefers the better of the two
+    gap: float  # logits by which stock-ar's context, or the mode's own split, prefers the better of the two
     near_tie: bool
 
 
@@ -117,11 +117,17 @@ class OutputCheck:
 
 
 def check_answers(
-    samples: Sequence[Sample], reference: Sequence[Sample], logits_at: LogitsAt, end_tokens: Sequence[int]
+    samples: Sequence[Sample],
+    reference: Sequence[Sample],
+    logits_at: LogitsAt,
+    end_tokens: Sequence[int],
+    *,
+    own_split: bool = False,
 ) -> OutputCheck:
     """Compares every answer of `samples` with the first answer that `reference` gave to the same turn.
 
-    end_tokens: ids that stop an answer, for the case that one of the two stopped.
+    end_tokens: ids that stop an answer, for the case that one of the two stopped. own_split: `logits_at` computes with
+    the same layers on the GPU as `samples`, which rounds otherwise than the reference: there the best token is right.
     """
     expected: dict[tuple[str, int], Sample] = {}
     for sample in reference:
@@ -136,7 +142,7 @@ def check_answers(
         equal[sample.prompt] = equal.get(sample.prompt, True) and same
         key = (sample.prompt, sample.turn, tuple(sample.tokens))
         if not same and key not in differences:  # a repeated difference is listed once
-            differences[key] = _difference(sample, base, logits_at, end_tokens)
+            differences[key] = _difference(sample, base, logits_at, end_tokens, own_split)
     return OutputCheck(
         equal=sum(equal.values()),
         compared=len(equal),
@@ -145,7 +151,9 @@ def check_answers(
     )
 
 
-def _difference(sample: Sample, base: Sample, logits_at: LogitsAt, end_tokens: Sequence[int]) -> Difference:
+def _difference(
+    sample: Sample, base: Sample, logits_at: LogitsAt, end_tokens: Sequence[int], own_split: bool
+) -> Difference:
     """Returns the first difference of two answers that differ."""
 
     def token_at(answer: Sample, position: int) -> int | None:
@@ -158,6 +166,8 @@ def _difference(sample: Sample, base: Sample, logits_at: LogitsAt, end_tokens: S
 
     def gap_of(position: int) -> float:
         logits = logits_at(base, position)
+        if own_split:
+            return float(logits.max()) - logit(logits, token_at(sample, position))
         return abs(logit(logits, token_at(base, position)) - logit(logits, token_at(sample, position)))
 
     agreement = compare_answers(base.tokens, sample.tokens, gap_of)

@@ -1,8 +1,8 @@
 """Room for a run: the context that its prompts need, and which expert caches are measured side by side.
 
-All modes are measured in one pass if their expert caches fit the device at once. Otherwise the first pass has the stock
-modes and one cache, and every later pass has one more cache and the reference once more: ratios stay those of
-neighbours in time.
+All modes are measured in one pass if their expert caches and whole layers fit the device at once. Otherwise the first
+pass has the stock modes and one cache, and every later pass has one more cache, or a mode with whole layers, and the
+reference once more: ratios stay those of neighbours in time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import psutil
 
 from moeedge.bench.config import REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm
+from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.samples import Sample
+from moeedge.bench.whole_layers import DeviceUse
 from moeedge.data import Prompt
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError
+from moeedge.hardware.devices import ResolvedDevice, read_memory
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.policies.base import LookaheadStatus
@@ -79,22 +82,38 @@ class Pass:
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # by test
     vram_bytes: dict[str, int] = field(default_factory=dict)  # used on the device at the end, by label
     lookahead: dict[str, LookaheadStatus] = field(default_factory=dict)  # as judged last, by label
+    device_use: dict[str, DeviceUse] = field(default_factory=dict)  # at the end, by label
+    checks: dict[str, OutputCheck] = field(default_factory=dict)  # of modes with their own target, by label
 
 
-def split_passes(modes: Sequence[BenchMode], *, together: bool) -> list[Pass]:
-    """Returns one pass, or one per swept mode where their caches do not fit the device together."""
+def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[BenchMode] = ()) -> list[Pass]:
+    """Returns one pass, or one per swept mode where their caches do not fit the device together.
+
+    apart: further modes, each of which needs a pass of its own.
+    """
     swept = [mode for mode in modes if mode.is_swept]
-    if together or len(swept) < 2:
-        return [Pass(tuple(modes))]
-    stock = tuple(mode for mode in modes if not mode.is_swept)
-    reference = tuple(mode for mode in stock if mode.name == REFERENCE)
+    later = list(apart)
+    first = tuple(modes)
+    if not together and len(swept) > 1:
+        first = (*(mode for mode in modes if not mode.is_swept), swept[0])
+        later = [*swept[1:], *apart]
+    reference = tuple(mode for mode in modes if mode.name == REFERENCE)
     repeated = REFERENCE if reference else None
-    return [Pass((*stock, swept[0])), *(Pass((*reference, mode), repeated) for mode in swept[1:])]
+    return [Pass(first), *(Pass((*reference, mode), repeated) for mode in later)]
 
 
 def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
     """Returns the swept mode with the largest cache; a size that the engine chooses counts as the largest."""
     return max(modes, key=lambda mode: 2.0 if mode.cache_ratio is None else mode.cache_ratio)
+
+
+def layers_fit(uses: Sequence[DeviceUse], device: ResolvedDevice) -> bool:
+    """Returns whether the GPU has room for modes with targets of their own, next to all that is open.
+
+    A GPU whose driver reports no memory counts as full.
+    """
+    reading = read_memory(device)
+    return reading is not None and sum(use.total_bytes for use in uses) <= _USABLE * reading.free_bytes
 
 
 def caches_fit(probe: BenchArm, others: Sequence[BenchMode]) -> bool:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import moeedge
-from moeedge.bench.config import BenchMode, BenchPlan
+from moeedge.bench.config import MODES, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
 from moeedge.bench.scores import Scores
+from moeedge.bench.whole_layers import DeviceUse
 from moeedge.engine.types import EngineInfo
 from moeedge.policies.base import LookaheadStatus
 
-SCHEMA = "moeedge-bench-2"  # changes when a key changes its meaning
+SCHEMA = "moeedge-bench-3"  # changes when a key changes its meaning
 _RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
 _GIT_TIMEOUT_S = 10
 
@@ -118,11 +119,15 @@ class BenchRow:
     ratio_cpu: float | None  # stock-ar's CPU time over this mode's, median of pairs; robust against other programs
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
+    budget: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
+    ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
+    ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
 
     @property
     def label(self) -> str:
         """The mode, and the choices that distinguish it from the other rows of a sweep."""
-        return self.mode if self.cache_ratio is None else f"{self.mode} {self.policy} {self.cache_ratio:g}"
+        policy = "" if self.policy == "none" else f" {self.policy}"
+        return self.mode if self.cache_ratio is None else f"{self.mode}{policy} {self.cache_ratio:g}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the record: flat except for the lists, keys in the order of the documentation."""
@@ -155,6 +160,8 @@ class BenchRow:
             "ratio_pp": self.ratio_pp,
             "ratio_drained": self.ratio_drained,
             "ratio_cpu": self.ratio_cpu,
+            "ratio_ncmoe": self.ratio_ncmoe,
+            "ratio_pp_ncmoe": self.ratio_pp_ncmoe,
             "warm": all(sample.warm for sample in self.samples),
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
@@ -200,7 +207,31 @@ def make_row(
         ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
         setup=setup,
         samples=tuple(samples),
+        budget=mode.cache_ratio,
     )
+
+
+def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Returns the rows with their speeds over those of the fastest stock mode with whole layers in the same memory.
+
+    Both were measured next to stock-ar, not always next to each other: the quotient is that of the ratios to stock-ar.
+    """
+
+    def best(row: BenchRow, values: Sequence[tuple[BenchRow, float | None]]) -> float | None:
+        equal = [value for other, value in values if other.test == row.test and other.budget == row.budget]
+        return max((value for value in equal if value), default=None)
+
+    layered = [row for row in rows if MODES[row.mode].method == "ncmoe"]
+    decoding = [(row, row.ratio) for row in layered]
+    prefill = [(row, row.ratio_pp) for row in layered]
+    return [
+        replace(
+            row,
+            ratio_ncmoe=quotient(row.ratio or 0.0, best(row, decoding) or 0.0) if row.ratio else None,
+            ratio_pp_ncmoe=quotient(row.ratio_pp or 0.0, best(row, prefill) or 0.0) if row.ratio_pp else None,
+        )
+        for row in rows
+    ]
 
 
 def describe_setup(
@@ -211,14 +242,15 @@ def describe_setup(
     drafts: bool,
     vram_bytes: int | None,
     lookahead: LookaheadStatus | None,
+    device_use: DeviceUse,
     prompts: int | None,
     prompts_left_out: int | None,
 ) -> dict[str, Any]:
     """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
 
     drafts: whether this test uses the mode's drafts. vram_bytes: used on the device at the end of the pass, None where
-    the driver reports nothing. lookahead: as the policy judges it then. prompts and prompts_left_out: None in a
-    synthetic test.
+    the driver reports nothing. lookahead: as the policy judges it then. device_use: of this mode alone. prompts and
+    prompts_left_out: None in a synthetic test.
     """
     mode, model, info = arm.mode, arm.session.model.info, arm.session.info
     dataset = plan.dataset
@@ -246,11 +278,17 @@ def describe_setup(
         "cache_slots": info.cache_slots if has_cache or mode.is_swept else None,
         "pool_bytes": info.pool_bytes if has_cache else None,
         "vram_bytes": vram_bytes,
+        "whole_layers": sum(layer >= arm.session.model.n_cpu_moe for layer in model.expert_layers),
+        "device_bytes": device_use.total_bytes or None,
+        "device_weights_bytes": device_use.weights_bytes or None,
+        "device_kv_bytes": device_use.kv_bytes or None,
+        "device_compute_bytes": device_use.compute_bytes or None,
+        "device_cache_bytes": device_use.cache_bytes or None,
         "threads": info.n_threads,
         "n_ctx": info.n_ctx,
         "n_batch": plan.base.n_batch,
         "n_ubatch": plan.base.n_ubatch,
-        "n_gpu_layers": plan.base.n_gpu_layers,
+        "n_gpu_layers": plan.base.n_gpu_layers if mode.method == "shared" else -1,
         "temperature": 0.0,
         "n_predict": plan.n_predict if dataset is not None else None,
         "ignore_eos": plan.ignore_eos,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,15 +11,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
-from moeedge.bench.harness import BenchArm, answer_text, load_models, never, open_arms, run_conversations, warm_up
-from moeedge.bench.output_check import OutputCheck, check_answers, reference_logits
-from moeedge.bench.passes import Pass, caches_fit, fit_context, largest_cache, split_passes
-from moeedge.bench.records import BenchRow, describe_setup, make_row, read_environment
+from moeedge.bench.arms import Arms
+from moeedge.bench.config import REFERENCE, BenchPlan
+from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
+from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, reference_logits
+from moeedge.bench.passes import Pass, fit_context
+from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
 from moeedge.bench.samples import Sample, common_samples
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
+from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import Prompt
+from moeedge.engine.loading import resolve_device
+from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 
 
@@ -43,7 +47,7 @@ class Bench:
         self.plan = plan
         self._base = plan.base  # with the context that the prompts need
         self._progress = progress
-        self._passes: list[Pass] = []
+        self._arms: Arms | None = None
         self._models: tuple[Model, Model | None] | None = None
         self._prompts: tuple[Prompt, ...] = ()
         self._resources = ExitStack()
@@ -64,10 +68,9 @@ class Bench:
             )
             if self._n_left_out:
                 self._report([f"{self._n_left_out} of {len(self._requested)} prompts exceed the context: left out."])
-            # the stock modes stay open: every pass and the output check need the reference
-            arms = self._open([mode for mode in plan.modes if not mode.is_swept], stack)
-            self._passes = split_passes(plan.modes, together=self._open_caches(arms, stack))
-            self._passes[0].arms = arms
+            device = resolve_device(plan.base)
+            self._arms = stack.enter_context(Arms(self._base, plan.modes, device, self._models, self._report))
+            self._device = device
             self._resources = stack.pop_all()
         return self
 
@@ -75,6 +78,16 @@ class Bench:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._resources.close()
+
+    @property
+    def arms(self) -> Arms:
+        """The sessions of the run."""
+        assert self._arms is not None
+        return self._arms
+
+    @property
+    def _passes(self) -> list[Pass]:
+        return self.arms.passes
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -95,54 +108,17 @@ class Bench:
         for current in self._passes:
             if cancel():
                 break
-            with ExitStack() as stack:
-                opened = self._opened()
-                missing = [mode for mode in current.modes if mode.label not in opened]
-                opened |= {arm.mode.label: arm for arm in self._open(missing, stack)}
-                current.arms = [opened[mode.label] for mode in current.modes]
+            with self.arms.opened(current):
                 self._measure(current, cancel)
         return not cancel()
-
-    @contextmanager
-    def arm(self, mode: BenchMode) -> Iterator[BenchArm]:
-        """The arm of one of the plan's modes: an open one, or one that is opened for as long as it is needed."""
-        opened = self._opened() if len(self._passes) == 1 else {}
-        with ExitStack() as stack:
-            yield opened[mode.label] if mode.label in opened else self._open([mode], stack)[0]
 
     def rows(self) -> list[BenchRow]:
         """Returns a row per test and mode, of the work that every mode of its pass has done."""
         tests = dict.fromkeys(test for current in self._passes for test in current.samples)
-        return [row for test in tests for current in self._passes for row in self._pass_rows(current, test)]
+        rows = [row for test in tests for current in self._passes for row in self._pass_rows(current, test)]
+        return compare_with_whole_layers(rows)
 
-    # opening
-
-    def _opened(self) -> dict[str, BenchArm]:
-        """Returns the arms of the first pass by label."""
-        return {arm.mode.label: arm for arm in self._passes[0].arms}
-
-    def _open_caches(self, arms: list[BenchArm], stack: ExitStack) -> bool:
-        """Adds the swept modes to `arms` if all of their caches fit the device; returns whether they do."""
-        swept = [mode for mode in self.plan.modes if mode.is_swept]
-        if not swept:
-            return True
-        largest = largest_cache(swept)
-        others = [mode for mode in swept if mode is not largest]
-        with ExitStack() as probing:
-            probe = self._open([largest], probing)
-            if others and not caches_fit(probe[0], others):
-                self._report(["The caches do not fit the device at once: they are measured one after the other."])
-                return False
-            arms += probe + self._open(others, stack)
-            stack.enter_context(probing.pop_all())
-        return True
-
-    def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> list[BenchArm]:
-        assert self._models is not None
-        arms = open_arms(self._base, modes, self._models, stack, notify=lambda note: self._report([note]))
-        for arm in arms:
-            self._report(arm.session.info.notes)
-        return arms
+    # notes
 
     def _report(self, notes: Iterable[str]) -> None:
         """Reports each note once."""
@@ -177,6 +153,9 @@ class Bench:
             if plan.n_gen:
                 self._collect(current, f"tg{plan.n_gen}", synthetic.decode(plan.n_gen))
         for arm in current.arms:
+            current.device_use[arm.mode.label] = session_use(arm.session, self._device)
+            if arm.own_target:
+                current.checks[arm.mode.label] = self._check_split(arm, current)
             stats = arm.session.placement_stats()
             if stats is not None and stats.vram_used_bytes is not None:
                 current.vram_bytes[arm.mode.label] = stats.vram_used_bytes
@@ -223,10 +202,11 @@ class Bench:
                     drafts=is_dataset and arm.mode.drafts,
                     vram_bytes=current.vram_bytes.get(label),
                     lookahead=current.lookahead.get(label),
+                    device_use=current.device_use.get(label, DeviceUse()),
                     prompts=len({sample.prompt for sample in own}) if is_dataset else None,
                     prompts_left_out=self._n_left_out if is_dataset else None,
                 )
-                yield self._row(arm, test, own, reference, is_dataset=is_dataset, setup=setup)
+                yield self._row(arm, test, own, reference, is_dataset=is_dataset, setup=setup, checks=current.checks)
 
     def _row(
         self,
@@ -237,8 +217,11 @@ class Bench:
         *,
         is_dataset: bool,
         setup: dict[str, Any],
+        checks: dict[str, OutputCheck],
     ) -> BenchRow:
-        output = self._check(own, reference) if is_dataset and reference else None
+        output = None
+        if is_dataset and reference:
+            output = checks[arm.mode.label] if arm.own_target else self._check(own, reference)
         scores = Scores()
         if is_dataset and self._scorer is not None:
             own = [self._scorer.scored(sample) for sample in own]
@@ -250,14 +233,32 @@ class Bench:
         return answer_text(self._models[0], sample.tokens)
 
     def _check(self, own: Sequence[Sample], reference: Sequence[Sample]) -> OutputCheck:
-        context = self._opened()[REFERENCE].session.target
+        context = self.arms.stock(REFERENCE).session.target
+        return check_answers(own, reference, _logits_of(context), self._end_tokens)
 
-        def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
-            return reference_logits(context, sample.prompt_ids, sample.tokens, position)
+    def _check_split(self, arm: BenchArm, current: Pass) -> OutputCheck:
+        """Checks a mode with other layers on the GPU by stock llama.cpp with the same layers there.
 
-        return check_answers(own, reference, logits_at, self._end_tokens)
+        Its own context computes the logits, so it must be open.
+        """
+        dataset = self.plan.dataset
+        samples = current.samples.get(dataset.name, []) if dataset is not None else []
+        own = [sample for sample in samples if sample.mode == arm.mode.label]
+        reference = [sample for sample in samples if sample.mode == REFERENCE]
+        arm.session.set_mode("stock")
+        return check_answers(own, reference, _logits_of(arm.session.target), self._end_tokens, own_split=True)
 
     @cached_property
     def _end_tokens(self) -> list[int]:
-        model = self._opened()[REFERENCE].session.model
+        assert self._models is not None
+        model = self._models[0]
         return [token for token in range(model.info.n_vocab) if model.is_eog(token)]
+
+
+def _logits_of(context: Context) -> LogitsAt:
+    """Returns what computes the reference's logits after some tokens of an answer, in `context`."""
+
+    def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
+        return reference_logits(context, sample.prompt_ids, sample.tokens, position)
+
+    return logits_at

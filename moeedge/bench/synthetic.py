@@ -28,7 +28,7 @@ def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[s
     kept: dict[tuple[object, ...], BenchMode] = {}
     notes = []
     for mode in modes:
-        first = kept.setdefault((mode.engine, mode.policy, mode.cache_ratio), mode)
+        first = kept.setdefault((mode.engine, mode.method, mode.policy, mode.cache_ratio), mode)
         if first is not mode:
             notes.append(f"{mode.label} is left out of pp and tg: without drafts it is the same as {first.label}.")
     return list(kept.values()), notes

@@ -61,13 +61,15 @@ RunCode = Annotated[
     ),
 ]
 Modes = Annotated[
-    str,
+    str | None,
     option(
         options.WORK,
         "--modes LIST",
         "Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of the "
-        "output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft). Without "
-        "a draft stock-sd is left out and moeedge decodes one token at a time.",
+        "output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft); with a "
+        "GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe); "
+        "llama-cpp-cache (replayed). Without a draft stock modes with drafts are left out and moeedge decodes one "
+        "token at a time. Default: stock-ar,stock-sd,moeedge, with a GPU also stock-ncmoe,stock-ncmoe-sd.",
     ),
 ]
 IgnoreEos = Annotated[bool, option(options.WORK, "--ignore-eos", "Continue answers after stop tokens, to -n tokens.")]
@@ -97,7 +99,7 @@ def bench(
     repetitions: Repetitions = None,
     score: Score = False,
     run_code: RunCode = False,
-    modes: Modes = "stock-ar,stock-sd,moeedge",
+    modes: Modes = None,
     ignore_eos: IgnoreEos = False,
     no_warmup: NoWarmup = False,
     *,
@@ -146,7 +148,7 @@ def bench(
     prompts = None if dataset is None else load_dataset(dataset, offline_sample=offline_sample)
     plan, notes = make_bench_plan(
         base,
-        modes,
+        _default_modes(base) if modes is None else modes,
         prompts,
         limit=limit or None,
         n_prompt=n_prompt,
@@ -202,6 +204,14 @@ def make_bench_plan(
         warm_up=warm_up,
     )
     return plan, notes
+
+
+def _default_modes(base: EngineConfig) -> str:
+    """The modes of a run without --modes."""
+    from moeedge.bench.config import DEFAULT_MODES, GPU_MODES
+    from moeedge.engine.loading import resolve_device
+
+    return f"{DEFAULT_MODES},{GPU_MODES}" if resolve_device(base).kind == "gpu" else DEFAULT_MODES
 
 
 def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None) -> Sweep:
@@ -270,7 +280,7 @@ def _measure(
         typer.echo(render(rows, output.value), nl=False)
         if finished and traced is not None and trace_out is not None:  # the rows are out, whatever happens now
             progress.note(f"Recording the routing of {traced.label}.")
-            with run.arm(traced) as arm:
+            with run.arms.arm(traced) as arm:
                 record_answers(arm, run.prompts, plan).save(trace_out)
     if plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")

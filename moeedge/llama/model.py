@@ -59,6 +59,7 @@ class Model:
         *,
         uses_gpu: bool = False,
         experts_on_gpu: bool = False,
+        n_cpu_moe: int = 0,
         experts_mapped: bool = False,
         header_only: bool = False,
     ) -> None:
@@ -66,6 +67,7 @@ class Model:
         self.info = info
         self.uses_gpu = uses_gpu  # llama.cpp computes large batches on a GPU even without layers there
         self.experts_on_gpu = experts_on_gpu  # those of the layers on the GPU
+        self.n_cpu_moe = n_cpu_moe  # the first so many layers have their experts in host memory
         self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
         self.header_only = header_only  # no weights; its contexts allocate nothing
         self.handle = handle  # llama_model *
@@ -127,12 +129,17 @@ class Model:
                 f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
             )
         uses_gpu = len(chosen) > 1
+        info = _read_info(handle, summary)
+        in_ram = 0 if n_gpu_layers < 0 else max(info.n_layers + 1 - n_gpu_layers, 0)  # llama.cpp's first layers
+        if experts_on_cpu:
+            in_ram = max(in_ram, info.n_layers if n_cpu_moe is None else n_cpu_moe)
         return cls(
             path,
             handle,
-            _read_info(handle, summary),
+            info,
             uses_gpu=uses_gpu,
             experts_on_gpu=uses_gpu and n_gpu_layers != 0 and not experts_on_cpu,
+            n_cpu_moe=min(in_ram, info.n_layers) if uses_gpu else info.n_layers,
             experts_mapped=not fits,
             header_only=header_only,
         )

@@ -50,13 +50,19 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
     return _markdown(rows)
 
 
-def _bench_columns(*, has_cache: bool, has_scores: bool) -> list[Column]:
-    """As llama-bench's; `has_cache`: some mode had an expert cache; `has_scores`: answers were scored."""
+def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool) -> list[Column]:
+    """As llama-bench's.
+
+    has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
+    layers on a GPU.
+    """
     columns = [
         text_column("test", "test"),
         text_column("mode", "mode"),
         Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
         Column("cache", "cache_ratio", "g"),
+        Column("layers", lambda row: row.setup["whole_layers"]),
+        Column("GPU MiB", lambda row: row.setup["device_bytes"], ".0f", _MIB),
         Column("pp t/s", "pp", _spread),
         Column("tg t/s", "tg", _spread),
         Column("TTFT ms", "ttft_s", ".1f", _MS),
@@ -71,9 +77,12 @@ def _bench_columns(*, has_cache: bool, has_scores: bool) -> list[Column]:
         Column("score", "scores", str),
         Column("pp ratio", "ratio_pp", ".3f"),
         Column("tg ratio", "ratio", ".3f"),
+        Column("pp / ncmoe", "ratio_pp_ncmoe", ".3f"),
+        Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
     left_out = set() if has_cache else {"policy", "cache", "hits", "expert hits", "uploads/step", "MiB moved"}
     left_out |= set() if has_scores else {"score"}
+    left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
     return [column for column in columns if column.title not in left_out]
 
 
@@ -95,6 +104,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     columns = _bench_columns(
         has_cache=any(row.cache_ratio is not None for row in rows),
         has_scores=any(row.scores.n_answers for row in rows),
+        has_layers=any(row.setup["whole_layers"] for row in rows),
     )
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""

@@ -55,6 +55,11 @@ def test_the_engine_configuration_of_a_mode() -> None:
         "stock-sd": ("stock", Path("d.gguf"), 5),
         "moeedge": ("moeedge", Path("d.gguf"), 5),
         "moeedge-ar": ("moeedge", None, 0),
+        "stock-ncmoe": ("stock", None, 0),
+        "stock-ncmoe-sd": ("stock", Path("d.gguf"), 5),
+        "stock-fit": ("stock", None, 0),
+        "stock-fit-sd": ("stock", Path("d.gguf"), 5),
+        "llama-cpp-cache": ("stock", Path("d.gguf"), 5),
     }
 
 

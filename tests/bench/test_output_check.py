@@ -61,3 +61,14 @@ def test_the_reference_must_repeat_itself_too() -> None:
     unsteady = [_sample("a", [1]), _sample("a", [2], repetition=1), _sample("a", [2], repetition=2)]
     check = check_answers(unsteady, unsteady, lambda _s, _p: _logits(t1=4.0), [_END])
     assert (str(check), len(check.different)) == ("0/1", 1)  # the same difference once
+
+
+def test_on_its_own_split_the_best_token_is_right() -> None:
+    """Where other layers are on the GPU, the reference's token may be further from the best one than rounding."""
+    reference = [_sample(name, [1, 2]) for name in "abc"]
+    answers = [_sample("a", [1, 4]), _sample("b", [1, 5]), _sample("c", [1])]
+    check = check_answers(
+        answers, reference, lambda _s, _p: _logits(t2=1.0, t4=3.0, t5=2.9, t9=2.96), [_END], own_split=True
+    )
+    assert [(d.prompt, d.gap) for d in check.near_ties] == [("a", 0.0), ("c", pytest.approx(0.04, abs=1e-6))]
+    assert [(d.prompt, d.gap) for d in check.different] == [("b", pytest.approx(0.1, abs=1e-6))]

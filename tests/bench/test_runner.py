@@ -153,7 +153,7 @@ def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_mo
     assert all(list(record) == list(records[0]) for record in records)
     record = records[2]
     for key, value in {
-        "schema": "moeedge-bench-2",
+        "schema": "moeedge-bench-3",
         "mode": "moeedge",
         "test": "talk",
         "threads": 1,

@@ -1,0 +1,177 @@
+"""The sessions of a benchmark, opened in passes: which of them are open at once, and on which target.
+
+Stock modes on the shared target stay open, because every pass and the output check need the reference. Modes that fill
+a device (expert caches, whole layers) are open at once if they fit together; otherwise they come one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+from moeedge.bench.config import BenchMode, mode_config
+from moeedge.bench.harness import BenchArm, open_arms
+from moeedge.bench.passes import Pass, caches_fit, largest_cache, layers_fit, split_passes
+from moeedge.bench.whole_layers import (
+    DeviceUse,
+    Split,
+    SplitPlanner,
+    describe,
+    load_whole_layers,
+    missing_reason,
+    session_use,
+)
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama.model import Model
+from moeedge.units import format_bytes
+
+Report = Callable[[Iterable[str]], None]
+
+
+class Arms:
+    """A context manager: entering opens the arms of the first pass and plans the others.
+
+    base: with the context size of the run. models: the target that the modes share, and the draft model or None.
+    report: gets sentences for the user.
+    """
+
+    def __init__(
+        self,
+        base: EngineConfig,
+        modes: Sequence[BenchMode],
+        device: ResolvedDevice,
+        models: tuple[Model, Model | None],
+        report: Report,
+    ) -> None:
+        self._base = base
+        self._modes = [mode for mode in modes if mode.method != "replay"]
+        self._device = device
+        self._models = models
+        self._report = report
+        self._uses: list[tuple[BenchMode, DeviceUse]] = []  # of our modes, as they were opened
+        self._splits: dict[str, Split] = {}  # by label
+        self._stock: dict[str, BenchArm] = {}
+        self._first: dict[str, BenchArm] = {}  # the other arms of the first pass
+        self._first_resources = ExitStack()
+        self._resources = ExitStack()
+        self.passes: list[Pass] = []
+
+    def __enter__(self) -> Arms:
+        with ExitStack() as stack:
+            modes = [mode for mode in self._modes if self._can_run(mode)]
+            layers = [mode for mode in modes if mode.method == "ncmoe"]
+            shared = [mode for mode in modes if mode.method == "shared"]
+            self._stock = self._open([mode for mode in shared if mode.engine == "stock"], stack)
+            self._first_resources = stack.enter_context(ExitStack())
+            together = self._open_caches([mode for mode in shared if mode.engine == "moeedge"])
+            layers = self._plan_layers(layers)
+            apart = layers
+            if layers and together and layers_fit([self._splits[mode.label].use for mode in layers], self._device):
+                self._first |= self._open(layers, self._first_resources)
+                apart = []
+            elif layers:
+                self._report(["Whole layers and cache do not fit the GPU at once: they are measured one by one."])
+            kept = [mode for mode in modes if mode in shared or (mode in layers and mode not in apart)]
+            self.passes = split_passes(kept, together=together, apart=apart)
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def stock(self, label: str) -> BenchArm:
+        """The arm of a stock mode on the shared target."""
+        return self._stock[label]
+
+    @contextmanager
+    def opened(self, current: Pass) -> Iterator[None]:
+        """Opens the arms of a pass, and closes them unless they are those of the only pass."""
+        with ExitStack() as stack:
+            opened = self._stock | (self._first if current is self.passes[0] else {})
+            opened |= self._open([mode for mode in current.modes if mode.label not in opened], stack)
+            current.arms = [opened[mode.label] for mode in current.modes]
+            yield
+        if len(self.passes) > 1:
+            self._first_resources.close()
+
+    @contextmanager
+    def arm(self, mode: BenchMode) -> Iterator[BenchArm]:
+        """The arm of a mode: an open one, or one that is opened for as long as it is needed."""
+        opened = self._stock | (self._first if len(self.passes) == 1 else {})
+        with ExitStack() as stack:
+            yield opened[mode.label] if mode.label in opened else self._open([mode], stack)[mode.label]
+
+    def _can_run(self, mode: BenchMode) -> bool:
+        reason = missing_reason(mode, self._device, self._models[0])
+        if reason is not None:
+            self._report([f"{mode.label} is left out: {reason}."])
+        return reason is None
+
+    def _open_caches(self, modes: Sequence[BenchMode]) -> bool:
+        """Opens our modes for the first pass if all of their caches fit the device; returns whether they do."""
+        swept = [mode for mode in modes if mode.is_swept]
+        self._first |= self._open([mode for mode in modes if mode not in swept], self._first_resources)
+        if not swept:
+            return True
+        largest = largest_cache(swept)
+        others = [mode for mode in swept if mode is not largest]
+        with ExitStack() as probing:
+            probe = self._open([largest], probing)
+            if others and not caches_fit(probe[largest.label], others):
+                self._report(["The caches do not fit the device at once: they are measured one after the other."])
+                return False
+            self._first |= probe | self._open(others, probing)
+            self._first_resources.enter_context(probing.pop_all())
+        return True
+
+    def _plan_layers(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
+        """Chooses the layers of each mode; returns the modes that fit the memory to fill."""
+        if not modes:
+            return []
+        planner = SplitPlanner(self._base, self._device, self._models[1])
+        kept = []
+        for mode in modes:
+            budget_bytes = planner.budget_bytes(mode, self._uses)
+            split = planner.for_budget(mode, budget_bytes)
+            if split is None:
+                needed, room = format_bytes(planner.least_bytes(mode)), format_bytes(budget_bytes)
+                self._report([f"{mode.label} is left out: without experts it takes {needed} of the {room} to fill."])
+                continue
+            self._splits[mode.label] = split
+            self._report([describe(mode, split, budget_bytes)])
+            kept.append(mode)
+        return kept
+
+    def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
+        """Opens sessions; `stack` closes them. Returns their arms by label, in the order of `modes`."""
+        shared = [mode for mode in modes if mode.method == "shared"]
+        arms = open_arms(self._base, shared, self._models, stack, notify=lambda note: self._report([note]))
+        self._uses += [
+            (arm.mode, session_use(arm.session, self._device)) for arm in arms if arm.mode.engine == "moeedge"
+        ]
+        targets: dict[int, Model] = {}
+        for mode in modes:
+            if mode.method == "ncmoe":
+                arms.append(self._open_layers(mode, targets, stack))
+        for arm in arms:
+            self._report(arm.session.info.notes)
+        by_label = {arm.mode.label: arm for arm in arms}
+        return {mode.label: by_label[mode.label] for mode in modes}
+
+    def _open_layers(self, mode: BenchMode, targets: dict[int, Model], stack: ExitStack) -> BenchArm:
+        """Opens stock llama.cpp with whole layers; `targets` keeps the models by their n_cpu_moe."""
+        n_cpu_moe = self._splits[mode.label].layers.n_cpu_moe
+        if n_cpu_moe not in targets:
+            targets[n_cpu_moe] = stack.enter_context(load_whole_layers(self._base, self._device, n_cpu_moe))
+        session = Session.open(
+            mode_config(self._base, mode),
+            model=targets[n_cpu_moe],
+            draft_model=self._models[1],
+            notify=lambda note: self._report([note]),
+        )
+        return BenchArm(mode, stack.enter_context(session), own_target=True)

@@ -1,0 +1,103 @@
+"""Stock modes with whole layers on a GPU: how many fill which memory, and why they are left out elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeedge.bench.config import MODES, Sweep, parse_modes
+from moeedge.bench.whole_layers import DeviceUse, SplitPlanner, missing_reason
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import DeviceKind, ResolvedDevice
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors
+from moeedge.llama.model import Model
+from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.scheduler.config import PlacementConfig
+from tests.bench.recording import make_plan, run, write_conversations
+
+PLAIN, DRAFTED = MODES["stock-ncmoe"], MODES["stock-ncmoe-sd"]
+_GPU = ResolvedDevice("gpu", ggml_name=DRY_RUN_GPU, llama_device=DRY_RUN_GPU, label="a GPU", free_bytes=2**30)
+
+
+def _planner(tiny_moe: Path, draft: Model | None = None, **options: object) -> SplitPlanner:
+    base = EngineConfig(model=tiny_moe, draft=None if draft is None else draft.path, n_ctx=256, n_threads=1)
+    return SplitPlanner(replace(base, **options), _GPU, draft)  # type: ignore[arg-type]
+
+
+def test_the_most_layers_that_fit(tiny_moe: Path) -> None:
+    planner = _planner(tiny_moe)
+    least = planner.least_bytes(PLAIN)
+    assert planner.for_budget(PLAIN, least - 1) is None
+    tensors, _ = expert_tensors(tiny_moe)
+    splits = [planner.for_budget(PLAIN, least), planner.for_budget(PLAIN, 2**40)]
+    assert [split and split.layers.n_whole for split in splits] == [0, 3]
+    everything = splits[1]
+    assert everything is not None
+    assert everything.layers.expert_bytes == expert_bytes(tensors)
+    assert everything.use.total_bytes > least + expert_bytes(tensors)  # larger compute buffers, too
+    for budget in range(least, everything.use.total_bytes + 2, (everything.use.total_bytes - least) // 7):
+        split = planner.for_budget(PLAIN, budget)
+        assert split is not None
+        assert split.use.total_bytes <= budget
+        tries = [planner._tried(n, False).use.total_bytes for n in range(4)]
+        assert split.layers.n_whole == max(n for n in range(4) if tries[n] <= budget)
+
+
+def test_a_draft_takes_memory_that_layers_then_lack(tiny_moe: Path, tiny_draft: Path) -> None:
+    with Model.load(tiny_draft, header_only=True) as draft:
+        planner = _planner(tiny_moe, draft)
+        plain, drafted = planner.least_bytes(PLAIN), planner.least_bytes(DRAFTED)
+    assert drafted > plain + 100_000
+
+
+def test_the_memory_to_fill(tiny_moe: Path) -> None:
+    planner = _planner(tiny_moe)
+    others = [
+        (MODES["moeedge"], DeviceUse(weights_bytes=5_000_000, cache_bytes=1)),
+        (MODES["moeedge-ar"], DeviceUse(weights_bytes=4_000_000)),
+        (replace(MODES["moeedge"], cache_ratio=0.5), DeviceUse(weights_bytes=9_000_000)),
+    ]
+    assert planner.budget_bytes(DRAFTED, others) == 5_000_001
+    assert planner.budget_bytes(PLAIN, others) == 4_000_000
+    assert planner.budget_bytes(PLAIN, others[:1]) == 5_000_001  # better the memory with a draft than none
+    assert planner.budget_bytes(replace(PLAIN, cache_ratio=0.5), others) == 9_000_000
+    experts = expert_bytes(expert_tensors(tiny_moe)[0])
+    least = planner.least_bytes(PLAIN)
+    assert planner.budget_bytes(replace(PLAIN, cache_ratio=0.25), others) == least + experts // 4
+    given = _planner(tiny_moe, placement=PlacementConfig(vram_bytes=1000))
+    assert given.budget_bytes(PLAIN, []) == least + 1000
+
+
+@pytest.mark.parametrize("kind", ["none", "emulated", "rpc"])
+def test_there_are_no_layers_without_a_gpu(kind: DeviceKind, tiny_moe: Path) -> None:
+    with Model.load(tiny_moe, header_only=True) as target:
+        reasons = [missing_reason(mode, ResolvedDevice(kind), target) for mode in MODES.values()]
+        assert [mode for mode, reason in zip(MODES, reasons, strict=True) if reason is not None] == [
+            "stock-ncmoe", "stock-ncmoe-sd", "stock-fit", "stock-fit-sd",
+        ]  # fmt: skip
+        assert missing_reason(PLAIN, _GPU, target) is None
+
+
+def test_dense_models_have_no_experts_to_keep(tiny_draft: Path) -> None:
+    with Model.load(tiny_draft, header_only=True) as target:
+        assert missing_reason(PLAIN, _GPU, target) is not None
+
+
+def test_modes_that_cannot_run_are_left_out_by_name(tmp_path: Path, tiny_moe: Path) -> None:
+    modes = "stock-ar,stock-ncmoe,stock-fit,moeedge-ar"
+    plan = make_plan(tiny_moe, None, modes=modes, dataset=write_conversations(tmp_path, n=1), n_predict=2)
+    rows, recorder = run(plan)
+    assert [row.mode for row in rows] == ["stock-ar", "moeedge-ar"]
+    for name in ("stock-ncmoe", "stock-fit"):
+        assert sum(note.startswith(f"{name} is left out") for note in recorder.notes) == 1
+    record = rows[0].as_dict()
+    assert record["whole_layers"] == 0
+    assert record["device_bytes"] is record["ratio_ncmoe"] is None
+
+
+def test_a_sweep_has_whole_layers_for_each_ratio() -> None:
+    modes = Sweep(("spac", "lru"), (0.17, 0.5)).modes(parse_modes("stock-ar,moeedge,stock-ncmoe"))
+    assert [mode.label for mode in modes if mode.method == "ncmoe"] == ["stock-ncmoe 0.17", "stock-ncmoe 0.5"]
+    assert not any(mode.is_swept for mode in modes if mode.method == "ncmoe")
