@@ -56,15 +56,16 @@ _log_callback = lib.llama_log_callback(_on_log)
 
 
 def start() -> None:
-    """Registers the log callback and our backend; must run before a model is loaded. Further calls do nothing."""
+    """Registers the log callback, our backend and those that the user names; must run before a model is loaded.
+
+    Further calls do nothing unless more backends are named.
+    """
     global _started
     with _lock:
-        if _started:
-            return
-        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        if not _started:
+            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+            _started = True
         native.attach()
-        lib.llama_backend_init()
-        _started = True
 
 
 def clear_errors() -> None:

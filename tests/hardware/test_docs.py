@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import moeedge
+from moeedge import native
 from moeedge.hardware.devices import EMULATED_RATIO
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.scheduler.sizing import default_reserve
@@ -24,15 +26,20 @@ def test_devices_are_accepted() -> None:
 
 def test_options_exist() -> None:
     known = option_names()
-    pip = {"--no-cache-dir", "--force-reinstall"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) - pip <= known
+    of_others = {"--no-cache-dir", "--force-reinstall", "--tags"}  # pip, git
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT)) - of_others <= known
 
 
 def test_files_exist() -> None:
-    folder = Path(moeedge.__file__).parent / "hardware"
-    named = set(re.findall(r"`(\w+\.py)`", TEXT))
+    package = Path(moeedge.__file__).parent
+    named = set(re.findall(r"`([\w/]+\.py)`", TEXT))
     assert named
-    assert all((folder / name).is_file() for name in named)
+    assert all((package / name).is_file() or (package / "hardware" / name).is_file() for name in named)
+
+
+def test_the_release_is_that_of_the_installed_llama_cpp() -> None:
+    assert f"llama-cpp-python {version('llama-cpp-python')} that is build b11312, commit 0c1e57098" in TEXT
+    assert f"ggml {native.load().moeedge_ggml_version().decode()}" in TEXT
 
 
 def test_figures() -> None:
