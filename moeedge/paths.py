@@ -80,6 +80,11 @@ def history_file() -> Path:
     return cache_dir() / "chat_history"
 
 
+def unfinished_chats_dir() -> Path:
+    """Returns the folder in which running chats are saved; it may not exist."""
+    return cache_dir() / "unfinished_chats"
+
+
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path that replaces `path` when the block ends without an exception. Raises OSError.

@@ -34,6 +34,17 @@ ContextShift = Annotated[
     bool,
     option(options.HARDWARE, "--context-shift", "Drop the older half when the context is full, instead of stopping."),
 ]
+Resume = Annotated[
+    bool, option(options.WORK, "--resume", "Go on with the newest chat that ended unexpectedly, as /resume does.")
+]
+NoAutosave = Annotated[
+    bool,
+    option(
+        options.WORK,
+        "--no-autosave",
+        "Do not save the chat while it runs; nothing is left of it after an abort.",
+    ),
+]
 Stats = Annotated[
     Output | None,
     output_option(
@@ -49,6 +60,8 @@ def chat(
     n_predict: options.NPredict = -1,
     raw: options.Raw = False,
     single_turn: SingleTurn = False,
+    resume: Resume = False,
+    no_autosave: NoAutosave = False,
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
@@ -82,11 +95,23 @@ def chat(
     question = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, notice=lambda line: say(err, line))
     if question is None and output is Output.JSON:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
+    if question is not None and resume:
+        raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
     conversation = Conversation(system=valid_text(system_prompt))
     with Session.open(config, notify=notifier(err)) as session:
         settings = replace(settings, gamma=session.gamma)  # 0 where there is no draft
         if question is None:
-            code = _talk(session, config, conversation, settings, raw=raw, panel=not verbose, single_turn=single_turn)
+            code = _talk(
+                session,
+                config,
+                conversation,
+                settings,
+                raw=raw,
+                panel=not verbose,
+                single_turn=single_turn,
+                resume=resume,
+                no_autosave=no_autosave,
+            )
         else:
             print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
             conversation.ask(question)
@@ -161,16 +186,22 @@ def _talk(
     raw: bool,
     panel: bool,
     single_turn: bool,
+    resume: bool,
+    no_autosave: bool,
 ) -> int:
     """Chats until the user leaves. Returns the exit code."""
+    from moeedge.engine.autosave import Autosave, unfinished_chats
     from moeedge.ui.chat import commands
     from moeedge.ui.chat.greeting import print_greeting
     from moeedge.ui.chat.prompt import make_reader, open_history
-    from moeedge.ui.chat.repl import Repl
+    from moeedge.ui.chat.repl import Repl, origin_of
     from moeedge.ui.console import say, stderr_console, stdout_console
 
     err = stderr_console()
     print_greeting(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+    unfinished = unfinished_chats(paths.unfinished_chats_dir)
+    if unfinished and not resume:
+        say(err, commands.offer(unfinished), style="yellow")
     history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
     repl = Repl(
         session,
@@ -179,12 +210,13 @@ def _talk(
         read=make_reader(commands.names(), history),
         out=stdout_console(),
         err=err,
-        autosave=lambda: paths.cache_dir() / "chat_autosave.json",
+        autosave=None if no_autosave else Autosave(paths.unfinished_chats_dir, origin_of(session, raw=raw)),
+        unfinished=unfinished,
         raw=raw,
         panel=panel,
         single_turn=single_turn,
     )
-    return repl.run()
+    return repl.run("/resume" if resume else None)
 
 
 def _print_stats(session: Session) -> None:

@@ -35,6 +35,11 @@ class Conversation:
     system: str = ""
     messages: list[Message] = field(default_factory=list)
 
+    @property
+    def has_question(self) -> bool:
+        """Whether the last message is a question without an answer."""
+        return bool(self.messages) and self.messages[-1].role == "user"
+
     def ask(self, text: str) -> None:
         """Append a question. Raises EmptyPromptError for blank text."""
         if not text.strip():
@@ -49,7 +54,7 @@ class Conversation:
 
     def take_back(self) -> str | None:
         """Remove the open question and return its text; None when there is none."""
-        if self.messages and self.messages[-1].role == "user":
+        if self.has_question:
             return self.messages.pop().content
         return None
 
@@ -101,7 +106,7 @@ class Conversation:
         items = document.get("messages")
         if not isinstance(system, str) or not isinstance(items, list):
             raise InputError('The conversation lacks "system" (text) or "messages" (a list).')
-        return cls(system, [_message(item, index) for index, item in enumerate(items)])
+        return cls(system, [read_message(item, index) for index, item in enumerate(items)])
 
     def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`; a failure leaves an old file as it is. Raises InputError then."""
@@ -137,8 +142,8 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _message(item: Any, index: int) -> Message:
-    """Message number `index` of a document, checked: user and assistant take turns, user first."""
+def read_message(item: Any, index: int) -> Message:
+    """Message number `index` of a document. Raises InputError unless user and assistant take turns, user first."""
     expected: Role = "assistant" if index % 2 else "user"
     if not isinstance(item, dict) or item.get("role") != expected or not isinstance(item.get("content"), str):
         raise InputError(f'Message {index + 1} is not {{"role": "{expected}", "content": text}}.')

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
 from moeedge.engine.speculative import SpeculativeLoop
@@ -18,6 +19,8 @@ class Generation:
 
     `tokens` are the visible ones so far (without a stop token), `text` is all that `pieces` has yielded, `stop_reason`
     is None while it runs, `notes` holds a sentence for each thing to report to the user: context full, context shifted.
+    begun: the first tokens of the answer, if it goes on where an earlier one was cut off; they are the end of the
+    prompt that the loop decodes.
     """
 
     def __init__(
@@ -31,8 +34,9 @@ class Generation:
         context_shift: bool,
         ignore_eos: bool,
         cancel: Callable[[], bool] | None,
+        begun: Sequence[int] = (),
     ) -> None:
-        self.tokens: list[int] = []
+        self.tokens: list[int] = list(begun)
         self.text = ""
         self.stop_reason: StopReason | None = None
         self.notes: list[str] = []
@@ -45,6 +49,7 @@ class Generation:
         self._context_shift = context_shift
         self._ignore_eos = ignore_eos
         self._cancel = cancel
+        self._n_begun = len(begun)
         self._start_s = time.perf_counter()
         self._steps = self._run()
 
@@ -55,8 +60,9 @@ class Generation:
         """The text in pieces that never split a character."""
         model = self._loop.target.model
         decoder = StreamDecoder()
-        for step in self._steps:
-            piece = decoder.feed(b"".join(model.piece(token) for token in step.tokens))
+        new_tokens = itertools.chain([self.tokens[: self._n_begun]], (step.tokens for step in self._steps))
+        for tokens in new_tokens:
+            piece = decoder.feed(b"".join(model.piece(token) for token in tokens))
             if piece:
                 self.text += piece
                 yield piece
@@ -117,7 +123,7 @@ class Generation:
                 self.stop_reason = "length"
             tokens = tokens[:room]
         self.tokens.extend(tokens)
-        self.stats.generated_tokens = len(self.tokens)
+        self.stats.generated_tokens = len(self.tokens) - self._n_begun
         return record if tokens is record.tokens else replace(record, tokens=tokens)
 
     def _room(self) -> int | None:

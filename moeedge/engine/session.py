@@ -145,14 +145,16 @@ class Session:
         sampling: SamplingConfig,
         cancel: Callable[[], bool] | None = None,
         ignore_eos: bool = False,
+        begun: Sequence[int] = (),
     ) -> Generation:
         """Answers `prompt_tokens`, except those at their start that the KV caches still hold from the last call.
 
         n_predict: maximum number of tokens, -1: until the model stops. cancel: asked between steps and between the
         pieces of a long prompt; True ends the answer. ignore_eos: stop tokens do not stop the answer (benchmarks).
+        begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
-        prompt = [int(token) for token in prompt_tokens]
+        prompt = [int(token) for token in (*prompt_tokens, *begun)]
         if not prompt:
             raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
         limit = self.target.n_ctx - _RESERVED_TOKENS
@@ -181,6 +183,7 @@ class Session:
             context_shift=self.config.context_shift,
             ignore_eos=ignore_eos,
             cancel=cancel,
+            begun=begun,
         )
 
     def _call_observers(self, record: StepRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,19 @@ def is_terminal(stream: IO[str] | None) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
+
+
+def terminal_is_gone() -> bool:
+    """Whether standard input is a terminal that was closed: reading it ends as after Ctrl-D."""
+    if sys.platform == "win32" or sys.stdin is None:
+        return False
+    try:
+        termios.tcgetattr(sys.stdin.fileno())
+    except (OSError, ValueError):
+        return False
+    except termios.error as error:
+        return bool(error.args and error.args[0] == errno.EIO)
+    return False
 
 
 def supports_panel(stream: IO[str], *, columns: int, rows: int) -> bool:

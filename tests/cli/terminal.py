@@ -96,6 +96,11 @@ class Terminal:
         """Send a signal to the program."""
         self.process.send_signal(signum)
 
+    def hang_up(self) -> None:
+        """Close the window."""
+        os.close(self._master)
+        self._master = -1
+
     def _read(self, timeout_s: float) -> bool:
         """Take in what is shown next; False when the program closed the terminal."""
         ready, _, _ = select.select([self._master], [], [], timeout_s)
@@ -118,7 +123,8 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
 
 
 def _take_terminal() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.engine.autosave import unfinished_chats
 from tests.conftest import TinyFactory
 
 if sys.platform == "win32":
@@ -103,10 +104,11 @@ def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cac
         terminal.expect_length(100)
         terminal.send(signal.SIGTERM)
         assert terminal.wait() == 143
-        assert "saved: /load" in terminal.text
-    document = json.loads((cache / "chat_autosave.json").read_text())
-    assert document["messages"][0]["content"] == "tell me"
-    assert len(document["messages"][1]["content"]) > 50
+        assert "--resume" in terminal.text
+    (left,) = unfinished_chats(lambda: cache / "unfinished_chats")
+    question, answer = left.conversation.messages
+    assert question.content == "tell me"
+    assert len(answer.content) > 50
     assert "tell me" in (cache / "chat_history").read_text()
 
 
@@ -116,7 +118,81 @@ def test_sigterm_at_the_prompt_saves_the_conversation(pair: list[str], cache: Pa
         terminal.ask("tell me", "4 tokens | decode")
         terminal.send(signal.SIGTERM)
         assert terminal.wait() == 143
-    assert len(json.loads((cache / "chat_autosave.json").read_text())["messages"]) == 2
+    (left,) = unfinished_chats(lambda: cache / "unfinished_chats")
+    assert len(left.conversation.messages) == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGABRT, marks=pytest.mark.slow)])
+def test_a_chat_that_was_killed_is_offered_and_goes_on(
+    signum: signal.Signals, endless: list[str], cache: Path, tmp_path: Path
+) -> None:
+    with Terminal([*endless, "-n", "250"], env=PLAIN) as terminal:
+        terminal.expect(PROMPT)
+        terminal.type("tell me\r")
+        terminal.expect("\n")
+        terminal.expect_length(100)
+        terminal.send(signum)
+        assert terminal.wait() == -signum
+    (left,) = unfinished_chats(lambda: cache / "unfinished_chats")
+    assert len(left.text) > 50
+    saved = tmp_path / "talk.json"
+    with Terminal([*endless, "-n", "3"], env=PLAIN) as terminal:
+        terminal.expect("ended unexpectedly", "/resume", PROMPT)
+        terminal.ask("/resume", "The last answer goes on.", "tokens | decode")
+        terminal.ask(f"/save {saved}", "2 messages")
+        terminal.leave()
+    with Terminal([*endless, "-n", "250", "-st"], env=PLAIN) as terminal:  # the answer as it is without an end
+        terminal.expect(PROMPT)
+        assert "unexpectedly" not in terminal.text
+        terminal.type("tell me\r")
+        assert terminal.wait() == 0
+        answer = json.loads(saved.read_text())["messages"][1]["content"]
+        assert answer.split()[0] in terminal.text
+    assert answer.startswith(left.text)
+    assert unfinished_chats(lambda: cache / "unfinished_chats") == []
+
+
+@pytest.mark.parametrize(
+    "busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in an answer", "at the prompt"]
+)
+def test_a_closed_terminal_leaves_the_chat(busy: bool, endless: list[str], cache: Path) -> None:
+    with Terminal([*endless, *([] if busy else ["-n", "4"])], env=PLAIN) as terminal:
+        terminal.expect(PROMPT)
+        terminal.type("tell me\r")
+        if busy:
+            terminal.expect("\n")
+            terminal.expect_length(100)
+        else:
+            terminal.expect("4 tokens | decode", PROMPT)
+        terminal.hang_up()
+        assert terminal.process.wait(15) == 128 + signal.SIGHUP
+    (left,) = unfinished_chats(lambda: cache / "unfinished_chats")
+    assert left.conversation.messages[0].content == "tell me"
+
+
+@pytest.mark.slow
+def test_a_chat_without_autosave_leaves_nothing(pair: list[str], cache: Path) -> None:
+    with Terminal(["chat", *pair, "-n", "4", "--no-autosave"], env=PLAIN) as terminal:
+        terminal.expect(PROMPT)
+        terminal.ask("tell me", "4 tokens | decode")
+        terminal.send(signal.SIGKILL)
+        terminal.wait()
+    assert not (cache / "unfinished_chats").exists()
+
+
+@pytest.mark.slow
+def test_resume_from_the_command_line(pair: list[str], cache: Path) -> None:
+    with Terminal(["chat", *pair, "-n", "4"], env=PLAIN) as terminal:
+        terminal.expect(PROMPT)
+        terminal.ask("tell me", "4 tokens | decode")
+        terminal.send(signal.SIGTERM)
+        assert terminal.wait() == 143
+    with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
+        terminal.expect("Resumed: 2 messages", "The last answer is complete.", PROMPT)
+        terminal.leave()
+    with Terminal(["chat", *pair, "--resume"], env=PLAIN) as terminal:
+        terminal.expect("There is no chat to resume.", PROMPT)
+        terminal.leave()
 
 
 @pytest.mark.slow

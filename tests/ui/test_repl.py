@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import io
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from moeedge.engine.conversation import Conversation, Message
+from moeedge.engine import autosave
+from moeedge.engine.autosave import Autosave, unfinished_chats
+from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.scheduler.stats import StepRecord
 from moeedge.ui.chat import repl
-from moeedge.ui.chat.repl import Repl
+from moeedge.ui.chat.repl import Repl, origin_of
 from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
 
@@ -48,7 +51,7 @@ class Talk:
         self, session: Session, lines: list[Line], folder: Path, *, settings: Settings = GREEDY, raw: bool = False
     ) -> None:
         out, err = io.StringIO(), io.StringIO()
-        self.autosave = folder / "autosave.json"
+        self.folder = folder
         self.repl = Repl(
             session,
             Conversation(),
@@ -56,7 +59,8 @@ class Talk:
             read=_reader(lines),
             out=Console(file=out),
             err=Console(file=err, width=200),
-            autosave=lambda: self.autosave,
+            autosave=Autosave(lambda: folder, origin_of(session, raw=raw)),
+            unfinished=unfinished_chats(lambda: folder),
             raw=raw,
         )
         self.code = self.repl.run()
@@ -226,13 +230,124 @@ def test_sigterm_in_mid_answer_saves_and_leaves(session: Session, tmp_path: Path
     settings = Settings(sampling=GREEDY.sampling, n_predict=200, gamma=4)
     talk = Talk(session, ["tell me", "never read"], tmp_path, settings=settings)
     assert talk.code == 143
-    assert Conversation.load(talk.autosave).messages == talk.messages
+    (left,) = unfinished_chats(lambda: tmp_path)
+    assert left.conversation.messages == talk.messages
     assert len(talk.messages) == 2
-    assert f"/load {talk.autosave}" in talk.err
-    assert json.loads(talk.autosave.read_text())["model"] == session.info.model
+    assert "--resume" in talk.err
+    assert left.origin == origin_of(session, raw=False)
 
 
 def test_signals_are_given_back(session: Session, tmp_path: Path) -> None:
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     Talk(session, ["tell me"], tmp_path)
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def cut_off(session: Session, folder: Path, n_steps: int, *, settings: Settings = GREEDY) -> list[int]:
+    """A chat that ends after `n_steps` steps of its answer as by kill -9; the tokens of the answer until then."""
+    saved = Autosave(lambda: folder, origin_of(session, raw=False))
+    conversation = Conversation("be kind")
+    conversation.ask("tell me")
+    saved.update(conversation, asdict(settings))
+    answer = session.generate(
+        prompt_tokens(session.model, conversation), n_predict=settings.n_predict, sampling=settings.sampling
+    )
+    pieces = answer.pieces()
+    n_saved = 0
+    for _ in range(n_steps):
+        saved.add_step(next(pieces), answer.tokens[n_saved:])
+        n_saved = len(answer.tokens)
+    answer.close()
+    session.reset()
+    saved.close(keep=True)
+    return answer.tokens
+
+
+def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -> None:
+    settings = replace(GREEDY, n_predict=30)
+    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one", settings=settings)
+    begun = cut_off(session, tmp_path, 3, settings=settings)
+    assert 0 < len(begun) < 30
+    talk = Talk(session, ["/resume", "/resume"], tmp_path)
+    assert talk.messages == expected.messages
+    assert talk.out == expected.out  # with the part before the end
+    assert talk.repl.conversation.system == "be kind"
+    assert talk.repl.settings == settings
+    assert talk.repl.turns[0].stats.generated_tokens == 30 - len(begun)
+    assert "There is no chat to resume." in talk.err
+    assert unfinished_chats(lambda: tmp_path) == []
+
+
+def test_resume_with_another_model_answers_anew(session: Session, tmp_path: Path) -> None:
+    cut_off(session, tmp_path, 2)
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_bytes(path.read_bytes().replace(b'"model_bytes": ', b'"model_bytes": 1'))
+    talk = Talk(session, ["/resume"], tmp_path)
+    assert talk.repl.turns[0].stats.generated_tokens == 12
+    assert [message.role for message in talk.messages] == ["user", "assistant"]
+
+
+def test_resume_keeps_the_text_if_it_cannot_go_on(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_off(session, tmp_path, 2)
+    (left,) = unfinished_chats(lambda: tmp_path)
+    monkeypatch.setattr(session.target, "n_ctx", 8)
+    talk = Talk(session, ["/resume"], tmp_path)
+    assert talk.messages[-1] == Message("assistant", left.text)
+    assert "context" in talk.err
+
+
+def test_resume_lists_and_drops(session: Session, tmp_path: Path) -> None:
+    for _ in range(3):
+        cut_off(session, tmp_path, 1)
+    talk = Talk(session, ["/resume list", "/resume 4", "/resume 2", "/resume drop"], tmp_path)
+    assert talk.err.count("1 message with tiny-qwen3moe") == 4
+    assert "There is no unfinished chat 4." in talk.err
+    assert len(talk.repl.turns) == 1
+    assert unfinished_chats(lambda: tmp_path) == []
+
+
+def test_a_chat_that_is_not_saved_leaves_the_resumed_file(session: Session, tmp_path: Path) -> None:
+    cut_off(session, tmp_path, 1)
+    (tmp_path / "file").touch()
+    chat = Repl(
+        session,
+        Conversation(),
+        GREEDY,
+        read=_reader([]),
+        out=Console(file=io.StringIO()),
+        err=Console(file=io.StringIO()),
+        unfinished=unfinished_chats(lambda: tmp_path),
+    )
+    assert chat.run("/resume") == 0
+    assert len(chat.turns) == 1
+    assert len(unfinished_chats(lambda: tmp_path)) == 1
+
+
+def test_every_change_is_on_disk(session: Session, tmp_path: Path) -> None:
+    """After each line, the file holds what the chat holds."""
+    states: list[tuple[Conversation, Conversation]] = []
+    lines = ["tell me", "/set temp 0.5", "and?", "/regen", "/system be kind", "/clear", "again"]
+
+    def peek() -> str:
+        (path,) = tmp_path.glob("*.jsonl")
+        states.append((copy.deepcopy(talk.conversation), autosave._read(path).conversation))
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    read = iter([lambda: lines.pop(0)])
+    talk = Repl(
+        session,
+        Conversation(),
+        GREEDY,
+        read=lambda: next(read, peek)(),
+        out=Console(file=io.StringIO()),
+        err=Console(file=io.StringIO()),
+        autosave=Autosave(lambda: tmp_path, origin_of(session, raw=False)),
+    )
+    assert talk.run() == 0
+    assert len(states) == 7
+    for state, saved in states:
+        assert state == saved

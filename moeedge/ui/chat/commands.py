@@ -5,12 +5,14 @@ An InputError in a command becomes one sentence on the screen; the chat goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from moeedge.engine.autosave import UnfinishedChat, remove
 from moeedge.engine.conversation import Conversation, read_text
 from moeedge.errors import InputError
 from moeedge.ui.chat import greeting
@@ -48,6 +50,7 @@ class Chat(Protocol):
     attached: str  # text of /read, put before the next message
     raw: bool
     turns: list[Turn]
+    unfinished: list[UnfinishedChat]  # that /resume can take over, the newest first
 
     @property
     def info(self) -> EngineInfo: ...
@@ -57,6 +60,9 @@ class Chat(Protocol):
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
+
+    def resume(self, chat: UnfinishedChat) -> str:
+        """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,39 @@ def _load(chat: Chat, argument: str) -> Result:
     return Result([f"{len(loaded.messages)} messages loaded from {path}.", *lines])
 
 
+def _resume(chat: Chat, argument: str) -> Result:
+    if not chat.unfinished:
+        raise InputError("There is no chat to resume.")
+    if argument == "list":
+        return Result(table=[Figure(str(i), describe(left)) for i, left in enumerate(chat.unfinished, 1)])
+    if argument == "drop":
+        for left in chat.unfinished:
+            remove(left)
+        chat.unfinished.clear()
+        return Result(["Unfinished chats are deleted."])
+    if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(chat.unfinished)):
+        raise InputError(f"There is no unfinished chat {argument}.", "/resume list shows them.")
+    left = chat.unfinished[int(argument or 1) - 1]
+    lines = [f"Resumed: {describe(left)}.", chat.resume(left)]
+    return Result(lines, next=Next.ANSWER if chat.conversation.has_question else Next.READ)
+
+
+def describe(chat: UnfinishedChat) -> str:
+    """Length, model and end of a chat in a few words."""
+    n = len(chat.conversation.messages)
+    at = time.localtime(chat.ended_s)
+    day = "" if at[:3] == time.localtime()[:3] else time.strftime("%Y-%m-%d ", at)
+    return f"{n} message{'s' * (n != 1)} with {chat.origin.model}, ended at {day}{time.strftime('%H:%M', at)}"
+
+
+def offer(unfinished: Sequence[UnfinishedChat]) -> str:
+    """The line at the start of a chat about earlier ones that ended unexpectedly; at least one."""
+    more = f" There are {len(unfinished)}: /resume list." if len(unfinished) > 1 else ""
+    return (
+        f"A chat ended unexpectedly: {describe(unfinished[0])}. /resume goes on with it, /resume drop deletes it.{more}"
+    )
+
+
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise InputError(f"{command} takes the name of a file.")
@@ -194,6 +233,7 @@ COMMANDS = (
     Command("/read", "FILE", "Puts a text file before your next message.", _read),
     Command("/save", "FILE", "Saves the conversation as JSON.", _save),
     Command("/load", "FILE", "Loads a saved conversation.", _load),
+    Command("/resume", "[N|list|drop]", "Goes on with a chat that ended unexpectedly.", _resume),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 # a closed terminal window (SIGHUP, not on Windows) is treated like SIGTERM
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+HANGUP = _ENDING[-1]
 
 
 class Ended(KeyboardInterrupt):
@@ -32,6 +33,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.signum: int | None = None  # the signal that asked to stop
         self._armed = False
+        self._finished = False
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
@@ -58,6 +60,10 @@ class Interrupt:
         """The answer ended: Ctrl-C is an exception again."""
         self._armed = False
 
+    def finish(self) -> None:
+        """The program ends: further signals have no effect, such as SIGHUP after the terminal's end was noticed."""
+        self._finished = True
+
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, *_ENDING):
@@ -70,6 +76,8 @@ class Interrupt:
         self._before.clear()
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        if self._finished:
+            return
         again = self.signum is not None
         self.signum = signum
         if self._armed and not again:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.ui.chat.commands import Next, Turn, run_command
-from moeedge.ui.chat.interrupt import Ended, Interrupt
+from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.prompt import unquote
-from moeedge.ui.chat.settings import Settings
+from moeedge.ui.chat.settings import Settings, restored
 from moeedge.ui.chat.single import answer_view, print_turn
-from moeedge.ui.console import say, show_figures
+from moeedge.ui.console import say, show_figures, terminal_is_gone
+
+
+def origin_of(session: Session, *, raw: bool) -> Origin:
+    """What a chat with this session is held with."""
+    return Origin(session.info.model, session.model.info.size_bytes, raw)
 
 
 class Repl:
     """One chat: answers go to `out`, everything else to `err`.
 
-    `read` asks for a message: it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
+    `read` asks for a message: it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C. autosave: keeps the chat on
+    disk while it goes on; None: it is not saved. unfinished: chats that /resume can take over, the newest first.
     """
 
     def __init__(
@@ -37,7 +43,8 @@ class Repl:
         read: Callable[[], str],
         out: Console,
         err: Console,
-        autosave: Callable[[], Path],
+        autosave: Autosave | None = None,
+        unfinished: Sequence[UnfinishedChat] = (),
         raw: bool = False,
         panel: bool = True,
         single_turn: bool = False,
@@ -47,15 +54,18 @@ class Repl:
         self.settings = settings
         self.raw = raw
         self.attached = ""
+        self.unfinished = list(unfinished)
         self.turns: list[Turn] = []
         self._read = read
         self._out = out
         self._err = err
         self._autosave = autosave
+        self._origin = origin_of(session, raw=raw)
         self._panel = panel
         self._single_turn = single_turn
         self._interrupt = Interrupt()
-        self._replaced: str | None = None  # the answer that /regen took back
+        self._replaced: str | None = None  # the answer that /regen took back, or that was cut off
+        self._begun: list[int] = []  # tokens of an answer that was cut off: it goes on after them
         self._attempt = 0  # number of earlier answers to the open question
 
     @property
@@ -63,19 +73,32 @@ class Repl:
         """The session's info with the current draft length."""
         return replace(self.session.info, gamma=self.session.gamma)
 
-    def run(self) -> int:
-        """Chat until the user leaves. Returns the exit code: 0, or 128 + the signal that ended it."""
+    def run(self, first_line: str | None = None) -> int:
+        """Chat until the user leaves. Returns the exit code: 0, or 128 + the signal that ended it.
+
+        first_line: carried out before the first one is read.
+        """
         with self._interrupt:
             try:
-                while self._next_message() is not Next.EXIT:
-                    pass
+                self._talk(first_line)
             except Ended as ended:
-                self._save_on_ending()
-                return ended.exit_code
+                return self._end_by_signal(ended.exit_code)
             if self._interrupt.ending:
-                self._save_on_ending()
-                return self._interrupt.exit_code
+                return self._end_by_signal(self._interrupt.exit_code)
+        if self._autosave is not None:
+            self._autosave.close()
         return 0
+
+    def _talk(self, first_line: str | None) -> None:
+        """Obey commands and answer messages until one of them ends the chat. Raises Ended."""
+        try:
+            result = Next.READ if first_line is None else self._carry_out(first_line)
+            while result is not Next.EXIT:
+                result = self._next_message()
+        except OSError:
+            if terminal_is_gone():  # reading or writing failed before SIGHUP came
+                raise Ended(HANGUP) from None
+            raise
 
     def apply(self, settings: Settings) -> None:
         """Apply changed settings, also to the engine."""
@@ -90,20 +113,57 @@ class Repl:
         self._replaced = self.conversation.reopen()
         self._attempt += 1
 
+    def resume(self, chat: UnfinishedChat) -> str:
+        """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next.
+
+        Raises InputError if another process has it.
+        """
+        take_over(chat, lambda: self._adopt(chat))
+        self.unfinished.remove(chat)
+        if not self.conversation.has_question:
+            return "The last answer is complete."
+        return "The last answer goes on." if self._begun else "The last message is answered now."
+
+    def _adopt(self, chat: UnfinishedChat) -> bool:
+        """Make `chat` the conversation; whether it is saved."""
+        self.conversation.system = chat.conversation.system
+        self.conversation.messages = list(chat.conversation.messages)
+        self.settings = restored(chat.settings, self.settings)
+        self.attached, self._attempt = "", 0
+        self._replaced = chat.text or None
+        self._begun = chat.tokens if chat.origin == self._origin else []
+        self._keep()
+        return self._autosave is not None and self._autosave.is_saving
+
+    def _keep(self) -> None:
+        """Save what has changed; a failure is reported once."""
+        if self._autosave is not None:
+            self._autosave.update(self.conversation, asdict(self.settings))
+            if self._autosave.warning:
+                say(self._err, self._autosave.warning, style="yellow")
+                self._autosave = None
+
     def _next_message(self) -> Next:
         """Read one message or command and carry it out."""
         try:
             line = unquote(self._read())
         except EOFError:
+            if terminal_is_gone():  # before SIGHUP says so
+                raise Ended(HANGUP) from None
             return Next.EXIT
         except Ended:
             raise
         except KeyboardInterrupt:
             self._say("Use /exit or Ctrl-D to leave.")
             return Next.READ
+        return self._carry_out(line)
+
+    def _carry_out(self, line: str) -> Next:
+        """Obey a command, or answer a message."""
         try:
             if line.startswith("/"):
                 result = run_command(self, line)
+                self._keep()
                 show_figures(self._err, result.table)
                 for text in result.lines:
                     self._say(text)
@@ -112,6 +172,7 @@ class Repl:
                 return Next.READ
             self.conversation.ask(self.attached + line)
             self.attached, self._replaced, self._attempt = "", None, 0
+            self._keep()
             return self._answer()
         except (MoeedgeError, ValueError) as error:
             self._say_error(error)
@@ -125,6 +186,7 @@ class Repl:
     def _answer(self) -> Next:
         """Answer the open question and print the figures; afterwards the conversation has no open question."""
         answer: Generation | None = None
+        begun, self._begun = self._begun, []
         try:
             prompt = prompt_tokens(self.session.model, self.conversation, raw=self.raw)
             sampling = self.settings.sampling
@@ -134,10 +196,14 @@ class Repl:
             self._interrupt.arm()
             try:
                 answer = self.session.generate(
-                    prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt
+                    prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt, begun=begun
                 )
                 with answer_view(answer, self.info, meter, self._interrupt, out=self._out, panel=self._panel) as view:
+                    n_saved = 0  # tokens
                     for piece in answer.pieces():
+                        if self._autosave is not None:
+                            self._autosave.add_step(piece, answer.tokens[n_saved:])
+                            n_saved = len(answer.tokens)
                         view.write(piece)
             except Ended:
                 raise
@@ -165,14 +231,16 @@ class Repl:
         else:
             self.conversation.take_back()
             self._say("There is no answer; your message is taken back.")
+        self._keep()
 
-    def _save_on_ending(self) -> None:
-        """After SIGTERM or a closed terminal; saves before it prints, since printing may fail."""
-        if not self.conversation.messages:
-            return
-        path = self._autosave()
-        self.conversation.save(path, model=self.info.model)
-        self._say(f"Ended by a signal; the conversation is saved: /load {path}")
+    def _end_by_signal(self, exit_code: int) -> int:
+        """After SIGTERM or a closed terminal: the chat stays on disk."""
+        self._interrupt.finish()
+        if self._autosave is not None and self._autosave.is_saving:
+            self._autosave.close(keep=bool(self.conversation.messages))
+            if self.conversation.messages:
+                self._say("Ended by a signal; the chat is saved: moeedge chat --resume")
+        return exit_code
 
     def _say(self, text: str) -> None:
         say(self._err, text)

@@ -68,6 +68,15 @@ _SETTINGS = (
 )
 
 
+def restored(saved: dict[str, Any], current: Settings) -> Settings:
+    """The settings of a saved chat, with the current draft length; the current ones if they cannot be read."""
+    try:
+        sampling = SamplingConfig(**saved["sampling"])
+        return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]))
+    except (KeyError, TypeError, ValueError):
+        return current
+
+
 def names() -> list[str]:
     """The names of /set, without aliases."""
     return [setting.name for setting in _SETTINGS]

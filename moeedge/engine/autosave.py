@@ -1,0 +1,212 @@
+"""Keeps a chat on disk while it goes on, so that an abort, kill -9 or a closed terminal loses one step at most.
+
+One file per chat, of JSON lines that are only appended: a header, then each change of the conversation, then each step
+of the answer in progress. Every line reaches the kernel before the next step begins, so it survives the process (not a
+power failure: lines are not synced). The process locks its file while it lives; a file without a lock is the rest of a
+chat that ended unexpectedly.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moeedge.engine.conversation import Conversation, Message, read_message
+from moeedge.errors import InputError
+
+SCHEMA = "moeedge.autosave"
+VERSION = 1
+MAX_KEPT = 20  # unfinished chats; older ones are removed
+
+Settings = dict[str, Any]  # JSON values
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a chat was held with; an answer can only be continued where all of it is the same."""
+
+    model: str  # file name
+    model_bytes: int
+    raw: bool  # without a chat template
+
+
+@dataclass
+class UnfinishedChat:
+    """A chat whose process ended unexpectedly. `text` and `tokens`: of the answer to its last, open question."""
+
+    path: Path
+    origin: Origin
+    ended_s: float = 0.0  # time of the last line, seconds since the epoch
+    conversation: Conversation = field(default_factory=Conversation)
+    settings: Settings = field(default_factory=dict)
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+
+
+class Autosave:
+    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay.
+
+    `warning` is a sentence once the file cannot be written; nothing is written from then on, and the chat goes on.
+    """
+
+    def __init__(self, folder: Callable[[], Path], origin: Origin) -> None:
+        self.warning = ""
+        self._folder = folder
+        self._origin = origin
+        self._path: Path | None = None
+        self._file = -1  # descriptor
+        self._system = ""
+        self._settings: Settings = {}
+        self._messages: list[Message] | None = []  # None while they are being written
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the chat is on disk."""
+        return self._file >= 0 and not self.warning
+
+    def update(self, conversation: Conversation, settings: Settings) -> None:
+        """Writes what has changed of the conversation and its settings."""
+        if self._file < 0 and not conversation.messages:
+            return
+        records: list[dict[str, Any]] = []
+        if self._file < 0 or conversation.system != self._system or settings != self._settings:
+            records.append({"system": conversation.system, "settings": settings})
+        messages = list(conversation.messages)
+        known = self._messages
+        if known is None or messages[: len(known)] != known:
+            known = []
+            records.append({"clear": True})
+        records += [{"role": message.role, "content": message.content} for message in messages[len(known) :]]
+        self._messages = None  # Ctrl-C may come in between
+        self._write(records)
+        self._system, self._settings, self._messages = conversation.system, settings, messages
+
+    def add_step(self, text: str, tokens: Sequence[int]) -> None:
+        """Writes the next piece of the answer to the open question."""
+        if self._file >= 0:
+            self._write([{"text": text, "tokens": list(tokens)}])
+
+    def close(self, *, keep: bool = False) -> None:
+        """Removes the file at a normal end; keep: the next chat offers it. Closing twice is harmless."""
+        if self._file < 0:
+            return
+        with suppress(OSError):
+            if not keep and self._path is not None:
+                self._path.unlink()
+        os.close(self._file)  # and unlocks
+        self._file = -1
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        if self.warning or not records:
+            return
+        try:
+            if self._file < 0:
+                self._create()
+            data = "".join(json.dumps(record) + "\n" for record in records).encode()
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            self.warning = f"The chat is not saved from here on: {error.strerror or error}."
+
+    def _create(self) -> None:
+        """The locked file, which gets its name once it has a header: no other process sees it without either."""
+        folder = self._folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = f"{time.time_ns():020d}-{os.getpid()}.jsonl"
+        hidden = folder / f".{name}"
+        file = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            header = {"schema": SCHEMA, "version": VERSION, **vars(self._origin)}
+            os.write(file, (json.dumps(header) + "\n").encode())
+            hidden.rename(folder / name)
+        except OSError:
+            hidden.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        self._file, self._path = file, folder / name
+
+
+def unfinished_chats(folder: Callable[[], Path]) -> list[UnfinishedChat]:
+    """The chats in `folder()` that ended unexpectedly, the newest first; those that still run are left alone.
+
+    Removes files without messages and all but the newest MAX_KEPT. Files that are not ours stay and are passed over.
+    """
+    chats: list[UnfinishedChat] = []
+    with suppress(OSError):
+        for path in sorted(folder().glob("*.jsonl"), reverse=True):
+            with suppress(OSError, ValueError), _locked(path):
+                chat = _read(path)
+                if chat.conversation.messages and len(chats) < MAX_KEPT:
+                    chats.append(chat)
+                else:
+                    path.unlink()
+    return chats
+
+
+def take_over(chat: UnfinishedChat, save: Callable[[], bool]) -> None:
+    """Removes the file of `chat` if `save` has written it elsewhere. Raises InputError if another process has it."""
+    try:
+        with _locked(chat.path):
+            if save():
+                chat.path.unlink()
+    except OSError:
+        raise InputError("This chat was resumed or removed by another program.") from None
+
+
+def remove(chat: UnfinishedChat) -> None:
+    """Removes the file of `chat`, unless another process has resumed it."""
+    with suppress(OSError), _locked(chat.path):
+        chat.path.unlink()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file. Raises OSError where its process lives, or where it is gone."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists():  # removed by the process that held the lock
+            raise FileNotFoundError(path)
+        yield
+    finally:
+        os.close(file)
+
+
+def _read(path: Path) -> UnfinishedChat:
+    """Reads a file up to its first damaged line. Raises ValueError for a file of another kind."""
+    header, *lines = path.read_bytes().split(b"\n")
+    record = json.loads(header)
+    if not isinstance(record, dict) or (record.get("schema"), record.get("version")) != (SCHEMA, VERSION):
+        raise ValueError(f"{path} is not a saved chat")
+    origin = Origin(str(record.get("model")), int(record.get("model_bytes") or 0), bool(record.get("raw")))
+    chat = UnfinishedChat(path, origin, path.stat().st_mtime)
+    with suppress(ValueError, KeyError, TypeError, InputError):  # the step during which the process ended
+        for line in lines:
+            if line:
+                _apply(chat, json.loads(line))
+    return chat
+
+
+def _apply(chat: UnfinishedChat, record: dict[str, Any]) -> None:
+    """Repeats one change. Raises one of several errors for a record that no `Autosave` writes."""
+    conversation = chat.conversation
+    if "settings" in record:
+        conversation.system, chat.settings = str(record["system"]), dict(record["settings"])
+    elif "tokens" in record:
+        text, tokens = str(record["text"]), [int(token) for token in record["tokens"]]
+        chat.text += text
+        chat.tokens += tokens
+    elif "clear" in record:
+        conversation.clear()
+        chat.text, chat.tokens = "", []
+    else:
+        conversation.messages.append(read_message(record, len(conversation.messages)))
+        chat.text, chat.tokens = "", []

@@ -1,0 +1,241 @@
+"""Chats on disk: what is left of them when a process ends in any way, and in the files' worst state."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeedge.engine import autosave
+from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, remove, take_over, unfinished_chats
+from moeedge.engine.conversation import Conversation, Message
+from moeedge.errors import InputError
+from tests.benchmarks.autosave_cost import step_times_us
+
+ORIGIN = Origin("model.gguf", 123, raw=False)
+SETTINGS: dict[str, Any] = {"sampling": {"temperature": 0.5}, "n_predict": -1}
+
+
+def chat(folder: Path, *, origin: Origin = ORIGIN) -> Autosave:
+    return Autosave(lambda: folder, origin)
+
+
+def found(folder: Path) -> list[UnfinishedChat]:
+    return unfinished_chats(lambda: folder)
+
+
+def talk(*texts: str, system: str = "") -> Conversation:
+    """A conversation of these messages, the first of which is the user's."""
+    return Conversation(system, [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)])
+
+
+def abandoned(folder: Path, *texts: str) -> Path:
+    """The file of a chat whose process ended."""
+    saved = chat(folder)
+    saved.update(talk(*texts), SETTINGS)
+    before = set(folder.glob("*.jsonl"))
+    saved.close(keep=True)
+    return max(before)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The exit status of `work` in a forked process."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("end", [os.abort, lambda: os.kill(os.getpid(), signal.SIGKILL)], ids=["abort", "kill -9"])
+def test_every_finished_step_survives_the_process(end: Callable[[], None], tmp_path: Path) -> None:
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()  # pytest's traceback
+        saved = chat(tmp_path)
+        saved.update(talk("hé?", system="be kind"), SETTINGS)
+        saved.add_step("Grüße", [1, 2])
+        saved.add_step(" \U0001f600", [3])
+        end()
+
+    assert os.WIFSIGNALED(in_child(work))
+    (left,) = found(tmp_path)
+    assert (left.origin, left.settings) == (ORIGIN, SETTINGS)
+    assert left.conversation == talk("hé?", system="be kind")
+    assert (left.text, left.tokens) == ("Grüße \U0001f600", [1, 2, 3])
+    assert abs(left.ended_s - time.time()) < 60
+
+
+def test_nothing_is_left_of_a_chat_that_ended_well_or_never_began(tmp_path: Path) -> None:
+    saved = chat(tmp_path / "new")
+    saved.update(Conversation("system"), SETTINGS)
+    assert not (tmp_path / "new").exists()
+    saved.update(talk("one"), SETTINGS)
+    saved.close()
+    saved.close()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_changes_of_the_conversation_are_repeated(tmp_path: Path) -> None:
+    saved = chat(tmp_path)
+    for state in (
+        talk("one"),
+        talk("one", "two"),
+        talk("one", "two", system="new"),
+        talk("one"),  # /regen
+        talk("one", "other", "three"),
+        talk("loaded", "from", "a file", "and so on"),
+        talk(),
+        talk("again"),
+    ):
+        saved.update(state, SETTINGS)
+        saved.add_step("cut", [7])
+        saved._messages = saved._messages if len(state.messages) != 3 else None  # Ctrl-C in the middle of an update
+        (path,) = tmp_path.glob("*.jsonl")
+        left = autosave._read(path)
+        assert left.conversation == state
+        assert left.text.endswith("cut")
+    saved.close()
+
+
+def test_files_belong_to_their_user_alone(tmp_path: Path) -> None:
+    path = abandoned(tmp_path / "chats", "secret")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_chats_at_once_do_not_see_each_other(tmp_path: Path) -> None:
+    first, second = chat(tmp_path), chat(tmp_path)
+    first.update(talk("one"), SETTINGS)
+    second.update(talk("two"), SETTINGS)
+    assert found(tmp_path) == []
+    second.close(keep=True)
+    (left,) = found(tmp_path)
+    assert left.conversation == talk("two")
+    first.close(keep=True)
+    assert [entry.conversation for entry in found(tmp_path)] == [talk("two"), talk("one")]
+
+
+def test_a_forked_child_neither_removes_nor_unlocks_the_file(tmp_path: Path) -> None:
+    saved = chat(tmp_path)
+    saved.update(talk("one"), SETTINGS)
+    assert in_child(lambda: None) == 0
+    assert found(tmp_path) == []
+    saved.add_step("two", [1])
+    assert saved.is_saving
+    saved.close()
+
+
+def test_a_chat_is_taken_over_once(tmp_path: Path) -> None:
+    abandoned(tmp_path, "one", "two")
+    (left,) = found(tmp_path)
+    take_over(left, lambda: False)  # not saved elsewhere: it stays
+    assert found(tmp_path) == [left]
+    take_over(left, lambda: True)
+    assert found(tmp_path) == []
+    with pytest.raises(InputError):
+        take_over(left, lambda: True)
+    remove(left)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    whole = abandoned(tmp_path, "one", "two", "three")
+    data = whole.read_bytes()
+    for n_bytes in range(len(data)):  # however much of it reached the disk
+        whole.write_bytes(data[:n_bytes])
+        left = autosave._read(whole) if b"\n" in data[:n_bytes] else None
+        if left is not None:
+            assert [m.content for m in left.conversation.messages] == ["one", "two", "three"][
+                : len(left.conversation.messages)
+            ]
+    lines = data.splitlines(keepends=True)
+    for damage in (
+        b"\0\0\0\n",
+        b"{}\n",
+        b'{"tokens": "x", "text": 1}\n',
+        b'{"role": "user"}\n',
+        b"\xff\xfe\n",
+        b"[1]\n",
+    ):
+        whole.write_bytes(b"".join([*lines[:-1], damage, lines[-1]]))
+        (left,) = found(tmp_path)
+        assert left.conversation == talk("one", "two")
+
+
+def test_foreign_files_stay(tmp_path: Path) -> None:
+    other = {"a.jsonl": b"", "b.jsonl": b"not json\n", "c.jsonl": json.dumps({"schema": "x"}).encode()}
+    newer = {"d.jsonl": json.dumps({"schema": autosave.SCHEMA, "version": 99}).encode() + b"\n"}
+    for name, data in (other | newer).items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder.jsonl").mkdir()
+    assert found(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    paths = [abandoned(tmp_path, str(i)) for i in range(autosave.MAX_KEPT + 3)]
+    kept = found(tmp_path)
+    assert [left.path for left in kept] == sorted(paths, reverse=True)[: autosave.MAX_KEPT]
+    assert len(list(tmp_path.iterdir())) == autosave.MAX_KEPT
+
+
+def test_a_full_disk_ends_saving_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = chat(tmp_path)
+    saved.update(talk("one"), SETTINGS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    size = next(tmp_path.iterdir()).stat().st_size
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+        saved.add_step("a long text that does not fit", [1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "File too large" in saved.warning
+    assert not saved.is_saving
+    saved.add_step("more", [2])
+    saved.close(keep=True)
+    (left,) = found(tmp_path)
+    assert (left.conversation, left.text) == (talk("one"), "")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    saved = chat(tmp_path / "file" / "chats")
+    saved.update(talk("one"), SETTINGS)
+    assert "Not a directory" in saved.warning
+    saved.add_step("two", [1])
+    saved.close()
+    assert found(tmp_path / "file" / "chats") == []
+
+
+def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:
+    assert float(np.median(step_times_us(tmp_path, 1000))) < 100
+
+
+def test_two_processes_start_at_once(tmp_path: Path) -> None:
+    """Each of many starts looks at the folder while others make their files: none may be taken for abandoned."""
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert sum(pool.map(_start_and_look, [tmp_path] * 40)) == 0
+
+
+def _start_and_look(folder: Path) -> int:
+    saved = chat(folder)
+    saved.update(talk("one"), SETTINGS)
+    n_found = len(found(folder))
+    still_there = saved._path is not None and saved._path.exists()
+    saved.close()
+    return n_found + (not still_there)
