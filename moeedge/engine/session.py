@@ -263,6 +263,7 @@ def _describe(
         architecture=info.architecture,
         n_layers=info.n_layers,
         n_expert_layers=info.n_expert_layers,
+        n_whole_layers=target.model.n_whole_layers,
         n_experts=info.n_experts,
         n_expert_used=info.n_expert_used,
         n_ctx=target.n_ctx,

@@ -55,7 +55,7 @@ class SpeculativeLoop:
         self.placement = placement
         self._call_observers = observe
         self._cancel = cancel
-        self._n_expert_layers = len(target.model.info.expert_layers)
+        self._n_expert_layers = len(target.model.host_expert_layers)
 
     def plain_step(self, gamma: int) -> StepRecord:
         """One verification with at most `gamma` drafts, without placement; gamma + 1 more tokens must fit the context.

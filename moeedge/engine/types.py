@@ -59,6 +59,7 @@ class EngineConfig:
     n_threads: int = 0  # 0: one per physical core
     gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
+    n_cpu_moe: int | None = None  # experts of so many first layers stay in host memory; None: chosen by measuring
     device: str = "auto"  # for experts, as -dev names it
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -70,6 +71,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= MAX_GAMMA:
             raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+        if self.n_cpu_moe is not None and self.n_cpu_moe < 0:
+            raise ValueError(f"n_cpu_moe (-ncmoe) must be >= 0, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
         if not 0 <= self.n_threads <= MAX_N_THREADS:
@@ -147,6 +150,7 @@ class EngineInfo:
     architecture: str
     n_layers: int
     n_expert_layers: int  # layers with experts
+    n_whole_layers: int  # of these, layers whose experts are entirely on a GPU
     n_experts: int  # 0: dense
     n_expert_used: int
     n_ctx: int

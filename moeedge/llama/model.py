@@ -58,16 +58,15 @@ class Model:
         info: ModelInfo,
         *,
         uses_gpu: bool = False,
-        experts_on_gpu: bool = False,
-        n_cpu_moe: int = 0,
+        n_cpu_moe: int | None = None,
         experts_mapped: bool = False,
         header_only: bool = False,
     ) -> None:
         self.path = path
         self.info = info
         self.uses_gpu = uses_gpu  # llama.cpp computes large batches on a GPU even without layers there
-        self.experts_on_gpu = experts_on_gpu  # those of the layers on the GPU
-        self.n_cpu_moe = n_cpu_moe  # the first so many layers have their experts in host memory
+        # the first so many layers have their experts in host memory
+        self.n_cpu_moe = info.n_layers if n_cpu_moe is None else n_cpu_moe
         self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
         self.header_only = header_only  # no weights; its contexts allocate nothing
         self.handle = handle  # llama_model *
@@ -138,11 +137,20 @@ class Model:
             handle,
             info,
             uses_gpu=uses_gpu,
-            experts_on_gpu=uses_gpu and n_gpu_layers != 0 and not experts_on_cpu,
             n_cpu_moe=min(in_ram, info.n_layers) if uses_gpu else info.n_layers,
             experts_mapped=not fits,
             header_only=header_only,
         )
+
+    @property
+    def host_expert_layers(self) -> tuple[int, ...]:
+        """Layers whose experts are in host memory, where our backend computes them and sees their routing."""
+        return tuple(layer for layer in self.info.expert_layers if layer < self.n_cpu_moe)
+
+    @property
+    def n_whole_layers(self) -> int:
+        """Layers with experts that are entirely on a GPU."""
+        return self.info.n_expert_layers - len(self.host_expert_layers)
 
     @property
     def can_roll_back(self) -> bool:

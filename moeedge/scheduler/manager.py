@@ -65,7 +65,8 @@ class PlacementManager:
         self._device = device
         self._store = CacheStore(cache)
         self._sensor = target.sensor
-        self._expert_layers = list(target.model.info.expert_layers)
+        self._cached_layers = list(target.model.host_expert_layers)
+        self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
@@ -95,7 +96,7 @@ class PlacementManager:
     @property
     def cache_ratio(self) -> float:
         """Share of all experts that have a slot."""
-        return self.cache.info.n_slots / (len(self._expert_layers) * self.cache.info.n_experts)
+        return self.cache.info.n_slots / self._n_all
 
     @property
     def active(self) -> bool:
@@ -305,7 +306,7 @@ class PlacementManager:
             pool_bytes=self.cache.info.pool_bytes,
             vram_used_bytes=memory[0] if memory else None,
             vram_total_bytes=memory[1] if memory else None,
-            tau=() if self._tau is None else tuple(self._tau[self._expert_layers].tolist()),
+            tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
             lookahead=self.driver.lookahead,
         )
 

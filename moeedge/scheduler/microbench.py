@@ -297,7 +297,7 @@ class _Run:
         cpu, device = sides
         if cpu is None or device is None:
             return None
-        n_layers = self._target.model.info.n_expert_layers
+        n_layers = len(self._target.model.host_expert_layers)
         chosen = records[records["n_tokens"] == self._n_verified]
         chosen = chosen if chosen.size else records
         experts_s = float(np.median(np.maximum(chosen["cpu_ns"], chosen["device_ns"]))) * 1e-9

@@ -66,7 +66,7 @@ def predicted_experts(prediction: ExpertPrediction | None, n_layers: int, n_expe
 class DraftRouterPredictor:
     """Predicts the next batch, token by token, while the draft model works.
 
-    n_predicted_layers: how many of the target's layers with experts are predicted, from the first on.
+    n_predicted_layers: how many of the target's layers with experts in host memory are predicted, from the first on.
     """
 
     def __init__(self, target: Model, draft: Context, capture: ActivationCapture, n_predicted_layers: int) -> None:
@@ -76,7 +76,7 @@ class DraftRouterPredictor:
         n_layers, n_draft_layers = target.info.n_layers, draft.model.info.n_layers
         # [n_layers], the draft layer that each target layer is predicted from
         self.draft_layer_of = ((np.arange(n_layers) + 0.5) * n_draft_layers / n_layers).astype(np.intp)
-        predicted = list(target.info.expert_layers)[:n_predicted_layers]
+        predicted = list(target.host_expert_layers)[:n_predicted_layers]
         self._n_layers = max(predicted, default=-1) + 1  # no prediction after them
         self._unpredicted = np.setdiff1d(np.arange(self._n_layers), predicted)  # layers without experts
         norms = read_norms(draft.model)
@@ -152,8 +152,8 @@ class NextGatePredictor:
         self._n_used = target.info.n_expert_used
         # of the current batch, each layer as predicted from the one before: [n_layers, n_tokens, k]
         self._predicted: NDArray[np.int32] | None = None
-        layers, norm = target.info.expert_layers, self._routers.norm
-        # for each layer with experts the next such layers, and what brings its values to their scale
+        layers, norm = target.host_expert_layers, self._routers.norm
+        # for each layer with experts in host memory the next such layers, and what brings its values to their scale
         self._next = {
             layer: [
                 (later, None if norm is None else self._routers.ratio(np.array([later]), norm[[layer]]))

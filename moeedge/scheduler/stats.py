@@ -56,7 +56,7 @@ class PlacementStats(CacheStats):
     plan_s: float = counter("policy and plans, in a thread next to the models where there is one", "s")
     draft_s: float = counter("drafting", "s")
     decode_s: float = counter("entire steps", "s")
-    tau: tuple[float, ...] = ()  # [n_expert_layers], the newest
+    tau: tuple[float, ...] = ()  # [n_cached_layers], the newest
     lookahead: LookaheadStatus | None = None  # None: the policy does not judge it
 
     @property
