@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.declare import option
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_LAYERS, EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
@@ -60,6 +60,8 @@ class EngineOptions:
     ctx_size: options.CtxSize = 0
     threads: options.Threads = 0
     n_gpu_layers: options.NGpuLayers = None
+    n_cpu_moe: options.NCpuMoe = None
+    cpu_moe: options.CpuMoe = False
     device: options.Device = "auto"
     backend: options.Backend = None  # loaded by native.attach
 
@@ -86,11 +88,17 @@ class EngineOptions:
             n_threads=self.threads,
             gamma=files.draft_max if self.draft_max is None else self.draft_max,
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
+            n_cpu_moe=self._n_cpu_moe(),
             device=self.device,
             emulate_bundled=emulate_bundled,
             placement=placement or PlacementConfig(),
             context_shift=context_shift,
         )
+
+    def _n_cpu_moe(self) -> int | None:
+        if self.cpu_moe and self.n_cpu_moe is not None:
+            raise InputError("--cpu-moe and --n-cpu-moe exclude each other.", "Leave out one of them.")
+        return ALL_LAYERS if self.cpu_moe else self.n_cpu_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +220,14 @@ def limit_openmp_spin(device: str, *, may_emulate: bool = False) -> None:
 
 
 def layer_notes(config: EngineConfig) -> list[str]:
-    """A sentence where -ngl has no effect."""
-    if not config.n_gpu_layers:
+    """A sentence where -ngl or -ncmoe has no effect."""
+    if not config.n_gpu_layers and config.n_cpu_moe is None:
         return []
     from moeedge import native
 
     if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
         return []
-    return ["llama.cpp lists no GPU here: -ngl has no effect."]
+    return ["llama.cpp lists no GPU here: -ngl and -ncmoe have no effect."]
 
 
 def _locate(text: str) -> LocalModel:

@@ -158,6 +158,19 @@ NGpuLayers = Annotated[
         "on a GPU, otherwise none.",
     ),
 ]
+NCpuMoe = Annotated[
+    int | None,
+    option(
+        HARDWARE,
+        "-ncmoe, --n-cpu-moe N",
+        "Keep the experts of the first N layers in host memory; the GPU has those of the other layers of -ngl "
+        "entirely, and the expert cache serves the first N. Default: the fastest N, as measured on first use, unless "
+        "--cache-ratio is given.",
+    ),
+]
+CpuMoe = Annotated[
+    bool, option(HARDWARE, "-cmoe, --cpu-moe", "Keep the experts of all layers in host memory or the expert cache.")
+]
 Device = Annotated[
     str,
     option(

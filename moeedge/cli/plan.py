@@ -54,6 +54,8 @@ def plan(
     draft_max: options.DraftMax = None,
     ctx_size: options.CtxSize = 0,
     n_gpu_layers: options.NGpuLayers = None,
+    n_cpu_moe: options.NCpuMoe = None,
+    cpu_moe: options.CpuMoe = False,
     device: options.Device = "auto",
     backend: options.Backend = None,
     vram: FreeVram = None,
@@ -86,6 +88,8 @@ def plan(
         draft_max=draft_max,
         ctx_size=ctx_size,
         n_gpu_layers=n_gpu_layers,
+        n_cpu_moe=n_cpu_moe,
+        cpu_moe=cpu_moe,
         device=device,
     )
     with ExitStack() as resources:

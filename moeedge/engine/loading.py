@@ -42,13 +42,16 @@ def load_target(
     whole_fits: the result of `whole_model_fits`, if it is known. header_only, free_bytes: of `Model.load`.
 
     With a GPU for experts, all layers are on it unless -ngl gives fewer; the experts stay in host memory, from where
-    placement moves them, unless the GPU can hold the entire model or -ncmoe keeps them with their layers. A dense model that does not fit stays on the CPU.
+    placement moves them, unless the GPU can hold the entire model or -ncmoe keeps them with their layers. A dense
+    model that does not fit stays on the CPU.
     """
     device = device or resolve_device(config)
     load = partial(Model.load, config.model, device=device.llama_device, header_only=header_only, free_bytes=free_bytes)
     is_split = config.n_cpu_moe is not None
+    if is_split:
+        load = partial(load, n_cpu_moe=config.n_cpu_moe)
     if device.kind != "gpu":
-        return load(n_gpu_layers=config.n_gpu_layers or 0, experts_on_cpu=is_split, n_cpu_moe=config.n_cpu_moe)
+        return load(n_gpu_layers=config.n_gpu_layers or 0, experts_on_cpu=is_split)
     if whole_model_fits(config, device) if whole_fits is None else whole_fits:
         return load(n_gpu_layers=_ALL_LAYERS)
     if config.n_gpu_layers is None and not gguf_file.read_summary(config.model).expert_layers:
@@ -56,7 +59,7 @@ def load_target(
     # with the cache switched off, llama.cpp takes the requested layers with their experts
     whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None and not is_split
     n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
-    return load(n_gpu_layers=n_gpu_layers, experts_on_cpu=not whole_layers, n_cpu_moe=config.n_cpu_moe)
+    return load(n_gpu_layers=n_gpu_layers, experts_on_cpu=not whole_layers)
 
 
 def load_draft(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
 MAX_GAMMA = 64
+ALL_LAYERS = 1 << 30  # of n_cpu_moe
 # tokens of a graph whose logits a session reads: those of a verification
 MAX_OUTPUTS = MAX_GAMMA + 1
 
@@ -150,7 +151,6 @@ class EngineInfo:
     architecture: str
     n_layers: int
     n_expert_layers: int  # layers with experts
-    n_whole_layers: int  # of these, layers whose experts are entirely on a GPU
     n_experts: int  # 0: dense
     n_expert_used: int
     n_ctx: int
@@ -161,6 +161,7 @@ class EngineInfo:
     policy: str  # "none" without placement
     hit_rate: float | None = None
     notes: list[str] = field(default_factory=list)  # sentences: the choices made, and why something is off
+    n_whole_layers: int = 0  # of the layers with experts; on a GPU entirely
     cache_ratio: float = 0.0  # share of all experts that have a slot
     cache_slots: int = 0
     pool_bytes: int = 0  # of the slots on the device

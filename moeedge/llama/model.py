@@ -114,7 +114,7 @@ class Model:
         overrides = (_BufferOverride * 2)()
         if experts_on_cpu:
             cpu_buffer_type = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
-            overrides[0] = _BufferOverride(_experts_of_first(n_cpu_moe), cpu_buffer_type())
+            overrides[0] = _BufferOverride(_experts_of_first(n_cpu_moe, summary.expert_layers), cpu_buffer_type())
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
             # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
             # repacked and compute 1.7 times slower
@@ -245,9 +245,9 @@ class Model:
         self.close()
 
 
-def _experts_of_first(n_layers: int | None) -> bytes:
+def _experts_of_first(n_layers: int | None, expert_layers: tuple[int, ...]) -> bytes:
     """A pattern for the names of expert tensors: those of the first `n_layers` layers, or of all for None."""
-    if n_layers is None:
+    if n_layers is None or n_layers > max(expert_layers, default=0):
         return _EXPERT_TENSORS.encode()
     layers = "|".join(map(str, range(n_layers)))
     return rf"^blk\.({layers})\.{_EXPERT_TENSORS}".encode() if n_layers else b"^$"

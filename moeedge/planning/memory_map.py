@@ -126,13 +126,11 @@ class MemoryMap:
     compute_bytes: int
     places: tuple[MemoryPool, ...]  # the device's if it has its own memory, then the host's
     budget: CacheBudget  # of the expert cache
+    cache_ratio: float  # share of all experts that have a slot; 1 where the model is entirely on the GPU
+    device_ratio: float  # share of all experts that are on the device, in slots or with their layers
+    n_whole_layers: int  # with experts, entirely on the GPU next to the cache
     whole_on_gpu: bool  # target and draft entirely, experts included
     refused: str = ""  # why a session would not start
-
-    @property
-    def cache_ratio(self) -> float:
-        """Share of the experts on the device."""
-        return 1.0 if self.whole_on_gpu else self.budget.ratio
 
     @property
     def verdict(self) -> Verdict:

@@ -34,6 +34,7 @@ from moeedge.planning.memory_map import (
 from moeedge.scheduler.sizing import (
     CacheBudget,
     cache_budget,
+    in_host_memory,
     n_staging_slots,
     reserve_bytes,
     staging_and_scratch_bytes,
@@ -156,7 +157,7 @@ class Planner:
         budget = CacheBudget(0.0, 0, 0)
         if device.kind == "gpu":
             share = ours.gpu(device.ggml_name)
-            weights = _weights(share.weights_bytes, self._experts_bytes if target.experts_on_gpu else 0)
+            weights = _weights(share.weights_bytes, self._experts_bytes - self._host_expert_bytes(target))
             lines = _items(weights, share, drafts.gpu(device.ggml_name))
             lines.append(MemoryItem("kernels (an allowance)", KERNEL_BYTES))
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
@@ -169,6 +170,7 @@ class Planner:
         if device.kind == "emulated":
             ram += cache
         places.append(MemoryPool("RAM", self.machine.ram_total_bytes, self.machine.ram_free_bytes, tuple(ram)))
+        n_whole = target.n_whole_layers
         shares = [*ours.gpus.values(), ours.ram, *drafts.gpus.values(), drafts.ram]
         return MemoryMap(
             n_ctx=n_ctx,
@@ -176,12 +178,25 @@ class Planner:
             compute_bytes=sum(share.compute_bytes for share in shares),
             places=tuple(places),
             budget=budget,
+            cache_ratio=1.0 if all_on_gpu else budget.n_slots / max(1, self._n_all),
+            device_ratio=1.0
+            if all_on_gpu
+            else (budget.n_slots + n_whole * target.info.n_experts) / max(1, self._n_all),
+            n_whole_layers=0 if all_on_gpu else n_whole,
             whole_on_gpu=all_on_gpu,
         )
 
     @property
+    def _n_all(self) -> int:
+        info = self._target(all_on_gpu=False).info
+        return info.n_expert_layers * info.n_experts
+
+    @property
     def _experts_bytes(self) -> int:
         return expert_bytes(self._experts)
+
+    def _host_expert_bytes(self, target: Model) -> int:
+        return expert_bytes(in_host_memory(self._experts, target))
 
     def _cache(self, target: Model, free_bytes: int) -> tuple[CacheBudget, list[MemoryItem]]:
         """Returns the expert cache on a device with `free_bytes` left, and its items."""
@@ -191,28 +206,25 @@ class Planner:
             requested,
             device,
             self._experts,
-            info,
+            target,
             free_bytes=free_bytes,
             total_bytes=device.total_bytes,
             n_ubatch=self.config.n_ubatch,
-            experts_on_device=target.experts_on_gpu,
         )
         lines = []
         if budget.n_slots:
             n_stage = n_staging_slots(requested, device.kind, info.n_experts)
-            overhead = staging_and_scratch_bytes(self._experts, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
+            tensors = in_host_memory(self._experts, target)
+            overhead = staging_and_scratch_bytes(tensors, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
             lines.append(MemoryItem("cache: staging and columns", overhead))
         kept = self.reserve + reserve_bytes(device, device.total_bytes)
         lines += [MemoryItem("reserve", kept, spare=True)] if kept else []
-        n_all = info.n_expert_layers * info.n_experts
         if budget.n_slots:
-            lines.append(MemoryItem(f"expert slots: {budget.n_slots:,} of {n_all:,}", budget.pool_bytes))
+            lines.append(MemoryItem(f"expert slots: {budget.n_slots:,} of {self._n_all:,}", budget.pool_bytes))
         return budget, lines
 
     def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[MemoryItem]:
-        has_layers_in_ram = target.experts_on_gpu and ours.ram.weights_bytes > self.facts.dense_bytes
-        experts = 0 if target.experts_on_gpu and not has_layers_in_ram else self._experts_bytes
-        weights = _weights(ours.ram.weights_bytes, experts, ours.repacked_bytes)
+        weights = _weights(ours.ram.weights_bytes, self._host_expert_bytes(target), ours.repacked_bytes)
         draft_mapped = drafts.ram.weights_bytes - drafts.repacked_bytes
         program = MemoryItem("program and vocabulary", self._program_bytes)
         return [*_items(weights, ours.ram, drafts.ram, draft_mapped), *([program] if self._program_bytes else [])]

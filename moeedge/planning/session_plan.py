@@ -6,6 +6,7 @@ import math
 import shlex
 from dataclasses import dataclass
 
+from moeedge.engine.types import ALL_LAYERS
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
@@ -125,9 +126,11 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
         words += ["-dev", config.device]
     if config.n_gpu_layers is not None and config.device != "none":
         words += ["-ngl", str(config.n_gpu_layers)]
+    if config.n_cpu_moe is not None:
+        words += ["--cpu-moe"] if config.n_cpu_moe == ALL_LAYERS else ["-ncmoe", str(config.n_cpu_moe)]
     asked = config.placement.cache_ratio is not None
     if advised.budget.n_slots and (asked or planner.machine.device.default_ratio is None):
-        ratio = math.floor(advised.budget.ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
+        ratio = math.floor(advised.cache_ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
         words += ["--cache-ratio", f"{ratio:g}"]
     elif config.placement.cache_ratio == 0:
         words += ["--cache-ratio", "0"]

@@ -22,7 +22,7 @@ from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
-from moeedge.scheduler.sizing import cache_budget, emulated_threads, n_staging_slots
+from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots
 from moeedge.units import format_bytes
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
@@ -102,18 +102,17 @@ def _open_cache(
     """The cache on the device; None where it has no room or is not needed."""
     info = target.model.info
     tensors, files = expert_tensors(target.model.path, n_layers=info.n_layers)
-    if device.kind == "gpu" and not target.model.experts_on_gpu:
+    if device.kind == "gpu" and target.model.host_expert_layers:
         warm_up_gpu(target, draft, gamma)
     reading = devices.read_memory(device) if device.kind == "gpu" else None
     budget = cache_budget(
         config,
         device,
         tensors,
-        info,
+        target.model,
         free_bytes=reading.free_bytes if reading is not None else device.free_bytes,
         total_bytes=reading.total_bytes if reading is not None else device.total_bytes,
         n_ubatch=target.n_ubatch,
-        experts_on_device=target.model.experts_on_gpu,
     )
     notes.extend(budget.notes)
     if budget.n_slots == 0:
@@ -125,7 +124,7 @@ def _open_cache(
             CacheConfig(
                 device=device.ggml_name,
                 files=files,
-                tensors=tensors,
+                tensors=in_host_memory(tensors, target.model),
                 n_layers=info.n_layers,
                 n_experts=info.n_experts,
                 ratio=budget.ratio,
@@ -164,7 +163,7 @@ def _has_room_for_every_layer(cache: ExpertCache, device: ResolvedDevice, target
     info = cache.info
     if device.kind == "rpc":
         rpc.limit_waits(device.endpoint)
-    if info.n_slots < target.model.info.n_expert_layers:
+    if info.n_slots < len(target.model.host_expert_layers):
         notes.append(
             f"{device.label} has memory for {info.n_slots} experts, less than one per layer: the expert cache is off."
         )
@@ -247,7 +246,7 @@ def _draft_predictor(
     if "draft-inputs" not in policy.required_inputs or config.execution.drafting == "off":
         return None
     info = target.model.info
-    n_layers = info.n_expert_layers
+    n_layers = len(target.model.host_expert_layers)
     if isinstance(policy, CutoffPolicy):
         n_layers = policy.cutoff(info.n_expert_used)
     predictor, reason = open_draft_predictor(target, draft, n_layers)

@@ -8,7 +8,7 @@ from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.llama import library
 from moeedge.llama.gguf_file import expert_bytes, n_groups, scratch_bytes
-from moeedge.llama.model import ModelInfo
+from moeedge.llama.model import Model, ModelInfo
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.scheduler.config import PlacementConfig
@@ -23,7 +23,7 @@ _MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/
 class CacheBudget:
     """The cache's size; ratio 0: it is off, with a note that gives the reason unless the user switched it off."""
 
-    ratio: float  # share of all experts that get a slot
+    ratio: float  # share of the experts in host memory that get a slot
     n_slots: int
     pool_bytes: int
     notes: tuple[str, ...] = ()
@@ -64,11 +64,11 @@ def plan_budget(
             f"--vram {format_bytes(vram_bytes)} is larger than the device, which has {format_bytes(total_bytes)}.",
             "Give less, or leave it out to take what is free.",
         )
+    if experts_on_device:
+        return _off("All experts are on the device already: the expert cache is off.")
     n_all = n_expert_layers * n_experts
     if n_all == 0 or expert_bytes_total == 0:
         return _off("The model has no experts to place on the device.")
-    if experts_on_device:
-        return _off("All experts are on the device already: the expert cache is off.")
     room = max(0, free_bytes - reserve_bytes)
     ratio = cache_ratio if cache_ratio is not None or vram_bytes is not None else default_ratio
     if ratio is not None:
@@ -112,6 +112,12 @@ def _bytes(n_slots: int, expert_bytes_total: int, n_all: int) -> int:
     return -(-n_slots * expert_bytes_total // n_all)
 
 
+def in_host_memory(tensors: list[ExpertTensor], model: Model) -> list[ExpertTensor]:
+    """Those of the expert tensors that the cache may hold: not of layers that are on a GPU entirely."""
+    layers = set(model.host_expert_layers)
+    return [tensor for tensor in tensors if tensor.layer in layers]
+
+
 def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
     """Slots to stream experts through in large batches, where that may be faster than the CPU."""
     if config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu"):
@@ -130,8 +136,12 @@ def emulated_threads(device: ResolvedDevice) -> int:
 
 
 def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n_ubatch: int, n_stage: int) -> int:
-    """What the cache takes in addition to its slots: staging slots of every group, and the columns it computes with."""
-    expert = expert_bytes(tensors) // max(1, info.n_expert_layers * info.n_experts)
+    """What the cache takes in addition to its slots: staging slots of every group, and the columns it computes with.
+
+    tensors: of the experts in host memory.
+    """
+    n_layers = len({tensor.layer for tensor in tensors})
+    expert = expert_bytes(tensors) // max(1, n_layers * info.n_experts)
     n_pairs = min(n_ubatch * info.n_expert_used, _MAX_DEVICE_PAIRS)
     # the backend's buffer for columns has room for half as many again
     return n_stage * n_groups(tensors) * expert + scratch_bytes(tensors, n_pairs) * 3 // 2
@@ -146,15 +156,27 @@ def cache_budget(
     config: PlacementConfig,
     device: ResolvedDevice,
     tensors: list[ExpertTensor],
-    info: ModelInfo,
+    model: Model,
     *,
     free_bytes: int,
     total_bytes: int,
     n_ubatch: int,
-    experts_on_device: bool,
 ) -> CacheBudget:
-    """The slots on a device with `free_bytes` left after everything else is allocated."""
+    """The slots on a device with `free_bytes` left after everything else is allocated.
+
+    tensors: of all experts. Those of layers that are on the device entirely need no slot; their bytes count to --vram.
+    """
+    info = model.info
+    whole_bytes = expert_bytes(tensors)
+    tensors = in_host_memory(tensors, model)
     experts_total = expert_bytes(tensors)
+    whole_bytes -= experts_total
+    n_layers = len(model.host_expert_layers)
+    # ratios count all experts of the model
+    cache_ratio, default_ratio = (
+        None if ratio is None else min(1.0, ratio * info.n_expert_layers / max(1, n_layers))
+        for ratio in (config.cache_ratio, device.default_ratio)
+    )
     n_stage = n_staging_slots(config, device.kind, info.n_experts)
     reserved = staging_and_scratch_bytes(tensors, info, n_ubatch=n_ubatch, n_stage=n_stage)
     reserved += reserve_bytes(device, total_bytes)
@@ -162,13 +184,13 @@ def cache_budget(
         free_bytes = experts_total + reserved
     return plan_budget(
         expert_bytes_total=experts_total,
-        n_expert_layers=info.n_expert_layers,
+        n_expert_layers=n_layers,
         n_experts=info.n_experts,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         reserve_bytes=reserved,
-        vram_bytes=config.vram_bytes,
-        cache_ratio=config.cache_ratio,
-        default_ratio=device.default_ratio,
-        experts_on_device=experts_on_device,
+        vram_bytes=None if config.vram_bytes is None else max(0, config.vram_bytes - whole_bytes),
+        cache_ratio=cache_ratio,
+        default_ratio=default_ratio,
+        experts_on_device=whole_bytes > 0 and n_layers == 0,
     )

@@ -78,7 +78,7 @@ def _print_contexts(plan: SessionPlan, console: Console) -> None:
     columns = [
         Column("context", "n_ctx", ","),
         Column("KV MiB", "kv_bytes", _mib),
-        *([Column("experts on device", "cache_ratio", ".1%")] if has_device else []),
+        *([Column("experts on device", "device_ratio", ".1%")] if has_device else []),
         Column("RAM MiB", lambda context: context.places[-1].used_bytes, _mib),
         Column("fits", lambda context: _FITS[context.verdict]),
     ]
@@ -124,7 +124,9 @@ def _map_dict(memory_map: MemoryMap) -> dict[str, Any]:
         "kv_bytes": memory_map.kv_bytes,
         "compute_bytes": memory_map.compute_bytes,
         "whole_on_gpu": memory_map.whole_on_gpu,
+        "whole_layers": memory_map.n_whole_layers,
         "cache_ratio": memory_map.cache_ratio,
+        "device_ratio": memory_map.device_ratio,
         "cache_slots": memory_map.budget.n_slots,
         "pool_bytes": memory_map.budget.pool_bytes,
         "places": [_place_dict(place) for place in memory_map.places],

@@ -46,10 +46,14 @@ def config(model: Path, **changes: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("device", "changes", "n_gpu_layers", "experts_on_cpu"),
     [
-        (NO_DEVICE, {}, 0, None),
-        (NO_DEVICE, {"n_gpu_layers": 7}, 7, None),
+        (NO_DEVICE, {}, 0, False),
+        (NO_DEVICE, {"n_gpu_layers": 7}, 7, False),
         (SMALL_GPU, {}, -1, True),
         (SMALL_GPU, {"n_gpu_layers": 2}, 2, True),
+        (SMALL_GPU, {"n_cpu_moe": 1}, -1, True),
+        (LARGE_GPU, {"n_cpu_moe": 1}, -1, True),
+        (LARGE_GPU, {"n_cpu_moe": 0, "placement": PlacementConfig(cache_ratio=0.0), "n_gpu_layers": 9}, 9, True),
+        (NO_DEVICE, {"n_cpu_moe": 1, "n_gpu_layers": 9}, 9, True),
         (LARGE_GPU, {}, -1, None),  # all of it fits: nothing to place
         (LARGE_GPU, {"n_gpu_layers": 2}, 2, True),
         (LARGE_GPU, {"placement": PlacementConfig(cache_ratio=0.5)}, -1, True),
@@ -71,6 +75,7 @@ def test_the_target(
     assert options["n_gpu_layers"] == n_gpu_layers
     assert options.get("experts_on_cpu") == experts_on_cpu
     assert options["device"] == device.llama_device
+    assert options.get("n_cpu_moe") == changes.get("n_cpu_moe")
 
 
 @pytest.mark.parametrize(

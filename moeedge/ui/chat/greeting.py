@@ -91,9 +91,15 @@ def _draft_line(info: EngineInfo) -> str:
 def _experts_line(info: EngineInfo) -> str:
     if info.n_experts == 0:
         return "Experts: none, the model is dense."
+    whole = f"{info.n_whole_layers} of {info.n_expert_layers} layers are on the GPU with all their experts. "
+    whole = whole if info.n_whole_layers else ""
+    if not info.cache_slots and info.n_whole_layers == info.n_expert_layers:
+        return f"Experts are on the GPU: {info.n_expert_layers * info.n_experts:,}."
     if not info.cache_slots:
-        return f"Experts are on the CPU: {info.n_expert_layers * info.n_experts:,}, {figures.device(info)}."
+        n_host = (info.n_expert_layers - info.n_whole_layers) * info.n_experts
+        return f"{whole}Experts are on the CPU: {n_host:,}, {figures.device(info)}."
     return (
+        f"{whole}"
         f"Experts are cached on {device_name(info.device)}: {_cached(info)} "
         f"({percent(info.cache_ratio)}, {format_bytes(info.pool_bytes)}), policy {info.policy}."
     )

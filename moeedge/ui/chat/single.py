@@ -84,6 +84,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         **{key: getattr(info, key) for key in _INFO_KEYS},
         "layers": info.n_layers,
         "expert_layers": info.n_expert_layers,
+        "whole_layers": info.n_whole_layers,
         "experts": info.n_experts,
         "experts_used": info.n_expert_used,
         "threads": info.n_threads,
