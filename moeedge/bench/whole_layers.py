@@ -21,7 +21,7 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.llama.whole_layers import WholeLayers, most_whole_layers, whole_layers
 from moeedge.planning.memory_map import footprint
-from moeedge.scheduler.sizing import default_reserve, staging_and_scratch_bytes
+from moeedge.scheduler.sizing import default_reserve, in_host_memory, staging_and_scratch_bytes
 from moeedge.units import format_bytes
 
 # Why there is no GPU to hold layers
@@ -59,6 +59,7 @@ def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
     if session.placement is not None and device.kind == "gpu":
         info = session.model.info
         tensors, _ = expert_tensors(session.model.path, n_layers=info.n_layers)
+        tensors = in_host_memory(tensors, session.model)
         columns = staging_and_scratch_bytes(tensors, info, n_ubatch=session.target.n_ubatch, n_stage=0)
         cache_bytes = session.placement.cache.info.pool_bytes + columns
     return DeviceUse(
@@ -82,7 +83,7 @@ def missing_reason(mode: BenchMode, device: ResolvedDevice, target: Model) -> st
         return _NO_GPU[device.kind]
     if target.info.n_experts == 0:
         return "the model has no experts"
-    if target.experts_on_gpu:
+    if not target.host_expert_layers:
         return "all modes have the entire model on the GPU already"
     return None
 
