@@ -111,11 +111,17 @@ std::shared_ptr<device_health> device_health::create(const void * device, bool i
 }
 
 std::string device_health::reason() const {
+    if (is_foreign()) {
+        return "it belongs to the process that forked this one";
+    }
     std::lock_guard<std::mutex> lock(mutex);
     return why_lost;
 }
 
 void device_health::mark_lost(const char * why) {
+    if (is_foreign()) {
+        return;
+    }
     std::vector<std::function<void()>> to_call;
     {
         std::lock_guard<std::mutex> lock(mutex);
@@ -138,7 +144,7 @@ void device_health::mark_lost(const char * why) {
 }
 
 void device_health::on_lost(std::function<void()> call) {
-    {
+    if (!is_foreign()) {
         std::lock_guard<std::mutex> lock(mutex);
         if (!lost.load()) {
             calls.push_back(std::move(call));
@@ -157,6 +163,9 @@ void device_health::set(bool & flag) {
 }
 
 bool device_health::wait(const bool & flag, std::chrono::seconds timeout) {
+    if (is_foreign()) {
+        return false;
+    }
     std::unique_lock<std::mutex> lock(mutex);
     const auto                   is_over = [&] { return flag || lost.load(); };
     if (!is_remote) {
@@ -170,12 +179,12 @@ bool device_health::wait(const bool & flag, std::chrono::seconds timeout) {
 }
 
 bool device_health::run(std::function<void()> work, std::chrono::seconds timeout) {
+    if (is_foreign() || (is_remote && is_lost())) {
+        return false;
+    }
     if (!is_remote) {
         work();
         return true;
-    }
-    if (is_lost()) {
-        return false;
     }
     // both threads own the outcome and this object: either may be the last
     struct outcome {

@@ -4,6 +4,8 @@
 // ggml_abort. We hook that call: the thread is parked for good and every remote device is marked as lost. A thread that
 // waits for an answer of that worker then waits forever, inside ggml; so such calls are made in threads that can be
 // abandoned, and those threads own the memory that they use. Every other abort behaves as before.
+//
+// A device is also lost to a process that was forked from the one that opened it.
 
 #pragma once
 
@@ -16,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "fork-mark.h"
+
 namespace moeedge {
 
 class device_health : public std::enable_shared_from_this<device_health> {
@@ -24,7 +28,8 @@ class device_health : public std::enable_shared_from_this<device_health> {
     // of a ggml device; a remote one that was lost before is lost from the start: ggml never connects to it again
     static std::shared_ptr<device_health> create(const void * device, bool is_remote);
 
-    bool        is_lost() const { return lost.load(std::memory_order_acquire); }
+    bool        is_lost() const { return lost.load(std::memory_order_acquire) || is_foreign(); }
+    bool        is_foreign() const { return owner.is_foreign(); } // then no call waits or locks
     std::string reason() const;
 
     // from any thread; only the first call has an effect
@@ -46,6 +51,7 @@ class device_health : public std::enable_shared_from_this<device_health> {
 
   private:
     const void * const                 device;
+    const fork_mark                    owner;
     std::atomic<bool>                  lost{ false };
     mutable std::mutex                 mutex;
     std::condition_variable            changed;

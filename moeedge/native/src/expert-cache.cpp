@@ -134,6 +134,11 @@ expert_cache::expert_cache(std::shared_ptr<cache_core> c)
     : n_stage(c->pools->n_staging()), core(std::move(c)), mover(new expert_mover(core)) {}
 
 expert_cache::~expert_cache() {
+    if (is_foreign()) { // its thread is not in this process: it can neither be joined nor detached
+        mover.release();
+        new std::shared_ptr<cache_core>(std::move(core));
+        return;
+    }
     close();
     try {
         release_core(std::move(core));
@@ -142,6 +147,9 @@ expert_cache::~expert_cache() {
 }
 
 void expert_cache::close() {
+    if (is_foreign()) {
+        return;
+    }
     std::lock_guard<std::mutex> lock(closing);
     mover.reset();
 }
@@ -163,7 +171,7 @@ ggml_tensor * expert_cache::stage(int group, const char * role) const {
 }
 
 int expert_cache::acquire(int layer, const int32_t * experts, int n, int32_t * slots) {
-    if (group_of(layer) < 0) {
+    if (group_of(layer) < 0 || is_foreign()) {
         std::fill(slots, slots + n, not_resident);
         return 0;
     }
@@ -171,7 +179,7 @@ int expert_cache::acquire(int layer, const int32_t * experts, int n, int32_t * s
 }
 
 void expert_cache::release(int layer, const int32_t * slots, int n) {
-    if (group_of(layer) >= 0) {
+    if (group_of(layer) >= 0 && !is_foreign()) {
         core->table->release(layer, slots, n);
     }
 }

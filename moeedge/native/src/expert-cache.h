@@ -63,6 +63,7 @@ class expert_cache {
     bool stage(int layer, const int32_t * experts, int n, const int32_t * slots);
 
     bool        is_lost() const { return device().health->is_lost(); }
+    bool        is_foreign() const { return device().health->is_foreign(); } // of the process that forked this one
     void        mark_lost(const char * reason) { device().health->mark_lost(reason); } // from any thread
     std::string lost_message() const { return device().lost_message(); }
     // runs work that waits for the device, see device_health::run

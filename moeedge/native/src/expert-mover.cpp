@@ -128,6 +128,8 @@ static void run_mover(cache_core & core) {
         mover_loop(core).run();
     } catch (const std::exception & error) { // no memory, or a backend that throws
         core.device->health->mark_lost(error.what());
+    } catch (...) {
+        core.device->health->mark_lost("its backend failed");
     }
     core.device->health->set(core.has_mover_ended);
 }

@@ -315,6 +315,9 @@ enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
 
 void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
     self->parsed.clear(); // they name the old cache's pools
+    if (self->cache && self->cache->is_foreign()) {
+        self->hybrid.release(); // its threads and its device stayed in the process that forked this one
+    }
     self->hybrid.reset();
     self->cache = std::move(cache);
     if (self->cache) {

@@ -81,7 +81,7 @@ template <typename F> static int with_cache(int64_t id, F call, const char * bad
         if (!cache) {
             return no_cache();
         }
-        const int status = call(*cache);
+        const int status = cache->is_foreign() ? MOEEDGE_STATUS_DEVICE_LOST : call(*cache);
         switch (status) {
             case MOEEDGE_STATUS_BAD_ARGUMENT:
                 return fail(status, bad_argument);
@@ -294,13 +294,17 @@ int64_t moeedge_cache_create(const moeedge_cache_config * config) {
 }
 
 int moeedge_cache_destroy(int64_t id) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
+    return guarded([&]() -> int {
+        const std::shared_ptr<expert_cache> cache = find_cache(id);
+        if (!cache) {
+            return no_cache();
+        }
         {
             std::lock_guard<std::mutex> lock(caches().mutex);
             caches().live.erase(id);
         }
-        moeedge::instances_detach(&cache);
-        cache.close();
+        moeedge::instances_detach(cache.get());
+        cache->close();
         return MOEEDGE_STATUS_OK;
     });
 }

@@ -1,0 +1,22 @@
+// Fork mark: tells whether an object belongs to another process, which forked this one.
+//
+// A child has its parent's memory but none of its threads, and the parent's GPU contexts do not work in it. So an object whose
+// threads stayed in the parent must not wait for them, lock their mutexes or free what they used: the child leaks it.
+
+#pragma once
+
+namespace moeedge {
+
+class fork_mark {
+  public:
+    fork_mark() : generation(current()) {}
+    // whether this process was forked since the mark was made; cheap
+    bool is_foreign() const { return generation != current(); }
+
+  private:
+    static int current();
+
+    const int generation;
+};
+
+} // namespace moeedge
