@@ -47,7 +47,7 @@ class Arms:
         report: Report,
     ) -> None:
         self._base = base
-        self._modes = [mode for mode in modes if mode.method != "replay"]
+        self._modes = modes
         self._device = device
         self._models = models
         self._report = report
@@ -58,12 +58,14 @@ class Arms:
         self._first_resources = ExitStack()
         self._resources = ExitStack()
         self.passes: list[Pass] = []
+        self.replays: list[BenchMode] = []  # modes that run no model
 
     def __enter__(self) -> Arms:
         with ExitStack() as stack:
             modes = [mode for mode in self._modes if self._can_run(mode)]
             layers = [mode for mode in modes if mode.method == "ncmoe"]
             shared = [mode for mode in modes if mode.method == "shared"]
+            self.replays = [mode for mode in modes if mode.method == "replay"]
             self._stock = self._open([mode for mode in shared if mode.engine == "stock"], stack)
             self._first_resources = stack.enter_context(ExitStack())
             together = self._open_caches([mode for mode in shared if mode.engine == "moeedge"])

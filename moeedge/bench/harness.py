@@ -235,7 +235,8 @@ def recorded_mode(modes: Sequence[BenchMode]) -> BenchMode:
     ours = [mode for mode in modes if mode.engine == "moeedge"]
     if not ours:
         raise InputError(
-            "Stock modes record no routing.", "Name moeedge or moeedge-ar in --modes, or leave out --trace-out."
+            "Stock modes record no routing, which --trace-out and llama-cpp-cache need.",
+            "Name moeedge or moeedge-ar in --modes.",
         )
     return next((mode for mode in ours if mode.drafts), ours[0])
 

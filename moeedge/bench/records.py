@@ -122,6 +122,13 @@ class BenchRow:
     budget: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
     ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
     ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
+    simulated_ts: float | None = None  # tokens/s of a replayed cache by the simulator
+    simulated_moeedge_ts: float | None = None  # the same of moeedge with as much memory, to compare with
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether no model ran: hits are those of a replay, speeds those of the simulator."""
+        return MODES[self.mode].method == "replay"
 
     @property
     def label(self) -> str:
@@ -135,6 +142,7 @@ class BenchRow:
         return {
             "mode": self.mode,
             "test": self.test,
+            "source": "replayed" if self.is_replayed else "measured",
             **_spread_keys("pp_ts", self.pp),
             **_spread_keys("tg_ts", self.tg),
             "tg_drained_ts": self.tg_drained_ts,
@@ -162,7 +170,9 @@ class BenchRow:
             "ratio_cpu": self.ratio_cpu,
             "ratio_ncmoe": self.ratio_ncmoe,
             "ratio_pp_ncmoe": self.ratio_pp_ncmoe,
-            "warm": all(sample.warm for sample in self.samples),
+            "simulated_tg_ts": self.simulated_ts,
+            "simulated_moeedge_tg_ts": self.simulated_moeedge_ts,
+            "warm": all(sample.warm for sample in self.samples) and not self.is_replayed,
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
         }

@@ -17,6 +17,7 @@ from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run
 from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, reference_logits
 from moeedge.bench.passes import Pass, fit_context
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
+from moeedge.bench.replayed import replayed_row
 from moeedge.bench.samples import Sample, common_samples
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
@@ -25,6 +26,7 @@ from moeedge.data import Prompt
 from moeedge.engine.loading import resolve_device
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.trace.format import Trace
 
 
 class Progress(Protocol):
@@ -117,6 +119,22 @@ class Bench:
         tests = dict.fromkeys(test for current in self._passes for test in current.samples)
         rows = [row for test in tests for current in self._passes for row in self._pass_rows(current, test)]
         return compare_with_whole_layers(rows)
+
+    def replayed(self, arm: BenchArm, trace: Trace) -> list[BenchRow]:
+        """Returns a row per mode that is replayed on `trace`, the routing of `arm`'s answers to all prompts."""
+        test = "" if self.plan.dataset is None else self.plan.dataset.name
+        setup = describe_setup(
+            self.plan,
+            self._environment,
+            arm,
+            drafts=arm.mode.drafts,
+            vram_bytes=None,
+            lookahead=None,
+            device_use=DeviceUse(),
+            prompts=len(self._prompts),
+            prompts_left_out=self._n_left_out,
+        )
+        return [replayed_row(mode, test, trace, arm, setup) for mode in self.arms.replays]
 
     # notes
 

@@ -71,18 +71,20 @@ def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
 
 
 def missing_reason(mode: BenchMode, device: ResolvedDevice, target: Model) -> str | None:
-    """Returns why a mode that chooses layers for a GPU cannot run, None if it can.
+    """Returns why a mode that chooses layers for a GPU cannot run, or a replay has nothing to read; None if it can.
 
     target: the one that the other modes share.
     """
     if mode.method == "fit":
         return _NO_FIT
-    if mode.method != "ncmoe":
+    if mode.method == "shared":
+        return None
+    if target.info.n_experts == 0:
+        return "the model has no experts"
+    if mode.method == "replay":
         return None
     if device.kind != "gpu":
         return _NO_GPU[device.kind]
-    if target.info.n_experts == 0:
-        return "the model has no experts"
     if not target.host_expert_layers:
         return "all modes have the entire model on the GPU already"
     return None

@@ -241,14 +241,22 @@ def _check_cache(base: EngineConfig, cache_ratio: str | None) -> None:
         )
 
 
-def _traced_mode(path: Path, plan: BenchPlan) -> BenchMode:
-    """The mode whose routing is written to `path`. Raises InputError, before the measurement, where there is none."""
+def _recorded_mode(plan: BenchPlan, trace_out: Path | None) -> BenchMode | None:
+    """The mode whose routing is written to `trace_out` or replayed, None if neither is asked for.
+
+    Raises InputError, before the measurement, where there is none to record.
+    """
     from moeedge.bench.harness import recorded_mode
     from moeedge.ui.console import check_output
 
+    replays = [mode.name for mode in plan.modes if mode.method == "replay"]
+    if trace_out is None and not replays:
+        return None
     if plan.dataset is None:
-        raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
-    check_output(path)
+        asked = "--trace-out records" if trace_out is not None else f"{replays[0]} replays"
+        raise InputError(f"{asked} answers, and synthetic tests have none.", "Name prompts with --dataset.")
+    if trace_out is not None:
+        check_output(trace_out)
     return recorded_mode(plan.modes)
 
 
@@ -263,7 +271,7 @@ def _measure(
     from moeedge.ui.plots import draw_sweep
     from moeedge.ui.progress import BenchProgress
 
-    traced = None if trace_out is None else _traced_mode(trace_out, plan)
+    recorded = _recorded_mode(plan, trace_out)
     if verbose:
         show_log()
     progress = BenchProgress(bar=not verbose)
@@ -275,13 +283,19 @@ def _measure(
             finished = run.run(cancel=interrupt)
         interrupt.disarm()
         rows = run.rows()
+        replayed: list[BenchRow] = []
         for line in difference_lines(rows):
             progress.note(line)
-        typer.echo(render(rows, output.value), nl=False)
-        if finished and traced is not None and trace_out is not None:  # the rows are out, whatever happens now
-            progress.note(f"Recording the routing of {traced.label}.")
-            with run.arms.arm(traced) as arm:
-                record_answers(arm, run.prompts, plan).save(trace_out)
+        try:
+            if finished and recorded is not None and (run.arms.replays or trace_out is not None):
+                progress.note(f"Recording the routing of {recorded.label}.")
+                with run.arms.arm(recorded) as arm:
+                    trace = record_answers(arm, run.prompts, plan)
+                    replayed = run.replayed(arm, trace)
+                if trace_out is not None:
+                    trace.save(trace_out)
+        finally:  # the measured rows come out, whatever happens
+            typer.echo(render([*rows, *replayed], output.value), nl=False)
     if plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")
     if not finished:

@@ -47,7 +47,35 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
         return json_lines(records)
     if form == "csv":
         return csv_text([{key: value for key, value in record.items() if key != "samples"} for record in records])
-    return _markdown(rows)
+    replayed = [row for row in rows if row.is_replayed]
+    return _markdown([row for row in rows if not row.is_replayed]) + (_replayed_markdown(replayed) if replayed else "")
+
+
+_REPLAYED_COLUMNS = (
+    text_column("test", "test"),
+    text_column("mode", "mode"),
+    Column("cache", "cache_ratio", ".3g"),
+    Column("tokens/step", "tokens_per_step", ".2f"),
+    Column("experts/step", "experts_per_verification", ".1f"),
+    Column("hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
+    Column("expert hits", lambda row: row.cache.hit_rate_unique, ".3f"),
+    Column("uploads/step", lambda row: row.cache.uploads_per_step, ".1f"),
+    Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
+    Column("simulated t/s", "simulated_ts", ".2f"),
+    Column("moeedge simulated", "simulated_moeedge_ts", ".2f"),
+)
+
+
+def _replayed_markdown(rows: Sequence[BenchRow]) -> str:
+    """A table of its own: no figure in it was measured."""
+    return "\n".join(
+        [
+            "",
+            "Not run: replayed on the routing of the answers above, speeds by the simulator with this machine's costs.",
+            "",
+            markdown(_REPLAYED_COLUMNS, rows),
+        ]
+    )
 
 
 def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool) -> list[Column]:
@@ -61,8 +89,8 @@ def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool) -> li
         text_column("mode", "mode"),
         Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
         Column("cache", "cache_ratio", "g"),
-        Column("layers", lambda row: row.setup["whole_layers"]),
-        Column("GPU MiB", lambda row: row.setup["device_bytes"], ".0f", _MIB),
+        Column("layers", lambda row: row.setup.get("whole_layers")),
+        Column("GPU MiB", lambda row: row.setup.get("device_bytes"), ".0f", _MIB),
         Column("pp t/s", "pp", _spread),
         Column("tg t/s", "tg", _spread),
         Column("TTFT ms", "ttft_s", ".1f", _MS),
@@ -104,7 +132,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     columns = _bench_columns(
         has_cache=any(row.cache_ratio is not None for row in rows),
         has_scores=any(row.scores.n_answers for row in rows),
-        has_layers=any(row.setup["whole_layers"] for row in rows),
+        has_layers=any(row.setup.get("whole_layers") for row in rows),
     )
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.config import MODES, Sweep, parse_modes
+from moeedge.bench.records import compare_with_whole_layers
 from moeedge.bench.whole_layers import DeviceUse, SplitPlanner, missing_reason
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
@@ -101,3 +102,21 @@ def test_a_sweep_has_whole_layers_for_each_ratio() -> None:
     modes = Sweep(("spac", "lru"), (0.17, 0.5)).modes(parse_modes("stock-ar,moeedge,stock-ncmoe"))
     assert [mode.label for mode in modes if mode.method == "ncmoe"] == ["stock-ncmoe 0.17", "stock-ncmoe 0.5"]
     assert not any(mode.is_swept for mode in modes if mode.method == "ncmoe")
+
+
+def test_the_fastest_mode_with_whole_layers_is_the_measure(tmp_path: Path, tiny_moe: Path) -> None:
+    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_predict=2, repetitions=1)
+    stock, ours = run(plan)[0]
+    assert ours.ratio is not None
+    layered = [
+        replace(stock, mode="stock-ncmoe", ratio=1.5, ratio_pp=0.5),
+        replace(stock, mode="stock-ncmoe-sd", ratio=2.0, ratio_pp=0.4),
+        replace(stock, mode="stock-ncmoe", ratio=9.0, ratio_pp=9.0, budget=0.5),  # another amount of memory
+        replace(stock, mode="stock-ncmoe", ratio=9.0, ratio_pp=9.0, test="other"),
+    ]
+    compared = compare_with_whole_layers([ours, *layered])
+    assert compared[0].ratio_ncmoe == ours.ratio / 2.0
+    assert compared[0].ratio_pp_ncmoe is not None and ours.ratio_pp is not None
+    assert compared[0].ratio_pp_ncmoe == ours.ratio_pp / 0.5
+    assert [row.ratio_ncmoe for row in compared[1:]] == [0.75, 1, 1, 1]
+    assert compare_with_whole_layers([ours])[0].ratio_ncmoe is None
