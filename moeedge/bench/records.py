@@ -288,7 +288,7 @@ def describe_setup(
         "cache_slots": info.cache_slots if has_cache or mode.is_swept else None,
         "pool_bytes": info.pool_bytes if has_cache else None,
         "vram_bytes": vram_bytes,
-        "whole_layers": sum(layer >= arm.session.model.n_cpu_moe for layer in model.expert_layers),
+        "whole_layers": arm.session.model.n_whole_layers,
         "device_bytes": device_use.total_bytes or None,
         "device_weights_bytes": device_use.weights_bytes or None,
         "device_kv_bytes": device_use.kv_bytes or None,

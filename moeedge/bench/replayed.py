@@ -27,10 +27,10 @@ POLICY = "llama-cpp-cache"
 def replayed_row(mode: BenchMode, test: str, trace: Trace, arm: BenchArm, setup: dict[str, Any]) -> BenchRow:
     """Returns the row of a cache that holds as many experts as the device of `arm` does, or as `mode` asks for.
 
-    trace: the routing of `arm`'s answers. setup: of its row. The cache begins empty, and what it keeps of a text is
-    there for the next one.
+    trace: the routing of `arm`'s answers, of all layers that are not on the GPU anyway (-ncmoe). setup: of its row. The
+    cache begins empty, and what it keeps of a text is there for the next one.
     """
-    ratio = _ratio(mode, arm)
+    ratio = _ratio(mode, trace, arm)
     schedule = as_computed(trace)
     config = ReplayConfig(policies=(POLICY,), ratios=(ratio,), expert_bytes=trace.expert_bytes())
     (stats,) = replay_arms(schedule, [ReplayArm(POLICY, ratio)], config)
@@ -69,14 +69,14 @@ def replayed_row(mode: BenchMode, test: str, trace: Trace, arm: BenchArm, setup:
     )
 
 
-def _ratio(mode: BenchMode, arm: BenchArm) -> float:
-    """Returns the share of the experts that the cache holds: with whole layers on a GPU those count, too."""
+def _ratio(mode: BenchMode, trace: Trace, arm: BenchArm) -> float:
+    """Returns the share of the traced experts that the device of `arm` holds: in slots, or in whole layers."""
     if mode.cache_ratio is not None:
         return mode.cache_ratio
-    model, info = arm.session.model, arm.session.info
-    n_whole = sum(layer >= model.n_cpu_moe for layer in model.info.expert_layers)
-    held = info.cache_ratio + n_whole / max(model.info.n_expert_layers, 1)
-    return min(held, 1.0) if held > 0 else EMULATED_RATIO
+    model, layers = arm.session.model, trace.expert_layers()
+    n_whole = len(set(layers) - set(model.host_expert_layers))
+    n_held = arm.session.info.cache_slots + n_whole * model.info.n_experts
+    return min(n_held / (len(layers) * model.info.n_experts), 1.0) if n_held else EMULATED_RATIO
 
 
 def _simulated_ts(policy: str, ratio: float, trace: Trace, arm: BenchArm) -> float | None:
