@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int32
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileErro
 from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, PrefillPath, Status
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
-from moeedge.native.structs import TEXT_64, TEXT_128, c_field, c_struct, counter, fill, from_c, gauge
+from moeedge.native.structs import TEXT_64, TEXT_128, c_field, c_struct, counter, counters, fill, from_c, gauge
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,17 @@ _CacheStatsStruct = c_struct(CacheStats)
 class ExpertCache:
     """An open expert cache; `close` (or leaving the context) ends it."""
 
-    def __init__(self, library: ctypes.CDLL, cache: int) -> None:
-        self._library = library
-        self._cache = cache
-        # the mover must end before the interpreter does
-        self._finalizer = weakref.finalize(self, library.moeedge_cache_destroy, cache)
+    def __init__(self, config: CacheConfig) -> None:
+        self._config = config
+        self._library = load()
         self._attached: list[Sensor] = []
-        self._last_block = 0
-        self.info = self._read_info()
-        self._residency = np.zeros((self.info.n_layers, self.info.n_experts), dtype=np.uint8)
+        self._settings: dict[str, tuple[int, ...]] = {}  # arguments of the last moeedge_cache_set_* call of each kind
+        self._earlier: CacheStats | None = None  # counters before the last resize
+        self._residency = np.zeros((config.n_layers, config.n_experts), dtype=np.uint8)
         self._residency_address = self._residency.ctypes.data
         self._stats: Any = _CacheStatsStruct()
         self._stats_address = ctypes.addressof(self._stats)
+        self._open()
 
     @classmethod
     def open(cls, config: CacheConfig) -> ExpertCache:
@@ -144,10 +143,32 @@ class ExpertCache:
         Raises DeviceError (unknown or unusable device), ModelFileError (unreadable or too short), EngineError (not even
         one slot per group fits), BackendError.
         """
-        library = load()
-        raw, _referenced = _to_struct(config)
-        cache: int = library.moeedge_cache_create(ctypes.byref(raw))
-        return cls(library, _check(library, cache))
+        return cls(config)
+
+    def _open(self) -> None:
+        raw, _referenced = _to_struct(self._config)
+        self._cache = _check(self._library, self._library.moeedge_cache_create(ctypes.byref(raw)))
+        # the mover must end before the interpreter does
+        self._finalizer = weakref.finalize(self, self._library.moeedge_cache_destroy, self._cache)
+        self._last_block = 0
+        self.info = self._read_info()
+        for name, arguments in self._settings.items():
+            self._set(name, *arguments)
+
+    def resize(self, ratio: float) -> None:
+        """Free all memory on the device and allocate slots for a share `ratio` of the experts; no decode may run.
+
+        The slots are empty then. Attached contexts stay attached, settings stay, counters go on; records of blocks that
+        were not read are dropped. Staging slots go with a ratio of 0. Raises as `open` does, and the cache is closed.
+        """
+        attached, before = list(self._attached), self.stats()
+        self._earlier = replace(before, evictions=before.evictions + before.slots_used)
+        self.detach()
+        self.close()
+        self._config = replace(self._config, ratio=ratio, n_stage=self._config.n_stage if ratio > 0 else 0)
+        self._open()
+        for sensor in attached:
+            self.attach(sensor)
 
     def __enter__(self) -> ExpertCache:
         return self
@@ -235,7 +256,7 @@ class ExpertCache:
         0 (the default): one, with as many transfers under way as the device takes; 1: one, and each transfer is awaited
         before the next.
         """
-        _check(self._library, self._library.moeedge_cache_set_batch(self._cache, n_experts))
+        self._set("batch", n_experts)
 
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
@@ -245,12 +266,17 @@ class ExpertCache:
     def stats(self) -> CacheStats:
         """The figures since the cache was opened."""
         _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
-        return from_c(CacheStats, self._stats)
+        now = from_c(CacheStats, self._stats)
+        earlier = self._earlier
+        if earlier is None:
+            return now
+        return replace(now, **{name: getattr(earlier, name) + getattr(now, name) for name in counters(now)})
 
     def trouble(self) -> tuple[bool, int]:
         """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
         _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
-        return bool(self._stats.lost), self._stats.blocks_unknown
+        n_earlier = 0 if self._earlier is None else self._earlier.blocks_unknown
+        return bool(self._stats.lost), n_earlier + self._stats.blocks_unknown
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
@@ -274,11 +300,16 @@ class ExpertCache:
 
     def set_prefill(self, path: PrefillPath, n_tokens_min: int) -> None:
         """Set how batches of at least `n_tokens_min` tokens are computed."""
-        _check(self._library, self._library.moeedge_cache_set_prefill(self._cache, path.code, n_tokens_min))
+        self._set("prefill", path.code, n_tokens_min)
 
     def set_timing(self, on: bool) -> None:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
-        _check(self._library, self._library.moeedge_cache_set_timing(self._cache, int(on)))
+        self._set("timing", int(on))
+
+    def _set(self, name: str, *arguments: int) -> None:
+        """Call moeedge_cache_set_`name`, now and after each resize."""
+        _check(self._library, getattr(self._library, f"moeedge_cache_set_{name}")(self._cache, *arguments))
+        self._settings[name] = arguments
 
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on."""

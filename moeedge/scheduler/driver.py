@@ -64,11 +64,16 @@ class StepDriver:
         execution_model: ExecutionModel | None = None,
         filter_plan: PlanFilter | None = None,
     ) -> None:
-        self.policy = policy
         self.store = store
-        self.pending: Plan | None = None  # made, and not pushed yet
         self._filter_plan = filter_plan
-        execution_model = execution_model or policy.execution_model
+        self._execution_model = execution_model
+        self.use(policy)
+
+    def use(self, policy: Policy) -> None:
+        """Goes on with that policy, a fresh one of the same kind where the store has other slots now."""
+        self.policy = policy
+        self.pending: Plan | None = None  # made, and not pushed yet
+        execution_model = self._execution_model or policy.execution_model
         self._layer_policy: LayerPolicy | None = None
         if execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
             self._layer_policy = policy

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import BackendError, MoeedgeError
+from moeedge.errors import BackendError, EngineError, MoeedgeError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
@@ -19,15 +19,17 @@ from moeedge.native import ActivationCapture
 from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
-from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy
-from moeedge.scheduler.cache_store import CacheStore
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy
+from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
+from moeedge.units import format_bytes
 
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
@@ -40,7 +42,8 @@ class PlacementManager:
     in between, before each layer or after each draft token.
 
     gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
-    model works.
+    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots, for the rest of the
+    session, with a policy by `remake_policy`.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
     the draft's. notify: called with warnings, e.g. of a lost device; may be replaced.
     """
@@ -57,6 +60,8 @@ class PlacementManager:
         draft_predictor: DraftRouterPredictor | None = None,
         router_scores: ActivationCapture | None = None,
         keeps_hidden_states: bool = False,
+        watch: MemoryWatch | None = None,
+        remake_policy: Callable[[CacheShape], Policy] | None = None,
     ) -> None:
         assert target.sensor is not None  # opening.py checks it
         self.cache = cache
@@ -68,6 +73,7 @@ class PlacementManager:
         self._cached_layers = list(target.model.host_expert_layers)
         self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
+        self._watch, self._remake_policy = watch, remake_policy
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
@@ -100,8 +106,8 @@ class PlacementManager:
 
     @property
     def active(self) -> bool:
-        """Whether plans are made: attached, and the device not lost."""
-        return self._attached and not self._lost
+        """Whether plans are made: attached, the device not lost, and slots to plan for."""
+        return self._attached and not self._lost and self.cache.info.n_slots > 0
 
     @property
     def wants_hidden_states(self) -> bool:
@@ -176,7 +182,8 @@ class PlacementManager:
         if self._in_step:
             self._recorder.add_step(record)
         self._check_device()
-        if not self._lost:
+        self._check_memory()
+        if self.active:
             if self._in_step:
                 observations = [self._reader.verification(counts, batch, record.n_accepted)]
             else:
@@ -279,6 +286,40 @@ class PlacementManager:
                 "Some blocks of experts run on the CPU, even for experts on the device: moeedge does not understand "
                 "them, or the device cannot compute them or has no memory for them."
             )
+
+    def _check_memory(self) -> None:
+        """Gives slots back where the device runs short of memory; at the end of a step, when no decode uses them."""
+        missing_bytes = self._watch.missing_bytes() if self._watch is not None and self.active else 0
+        if missing_bytes:
+            info = self.cache.info
+            n_freed = -(-missing_bytes * info.n_slots // max(1, info.pool_bytes))
+            self.resize(info.n_slots - n_freed)
+            now = self.cache.info.n_slots
+            effect = (
+                f"has shrunk from {info.n_slots:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
+            )
+            assert self._watch is not None
+            self._warn(
+                f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
+                f"{effect} from here on."
+            )
+
+    def resize(self, n_slots: int) -> None:
+        """Opens the cache again with about so many slots, empty, and a fresh policy; no decode may run.
+
+        With fewer slots than layers, or where even those cannot be allocated, the cache has none.
+        """
+        assert self._remake_policy is not None
+        self.wait()
+        n_experts = len(self._cached_layers) * self.cache.info.n_experts
+        try:
+            self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
+        except EngineError:  # no memory for a slot of each group
+            self.cache.resize(0.0)
+        self.driver.use(self._remake_policy(cache_shape(self.cache)))
+        if self.on_demand is not None:
+            self.on_demand.resize()
+        self._switch_hooks()
 
     def _warn(self, text: str) -> None:
         self.notify(Notification(text, Level.WARNING))

@@ -63,9 +63,13 @@ class OnDemandLoader:
         shape = cache_shape(cache)
         self._last_use: NDArray[np.float32] = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
         self._n_blocks = 0
-        self._share = even_shares(shape)
+        self.resize()
         self.needed = self.loaded = self.late = self.stops = self.uncached = 0
         self.waited_s = 0.0
+
+    def resize(self) -> None:
+        """The cache has other slots now."""
+        self._share = even_shares(cache_shape(self._cache))
 
     def load(self, layer: int, experts: NDArray[np.int32]) -> None:
         """Returns when `experts` [n] of `layer` are resident, or cannot be."""

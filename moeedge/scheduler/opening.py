@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware import devices, rpc
@@ -14,15 +16,16 @@ from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification, Notify
-from moeedge.policies.base import CutoffPolicy, Policy
+from moeedge.policies.base import CacheShape, CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
+from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
-from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots
+from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots, reserve_bytes
 from moeedge.units import format_bytes
 
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
@@ -85,8 +88,8 @@ def open_placement(
                 notes.append(
                     f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
                 )
-        policy = make_policy(config.policy, cache_shape(cache), policy_config)
-        manager = _make_manager(cache, policy, config, device, target, draft, gamma, notes)
+        make = partial(make_policy, config.policy, config=policy_config)
+        manager = _make_manager(cache, make, config, device, target, draft, gamma, notes)
         stack.pop_all()
         return manager, calibration
 
@@ -180,7 +183,7 @@ def _has_room_for_every_layer(cache: ExpertCache, device: ResolvedDevice, target
 
 def _make_manager(
     cache: ExpertCache,
-    policy: Policy,
+    make: Callable[[CacheShape], Policy],
     config: PlacementConfig,
     device: ResolvedDevice,
     target: Context,
@@ -189,6 +192,7 @@ def _make_manager(
     notes: list[str],
 ) -> PlacementManager:
     """The manager, with everything that the policy reads."""
+    policy = make(cache_shape(cache))
     execution = config.execution
     router_scores: ActivationCapture | None = None
     if "router-scores" in policy.required_inputs:
@@ -196,6 +200,8 @@ def _make_manager(
         router_scores.enable(CaptureFlags.PROBS)
     batch = execution.batch
     cache.set_batch((_TRANSFER_EXPERTS if policy.execution_model.batched_io else 0) if batch is None else batch)
+    # the user's own size stays
+    watched = device.kind == "gpu" and not config.has_size
     manager = PlacementManager(
         cache,
         policy,
@@ -206,6 +212,8 @@ def _make_manager(
         draft_predictor=_draft_predictor(policy, config, target, draft, notes),
         router_scores=router_scores,
         keeps_hidden_states=_keeps_hidden_states(policy, draft, gamma, notes),
+        watch=MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None,
+        remake_policy=make,
     )
     if manager.layer_hook is not None:
         if gamma >= CAPTURED_TOKENS:

@@ -1,0 +1,61 @@
+"""Whether a device runs short of memory while the expert cache holds what was free when it was opened.
+
+llama.cpp and the kernels allocate during a decode, and some backends end the process where that fails (CUDA). So when
+another program takes memory, the cache has to give some back before the rest is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moeedge.errors import MoeedgeError
+from moeedge.hardware import devices
+from moeedge.hardware.devices import ResolvedDevice, VramReading
+
+_INTERVAL_S = 0.5
+_SHORT = 0.5  # of the reserve: what is left is short below this share, so that small changes free nothing
+_READINGS = 2  # in a row that agree: a program that starts frees some of its memory at once
+
+
+class MemoryWatch:
+    """Reads the device's free memory now and then.
+
+    reserve_bytes: what is to stay free. read, clock: of the device and of the machine; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        device: ResolvedDevice,
+        reserve_bytes: int,
+        *,
+        read: Callable[[ResolvedDevice], VramReading | None] = devices.read_memory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device, self._reserve_bytes = device, reserve_bytes
+        self._read, self._clock = read, clock
+        self._next_s = clock() + _INTERVAL_S
+        self._n_short = 0
+        self.free_bytes = 0  # at the last reading
+
+    def missing_bytes(self) -> int:
+        """How much must be freed so that the reserve is free again; 0 while there is no shortage.
+
+        Cheap enough for every step: most calls return 0 without a reading.
+        """
+        if self._clock() < self._next_s:
+            return 0
+        self._next_s = self._clock() + _INTERVAL_S
+        try:
+            reading = self._read(self._device)
+        except MoeedgeError:  # a driver that does not answer
+            reading = None
+        if reading is None or reading.free_bytes >= _SHORT * self._reserve_bytes:
+            self._n_short = 0
+            return 0
+        self.free_bytes = reading.free_bytes
+        self._n_short += 1
+        if self._n_short < _READINGS:
+            return 0
+        self._n_short = 0
+        return self._reserve_bytes - reading.free_bytes
