@@ -188,7 +188,8 @@ def _driver_without_backend(devices: list[native.Device]) -> str:
         return ""
     return (
         f"The NVIDIA driver offers {cards[0]}, but the installed llama.cpp was built without CUDA. "
-        f"Install it with CUDA: {rpc.build_command('-DGGML_CUDA=on')}"
+        "Load a prebuilt backend with --backend FILE (docs/devices.md), or install llama.cpp with CUDA: "
+        f"{rpc.build_command('-DGGML_CUDA=on')}"
     )
 
 
@@ -237,7 +238,12 @@ def _row(device: native.Device) -> DeviceRow:
         free = psutil.virtual_memory().available  # llama.cpp reports all memory as free
     if not total:
         free = total = None
-    return DeviceRow(device.name, device.kind, device.description, free, total, usable, remark, device.file or None)
+    file = None
+    if device.loaded is not None:
+        file = str(device.loaded.file)
+        if not device.loaded.states_ggml:
+            remark += "; its file does not tell ggml's version, which must be llama.cpp's (docs/devices.md)"
+    return DeviceRow(device.name, device.kind, device.description, free, total, usable, remark, file)
 
 
 def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: int | None = None) -> VramReading | None:

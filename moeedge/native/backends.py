@@ -39,7 +39,7 @@ _INSTALL = {  # what brings the libraries that backends need
 
 _lock = threading.Lock()
 _loaded: dict[Path, LoadedBackend] = {}
-_files: dict[int, Path] = {}  # by ggml_backend_reg_t
+_registered: dict[int, LoadedBackend] = {}  # by ggml_backend_reg_t
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class LoadedBackend:
     file: Path
     name: str  # as ggml calls it: Vulkan, CUDA, ...
     n_devices: int
+    states_ggml: bool  # whether the file's name or a neighbour tells ggml's version, which is then the right one
 
 
 def requested_files() -> list[Path]:
@@ -78,9 +79,9 @@ def load_backend(path: Path | str) -> LoadedBackend:
         return _loaded[file]
 
 
-def file_of(registry: int) -> Path | None:
-    """The file that this ggml_backend_reg_t came from; None for those that llama.cpp was compiled with."""
-    return _files.get(registry)
+def loaded_as(registry: int) -> LoadedBackend | None:
+    """The file's backend with this ggml_backend_reg_t; None for those that llama.cpp was compiled with."""
+    return _registered.get(registry)
 
 
 def _is_ours(path: Path) -> bool:
@@ -93,7 +94,7 @@ def _is_ours(path: Path) -> bool:
 def _load(file: Path) -> LoadedBackend:
     content = _read(file)
     entry = _entry(file, content)
-    _check_ggml(file, content)
+    states_ggml = _check_ggml(file, content)
     library = _open(file)
     _check_one_ggml(file, library)
     score = getattr(library, "ggml_backend_score", None)
@@ -112,14 +113,14 @@ def _load(file: Path) -> LoadedBackend:
     name = ggml_function("ggml_backend_reg_name", c_char_p, c_void_p)(registry).decode()
     same_name = ggml_function("ggml_backend_reg_by_name", c_void_p, c_char_p)(name.encode())
     if same_name not in (None, registry):
-        origin = f"from {_files[same_name]}" if same_name in _files else "as part of llama.cpp"
+        origin = f"from {_registered[same_name].file}" if same_name in _registered else "as part of llama.cpp"
         raise BackendFileError(f"{file} is not needed: the backend {name} is here already, {origin}.", "Leave it out.")
     n_devices = ggml_function("ggml_backend_reg_dev_count", c_size_t, c_void_p)(registry)
     if not n_devices and name != RPC_REGISTRY:  # RPC has no devices until a worker is added
         raise _no_device(file, name)
     ggml_function("ggml_backend_register", None, c_void_p)(registry)
-    _files[registry] = file
-    return LoadedBackend(file, name, n_devices)
+    _registered[registry] = LoadedBackend(file, name, n_devices, states_ggml)
+    return _registered[registry]
 
 
 def _read(file: Path) -> SharedLibrary:
@@ -147,8 +148,11 @@ def _entry(file: Path, content: SharedLibrary) -> str:
     return found[0]
 
 
-def _check_ggml(file: Path, content: SharedLibrary) -> None:
-    """Compares ggml's version with what the file's name and neighbours and the names of its libraries tell."""
+def _check_ggml(file: Path, content: SharedLibrary) -> bool:
+    """Compares ggml's version with what the file's name and neighbours and the names of its libraries tell.
+
+    Returns whether the entire version was found. Raises BackendFileError where it is another.
+    """
     ours = ggml_function("ggml_version", c_char_p)().decode()
     for soname in content.needed:
         named = _GGML.fullmatch(soname)
@@ -161,6 +165,7 @@ def _check_ggml(file: Path, content: SharedLibrary) -> None:
         raise BackendFileError(
             f"{file} was built for ggml {', '.join(sorted(versions))}, and llama.cpp here has {ours}.", _same_build()
         )
+    return bool(versions)
 
 
 def _open(file: Path) -> ctypes.CDLL:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeedge.errors import BackendError
-from moeedge.native.backends import RPC_REGISTRY, file_of
+from moeedge.native.backends import RPC_REGISTRY, LoadedBackend, loaded_as
 from moeedge.native.library import ggml_function, load
 from moeedge.native.structs import TEXT_64, c_field, c_struct, from_c
 
@@ -30,7 +30,7 @@ class Device:
     registry: str = ""  # the ggml backend that offers it: CPU, CUDA, Metal, BLAS, ...
     pci_id: str = ""  # domain:bus:device.function in lower case, where the backend knows it
     shares_host_memory: bool = False  # of a GPU or IGPU: what it holds is in the host's memory
-    file: str = ""  # of a backend that was loaded from one; empty: compiled into llama.cpp
+    loaded: LoadedBackend | None = None  # None: llama.cpp was compiled with its backend
 
 
 class _Properties(ctypes.Structure):
@@ -84,7 +84,7 @@ def _devices() -> Iterator[Device]:
             registry,
             (properties.device_id or b"").decode(),
             _shares_host_memory(properties),
-            str(file_of(registry_address) or ""),
+            loaded_as(registry_address),
         )
 
 

@@ -89,6 +89,7 @@ def test_both_kinds_of_library_are_loaded(compile_toy: Compile) -> None:
     """With ggml_backend_init and with ggml_backend_NAME_reg alone, by option and environment; ours does not matter."""
     by_init = compile_toy("first", NAME='"First"')
     by_registration = compile_toy("second", entry="ggml_backend_second_reg", NAME='"Second"', HOST_POINTER="true")
+    by_init.with_name(f"libggml-base.so.{native.load().moeedge_ggml_version().decode()}").touch()
     named = os.pathsep.join([str(native.library_path()), str(by_init)])
     found = _devices("--backend", str(by_registration), "--backend", str(by_registration), GGML_BACKEND_PATH=named)
     assert list(found)[:3] == ["CPU", "First0", "Second0"]
@@ -96,6 +97,7 @@ def test_both_kinds_of_library_are_loaded(compile_toy: Compile) -> None:
     assert found["First0"]["usable"] and found["Second0"]["usable"]
     assert "auto does not choose it" not in found["First0"]["remark"]
     assert "auto does not choose it" in found["Second0"]["remark"]  # as on Apple's machines
+    assert ["ggml's version" in found[name]["remark"] for name in ("First0", "Second0")] == [False, True]
 
 
 def test_a_loaded_backend_is_named_by_the_function(compile_toy: Compile) -> None:
