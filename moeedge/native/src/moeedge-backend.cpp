@@ -242,8 +242,9 @@ static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
             if (!is_block_node(op)) {
                 return false;
             }
-            // a GPU computes large batches from host weights, but only if no device above the CPU takes them
-            if (self->has_gpu && block_node_tokens(op) >= big_batch_tokens(self)) {
+            // a GPU computes large batches from host weights, but only if no device above the CPU takes them; ggml fails
+            // where a backend has nothing but the empty last block of a batch without outputs
+            if (self->has_gpu && (ggml_is_empty(op) || block_node_tokens(op) >= big_batch_tokens(self))) {
                 return false;
             }
             break;
