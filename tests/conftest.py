@@ -13,6 +13,7 @@ import pytest
 
 from moeedge import paths
 from moeedge.errors import ModelFileError
+from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
 from tests.support.tiny import make_tiny
 from tests.support.worker import WorkerProcess, start_worker
 
@@ -86,6 +87,17 @@ def data_folder() -> Path:
     if folder is None or not folder.is_dir():
         pytest.skip("MOEEDGE_DATA names no folder of prompt sets")
     return folder
+
+
+@pytest.fixture(scope="module")
+def counting() -> Iterator[CountingDevice]:
+    """The counting device, a GPU to llama.cpp and to us while the module's tests run; skips without a compiler."""
+    try:
+        compile_device()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    with counting_device() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,14 @@
 
     python -m tests.benchmarks.round_trips --out docs/benchmarks/round-trips.json
 
-A qwen3moe with random weights and the widths of Qwen3-30B-A3B (embedding 2,048, 8 of 128 experts; thinner experts, fewer
-layers) has attention and routers on the counting device (tests/native/counting_device), as with -ngl 99, and its experts
-in host memory. Lanes: `device`, stock with the experts on the device too; `stock`, with the experts on the CPU
+A qwen3moe with random weights and the widths of Qwen3-30B-A3B (embedding 2,048, 8 of 128 experts; thinner experts,
+fewer layers) has attention and routers on the counting device (tests/native/counting_device), as with -ngl 99, and its
+experts in host memory. Lanes: `device`, stock with the experts on the device too; `stock`, with the experts on the CPU
 (--cpu-moe); `stock-mapped`, the same without repacked weights, so that llama.cpp streams them for large batches;
 `moeedge-R`, the share R of the experts cached on the device, for 64 tokens by each prefill path.
 
-Each lane decodes batches of 1, 9 and 64 random tokens after a prefix. `per_layer` is what a lane does more than `device`,
-divided by the number of layers: what keeping experts in host memory adds to a layer. `per_step` are the full counts.
+Each lane decodes batches of 1, 9 and 64 random tokens after a prefix. `per_step` are the counts of a batch. `per_layer`
+is what a lane does more than `device`, divided by the number of layers: what experts in host memory add to a layer.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ COLUMNS = ("round_trips", "waits", "syncs", "launches", "gets", "sets", "gets_as
 
 def table(rows: list[Row]) -> Iterator[str]:
     """Lines of a table per layer."""
-    yield f"{'lane':22s} {'tokens':>6s} {'hits':>5s} " + " ".join(f"{name:>11s}" for name in COLUMNS) + "    KB down  up"
+    yield (
+        f"{'lane':22s} {'tokens':>6s} {'hits':>5s} " + " ".join(f"{name:>11s}" for name in COLUMNS) + "    KB down  up"
+    )
     for row in rows:
         hits = "" if row.hit_rate_pairs is None else f"{row.hit_rate_pairs:.0%}"
         values = " ".join(f"{row.per_layer[name]:11.2f}" for name in COLUMNS)

@@ -27,8 +27,8 @@ from moeedge.native.library import ggml
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "tests" / "native" / "counting_device"
 DEVICE = "COUNTING0"
-_FLAGS = "-std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -pthread".split()
-_WARNINGS = "-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Werror".split()
+_FLAGS = ["-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
+_WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
 
 
 class Kind(IntEnum):

@@ -22,6 +22,24 @@ def silence() -> None:
     llama_cpp.llama_log_set(_swallow_log, None)
 
 
+EXPERT_TENSORS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+
+
+class BufferOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override of llama.h."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+def _ggml(name: str, *arguments: bytes) -> int:
+    """Calls a function of ggml that returns a pointer."""
+    function = getattr(llama_cpp.llama_cpp._lib, name)
+    function.restype = ctypes.c_void_p
+    found = function(*arguments)
+    assert found, f"{name}{arguments} found nothing"
+    return int(found)
+
+
 class StockContext:
     """One model and one context of stock llama.cpp; tokens are appended to one sequence."""
 
@@ -35,13 +53,21 @@ class StockContext:
         n_ubatch: int = 256,
         callback: Any = None,
         repack: bool = True,
+        gpu: str = "",
+        n_gpu_layers: int = 0,
+        experts_on_cpu: bool = False,
     ) -> None:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
-        model_params.n_gpu_layers = 0
+        model_params.n_gpu_layers = n_gpu_layers
         model_params.use_extra_bufts = repack
-        none = (ctypes.c_void_p * 1)()  # neither GPUs nor workers: a reference computes on the CPU
-        model_params.devices = ctypes.cast(none, ctypes.c_void_p)
+        # by default neither GPUs nor workers: a reference computes on the CPU
+        devices = (ctypes.c_void_p * 2)(_ggml("ggml_backend_dev_by_name", gpu.encode()) if gpu else None)
+        model_params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        overrides = (BufferOverride * 2)()
+        if experts_on_cpu:  # --cpu-moe
+            overrides[0] = BufferOverride(EXPERT_TENSORS, _ggml("ggml_backend_cpu_buffer_type"))
+            model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         assert self.model, f"llama.cpp cannot load {path.name}"
         params = llama_cpp.llama_context_default_params()
