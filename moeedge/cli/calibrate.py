@@ -30,7 +30,7 @@ def calibrate(
     shows the result: unit times, shares of the work at each threshold, steps with and without the cache, prompts.
     """
     engine.limit_openmp_spin(emulate_bundled=True)
-    from moeedge.engine.session import Session
+    from moeedge.engine.layer_search import open_session
     from moeedge.ui.bench_views import print_calibration
     from moeedge.ui.console import notifier, say, stderr_console, stdout_console
 
@@ -39,16 +39,17 @@ def calibrate(
     if verbose:
         show_log()
     err = stderr_console()
-    with Session.open(config, notify=notifier(err)) as session:
-        info, calibration = session.info, session.calibration
+    with open_session(config, notify=notifier(err)) as session:
+        info, calibration, choice = session.info, session.calibration, session.layer_choice
     for note in info.notes:
         say(err, note)
-    if calibration is None:
+    if calibration is None and choice is None:
         if info.cache_slots:
             raise InputError(f"A context of {info.n_ctx} tokens has no room to measure in.", "Use a larger -c.")
         raise InputError("Nothing was measured: there are no experts on a device.", _hint(config, info))
     if output is Output.TEXT:
-        print_calibration(calibration, info, stdout_console())
+        if calibration is not None:
+            print_calibration(calibration, info, stdout_console())
         return
     about = {
         "model": info.model,
@@ -59,7 +60,9 @@ def calibrate(
         "cache_ratio": info.cache_ratio,
         "cache_slots": info.cache_slots,
     }
-    typer.echo(json.dumps(about | json.loads(calibration.to_json())))
+    measured = {} if calibration is None else json.loads(calibration.to_json())
+    layers = None if choice is None else json.loads(choice.to_json())
+    typer.echo(json.dumps(about | measured | {"layer_choice": layers}))
 
 
 def _hint(config: EngineConfig, info: EngineInfo) -> str:

@@ -78,7 +78,7 @@ def chat(
     engine.limit_openmp_spin(emulate_bundled=True)
     # from here on llama.cpp may be loaded
     from moeedge.engine.conversation import Conversation, prompt_tokens
-    from moeedge.engine.session import Session
+    from moeedge.engine.layer_search import open_session
     from moeedge.ui.chat.greeting import print_header
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
@@ -98,7 +98,7 @@ def chat(
     if question is not None and resume:
         raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
     conversation = Conversation(system=valid_text(system_prompt))
-    with Session.open(config, notify=notifier(err)) as session:
+    with open_session(config, notify=notifier(err)) as session:
         settings = replace(settings, gamma=session.gamma)  # 0 where there is no draft
         if question is None:
             code = _talk(

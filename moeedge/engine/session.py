@@ -9,6 +9,7 @@ from types import TracebackType
 
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.generation import Generation
+from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, resolve_device
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop
@@ -24,6 +25,7 @@ from moeedge.notifications import Notification, Notify, ignore
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
+from moeedge.scheduler.sizing import whole_expert_bytes
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 Observer = Callable[[StepRecord, "Session"], None]
@@ -39,7 +41,8 @@ class Session:
     draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0).
-    placement: places experts; None without a device. calibration: what was measured for it, or None.
+    placement: places experts; None without a device. calibration: what was measured for it, or None. layer_choice: how
+    a GPU was divided between whole layers and cache, and what else was measured; None where there was no choice.
     notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
     """
 
@@ -65,6 +68,7 @@ class Session:
         self.observers: list[Observer] = []
         self.placement = placement
         self.calibration = calibration
+        self.layer_choice: LayerChoice | None = None
         self.notify = notify
         self._loop: SpeculativeLoop | None = None
         self._resources = resources
@@ -107,9 +111,17 @@ class Session:
             draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
             gamma = 0 if draft_name == "none" else config.gamma
             placement, calibration = None, None
-            if config.mode == "moeedge" and target.sensor is not None:
+            no_cache = config.layers_measured and config.placement.cache_ratio == 0
+            if config.mode == "moeedge" and target.sensor is not None and not no_cache:
                 placement, calibration = open_placement(
-                    config.placement, device, target, draft_context, gamma=gamma, notify=notify, notes=notes
+                    config.placement,
+                    device,
+                    target,
+                    draft_context,
+                    gamma=gamma,
+                    keep=config.placement.has_size or config.layers_measured,
+                    notify=notify,
+                    notes=notes,
                 )
             if placement is not None:
                 stack.callback(placement.close)
@@ -231,6 +243,8 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
         if reading is None:  # llama.cpp uses another GPU than the experts: it reports what does not fit
             return config.n_ctx or models[0].info.n_ctx_train
         free_bytes = reading.free_bytes
+        if config.layers_measured:  # the context is the same with any number of whole layers
+            free_bytes += whole_expert_bytes(models[0])
     n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes)
     notes.extend([note] if note else [])
     return n_ctx

@@ -61,6 +61,7 @@ class EngineConfig:
     gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
     n_cpu_moe: int | None = None  # experts of so many first layers stay in host memory; None: chosen by measuring
+    layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
     device: str = "auto"  # for experts, as -dev names it
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -162,6 +163,7 @@ class EngineInfo:
     hit_rate: float | None = None
     notes: list[str] = field(default_factory=list)  # sentences: the choices made, and why something is off
     n_whole_layers: int = 0  # of the layers with experts; on a GPU entirely
+    layers: str = ""  # how a GPU was divided between them and the cache, and what that beat; empty: nothing to choose
     cache_ratio: float = 0.0  # share of all experts that have a slot
     cache_slots: int = 0
     pool_bytes: int = 0  # of the slots on the device

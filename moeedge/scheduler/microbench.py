@@ -32,7 +32,7 @@ from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.routing_reader import RoutingReader
 
-_TEXT = """\
+SAMPLE_TEXT = """\
 The harbour was quiet in the early morning. Two boats had come in before sunrise, and their crews were sorting the catch
 into crates: herring, mackerel, a few flat fish. "How many crates did we fill yesterday?" asked the younger one.
 "Thirty-one, and four of those were sold on the quay," said the other. So 31 - 4 = 27 crates had gone to the market.
@@ -150,7 +150,7 @@ class _Run:
         self._store = CacheStore(cache)
         self._driver = StepDriver(policy, self._store)
         self._n_verified = min(n_verified, target.n_ctx // 4)
-        text = target.model.tokenize(_TEXT)
+        text = target.model.tokenize(SAMPLE_TEXT)
         self.tokens = (text * (1 + target.n_ctx // len(text)))[: target.n_ctx]
         self._n_prompt = min(_PROMPT_TOKENS, target.n_ctx // 4)
         target.clear()

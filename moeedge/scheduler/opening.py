@@ -45,14 +45,15 @@ def open_placement(
     draft: Context | None,
     *,
     gamma: int,
+    keep: bool,
     notify: Notify,
     notes: list[str],
 ) -> tuple[PlacementManager | None, Calibration | None]:
     """The placement of `target`'s experts on `device`, and what was measured for it.
 
-    draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation. notify:
-    called before the device is measured. notes: get a sentence for each choice, and for why there is no placement.
-    The caller closes the manager before it frees the contexts.
+    draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation. keep: the
+    cache stays on where it does not pay. notify: called before the device is measured. notes: get a sentence for each
+    choice, and for why there is no placement. The caller closes the manager before it frees the contexts.
     """
     notes.extend(device.notes)
     if device.kind == "none":
@@ -78,7 +79,7 @@ def open_placement(
             sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
             notes.append(Notification(sentence, Level.INFO if calibration.kept else Level.WARNING))
             policy_config = replace(policy_config, cost_model=calibration.units)
-            if device.kind in ("gpu", "rpc") and not calibration.pays and not config.has_size:
+            if device.kind in ("gpu", "rpc") and not calibration.pays and not keep:
                 notes.append(
                     "By this measurement the cache does not pay here: it is off. --cache-ratio R or --vram SIZE keeps "
                     "it on, moeedge calibrate measures again."

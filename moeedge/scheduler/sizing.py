@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.llama import library
-from moeedge.llama.gguf_file import expert_bytes, n_groups, scratch_bytes
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.llama.model import Model, ModelInfo
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
@@ -116,6 +116,12 @@ def in_host_memory(tensors: list[ExpertTensor], model: Model) -> list[ExpertTens
     """Those of the expert tensors that the cache may hold: not of layers that are on a GPU entirely."""
     layers = set(model.host_expert_layers)
     return [tensor for tensor in tensors if tensor.layer in layers]
+
+
+def whole_expert_bytes(model: Model) -> int:
+    """Bytes of the experts that are on a GPU with their layers."""
+    tensors, _ = expert_tensors(model.path, n_layers=model.info.n_layers)
+    return expert_bytes(tensors) - expert_bytes(in_host_memory(tensors, model))
 
 
 def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:

@@ -23,15 +23,18 @@ _KEYS = "Type a message. /help lists the commands, /info the details; Ctrl-D lea
 
 def print_greeting(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
     """Four lines (model, draft, experts, keys), then a line per warning."""
-    for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), _KEYS):
+    layers = [info.layers] if info.layers else []
+    for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), *layers, _KEYS):
         say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
 
 
 def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """One line about a session that gives a single answer or a profile, then a line per warning."""
+    """One line about a session that gives a single answer or a profile, then a line per choice and warning."""
     say(console, header_line(info, toy=toy))
+    if info.layers:
+        say(console, info.layers)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
 
@@ -41,8 +44,12 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
     model = f"{info.model}, {_TOY}" if toy else info.model
     if info.n_experts == 0:
         place = "no experts"
+    elif info.n_whole_layers == info.n_expert_layers:
+        place = "experts on the GPU"
     elif info.cache_slots:
         place = f"{_cached(info)} experts on {device_name(info.device)}, policy {info.policy}"
+    elif info.n_whole_layers:
+        place = f"experts of {info.n_expert_layers - info.n_whole_layers} layers on the CPU"
     else:
         place = f"experts on the CPU, {figures.device(info)}"
     drafts = _speculates(info)

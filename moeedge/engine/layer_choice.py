@@ -1,0 +1,150 @@
+"""How a GPU's memory is divided between whole layers and the expert cache: what was measured, kept for later starts.
+
+llama.cpp's --n-cpu-moe N keeps the experts of the first N layers in host memory and has the others on the GPU with
+their layers: such whole layers cost no transfer of activations between GPU and CPU, but hold rarely used experts too.
+The cache serves the first N layers with the memory that is left. engine/layer_search.py measures which division is
+fastest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from moeedge import __version__, paths
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.paths import replace_file
+from moeedge.scheduler.sizing import default_reserve
+
+_SCHEMA = 1
+_MORE_MEMORY = 1.1  # times what was free: other divisions are possible
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """One division of the GPU's memory, and its speed."""
+
+    n_whole: int  # layers whose experts are on the GPU, the last ones of the model
+    n_cpu_moe: int  # the same as llama.cpp's --n-cpu-moe
+    n_slots: int  # of the cache for the others; 0: none
+    step_s: float  # mean seconds of a step of an answer, drafting included
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The divisions that were measured on one machine with one model."""
+
+    device: str  # ggml's name
+    n_layers: int  # with experts
+    splits: tuple[LayerSplit, ...]  # at least one
+    free_bytes: int  # of the device before anything was loaded
+    seconds: float  # that measuring took
+    from_file: bool = False
+
+    @property
+    def best(self) -> LayerSplit:
+        """The fastest division."""
+        return min(self.splits, key=lambda split: split.step_s)
+
+    @property
+    def whole_only(self) -> LayerSplit | None:
+        """The most whole layers without a cache, as with llama.cpp's --n-cpu-moe; None if it was not measured."""
+        return max((split for split in self.splits if not split.n_slots), key=lambda split: split.n_whole, default=None)
+
+    def sentence(self) -> str:
+        """One line for the user: what was chosen, and what it was compared with."""
+        best, stock = self.best, self.whole_only
+        cached = max((split for split in self.splits if split.n_slots), key=lambda split: -split.step_s, default=None)
+        text = f"{best.n_whole} of {self.n_layers} layers are whole on {self.device}"
+        text += f", with a cache of {best.n_slots:,} experts for the others" if best.n_slots else ", without a cache"
+        compared = []
+        if stock is not None and best is not stock:
+            compared.append(
+                f"{stock.step_s / best.step_s:.2f} times the speed of --n-cpu-moe {stock.n_cpu_moe} in the same memory"
+            )
+        if cached is not None and best is stock:
+            compared.append(
+                f"{cached.step_s / best.step_s:.2f} times the speed of {cached.n_whole} whole layers with a cache of "
+                f"{cached.n_slots:,} experts"
+            )
+        when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"
+        return f"{text}: {'; '.join([*compared, when])}."
+
+    def suits(self, device: ResolvedDevice) -> bool:
+        """Whether the device has about as much free memory as when this was measured."""
+        spare = default_reserve(device.total_bytes) // 2
+        return (
+            self.free_bytes - spare <= device.free_bytes <= max(self.free_bytes * _MORE_MEMORY, self.free_bytes + spare)
+        )
+
+    def to_json(self) -> str:
+        """One JSON object that `from_json` reads."""
+        fields = asdict(self) | {"schema": _SCHEMA}
+        del fields["from_file"]
+        return json.dumps(fields, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerChoice:
+        """Reads what `to_json` wrote. Raises ValueError for anything else."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("schema") != _SCHEMA or not fields["splits"]:
+                raise ValueError("this measurement is of another version")
+            splits = tuple(LayerSplit(**split) for split in fields.pop("splits"))
+            return cls(splits=splits, **fields, from_file=True)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no measurement of whole layers: {error}") from None
+
+
+def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
+    """Where the choice for this model, device and configuration is kept. Raises OSError without a cache folder."""
+    placement = config.placement
+    conditions = {
+        "schema": _SCHEMA,
+        "moeedge": __version__,
+        "llama_cpp": version("llama-cpp-python"),
+        "models": [_identity(path) for path in (config.model, config.draft) if path is not None],
+        "device": device.label,
+        "threads": config.n_threads,
+        "n_ctx": config.n_ctx,
+        "n_ubatch": config.n_ubatch,
+        "gamma": config.gamma,
+        "n_gpu_layers": config.n_gpu_layers,
+        "vram_bytes": placement.vram_bytes,
+        "policy": placement.policy,
+        "cap": placement.utility_cap,
+        "forgetting": placement.forgetting,
+        "ablations": sorted(placement.ablations),
+        "execution": asdict(placement.execution),
+    }
+    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+    return paths.cache_dir() / "calibration" / f"{config.model.name}-layers-{digest[:16]}.json"
+
+
+def _identity(path: Path | str) -> list[Any]:
+    if isinstance(path, str):
+        return [path]
+    status = path.stat()
+    return [path.name, status.st_size, status.st_mtime_ns]
+
+
+def read_choice(config: EngineConfig, device: ResolvedDevice) -> LayerChoice | None:
+    """What an earlier run measured under the same conditions; None without it."""
+    with suppress(OSError, ValueError):
+        choice = LayerChoice.from_json(choice_file(config, device).read_text(encoding="utf-8"))
+        return choice if choice.suits(device) else None
+    return None
+
+
+def write_choice(choice: LayerChoice, config: EngineConfig, device: ResolvedDevice) -> None:
+    """Keeps the choice for later runs. Raises OSError where it cannot be written."""
+    file = choice_file(config, device)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(file) as new_file:
+        new_file.write_text(choice.to_json(), encoding="utf-8")

@@ -1,0 +1,268 @@
+"""Measures how to divide a GPU's memory between whole layers and the expert cache, and opens sessions accordingly.
+
+Three divisions are measured with answers to the same text, each in a session of its own: everything for the cache, as
+many whole layers as fit without a cache (llama.cpp's --n-cpu-moe), and the one in between that `StepEstimate`, fitted
+to these two, says is fastest. The fastest of the three is chosen: no choice is slower than --n-cpu-moe in the same
+memory by more than the noise of the measurement.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from moeedge import native
+from moeedge.engine.layer_choice import LayerChoice, LayerSplit, read_choice, write_choice
+from moeedge.engine.loading import resolve_device, whole_model_fits
+from moeedge.engine.session import Session
+from moeedge.engine.types import ALL_LAYERS, EngineConfig, SamplingConfig
+from moeedge.errors import EngineError, ModelFileError, MoeedgeError
+from moeedge.hardware import devices
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama import gguf_file
+from moeedge.llama.model import Model
+from moeedge.llama.whole_layers import most_whole_layers, whole_layers
+from moeedge.notifications import Notification, Notify, ignore
+from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
+from moeedge.scheduler.opening import check_policy
+from moeedge.scheduler.sizing import reserve_bytes
+
+_GREEDY = SamplingConfig(temperature=0.0)
+_WARM_UP_STEPS = 16  # that fill the cache
+_STEPS = 32
+_LIMIT_S = 10.0  # of one answer
+_SLOWEST = 0.1  # share of the steps that are left out: another program had the processor
+_ATTEMPTS = 3  # with a layer less each, where llama.cpp finds no memory for so many
+
+
+def open_session(config: EngineConfig, *, draft_model: Model | None = None, notify: Notify = ignore) -> Session:
+    """Opens a session with the fastest division of a GPU between whole layers and cache; measures it on first use.
+
+    As Session.open where there is nothing to choose: without a GPU, without experts, for a model that fits it, and with
+    --cache-ratio, -ncmoe or --cpu-moe. draft_model: loaded already. Raises MoeedgeError with a hint.
+    """
+    check_policy(config.placement)
+    device = resolve_device(config)
+    if not _has_choice(config, device):
+        return Session.open(config, draft_model=draft_model, notify=notify)
+    kept: list[str] = []
+    choice = None if config.placement.measure_anew else read_choice(config, device)
+    if choice is None and config.placement.calibrate:
+        about = (
+            f"Measuring how many layers to keep on {device.label}, with and without a cache; this takes a while, once."
+        )
+        notify(Notification(about))
+        choice = _Search(config, device, draft_model, notify).run()
+        if choice is not None:
+            try:
+                write_choice(choice, config, device)
+            except OSError:
+                kept.append("The cache folder cannot be written: the next start measures whole layers again.")
+    if choice is None:
+        return Session.open(config, draft_model=draft_model, notify=notify)
+    config = replace(config, placement=replace(config.placement, measure_anew=False))
+    try:
+        session = _open_split(config, choice.best, draft_model, notify)
+    except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
+        session = Session.open(config, draft_model=draft_model, notify=notify)
+        kept.append(f"{choice.best.n_whole} whole layers do not fit {device.label} any more: {error.message}")
+    else:
+        session.layer_choice = choice
+        session.info = replace(session.info, layers=choice.sentence())
+        session.info.notes.append(Notification(session.info.layers))
+    session.info.notes.extend(kept)
+    return session
+
+
+def _has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
+    if device.kind != "gpu" or config.mode != "moeedge" or config.n_gpu_layers == 0:
+        return False
+    if config.n_cpu_moe is not None or config.placement.cache_ratio is not None or config.placement.vram_bytes == 0:
+        return False
+    n_gpus = sum(listed.kind == "GPU" for listed in native.devices())
+    if device.llama_device == "auto" and n_gpus > 1:  # llama.cpp spreads the layers over all of them
+        return False
+    return bool(gguf_file.read_summary(config.model).expert_layers) and not whole_model_fits(config, device)
+
+
+def _open_split(config: EngineConfig, split: LayerSplit, draft: Model | None, notify: Notify) -> Session:
+    placement = config.placement
+    if not split.n_slots:
+        placement = replace(placement, vram_bytes=None, cache_ratio=0.0)
+    n_cpu_moe = split.n_cpu_moe if split.n_whole else ALL_LAYERS
+    config = replace(config, n_cpu_moe=n_cpu_moe, layers_measured=True, placement=placement)
+    return Session.open(config, draft_model=draft, notify=notify)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one session's answers took."""
+
+    step_s: float  # mean of a step
+    hit_rate: float  # share of the (token, expert) pairs that the cache served; 0 without one
+
+
+def time_steps(session: Session) -> StepTimes:
+    """Answers two texts; the second answer is measured."""
+    tokens = session.model.tokenize(SAMPLE_TEXT)
+    half = min(len(tokens) // 2, session.target.n_ctx // 4)
+    session.reset()
+    _answer(session, tokens[:half], _WARM_UP_STEPS)
+    session.reset()
+    before = session.placement_stats()
+    times_s = sorted(_answer(session, tokens[half : 2 * half], _STEPS))
+    after = session.placement_stats()
+    session.reset()
+    n_kept = max(1, len(times_s) - int(_SLOWEST * len(times_s)))
+    hit_rate = (after - before).hit_rate_pairs if before is not None and after is not None else None
+    return StepTimes(sum(times_s[:n_kept]) / n_kept, hit_rate or 0.0)
+
+
+def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float]:
+    """Seconds of each step of an answer."""
+    times_s: list[float] = []
+    end_s = math.inf
+    generation = session.generate(
+        prompt,
+        sampling=_GREEDY,
+        ignore_eos=True,
+        cancel=lambda: len(times_s) >= n_steps or (bool(times_s) and time.perf_counter() > end_s),
+    )
+    for record in generation:
+        if record.n_verified:
+            times_s.append(record.draft_s + record.verify_s + record.observe_s)
+        else:  # the prompt
+            end_s = time.perf_counter() + _LIMIT_S
+    if not times_s:
+        raise EngineError("The measured answer has no step.")
+    return times_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """A step's time with any number of whole layers, from the steps of three sessions.
+
+    Linear in the layers: plain_step_s has all experts on the CPU, whole_step_s has n_whole whole layers and no cache,
+    cached has n_slots in a cache for all layers. A cached layer costs overhead_s more than one on the CPU at no hits,
+    and gains in proportion to its hits. The hit rate is the slots' share of the experts to a power: no hits
+    without slots, all with all of them, and the measured rate at the measured share.
+    """
+
+    n_layers: int  # with experts
+    n_experts: int  # per layer
+    n_slots: int
+    cached: StepTimes
+    plain_step_s: float
+    n_whole: int
+    whole_step_s: float
+    overhead_s: float = 0.0
+
+    def hit_rate(self, n_whole: int) -> float:
+        """Of a cache for the other layers, with the slots that `n_whole` layers leave."""
+        share = min(1.0, self.n_slots / (self.n_layers * self.n_experts))
+        left = (self.n_slots - n_whole * self.n_experts) / ((self.n_layers - n_whole) * self.n_experts)
+        measured = min(max(self.cached.hit_rate, 1e-6), 1.0)
+        if left <= 0 or share >= 1:
+            return max(0.0, min(left, 1.0))
+        power = min(max(math.log(measured) / math.log(share), 0.01), 1.0)
+        return float(min(left, 1.0) ** power)
+
+    def step_s(self, n_whole: int) -> float:
+        """Seconds with `n_whole` whole layers and a cache for the others."""
+        whole_gain_s = (self.plain_step_s - self.whole_step_s) / max(1, self.n_whole)
+        cached_gain_s = (self.plain_step_s - self.cached.step_s) / self.n_layers
+        per_hit_s = (cached_gain_s + self.overhead_s) / max(self.cached.hit_rate, 1e-6)
+        gain_s = per_hit_s * self.hit_rate(n_whole) - self.overhead_s
+        return self.plain_step_s - n_whole * whole_gain_s - (self.n_layers - n_whole) * gain_s
+
+    def best_between(self) -> int | None:
+        """The fastest number of whole layers that leaves each other layer a slot; None where there is none."""
+        possible = [
+            n
+            for n in range(1, min(self.n_whole, self.n_layers - 1) + 1)
+            if self.n_slots - n * self.n_experts >= self.n_layers - n
+        ]
+        return min(possible, key=self.step_s, default=None)
+
+
+class _Search:
+    """Opens a session for each division and measures it."""
+
+    def __init__(self, config: EngineConfig, device: ResolvedDevice, draft: Model | None, notify: Notify) -> None:
+        self._config = config
+        self._device = device
+        self._draft = draft
+        self._notify = notify
+
+    def run(self) -> LayerChoice | None:
+        """The choice; None where the context is too small. Raises MoeedgeError where no session opens at all."""
+        start_s = time.perf_counter()
+        cache_only = LayerSplit(0, ALL_LAYERS, 1, 0.0)
+        with self._open(cache_only) as session:
+            if session.target.n_ctx < CONTEXT_MIN:
+                return None
+            info = session.model.info
+            n_slots = session.info.cache_slots
+            cached = time_steps(session)
+            units = session.calibration.units if session.calibration is not None else None
+            room_bytes = self._room_for_experts(session)
+            session.set_mode("stock")
+            plain_step_s = time_steps(session).step_s
+        step_s = cached.step_s if n_slots else plain_step_s
+        splits = [replace(cache_only, n_cpu_moe=info.n_layers, n_slots=n_slots, step_s=step_s)]
+        tensors, _ = gguf_file.expert_tensors(self._config.model, n_layers=info.n_layers)
+        on_gpu = tensors
+        if self._config.n_gpu_layers is not None:  # llama.cpp counts the output as a layer
+            first = info.n_layers + 1 - self._config.n_gpu_layers
+            on_gpu = [tensor for tensor in tensors if tensor.layer >= first]
+        most = most_whole_layers(on_gpu, info.n_layers, room_bytes).n_whole
+        whole = None
+        for n_whole in range(most, max(0, most - _ATTEMPTS), -1):
+            whole = self._measure(LayerSplit(n_whole, whole_layers(tensors, info.n_layers, n_whole).n_cpu_moe, 0, 0.0))
+            if whole is not None:
+                break
+        if whole is not None:
+            splits.append(whole)
+            estimate = StepEstimate(
+                n_layers=info.n_expert_layers,
+                n_experts=info.n_experts,
+                n_slots=n_slots,
+                cached=cached,
+                plain_step_s=plain_step_s,
+                n_whole=whole.n_whole,
+                whole_step_s=whole.step_s,
+                overhead_s=0.0 if units is None else units.block_overhead_s,
+            )
+            between = estimate.best_between() if n_slots else None
+            if between is not None:
+                n_cpu_moe = whole_layers(tensors, info.n_layers, between).n_cpu_moe
+                measured = self._measure(LayerSplit(between, n_cpu_moe, 1, 0.0))
+                splits += [measured] if measured is not None else []
+        return LayerChoice(
+            device=self._device.ggml_name,
+            n_layers=info.n_expert_layers,
+            splits=tuple(splits),
+            free_bytes=self._device.free_bytes,
+            seconds=time.perf_counter() - start_s,
+        )
+
+    def _open(self, split: LayerSplit) -> Session:
+        return _open_split(self._config, split, self._draft, self._notify)
+
+    def _measure(self, split: LayerSplit) -> LayerSplit | None:
+        """`split` with the slots that it got and the time of a step; None where there is no memory for it."""
+        with suppress(MoeedgeError), self._open(split) as session:
+            return replace(split, n_slots=session.info.cache_slots, step_s=time_steps(session).step_s)
+        return None
+
+    def _room_for_experts(self, session: Session) -> int:
+        """Bytes that whole layers may take where no cache is."""
+        reading = devices.read_memory(self._device)
+        if reading is None:
+            return 0
+        room = reading.free_bytes + session.info.pool_bytes - reserve_bytes(self._device, reading.total_bytes)
+        vram_bytes = self._config.placement.vram_bytes
+        return max(0, room if vram_bytes is None else min(room, vram_bytes))
