@@ -202,8 +202,8 @@ Backend = Annotated[
         HARDWARE,
         "--backend FILE",
         "A prebuilt ggml backend to load, for instance libggml-vulkan.so of the llama.cpp release that docs/devices.md "
-        "names; its devices are used like llama.cpp's own. May be given several times; so may $GGML_BACKEND_PATH, "
-        'separated by ":".',
+        "names; its devices are used like llama.cpp's own. May be given several times. $GGML_BACKEND_PATH names such "
+        'files, too, separated by ":".',
         callback=_name_backends,
         show_default=False,
     ),

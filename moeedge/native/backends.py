@@ -20,6 +20,7 @@ from moeedge.native.library import ggml, ggml_function, installed_api_version
 from moeedge.native.shared_library import SharedLibrary, read_shared_library
 
 PATH_VARIABLE = "GGML_BACKEND_PATH"  # as llama.cpp, which takes one file; here several, separated by os.pathsep
+LLAMA_CPP_RELEASE = "b11312"  # build of llama.cpp at the commit that the pinned llama-cpp-python has
 RPC_REGISTRY = "RPC"
 _INIT = "ggml_backend_init"
 _REGISTRATION = re.compile(r"ggml_backend_[a-z0-9]+_reg")
@@ -213,5 +214,4 @@ def _no_device(file: Path, name: str = "") -> BackendFileError:
 
 
 def _same_build() -> str:
-    version = ggml_function("ggml_version", c_char_p)().decode()
-    return f"Use the file of the llama.cpp release with ggml {version} that docs/devices.md names."
+    return f"Use the file of llama.cpp's release {LLAMA_CPP_RELEASE} (docs/devices.md)."

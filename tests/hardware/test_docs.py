@@ -10,6 +10,7 @@ import moeedge
 from moeedge import native
 from moeedge.hardware.devices import EMULATED_RATIO
 from moeedge.hardware.spec import DeviceSpec
+from moeedge.native.backends import LLAMA_CPP_RELEASE
 from moeedge.scheduler.sizing import default_reserve
 from moeedge.units import parse_size
 from tests.support.commands import option_names
@@ -38,7 +39,8 @@ def test_files_exist() -> None:
 
 
 def test_the_release_is_that_of_the_installed_llama_cpp() -> None:
-    assert f"llama-cpp-python {version('llama-cpp-python')} that is build b11312, commit 0c1e57098" in TEXT
+    assert f"llama-cpp-python {version('llama-cpp-python')} that is build {LLAMA_CPP_RELEASE}, commit 0c1e57098" in TEXT
+    assert f"/{LLAMA_CPP_RELEASE}/llama-{LLAMA_CPP_RELEASE}-bin-ubuntu-vulkan-x64.tar.gz" in TEXT
     assert f"ggml {native.load().moeedge_ggml_version().decode()}" in TEXT
 
 
