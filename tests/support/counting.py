@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import IntEnum, IntFlag
@@ -204,8 +204,6 @@ def compile_device() -> Path:
     if compiler is None or sys.platform != "linux":
         raise Unavailable("the counting device needs Linux and a C++ compiler")
     headers = _headers()
-    libraries = _wheel_libraries()
-    sources = sorted(SOURCES.glob("*.cpp"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir())))
     digest.update((headers / "sha256.txt").read_bytes())
     target = ROOT / "build" / "counting-device" / f"libcounting-{digest.hexdigest()[:16]}.so"
@@ -213,13 +211,22 @@ def compile_device() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        command = [compiler, *_FLAGS, *_WARNINGS, "-isystem", str(headers), *map(str, sources), "-o", str(made)]
-        command += ["-Wl,-z,defs", "-Wl,--no-as-needed", *libraries]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        made.rename(target)
+        objects = {source: Path(scratch) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+        compile_one = [compiler, *_FLAGS, *_WARNINGS, "-isystem", str(headers), "-c"]
+        _run_all([*compile_one, str(source), "-o", str(made)] for source, made in objects.items())
+        library = Path(scratch) / target.name
+        link = [compiler, *_FLAGS, "-shared", *map(str, objects.values()), "-o", str(library)]
+        _run_all([[*link, "-Wl,-z,defs", "-Wl,--no-as-needed", *_wheel_libraries()]])
+        library.rename(target)
     return target
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Runs them at the same time."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process in running:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
 
 
 def _wheel_libraries() -> list[str]:

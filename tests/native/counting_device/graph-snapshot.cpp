@@ -19,6 +19,26 @@ static bool computes(const ggml_tensor * node) {
     }
 }
 
+// operations that read the parts of a table that ids name
+struct table_op {
+    int table, ids; // operands
+    int dim;        // of the table, that the ids count
+};
+
+static const table_op * find_table_op(const ggml_tensor * node) {
+    static constexpr table_op experts = { 0, 2, 2 }, biases = { 1, 2, 1 }, rows = { 0, 1, 1 };
+    switch (node->op) {
+        case GGML_OP_MUL_MAT_ID:
+            return &experts;
+        case GGML_OP_ADD_ID:
+            return &biases;
+        case GGML_OP_GET_ROWS:
+            return node->src[0]->ne[2] == 1 ? &rows : nullptr;
+        default:
+            return nullptr;
+    }
+}
+
 graph_snapshot::graph_snapshot(const ggml_cgraph * graph) {
     std::unordered_map<const ggml_tensor *, ggml_tensor *> copies;
     for (int i = 0; i < graph->n_nodes; i++) {
@@ -38,9 +58,10 @@ graph_snapshot::graph_snapshot(const ggml_cgraph * graph) {
                 src                   = copied;
             }
         }
-        if (nodes[i]->op == GGML_OP_MUL_MAT_ID) {
-            const ggml_tensor * table = graph->nodes[i]->src[0];
-            lookups.push_back({ nodes[i]->src[2], &tables_at_launch.emplace_back(*table) });
+        if (const table_op * op = find_table_op(graph->nodes[i])) {
+            const ggml_tensor * table = graph->nodes[i]->src[op->table];
+            const size_t        bytes = op->dim == 2 ? table->nb[2] : ggml_row_size(table->type, table->ne[0]);
+            lookups.push_back({ nodes[i]->src[op->ids], (const char *) table->data, table->nb[op->dim], bytes, table->ne[op->dim] });
         }
     }
 
@@ -75,11 +96,11 @@ ggml_tensor * graph_snapshot::copy_tensor(const ggml_tensor * tensor) {
 }
 
 void graph_snapshot::add_ranges(const ggml_tensor * node) {
+    const table_op * op = find_table_op(node);
     writes.add(node->data, ggml_nbytes(node));
     for (int s = 0; s < GGML_MAX_SRC; s++) {
         if (node->src[s]) {
-            const bool is_table = node->op == GGML_OP_MUL_MAT_ID && s == 0;
-            (is_table ? tables : reads).add(node->src[s]->data, ggml_nbytes(node->src[s]));
+            (op && op->table == s ? tables : reads).add(node->src[s]->data, ggml_nbytes(node->src[s]));
         }
     }
 }
@@ -90,8 +111,8 @@ byte_ranges graph_snapshot::picked() const {
         for (int64_t i1 = 0; i1 < pick.ids->ne[1]; i1++) {
             for (int64_t i0 = 0; i0 < pick.ids->ne[0]; i0++) {
                 const int32_t id = *(const int32_t *) ((const char *) pick.ids->data + i1 * pick.ids->nb[1] + i0 * pick.ids->nb[0]);
-                if (id >= 0 && id < pick.table->ne[2]) { // else the memory of the ids was used again in the same graph
-                    found.add((const char *) pick.table->data + id * pick.table->nb[2], pick.table->nb[2]);
+                if (id >= 0 && id < pick.n) { // else the memory of the ids was used again in the same graph
+                    found.add(pick.table + (size_t) id * pick.stride, pick.bytes);
                 }
             }
         }

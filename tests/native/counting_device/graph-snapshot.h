@@ -28,7 +28,7 @@ class graph_snapshot {
 
     // what the graph reads and writes, as the caller addresses it
     byte_ranges reads, writes;
-    // tables of which a computed index picks the parts that are read (the experts of MUL_MAT_ID)
+    // tables of which a computed index picks the parts that are read (experts by MUL_MAT_ID, biases by ADD_ID)
     byte_ranges tables;
     // after the graph has run: the parts
     byte_ranges picked() const;
@@ -39,12 +39,13 @@ class graph_snapshot {
 
     struct lookup {
         const ggml_tensor * ids;   // the copy
-        const ggml_tensor * table; // the caller's tensor at launch, copied with the caller's address
+        const char *        table; // as the caller addresses it
+        size_t              stride, bytes;
+        int64_t             n;
     };
 
     ggml_cgraph                copy = {};
     std::deque<ggml_tensor>    tensors;
-    std::deque<ggml_tensor>    tables_at_launch;
     std::vector<ggml_tensor *> nodes;
     std::vector<int32_t>       use_counts;
     std::vector<lookup>        lookups;
