@@ -190,6 +190,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_drain": (c_int, c_int64, c_double),
     "cache_clear": (c_int, c_int64),
     "cache_set_prefill": (c_int, c_int64, c_int, c_int),
+    "cache_set_readers": (c_int, c_int64, c_int),
     "cache_set_timing": (c_int, c_int64, c_int),
     "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),
     "cache_release": (c_int, c_int64, c_int, c_void_p, c_int),

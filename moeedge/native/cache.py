@@ -302,6 +302,10 @@ class ExpertCache:
         """Set how batches of at least `n_tokens_min` tokens are computed."""
         self._set("prefill", path.code, n_tokens_min)
 
+    def set_readers(self, n_threads: int) -> None:
+        """Set how many threads read experts from the model's files; 1 at first. The emulated device uses one."""
+        self._set("readers", n_threads)
+
     def set_timing(self, on: bool) -> None:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
         self._set("timing", int(on))

@@ -249,6 +249,8 @@ MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 MOEEDGE_API int moeedge_cache_clear(int64_t cache);
 // a moeedge_prefill_path for batches of at least n_tokens_min tokens
 MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_min);
+// threads that read experts from the model's files for a device with memory of its own (1 at first)
+MOEEDGE_API int moeedge_cache_set_readers(int64_t cache, int n_threads);
 // whether one block in eleven waits for an asynchronous device before the CPU's part, which shows in wait_ns how long the
 // device takes; off at first, since it costs the time in which both parts would have run at once
 MOEEDGE_API int moeedge_cache_set_timing(int64_t cache, int on);

@@ -206,6 +206,13 @@ bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_
 
 // planning side
 
+void expert_cache::set_readers(int n) {
+    core->moving->set_readers(n);
+    if (core->streaming) {
+        core->streaming->set_readers(n);
+    }
+}
+
 void expert_cache::get_info(moeedge_cache_info & out) const {
     const expert_uploader * streaming = core->streaming.get();
     out                               = {};

@@ -85,6 +85,7 @@ class expert_cache {
     void              get_info(moeedge_cache_info & out) const;
     void              get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
     void              set_batch(int n_experts) { core->batch.store(n_experts); }
+    void              set_readers(int n);
     void              get_stats(moeedge_cache_stats & out);
     int               read(int layer, int expert, const char * role, void * out, int64_t size); // moeedge_status
 

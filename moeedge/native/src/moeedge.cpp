@@ -396,6 +396,19 @@ int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {
         "Unknown prefill path, or fewer than one token.");
 }
 
+int moeedge_cache_set_readers(int64_t id, int n_threads) {
+    return with_cache(
+        id,
+        [&](expert_cache & cache) -> int {
+            if (n_threads < 1) {
+                return MOEEDGE_STATUS_BAD_ARGUMENT;
+            }
+            cache.set_readers(n_threads);
+            return MOEEDGE_STATUS_OK;
+        },
+        "Fewer than one thread reads the model's file.");
+}
+
 int moeedge_cache_set_timing(int64_t id, int on) {
     return with_cache(id, [&](expert_cache & cache) -> int {
         cache.is_timing.store(on != 0);
