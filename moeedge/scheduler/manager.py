@@ -292,7 +292,9 @@ class PlacementManager:
         missing_bytes = self._watch.missing_bytes() if self._watch is not None and self.active else 0
         if missing_bytes:
             info = self.cache.info
-            n_freed = -(-missing_bytes * info.n_slots // max(1, info.pool_bytes))
+            _, capacity, expert_bytes = self.cache.groups()
+            slots_bytes = int((capacity * expert_bytes).sum())  # staging slots stay
+            n_freed = -(-missing_bytes * info.n_slots // slots_bytes)
             self.resize(info.n_slots - n_freed)
             now = self.cache.info.n_slots
             effect = (

@@ -22,7 +22,7 @@ from moeedge.policies.registry import make_policy
 from moeedge.sim.batches import cache_shape
 from moeedge.sim.policy_replay import PolicyReplay
 from moeedge.trace.importers import read_trace
-from moeedge.trace.schedule import Schedule, schedules
+from moeedge.trace.schedule import Schedule, schedules, texts_of
 
 SCHEMA = "moeedge-split-pools-1"
 
@@ -89,11 +89,12 @@ def main() -> None:
     parser.add_argument("--cache-ratio", default="0.17,0.3,0.6")
     parser.add_argument("--pools", default="1,2,4,8")
     parser.add_argument("--gamma", type=int, default=0, help="draft length; 0: plain decoding")
+    parser.add_argument("--texts", type=int, default=20, help="how many texts of each trace, from the first on")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
     for path in options.traces:
-        for schedule in schedules(read_trace(path), gamma=options.gamma):
+        for schedule in schedules(texts_of(read_trace(path), 0, options.texts), gamma=options.gamma):
             for row in measure(
                 path.name,
                 schedule,

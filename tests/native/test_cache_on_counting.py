@@ -1,0 +1,137 @@
+"""The expert cache on a device with memory of its own and queues that execute late: uploads, pools, short memory."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.errors import EngineError
+from moeedge.hardware import devices
+from moeedge.hardware.spec import DeviceSpec
+from moeedge.native.cache import ExpertCache
+from moeedge.scheduler.memory_watch import MemoryWatch
+from tests.conftest import TinyFactory
+from tests.native.test_cache import drain
+from tests.scheduler.test_manager import GREEDY, PROMPT, check, config
+from tests.support.counting import DEVICE, CountingDevice, Kind
+from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, resident, write_experts
+from tests.support.hybrid import RandomPlans, hybrid_context
+from tests.support.stock import StockContext
+
+PIECE_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20  # native/src/expert-uploader.cpp
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
+    """Experts of 2 MiB and a bias: more than a chunk of the uploader."""
+    return write_experts(tmp_path_factory.mktemp("large") / "large.bin", n_layers=2, n_experts=4, width=512)
+
+
+@pytest.mark.parametrize("n_readers", [1, 3])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_uploads_arrive_in_small_pieces(
+    n_readers: int, batch: int, large: ExpertFile, counting: CountingDevice
+) -> None:
+    everything = list(product(range(2), range(4)))
+    with counting.late(), ExpertCache.open(large.config(0.5, device=DEVICE)) as cache:
+        cache.set_readers(n_readers)
+        cache.set_batch(batch)
+        counting.reset()
+        for uploads, victims in ((everything[:4], []), (everything[4:], everything[:4]), (everything[:3], everything)):
+            ask(cache, uploads, victims=victims)
+            drain(cache)
+            assert set(uploads) <= resident(cache)
+        timeline = counting.timeline()
+        assert assert_bytes(cache, large) == 4
+        assert_balanced(cache)
+        sets = timeline[timeline["kind"] == Kind.SET_ASYNC]
+        assert sets["bytes"].max() == PIECE_BYTES
+        assert sets["bytes"].sum() == cache.stats().bytes_moved == 11 * sum(t.stride for t in large.tensors[:3])
+        n_chunks = int(np.count_nonzero(timeline["kind"] == Kind.EVENT_RECORD))
+        assert n_chunks <= 11 * 2, "an expert is a chunk and a bit"
+
+
+def test_a_file_that_ends_early_fails_its_uploads_only(tmp_path: Path, counting: CountingDevice) -> None:
+    model = write_experts(tmp_path / "model.bin", n_layers=2, n_experts=4, width=256)
+    with ExpertCache.open(model.config(1.0, device=DEVICE)) as cache:
+        cache.set_readers(2)
+        end = model.tensors[-2].offset + model.tensors[-2].stride  # of layer 1's second role: one expert is left
+        with model.path.open("r+b") as file:
+            file.truncate(end)
+        ask(cache, [(1, 1), (0, 0), (0, 1)])
+        drain(cache)
+        assert resident(cache) == {(0, 0), (0, 1)}
+        assert cache.stats().failed == 1
+        assert assert_bytes(cache, model) == 2
+
+
+def test_pools_are_no_larger_than_the_largest_buffer(large: ExpertFile, counting: CountingDevice) -> None:
+    slot_bytes = large.tensors[0].stride
+    counting.set("max_buffer_bytes", 5 * slot_bytes)
+    with ExpertCache.open(large.config(1.0, device=DEVICE)) as cache:
+        assert cache.info.n_slots == cache.info.slots_wanted == 8
+        assert cache.groups()[1].tolist() == [4, 4]
+        ask(cache, list(product(range(2), range(4))))
+        drain(cache)
+        assert assert_bytes(cache, large) == 8
+    counting.set("max_buffer_bytes", slot_bytes // 2)
+    with pytest.raises(EngineError):
+        ExpertCache.open(large.config(1.0, device=DEVICE))
+    counting.set("max_buffer_bytes", 1 << 62)
+
+
+def test_blocks_are_computed_on_the_cpu_while_the_device_has_no_memory_for_them(
+    tiny: TinyFactory, counting: CountingDevice
+) -> None:
+    model = tiny("qwen3moe")
+    with StockContext(model) as stock:
+        expected = stock.decode(PROMPT)
+    with hybrid_context(model, 1.0, device=DEVICE) as (context, cache):
+        RandomPlans(cache, 0).fill()
+        counting.set("other_bytes", counting_free_bytes())
+        before = cache.stats()
+        logits = context.decode(PROMPT)
+        after = cache.stats()
+        assert after.blocks_unknown > before.blocks_unknown
+        assert after.pairs_hit == before.pairs_hit
+        assert np.abs(logits - expected).max() <= 5e-3 * np.abs(expected).max()
+        counting.set("other_bytes", 0)
+        context.trim(0)
+        context.decode(PROMPT)
+        assert cache.stats().pairs_hit > after.pairs_hit
+    counting.check()
+
+
+def counting_free_bytes() -> int:
+    reading = devices.read_memory(devices.resolve(DeviceSpec.parse(DEVICE), bundled=False))
+    assert reading is not None
+    return reading.free_bytes
+
+
+def test_the_cache_shrinks_when_another_program_takes_memory(
+    tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    pair = tiny("qwen3moe"), tiny_draft
+    with StockContext(pair[0]) as stock:
+        expected = stock.greedy(PROMPT, 24)[0]
+    with Session.open(config(pair, 0.75, device=DEVICE)) as session:
+        manager = session.placement
+        assert manager is not None
+        before = manager.cache.info
+        slot_bytes = int(manager.cache.groups()[2].max())
+        now_s = 0.0
+        manager._watch = MemoryWatch(manager._device, 10 * slot_bytes, clock=lambda: now_s)
+        generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY, ignore_eos=True)
+        for step, _ in enumerate(generation):
+            now_s += 1.0
+            if step == 3:
+                counting.set("other_bytes", counting_free_bytes() - 2 * slot_bytes)
+        check(session, PROMPT, expected, generation.tokens)
+        after = manager.cache.info
+        assert after.n_slots == before.n_slots - 8
+        assert counting_free_bytes() >= 9 * slot_bytes  # what the subgraphs take comes and goes
+    counting.set("other_bytes", 0)
