@@ -29,6 +29,13 @@ static bool is_column_op(enum ggml_op op) {
     }
 }
 
+// how many nodes of llama.cpp's graph use a value; -1: not known
+static int count_uses(const ggml_cgraph * graph, const ggml_tensor * t) {
+    const size_t pos      = ggml_hash_find(&graph->visited_hash_set, t);
+    const bool   is_known = pos != GGML_HASHSET_FULL && ggml_bitset_get(graph->visited_hash_set.used, pos);
+    return is_known ? graph->use_counts[pos] : -1;
+}
+
 class chain_reader {
   public:
     chain_reader(const ggml_cgraph * cgraph, int first, expert_chain & out_chain)
@@ -194,9 +201,7 @@ class chain_reader {
                     n_uses += src.kind == OPERAND_STEP && src.index == (int) i;
                 }
             }
-            const size_t pos = ggml_hash_find(&graph->visited_hash_set, chain.steps[i].node);
-            if (pos == GGML_HASHSET_FULL || !ggml_bitset_get(graph->visited_hash_set.used, pos) ||
-                graph->use_counts[pos] != n_uses) {
+            if (count_uses(graph, chain.steps[i].node) != n_uses) {
                 return false;
             }
         }
@@ -245,6 +250,66 @@ class chain_reader {
 expert_chain find_chain(const ggml_cgraph * graph, int i_first) {
     expert_chain chain;
     return chain_reader(graph, i_first, chain).read() ? chain : expert_chain();
+}
+
+class sum_reader {
+  public:
+    sum_reader(const ggml_cgraph * cgraph, const expert_chain & of) : graph(cgraph), chain(of), i(of.i_end) {}
+
+    bool read(expert_sum & sum) {
+        const int64_t       n_used   = chain.n_used();
+        const ggml_tensor * weighted = next();
+        if (weighted == nullptr || weighted->op != GGML_OP_MUL || weighted->src[0] != chain.out || n_used < 2 ||
+            !is_weights(weighted->src[1]) || count_uses(graph, chain.out) != 1 || count_uses(graph, weighted) != n_used) {
+            return false;
+        }
+        std::vector<const ggml_tensor *> places;
+        for (int64_t p = 0; p < n_used; p++) {
+            const ggml_tensor * view = next();
+            if (view == nullptr || !is_place(view, weighted, p)) {
+                return false;
+            }
+            places.push_back(view);
+        }
+        ggml_tensor * total = nullptr;
+        for (int64_t p = 1; p < n_used; p++) {
+            ggml_tensor * add = next();
+            if (add == nullptr || add->op != GGML_OP_ADD || add->src[0] != (total ? total : places[0]) || add->src[1] != places[p] ||
+                (total && (count_uses(graph, total) != 1 || is_output(total)))) {
+                return false;
+            }
+            total = add;
+        }
+        sum.weights = weighted->src[1];
+        sum.out     = total;
+        sum.i_end   = i;
+        return ggml_is_contiguous(total);
+    }
+
+  private:
+    ggml_tensor * next() { return i < graph->n_nodes ? graph->nodes[i++] : nullptr; }
+
+    static bool is_output(const ggml_tensor * t) { return (t->flags & GGML_TENSOR_FLAG_OUTPUT) != 0; }
+
+    bool is_weights(const ggml_tensor * t) const {
+        return t->type == GGML_TYPE_F32 && t->ne[0] == 1 && t->ne[1] == chain.n_used() && t->ne[2] == chain.n_tokens() && t->ne[3] == 1;
+    }
+
+    // the view of one place of all tokens, used once
+    bool is_place(const ggml_tensor * t, const ggml_tensor * weighted, int64_t place) const {
+        return t->op == GGML_OP_VIEW && t->src[0] == weighted && t->view_offs == place * weighted->nb[1] &&
+               t->ne[0] == weighted->ne[0] && t->ne[1] == chain.n_tokens() && t->ne[2] == 1 && t->nb[1] == weighted->nb[2] &&
+               count_uses(graph, t) == 1 && !is_output(t);
+    }
+
+    const ggml_cgraph *  graph;
+    const expert_chain & chain;
+    int                  i;
+};
+
+expert_sum find_sum(const ggml_cgraph * graph, const expert_chain & chain) {
+    expert_sum sum;
+    return chain.is_complete() && sum_reader(graph, chain).read(sum) ? sum : expert_sum();
 }
 
 } // namespace moeedge

@@ -64,4 +64,17 @@ struct expert_chain {
 // the chain of the block whose first matmul is node i_first; not is_complete() where the graph does not fit
 expert_chain find_chain(const ggml_cgraph * graph, int i_first);
 
+// The nodes after a chain: its columns times the router's weights, summed over each token's experts from the first place to
+// the last.
+struct expert_sum {
+    int           i_end   = 0;       // index of the graph's next node
+    ggml_tensor * weights = nullptr; // float32 [1, n_used, n_tokens]
+    ggml_tensor * out     = nullptr; // float32 [n_out, n_tokens]
+
+    bool is_complete() const { return out != nullptr; }
+};
+
+// not is_complete() where the graph sums in another way or uses a column elsewhere
+expert_sum find_sum(const ggml_cgraph * graph, const expert_chain & chain);
+
 } // namespace moeedge

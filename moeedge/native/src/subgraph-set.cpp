@@ -29,9 +29,9 @@ size_t subgraph_set::buffer_bytes() const {
     return buffer ? ggml_backend_buffer_get_size(buffer) : 0;
 }
 
-subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables) {
+subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, pair_layout layout, const table_list & tables) {
     key.assign((const char *) &n_pairs, sizeof(n_pairs));
-    key.push_back(one_token ? '1' : 'n');
+    key.push_back((char) layout);
     key += chain.shape;
     if (chain.has_scales) { // scales are inside the graph, as views: they cannot be exchanged
         key.append((const char *) tables.data(), tables.size() * sizeof(tables[0]));
@@ -41,8 +41,8 @@ subgraph * subgraph_set::get(const expert_chain & chain, int64_t n_pairs, bool o
         if (built.size() >= n_built_max) {
             built.clear();
         }
-        std::unique_ptr<subgraph> sub = build(chain, n_pairs, one_token, tables);
-        if (sub && !is_supported(*sub)) {
+        std::unique_ptr<subgraph> sub = build(chain, n_pairs, layout, tables);
+        if (sub && !supports_graph(dev, sub->graph)) {
             sub.reset();
         } else if (!sub || !place(sub)) {
             return nullptr; // memory may be free at the next call
@@ -85,21 +85,14 @@ static ggml_tensor * build_node(ggml_context * ctx, const ggml_tensor * original
     return node;
 }
 
-std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables) {
-    const size_t  n_tensors = (chain.steps.size() + 1) * tensors_per_step;
-    const int64_t d1        = one_token ? n_pairs : 1;
-    const int64_t d2        = one_token ? 1 : n_pairs;
+size_t chain_tensors_max(const expert_chain & chain) {
+    return chain.steps.size() * tensors_per_step;
+}
 
-    auto sub = std::make_unique<subgraph>();
-    sub->ctx = ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true });
-    if (sub->ctx == nullptr) {
-        return nullptr;
-    }
-    const bool shares_column = one_token && chain.input->ne[1] == 1;
-    sub->input = ggml_new_tensor_3d(sub->ctx, GGML_TYPE_F32, chain.input->ne[0], shares_column ? 1 : d1, d2);
-    sub->ids   = ggml_new_tensor_2d(sub->ctx, GGML_TYPE_I32, d1, d2);
-    ggml_set_input(sub->input);
-    ggml_set_input(sub->ids);
+ggml_tensor * build_chain(ggml_context * ctx, const expert_chain & chain, const table_list & tables, ggml_tensor * input,
+                          ggml_tensor * ids, std::vector<subgraph::table_use> & uses) {
+    const int64_t d1 = ids->ne[0];
+    const int64_t d2 = ids->ne[1];
 
     std::vector<ggml_tensor *> done;
     for (const chain_step & step : chain.steps) {
@@ -109,45 +102,78 @@ std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_
             switch (from.kind) {
                 case OPERAND_NONE:  break;
                 case OPERAND_STEP:  srcs[s] = done[from.index]; break;
-                case OPERAND_INPUT: srcs[s] = sub->input; break;
-                case OPERAND_IDS:   srcs[s] = sub->ids; break;
+                case OPERAND_INPUT: srcs[s] = input; break;
+                case OPERAND_IDS:   srcs[s] = ids; break;
                 case OPERAND_TABLE: srcs[s] = tables[from.index]; break;
-                case OPERAND_SCALE: srcs[s] = build_scale(sub->ctx, tables[from.index], sub->ids, d1, d2); break;
+                case OPERAND_SCALE: srcs[s] = build_scale(ctx, tables[from.index], ids, d1, d2); break;
             }
         }
-        ggml_tensor * node = build_node(sub->ctx, step.node, srcs, d1, d2);
+        ggml_tensor * node = build_node(ctx, step.node, srcs, d1, d2);
         for (int s = 0; s < 3; s++) {
             if (step.src[s].kind == OPERAND_TABLE) {
-                sub->uses.push_back({ node, s, step.src[s].index });
+                uses.push_back({ node, s, step.src[s].index });
             }
         }
         done.push_back(node);
     }
-    sub->out   = done.back();
+    return done.back();
+}
+
+std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_t n_pairs, pair_layout layout,
+                                              const table_list & tables) {
+    const size_t  n_tensors = chain_tensors_max(chain) + tensors_per_step;
+    const int64_t d1        = layout == LAYOUT_PAIRS ? 1 : n_pairs;
+    const int64_t d2        = layout == LAYOUT_PAIRS ? n_pairs : 1;
+
+    auto sub = std::make_unique<subgraph>();
+    sub->ctx = ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true });
+    if (sub->ctx == nullptr) {
+        return nullptr;
+    }
+    const bool shares_column = layout == LAYOUT_TOKEN && chain.input->ne[1] == 1;
+    sub->input = ggml_new_tensor_3d(sub->ctx, GGML_TYPE_F32, chain.input->ne[0], shares_column ? 1 : d1, d2);
+    sub->ids   = ggml_new_tensor_2d(sub->ctx, GGML_TYPE_I32, d1, d2);
+    ggml_set_input(sub->input);
+    ggml_set_input(sub->ids);
+    sub->out   = build_chain(sub->ctx, chain, tables, sub->input, sub->ids, sub->uses);
     sub->graph = ggml_new_graph_custom(sub->ctx, n_tensors, false);
     ggml_set_output(sub->out);
     ggml_build_forward_expand(sub->graph, sub->out);
     return sub;
 }
 
-bool subgraph_set::is_supported(const subgraph & sub) const {
-    for (int i = 0; i < ggml_graph_n_nodes(sub.graph); i++) {
-        if (!ggml_backend_dev_supports_op(dev, ggml_graph_node(sub.graph, i))) {
+bool supports_graph(ggml_backend_dev_t dev, ggml_cgraph * graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        if (!ggml_backend_dev_supports_op(dev, ggml_graph_node(graph, i))) {
             return false;
         }
     }
     return true;
 }
 
-size_t subgraph_set::needed_bytes(const subgraph & sub) const {
+size_t needed_bytes(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
     const size_t alignment = ggml_backend_buft_get_alignment(buft);
     size_t       bytes     = 0;
-    for (ggml_tensor * t = ggml_get_first_tensor(sub.ctx); t; t = ggml_get_next_tensor(sub.ctx, t)) {
-        if (t->view_src == nullptr) {
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->view_src == nullptr && t->buffer == nullptr) {
             bytes += GGML_PAD(ggml_backend_buft_get_alloc_size(buft, t), alignment);
         }
     }
     return bytes + alignment;
+}
+
+bool place_tensors(ggml_context * ctx, ggml_backend_buffer_t buffer) {
+    ggml_tallocr alloc = ggml_tallocr_new(buffer);
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->buffer != nullptr) {
+            continue; // it is in another buffer
+        }
+        const ggml_status status = t->view_src ? ggml_backend_view_init(t) : ggml_tallocr_alloc(&alloc, t);
+        if (status != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+    }
+    return true;
 }
 
 bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
@@ -161,7 +187,7 @@ bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
 
 // gives the tensors their addresses, in a larger buffer if need be
 bool subgraph_set::try_place(subgraph & sub) {
-    const size_t bytes = needed_bytes(sub);
+    const size_t bytes = needed_bytes(sub.ctx, buft);
     if (bytes > buffer_bytes()) {
         built.clear(); // they are in the old buffer
         ggml_backend_buffer_free(buffer);
@@ -170,14 +196,7 @@ bool subgraph_set::try_place(subgraph & sub) {
             return false;
         }
     }
-    ggml_tallocr alloc = ggml_tallocr_new(buffer);
-    for (ggml_tensor * t = ggml_get_first_tensor(sub.ctx); t; t = ggml_get_next_tensor(sub.ctx, t)) {
-        const ggml_status status = t->view_src ? ggml_backend_view_init(t) : ggml_tallocr_alloc(&alloc, t);
-        if (status != GGML_STATUS_SUCCESS) {
-            return false;
-        }
-    }
-    return true;
+    return place_tensors(sub.ctx, buffer);
 }
 
 } // namespace moeedge

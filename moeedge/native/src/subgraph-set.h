@@ -1,7 +1,10 @@
 // Subgraph set: a chain built again for some of its pairs, on one ggml backend, with its own input, ids and output.
 //
-// Layouts  one token: its pairs share a column, ids [n, 1] (CUDA keeps its fused kernels for this one);
-//          several tokens: a column per pair, ids [1, n]. No column holds an expert twice: kernels rely on that.
+// Layouts  token:   the pairs of one token share a column, ids [n, 1] (CUDA keeps its fused kernels for this one);
+//          pairs:   a column per pair, ids [1, n]. No column of ids holds an expert twice: the CPU's kernels and CUDA's
+//                   matrix-matrix kernels rely on that;
+//          columns: a column per pair, ids [n, 1], as if all pairs were of one token. For devices whose matrix-vector kernels
+//                   take experts twice; CUDA takes those kernels for any n then.
 // Memory   all subgraphs of a set share one growing buffer, since only one of them runs at a time.
 // Lost     placing a subgraph and freeing the buffer wait for the device, forever if it is lost (device-health.h). `run` runs
 //          such work; the set must not be destroyed once its device is lost.
@@ -20,10 +23,12 @@
 
 namespace moeedge {
 
+enum pair_layout { LAYOUT_TOKEN, LAYOUT_PAIRS, LAYOUT_COLUMNS };
+
 struct subgraph {
     ggml_context * ctx   = nullptr;
     ggml_cgraph *  graph = nullptr;
-    ggml_tensor *  input = nullptr; // [n_in, n, 1], [n_in, 1, 1] where the pairs share it, or [n_in, 1, n]
+    ggml_tensor *  input = nullptr; // [n_in, n, 1], [n_in, 1, 1] where the pairs share it, or [n_in, 1, n] (layout pairs)
     ggml_tensor *  ids   = nullptr; // int32, n in all
     ggml_tensor *  out   = nullptr; // [n_out, *, *], a column per pair
     // operands that name a table of the experts, in the order of expert_chain::tables
@@ -43,6 +48,18 @@ struct subgraph {
 // the tensors that replace a chain's tables; index as in expert_chain::tables
 using table_list = std::vector<ggml_tensor *>;
 
+// Builds the chain's steps for n pairs with `tables`, in `ctx`: ids int32 [n, 1] or [1, n], input float32 [n_in, *, *].
+// Returns the last step. uses: see subgraph
+ggml_tensor * build_chain(ggml_context * ctx, const expert_chain & chain, const table_list & tables, ggml_tensor * input,
+                          ggml_tensor * ids, std::vector<subgraph::table_use> & uses);
+// the most tensors that build_chain makes
+size_t chain_tensors_max(const expert_chain & chain);
+// whether a device computes all of the graph's nodes
+bool supports_graph(ggml_backend_dev_t dev, ggml_cgraph * graph);
+// bytes of the tensors of `ctx` that have no memory yet in a buffer of that type, and their placement in such a buffer
+size_t needed_bytes(ggml_context * ctx, ggml_backend_buffer_type_t buft);
+bool   place_tensors(ggml_context * ctx, ggml_backend_buffer_t buffer);
+
 class subgraph_set {
   public:
     // runs work that waits for the device; false if it is lost
@@ -52,19 +69,16 @@ class subgraph_set {
     subgraph_set(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft, runner run);
     ~subgraph_set();
 
-    // for n pairs, in the layout of one token or of several; kept for later calls. Its table operands are set to `tables`,
-    // which may differ from call to call. Null when memory is short or the device cannot compute it.
-    subgraph * get(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables);
+    // for n pairs; kept for later calls. Its table operands are set to `tables`, which may differ from call to call. Null
+    // when memory is short or the device cannot compute it.
+    subgraph * get(const expert_chain & chain, int64_t n_pairs, pair_layout layout, const table_list & tables);
 
     size_t buffer_bytes() const;
 
   private:
-    std::unique_ptr<subgraph> build(const expert_chain & chain, int64_t n_pairs, bool one_token, const table_list & tables);
+    std::unique_ptr<subgraph> build(const expert_chain & chain, int64_t n_pairs, pair_layout layout, const table_list & tables);
     bool                      place(std::unique_ptr<subgraph> & sub);
     bool                      try_place(subgraph & sub);
-    size_t                    needed_bytes(const subgraph & sub) const;
-
-    bool                      is_supported(const subgraph & sub) const;
 
     ggml_backend_dev_t                                         dev;
     ggml_backend_buffer_type_t                                 buft;
