@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 5  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 6  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -52,6 +52,14 @@ class PrefillPath(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> None:
         raise ValueError(f'unknown prefill path "{value}"; choose from {", ".join(cls)}')
+
+
+class DevicePath(IntEnum):
+    """enum moeedge_device_path: how a device with memory of its own computes the resident experts of small batches."""
+
+    PAIRS = 0  # once the host knows the ids; several tokens as one token per pair
+    COLUMNS = 1  # the same as one token with many experts, for devices whose matrix-vector kernels win
+    AHEAD = 2  # before the host knows the ids, where llama.cpp computes the router on that device; else as COLUMNS
 
 
 class CaptureFlags(IntFlag):
@@ -164,6 +172,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "register": (c_int,),
     "last_error": (c_char_p,),
     "set_default_offload_scope": (c_int, c_int),
+    "set_default_host_buffer": (c_int, c_char_p),
     "newest_instance": (c_int64,),
     "live_instances": (c_int,),
     "instance_set_offload_scope": (c_int, c_int64, c_int),
@@ -192,6 +201,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_set_prefill": (c_int, c_int64, c_int, c_int),
     "cache_set_readers": (c_int, c_int64, c_int),
     "cache_set_timing": (c_int, c_int64, c_int),
+    "cache_set_device_path": (c_int, c_int64, c_int),
     "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),
     "cache_release": (c_int, c_int64, c_int, c_void_p, c_int),
     "cache_read": (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, PrefillPath, Status
+from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, Status
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
 from moeedge.native.structs import TEXT_64, TEXT_128, c_field, c_struct, counter, counters, fill, from_c, gauge
@@ -314,6 +314,10 @@ class ExpertCache:
         """Call moeedge_cache_set_`name`, now and after each resize."""
         _check(self._library, getattr(self._library, f"moeedge_cache_set_{name}")(self._cache, *arguments))
         self._settings[name] = arguments
+
+    def set_device_path(self, path: DevicePath) -> None:
+        """Set how the device computes the resident experts of small batches (`DevicePath.PAIRS` at first)."""
+        _check(self._library, self._library.moeedge_cache_set_device_path(self._cache, path))
 
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on."""

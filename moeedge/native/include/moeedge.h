@@ -104,13 +104,17 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 5
+#define MOEEDGE_ABI_VERSION 6
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
 MOEEDGE_API int moeedge_register(void);
 // offload scope of instances that are created from now on (MOE at first)
 MOEEDGE_API int moeedge_set_default_offload_scope(int scope);
+
+// Instances that are created from now on keep their activations in memory from which this device copies fast (pinned), as
+// llama.cpp does for its CPU backend; null or a device without such memory: in ordinary memory
+MOEEDGE_API int moeedge_set_default_host_buffer(const char * device);
 
 // id of the newest live instance that the calling thread created, 0 without one
 MOEEDGE_API int64_t moeedge_newest_instance(void);
@@ -210,6 +214,14 @@ enum moeedge_prefill_path {
     MOEEDGE_PREFILL_PATH_STREAM   = 2, // all experts on the device, uploaded as needed
 };
 
+// how a device with memory of its own computes the resident experts of small batches
+enum moeedge_device_path {
+    MOEEDGE_DEVICE_PATH_PAIRS   = 0, // once the host knows the ids; several tokens as one token per pair
+    MOEEDGE_DEVICE_PATH_COLUMNS = 1, // the same as one token with many experts, for devices whose matrix-vector kernels win
+    MOEEDGE_DEVICE_PATH_AHEAD   = 2, // before the host knows the ids, where llama.cpp computes the router on the same device;
+                                     // elsewhere as COLUMNS
+};
+
 enum moeedge_residency {
     MOEEDGE_RESIDENCY_ABSENT    = 0,
     MOEEDGE_RESIDENCY_RESIDENT  = 1,
@@ -254,6 +266,8 @@ MOEEDGE_API int moeedge_cache_set_readers(int64_t cache, int n_threads);
 // whether one block in eleven waits for an asynchronous device before the CPU's part, which shows in wait_ns how long the
 // device takes; off at first, since it costs the time in which both parts would have run at once
 MOEEDGE_API int moeedge_cache_set_timing(int64_t cache, int on);
+// a moeedge_device_path (PAIRS at first)
+MOEEDGE_API int moeedge_cache_set_device_path(int64_t cache, int path);
 // Checks: pins the slots of resident experts [n] as a computation does and writes them to slots [n], -1: not resident;
 // returns how many are resident. release unpins them
 MOEEDGE_API int moeedge_cache_acquire(int64_t cache, int layer, const int32_t * experts, int n, int32_t * slots);

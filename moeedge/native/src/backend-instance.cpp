@@ -12,6 +12,8 @@ struct instance_list {
     std::vector<instance *> live; // ascending id
     int64_t                 last_id               = 0;
     int                     default_offload_scope = MOEEDGE_OFFLOAD_SCOPE_MOE;
+
+    ggml_backend_buffer_type_t default_host_buft = nullptr; // null: the CPU's
 };
 
 // never destroyed: a program may free its contexts after static destructors ran
@@ -26,6 +28,7 @@ void instances_add(instance * self) {
     list.live.push_back(self);
     self->id = ++list.last_id;
     self->offload_scope.store(list.default_offload_scope);
+    self->buft = list.default_host_buft ? list.default_host_buft : ggml_backend_cpu_buffer_type();
 }
 
 void instances_remove(instance * self) {
@@ -76,6 +79,12 @@ void instances_set_default_offload_scope(int scope) {
     instance_list &             list = instances();
     std::lock_guard<std::mutex> lock(list.mutex);
     list.default_offload_scope = scope;
+}
+
+void instances_set_default_host_buft(ggml_backend_buffer_type_t buft) {
+    instance_list &             list = instances();
+    std::lock_guard<std::mutex> lock(list.mutex);
+    list.default_host_buft = buft;
 }
 
 } // namespace moeedge

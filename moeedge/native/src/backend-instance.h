@@ -35,6 +35,9 @@ struct instance {
     ggml_backend_dev_t  cpu_dev = nullptr;
     bool                has_gpu = false; // another device of the process may offload large batches
 
+    // of the activations that the backend computes on: the CPU's, or pinned memory that a GPU copies to and from
+    ggml_backend_buffer_type_t buft = nullptr;
+
     std::atomic<int> offload_scope{ MOEEDGE_OFFLOAD_SCOPE_MOE };
     int              phase     = MOEEDGE_PHASE_AUTO;
     int              n_threads = 0;
@@ -51,6 +54,9 @@ struct instance {
 
     std::shared_ptr<expert_cache>    cache;  // null: all experts on the CPU
     std::unique_ptr<hybrid_executor> hybrid; // of the cache
+
+    // inputs of the next graph whose copies from a GPU are under way
+    std::vector<arriving_tensor> arriving;
 
     std::unordered_map<uint64_t, parsed_graph> parsed;   // by ggml's id of the graph
     std::vector<bool>                          is_split; // per block of the current graph: given to the executor
@@ -78,6 +84,7 @@ int64_t    instances_newest_of(std::thread::id creator); // 0: none
 int        instances_count();
 void       instances_detach(const expert_cache * cache); // from all instances; none of them may compute
 void       instances_set_default_offload_scope(int scope);
+void       instances_set_default_host_buft(ggml_backend_buffer_type_t buft);
 
 ggml_backend_reg_t backend_reg();
 

@@ -40,10 +40,16 @@ class expert_cache {
 
     // computing side
 
+    int n_layers() const { return core->layout.n_layers; }
+    int n_experts() const { return core->layout.n_experts; }
+
     // group of a layer's experts, -1: the layer has none
     int           group_of(int layer) const;
     // pool tensor of a role ("ffn_up_exps.weight") in a group, [ne0, ne1, n_slots]; null if there is none
     ggml_tensor * pool(int group, const char * role) const;
+
+    // a slot of the group's pools that holds zeros for ever
+    int zero_slot(int group) const { return core->pools->zero_slot(group); }
 
     // slots[i] = slot of experts[i] if resident, now pinned, else not_resident; duplicates are pinned as often as they occur.
     // Returns how many are resident. O(n), no allocation.
@@ -72,6 +78,9 @@ class expert_cache {
     // how prefill batches are computed: moeedge_cache_set_prefill
     std::atomic<int> prefill_path{ MOEEDGE_PREFILL_PATH_CPU };
     std::atomic<int> prefill_tokens_min{ 65 };
+
+    // how the device computes small batches: moeedge_cache_set_device_path
+    std::atomic<int> device_path{ MOEEDGE_DEVICE_PATH_PAIRS };
 
     // whether some blocks are timed alone: moeedge_cache_set_timing
     std::atomic<bool> is_timing{ false };

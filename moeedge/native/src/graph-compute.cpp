@@ -124,7 +124,13 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
     }
     if (self->hybrid) {
         for (const moe_block & block : found.blocks) {
-            found.placed.push_back({ find_chain(graph, block.i_first), -1, {}, {}, {} });
+            placed_chain placed;
+            placed.chain = find_chain(graph, block.i_first);
+            placed.sum   = find_sum(graph, placed.chain);
+            if (placed.sum.weights != block.weights) { // they are not computed before the block
+                placed.sum = {};
+            }
+            found.placed.push_back(std::move(placed));
             if (!self->hybrid->place(found.placed.back())) {
                 self->cache->records.add_unknown();
             }
@@ -134,6 +140,18 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
         self->parsed.clear();
     }
     return self->parsed[graph->uid] = std::move(found);
+}
+
+// waits for the inputs whose copies are queued on a GPU
+static void wait_for_inputs(instance * self) {
+    ggml_backend_t waited = nullptr;
+    for (const arriving_tensor & each : self->arriving) {
+        if (each.from != waited) {
+            ggml_backend_synchronize(each.from);
+            waited = each.from;
+        }
+    }
+    self->arriving.clear();
 }
 
 // nodes [begin, end) of the graph on the CPU
@@ -231,10 +249,35 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
         switch (is_streamed ? hybrid->compute_streamed(*placed, self->phase) : hybrid->compute(*placed, self->phase)) {
             case BLOCK_NOT_COMPUTED: break;
             case BLOCK_DONE:         i_from = placed->chain.i_end; break;
+            case BLOCK_SUMMED:       i_from = placed->sum.i_end; break;
             case BLOCK_ABORTED:      return hybrid->status();
         }
     }
     return compute_part(self, graph, i_from, graph->n_nodes);
+}
+
+static bool is_view(const ggml_tensor * node) {
+    return node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+}
+
+// Gives the executor a graph that consists of one block, while the block's inputs are on their way from the GPU that computed
+// them. BLOCK_NOT_COMPUTED: the graph is not of that kind, or the executor does not take it.
+static block_outcome compute_ahead(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph) {
+    if (self->arriving.empty() || parsed.blocks.size() != 1 || parsed.placed.front().group < 0) {
+        return BLOCK_NOT_COMPUTED;
+    }
+    const placed_chain & placed = parsed.placed.front();
+    for (int i = 0; i < parsed.blocks.front().i_first; i++) {
+        if (!is_view(graph->nodes[i])) {
+            return BLOCK_NOT_COMPUTED;
+        }
+    }
+    const block_sources sources = find_sources(self->arriving, placed.chain, placed.sum);
+    if (!self->hybrid->can_launch_ahead(placed, sources) || !self->cache->has_resident(placed.chain.layer)) {
+        return BLOCK_NOT_COMPUTED;
+    }
+    self->is_split.assign(1, true);
+    return self->hybrid->compute_ahead(placed, sources, self->phase);
 }
 
 // stops a dense model's graph before each FFN to call the hook
@@ -273,12 +316,19 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
                            (!is_prompt || self->cache->prefill_path.load() != MOEEDGE_PREFILL_PATH_CPU);
     const bool has_hook = self->hook && self->phase != MOEEDGE_PHASE_PREFILL && is_small(parsed.inputs);
     self->sense_ns += now_ns() - begin_ns;
+    const bool          may_be_ahead = is_hybrid && is_after && !has_hook;
+    const block_outcome ahead        = may_be_ahead ? compute_ahead(self, parsed, graph) : BLOCK_NOT_COMPUTED;
+    wait_for_inputs(self); // they are there if the block was computed
     if (!is_after && !is_hybrid) {
         ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
         return ggml_backend_graph_compute(self->cpu, &extended);
     }
     enum ggml_status status;
-    if (has_hook && parsed.blocks.empty()) {
+    if (ahead == BLOCK_ABORTED) {
+        status = self->hybrid->status();
+    } else if (ahead == BLOCK_SUMMED) {
+        status = compute_part(self, graph, parsed.placed.front().sum.i_end, graph->n_nodes);
+    } else if (has_hook && parsed.blocks.empty()) {
         status = compute_dense_in_parts(self, parsed, graph);
     } else if (has_hook || is_hybrid) {
         status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after });
@@ -305,9 +355,14 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
 }
 
 enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
-    const int64_t          begin_ns = now_ns();
-    const enum ggml_status status   = self->sensor || reads_inputs(self) ? compute_and_sense(self, graph) :
-                                                                           ggml_backend_graph_compute(self->cpu, graph);
+    const int64_t    begin_ns = now_ns();
+    enum ggml_status status;
+    if (self->sensor || reads_inputs(self)) {
+        status = compute_and_sense(self, graph);
+    } else {
+        wait_for_inputs(self);
+        status = ggml_backend_graph_compute(self->cpu, graph);
+    }
     self->n_graphs++;
     self->compute_ns += now_ns() - begin_ns;
     return status;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <future>
+#include <numeric>
 
 #include "ggml-impl.h"
 #include "moe-blocks.h"
@@ -12,6 +13,11 @@ namespace moeedge {
 
 // while timing is on, one block in this many is timed alone; it costs the time in which its two parts would have run at once
 static constexpr int64_t n_blocks_per_timing = 11;
+
+// Up to this many values of all pairs' columns, one thread sums them faster than the CPU backend's threads start.
+static constexpr int64_t n_values_summed_here = 32 * 1024;
+// with more pairs a device's matrix-matrix kernels win
+static constexpr size_t n_pairs_as_columns = 256;
 
 // Unpins the slots of a block. If an exception passes, it waits for the device first, which may still read them.
 class pin_guard {
@@ -61,14 +67,20 @@ hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t
     if (cache->device().n_threads > 0) {
         cpu_part = ggml_backend_dev_init(cpu_dev, nullptr);
     }
+    ahead.reset(new ahead_launch(cache));
+    all_experts.resize((size_t) cache->n_experts());
+    std::iota(all_experts.begin(), all_experts.end(), 0);
     worker->start();
 }
 
 hybrid_executor::~hybrid_executor() {
     worker->stop();
     try {
-        // waits for the device to free the graphs' buffer; of a lost device it is leaked
-        cache->run_on_device([graphs = device_graphs.release()] { delete graphs; });
+        // waits for the device to free the graphs' buffers; of a lost device they are leaked
+        cache->run_on_device([graphs = device_graphs.release(), launch = ahead.release()] {
+            delete graphs;
+            delete launch;
+        });
     } catch (const std::exception &) { // no memory for the thread that frees
     }
     ggml_backend_free(cpu_part);
@@ -147,14 +159,54 @@ void hybrid_executor::scatter(const expert_chain & chain, const index_list & pai
     }
 }
 
-// false: the backend stopped or failed. Adds to record.cpu_ns. gathered: the pairs' columns, null if not gathered yet.
-bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
-                                     const float * gathered) {
-    const expert_chain & chain = placed.chain;
-    subgraph *           sub   = cpu_graphs->get(chain, pairs.size(), chain.n_tokens() == 1, placed.host_tables);
+// A block with few values is summed by the calling thread, which spares the CPU backend's threads a second start.
+bool hybrid_executor::sums_here(const placed_chain & placed) const {
+    return placed.sum.is_complete() && ggml_nelements(placed.chain.out) <= n_values_summed_here;
+}
+
+// notes where the pairs' columns [n_out, n pairs] are
+void hybrid_executor::name_columns(const index_list & pairs, const float * first, int64_t n_out) {
+    for (size_t i = 0; i < pairs.size(); i++) {
+        column_of[pairs[i]] = first + (int64_t) i * n_out;
+    }
+}
+
+// Writes the weighted sum of the named columns in the order of the places, as ggml's nodes compute it; a product is rounded
+// before it is added, as theirs is. start: added first; null: nothing.
+void hybrid_executor::sum_columns(const placed_chain & placed, const float * start) {
+    const int64_t n_used = placed.chain.n_used();
+    const int64_t n_out  = placed.chain.out->ne[0];
+    for (int64_t t = 0; t < placed.chain.n_tokens(); t++) {
+        float * out      = (float *) ((char *) placed.sum.out->data + t * placed.sum.out->nb[1]);
+        bool    is_empty = start == nullptr;
+        if (start) {
+            std::memcpy(out, start + t * n_out, (size_t) n_out * sizeof(float));
+        }
+        for (int64_t p = t * n_used; p < (t + 1) * n_used; p++) {
+            const float * column = column_of[(size_t) p];
+            const float   weight = weights[(size_t) p];
+            for (int64_t i = 0; column && is_empty && i < n_out; i++) {
+                out[i] = column[i] * weight;
+            }
+            for (int64_t i = 0; column && !is_empty && i < n_out; i++) {
+                const float product = column[i] * weight;
+                out[i] += product;
+            }
+            is_empty = is_empty && column == nullptr;
+        }
+    }
+}
+
+// The pairs' columns, valid until the next call; null: the backend stopped or failed. Adds to record.cpu_ns. gathered: the
+// pairs' input columns, null if not gathered yet.
+const float * hybrid_executor::columns_of_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                                              const float * gathered) {
+    const expert_chain & chain  = placed.chain;
+    const pair_layout    layout = chain.n_tokens() == 1 ? LAYOUT_TOKEN : LAYOUT_PAIRS;
+    subgraph *           sub    = cpu_graphs->get(chain, (int64_t) pairs.size(), layout, placed.host_tables);
     if (sub == nullptr) {
         last_status = GGML_STATUS_ALLOC_FAILED;
-        return false;
+        return nullptr;
     }
     if (gathered) {
         std::memcpy(sub->input->data, gathered, ggml_nbytes(sub->input));
@@ -168,19 +220,27 @@ bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_li
     const int64_t begin_ns = now_ns();
     last_status            = ggml_backend_graph_compute(cpu_part ? cpu_part : cpu, sub->graph);
     record.cpu_ns += now_ns() - begin_ns;
-    if (last_status != GGML_STATUS_SUCCESS) {
-        return false;
+    return last_status == GGML_STATUS_SUCCESS ? (const float *) sub->out->data : nullptr;
+}
+
+// writes the pairs' columns to the chain's output; false: the backend stopped or failed
+bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                                     const float * gathered) {
+    const float * found = columns_of_cpu(placed, pairs, record, gathered);
+    if (found) {
+        scatter(placed.chain, pairs, found);
     }
-    scatter(chain, pairs, (const float *) sub->out->data);
-    return true;
+    return found != nullptr;
 }
 
 // starts the device on pairs whose slots, in `tables`, are pinned; false: it cannot take them
 bool hybrid_executor::submit(const placed_chain & placed, const index_list & pairs, const table_list & tables) {
-    const expert_chain & chain = placed.chain;
-    subgraph *           sub   = device_graphs->get(chain, pairs.size(), chain.n_tokens() == 1, tables);
-    float *              input = nullptr;
-    int32_t *            ids   = nullptr;
+    const expert_chain & chain      = placed.chain;
+    const bool           is_columns = cache->device_path.load() != MOEEDGE_DEVICE_PATH_PAIRS && pairs.size() <= n_pairs_as_columns;
+    const pair_layout    layout     = chain.n_tokens() == 1 ? LAYOUT_TOKEN : is_columns ? LAYOUT_COLUMNS : LAYOUT_PAIRS;
+    subgraph *           sub        = device_graphs->get(chain, (int64_t) pairs.size(), layout, tables);
+    float *              input      = nullptr;
+    int32_t *            ids        = nullptr;
     if (sub == nullptr || !worker->prepare(*sub, input, ids)) {
         return false;
     }
@@ -193,17 +253,26 @@ bool hybrid_executor::submit(const placed_chain & placed, const index_list & pai
     return true;
 }
 
-// waits for the submitted pairs; if the device is lost meanwhile, the CPU computes them
-bool hybrid_executor::finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record) {
+// waits for the submitted pairs; their columns, null if the device is lost meanwhile
+const float * hybrid_executor::columns_of_device(moeedge_block_record & record) {
     const int64_t begin_ns = now_ns();
-    const float * columns  = worker->wait();
+    const float * found    = worker->wait();
     record.wait_ns += now_ns() - begin_ns;
-    if (columns == nullptr) {
+    if (found == nullptr) {
         cache->mark_lost("it failed to compute");
-        return compute_on_cpu(placed, pairs, record, staged_input);
+        return nullptr;
     }
     record.device_ns += worker->busy_ns();
-    scatter(placed.chain, pairs, columns);
+    return found;
+}
+
+// writes the submitted pairs' columns to the chain's output; if the device is lost meanwhile, the CPU computes them
+bool hybrid_executor::finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record) {
+    const float * found = columns_of_device(record);
+    if (found == nullptr) {
+        return compute_on_cpu(placed, pairs, record, staged_input);
+    }
+    scatter(placed.chain, pairs, found);
     return true;
 }
 
@@ -233,6 +302,27 @@ bool hybrid_executor::compute_on_device(const placed_chain & placed, const index
     return ok;
 }
 
+// sorts the pairs by whether their expert has a slot, and counts them
+void hybrid_executor::split_pairs(moeedge_block_record & record) {
+    on_device.clear();
+    on_cpu.clear();
+    for (size_t p = 0; p < slots.size(); p++) {
+        (slots[p] == expert_cache::not_resident ? on_cpu : on_device).push_back((int32_t) p);
+    }
+    record.pairs_device  = (int32_t) on_device.size();
+    record.pairs_cpu     = (int32_t) on_cpu.size();
+    record.unique_device = count_unique(on_device);
+    record.unique_cpu    = count_unique(on_cpu);
+}
+
+// weights of all pairs; the sum's output may get their memory
+static void read_weights(const ggml_tensor * t, std::vector<float> & out) {
+    out.resize((size_t) (t->ne[1] * t->ne[2]));
+    for (int64_t i = 0; i < (int64_t) out.size(); i++) {
+        out[(size_t) i] = *(const float *) ((const char *) t->data + i / t->ne[1] * t->nb[2] + i % t->ne[1] * t->nb[1]);
+    }
+}
+
 block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
     const int64_t        begin_ns = now_ns();
     const expert_chain & chain    = placed.chain;
@@ -243,17 +333,9 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         record_cpu_block(chain, phase);
         return BLOCK_NOT_COMPUTED;
     }
-    pin_guard pins(*cache, *worker, chain.layer, slots);
-    on_device.clear();
-    on_cpu.clear();
-    for (size_t p = 0; p < slots.size(); p++) {
-        (slots[p] == expert_cache::not_resident ? on_cpu : on_device).push_back((int32_t) p);
-    }
+    pin_guard            pins(*cache, *worker, chain.layer, slots);
     moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
-    record.pairs_device         = (int32_t) on_device.size();
-    record.pairs_cpu            = (int32_t) on_cpu.size();
-    record.unique_device        = count_unique(on_device);
-    record.unique_cpu           = count_unique(on_cpu);
+    split_pairs(record);
 
     index_list later;
     if (on_device.size() > n_pairs_max) {
@@ -267,20 +349,89 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
             worker->wait();
             record.wait_ns += now_ns() - wait_ns;
         }
-        const bool cpu_ok    = on_cpu.empty() || compute_on_cpu(placed, on_cpu, record);
-        const bool device_ok = finish(placed, on_device, record);
-        const bool ok        = cpu_ok && device_ok && compute_on_device(placed, later, placed.device_tables, record);
-        result               = ok ? BLOCK_DONE : BLOCK_ABORTED;
+        const float * cpu_columns    = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record);
+        const float * device_columns = columns_of_device(record);
+        bool          ok             = on_cpu.empty() || cpu_columns;
+        if (ok && device_columns && later.empty() && sums_here(placed)) {
+            column_of.resize(slots.size());
+            name_columns(on_cpu, cpu_columns, chain.out->ne[0]);
+            name_columns(on_device, device_columns, chain.out->ne[0]);
+            read_weights(placed.sum.weights, weights);
+            sum_columns(placed, nullptr);
+            result = BLOCK_SUMMED;
+        } else {
+            if (cpu_columns) {
+                scatter(chain, on_cpu, cpu_columns);
+            }
+            if (device_columns) {
+                scatter(chain, on_device, device_columns);
+            } else {
+                ok = ok && compute_on_cpu(placed, on_device, record, staged_input);
+            }
+            ok     = ok && compute_on_device(placed, later, placed.device_tables, record);
+            result = ok ? BLOCK_DONE : BLOCK_ABORTED;
+        }
     }
     pins.release();
     record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
-    if (result == BLOCK_DONE) {
+    if (result == BLOCK_DONE || result == BLOCK_SUMMED) {
         cache->records.add(record);
     } else if (result == BLOCK_NOT_COMPUTED) {
         cache->records.add_unknown(); // the device cannot compute it, or has no memory for it
         record_cpu_block(chain, phase);
     }
     return result;
+}
+
+bool hybrid_executor::can_launch_ahead(const placed_chain & placed, const block_sources & sources) const {
+    return cache->device_path.load() == MOEEDGE_DEVICE_PATH_AHEAD && sources.is_complete() && placed.sum.is_complete() &&
+           placed.chain.input->ne[1] == 1 && placed.chain.n_tokens() <= ahead_launch::n_tokens_max &&
+           ggml_backend_get_device(sources.backend) == cache->device().dev;
+}
+
+block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const block_sources & sources, int phase) {
+    int64_t              begin_ns = now_ns();
+    const expert_chain & chain    = placed.chain;
+    all_slots.resize(all_experts.size());
+    if (cache->acquire(chain.layer, all_experts.data(), (int) all_experts.size(), all_slots.data()) == 0) {
+        return BLOCK_NOT_COMPUTED;
+    }
+    pin_guard pins(*cache, *worker, chain.layer, all_slots);
+    if (!ahead->start(chain, placed.sum, placed.device_tables, placed.group, sources, all_slots)) {
+        return BLOCK_NOT_COMPUTED;
+    }
+    int64_t started_ns = now_ns();
+    ahead->wait_inputs();
+    const int64_t arrived_ns = now_ns();
+
+    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
+    read_ids(chain.ids, experts);
+    slots.resize(experts.size());
+    for (size_t p = 0; p < experts.size(); p++) {
+        slots[p] = all_slots[(size_t) experts[p]];
+    }
+    split_pairs(record);
+    column_of.assign(slots.size(), nullptr);
+    read_weights(placed.sum.weights, weights);
+    read_input(chain, /* keep = */ false);
+    const float * cpu_columns = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record);
+    const int64_t wait_ns     = now_ns();
+    const float * device_sum  = ahead->wait_sum();
+    record.wait_ns            = now_ns() - wait_ns;
+    record.device_ns          = ahead->busy_ns();
+    pins.release();
+    if (!on_cpu.empty() && cpu_columns == nullptr) {
+        return BLOCK_ABORTED;
+    }
+    if (cpu_columns) {
+        name_columns(on_cpu, cpu_columns, chain.out->ne[0]);
+    }
+    sum_columns(placed, device_sum);
+    // the wait for the router is not ours: the host would wait for it in any case
+    begin_ns += arrived_ns - started_ns;
+    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
+    cache->records.add(record);
+    return BLOCK_SUMMED;
 }
 
 void hybrid_executor::record_cpu_block(const expert_chain & chain, int phase) {

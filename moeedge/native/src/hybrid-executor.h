@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "ahead-launch.h"
 #include "device-worker.h"
 #include "expert-cache.h"
 #include "expert-chain.h"
@@ -17,6 +18,7 @@ namespace moeedge {
 // a chain and the tensors that replace its tables
 struct placed_chain {
     expert_chain chain;
+    expert_sum   sum;           // complete: the executor may compute it, too
     int          group = -1;    // of the cache; -1: its experts stay on the CPU
     table_list   host_tables;   // as the graph has them
     table_list   device_tables; // slot pools
@@ -26,6 +28,7 @@ struct placed_chain {
 enum block_outcome {
     BLOCK_NOT_COMPUTED, // the graph's own nodes have to compute it
     BLOCK_DONE,         // the chain's output is computed
+    BLOCK_SUMMED,       // the sum's output is computed, the chain's is not
     BLOCK_ABORTED,      // the CPU backend was told to stop, or failed
 };
 
@@ -48,6 +51,11 @@ class hybrid_executor {
     enum ggml_status status() const { return last_status; }
     // input and ids of the chain are computed and in host memory
     block_outcome compute(const placed_chain & placed, int phase);
+    // Whether the device half can be launched before input and ids are in host memory
+    bool          can_launch_ahead(const placed_chain & placed, const block_sources & sources) const;
+    // input, ids and weights are on their way to host memory; they are there when it returns. BLOCK_NOT_COMPUTED: not
+    // computed and not counted
+    block_outcome compute_ahead(const placed_chain & placed, const block_sources & sources, int phase);
     // a batch whose experts are all computed on the device, those without a slot by way of the staging slots
     block_outcome compute_streamed(const placed_chain & placed, int phase);
     // counts a block that ran on the CPU as it is
@@ -63,17 +71,24 @@ class hybrid_executor {
     void cut_chunks(std::vector<stream_chunk> & chunks);
     bool stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record);
 
-    int  count_unique(const index_list & pairs);
-    void read_input(const expert_chain & chain, bool keep);
-    void gather(const expert_chain & chain, const index_list & pairs, const subgraph & sub, float * input) const;
-    void scatter(const expert_chain & chain, const index_list & pairs, const float * columns) const;
-    bool compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
-                        const float * gathered = nullptr);
-    bool submit(const placed_chain & placed, const index_list & pairs, const table_list & tables);
-    bool finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
-    bool is_timed_alone();
-    bool compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
-                           moeedge_block_record & record);
+    int           count_unique(const index_list & pairs);
+    void          read_input(const expert_chain & chain, bool keep);
+    void          gather(const expert_chain & chain, const index_list & pairs, const subgraph & sub, float * input) const;
+    void          scatter(const expert_chain & chain, const index_list & pairs, const float * columns) const;
+    bool          sums_here(const placed_chain & placed) const;
+    void          name_columns(const index_list & pairs, const float * columns, int64_t n_out);
+    void          sum_columns(const placed_chain & placed, const float * start);
+    void          split_pairs(moeedge_block_record & record);
+    const float * columns_of_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                                 const float * gathered = nullptr);
+    bool          compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                                 const float * gathered = nullptr);
+    bool          submit(const placed_chain & placed, const index_list & pairs, const table_list & tables);
+    const float * columns_of_device(moeedge_block_record & record);
+    bool          finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
+    bool          is_timed_alone();
+    bool          compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
+                                    moeedge_block_record & record);
 
     std::shared_ptr<expert_cache>  cache;
     ggml_backend_dev_t             cpu_dev;
@@ -82,11 +97,15 @@ class hybrid_executor {
     std::shared_ptr<device_worker> worker;
     std::unique_ptr<subgraph_set>  cpu_graphs;
     std::unique_ptr<subgraph_set>  device_graphs;
+    std::unique_ptr<ahead_launch>  ahead;
 
     // scratch of the current block
     index_list            experts, slots; // per pair
     index_list            on_device, on_cpu;
     int64_t               n_computed = 0; // blocks
+    index_list            all_experts, all_slots; // of the layer
+    std::vector<const float *> column_of; // per pair, null: none
+    std::vector<float>    weights;      // per pair
     std::vector<uint32_t> seen; // per expert: the round in which it was counted
     uint32_t              round         = 0;
     const char *          input_data    = nullptr; // the chain's input

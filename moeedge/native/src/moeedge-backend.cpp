@@ -32,6 +32,11 @@ static instance * instance_of(ggml_backend_t backend) {
 
 // backend interface
 
+static bool is_gpu(ggml_backend_dev_t dev) {
+    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
 static const char * backend_get_name(ggml_backend_t backend) {
     return "MOEEDGE";
 
@@ -61,6 +66,25 @@ template <typename F> static enum ggml_status guarded(F call) {
     }
 }
 
+// Where a GPU computed an input of ours, its copy is only queued here; graph_compute waits once for all of them. The buffers of
+// other types than the GPU's own (split ones, say) are left to ggml, which copies at once.
+static bool backend_cpy_tensor_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor * src, ggml_tensor * dst) {
+    const ggml_backend_buffer_t buffer = src->view_src ? src->view_src->buffer : src->buffer;
+    ggml_backend_dev_t          dev    = ggml_backend_get_device(from);
+    if (from == to || from->iface.get_tensor_async == nullptr || dev == nullptr || !is_gpu(dev) || is_rpc(dev) || buffer == nullptr ||
+        ggml_backend_buffer_get_type(buffer) != ggml_backend_get_default_buffer_type(from) || ggml_backend_buffer_is_host(buffer) ||
+        !ggml_are_same_layout(src, dst)) {
+        return false;
+    }
+    try {
+        instance_of(to)->arriving.push_back({ from, src, dst });
+    } catch (const std::bad_alloc &) {
+        return false;
+    }
+    ggml_backend_tensor_get_async(from, src, dst->data, 0, ggml_nbytes(src));
+    return true;
+}
+
 static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     instance * self = instance_of(backend);
     if (self->optimize_status != GGML_STATUS_SUCCESS) { // the allocator does not keep the tensors that we read
@@ -87,8 +111,8 @@ static const ggml_backend_i backend_i = {
     /* .get_tensor_async        = */ nullptr,
     /* .set_tensor_2d_async     = */ nullptr,
     /* .get_tensor_2d_async     = */ nullptr,
-    /* .cpy_tensor_async        = */ nullptr,
-    /* .synchronize             = */ nullptr,
+    /* .cpy_tensor_async        = */ backend_cpy_tensor_async,
+    /* .synchronize             = */ nullptr, // graph_compute ends when all is done; Vulkan copies from such backends at once
     /* .graph_plan_create       = */ nullptr,
     /* .graph_plan_free         = */ nullptr,
     /* .graph_plan_update       = */ nullptr,
@@ -168,11 +192,6 @@ static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * pr
     props->caps.mmap_support         = true;
 }
 
-static bool is_gpu(ggml_backend_dev_t dev) {
-    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
-    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
-}
-
 static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) try {
     auto self     = std::make_unique<instance>();
     auto backend  = std::make_unique<ggml_backend>();
@@ -205,10 +224,10 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
     return nullptr;
 }
 
+// of an instance: its activations' type. llama.cpp asks the registered device for the type of weights
 static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    return ggml_backend_cpu_buffer_type();
-
-    GGML_UNUSED(dev);
+    const instance * self = (const instance *) dev->context;
+    return self ? self->buft : ggml_backend_cpu_buffer_type();
 }
 
 static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t dev, void * ptr, size_t size, size_t max_tensor_size) {

@@ -163,6 +163,17 @@ int moeedge_set_default_offload_scope(int scope) {
     });
 }
 
+int moeedge_set_default_host_buffer(const char * device) {
+    return guarded([&]() -> int {
+        ggml_backend_dev_t dev = device ? ggml_backend_dev_by_name(device) : nullptr;
+        if (device && dev == nullptr) {
+            return MOEEDGE_STATUS_NO_DEVICE;
+        }
+        moeedge::instances_set_default_host_buft(dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
 int64_t moeedge_newest_instance(void) {
     return guarded([] { return moeedge::instances_newest_of(std::this_thread::get_id()); });
 }
@@ -414,6 +425,19 @@ int moeedge_cache_set_timing(int64_t id, int on) {
         cache.is_timing.store(on != 0);
         return MOEEDGE_STATUS_OK;
     });
+}
+
+int moeedge_cache_set_device_path(int64_t id, int path) {
+    return with_cache(
+        id,
+        [&](expert_cache & cache) -> int {
+            if (path < MOEEDGE_DEVICE_PATH_PAIRS || path > MOEEDGE_DEVICE_PATH_AHEAD) {
+                return MOEEDGE_STATUS_BAD_ARGUMENT;
+            }
+            cache.device_path.store(path);
+            return MOEEDGE_STATUS_OK;
+        },
+        "Unknown device path.");
 }
 
 int moeedge_cache_acquire(int64_t id, int layer, const int32_t * experts, int n, int32_t * slots) {

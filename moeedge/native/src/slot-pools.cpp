@@ -26,6 +26,9 @@ void slot_pools::free() {
     n_bytes = 0;
 }
 
+// behind the last slot: stays zero, see slot_pools::zero_slot
+static constexpr int n_zero_slots = 1;
+
 static ggml_tensor * new_pool(ggml_context * ctx, const expert_role & role, int64_t n_slots) {
     return role.is_matrix() ? ggml_new_tensor_3d(ctx, role.type, role.ne0, role.ne1, n_slots)
                             : ggml_new_tensor_2d(ctx, role.type, role.ne0, n_slots);
@@ -65,7 +68,7 @@ bool pool_limits::fits(const expert_role & role, int64_t n_slots) const {
 
 bool pool_limits::fits(const expert_group & group, int64_t n_slots) const {
     return std::all_of(group.roles.begin(), group.roles.end(),
-                       [&](const expert_role & role) { return fits(role, n_slots); });
+                       [&](const expert_role & role) { return fits(role, n_slots + n_zero_slots); });
 }
 
 int pool_limits::most_slots(const expert_group & group, int wanted) const {
@@ -133,7 +136,7 @@ bool slot_pools::try_allocate() {
     stages.clear();
     for (size_t g = 0; g < layout.groups.size(); g++) {
         const expert_group & group = layout.groups[g];
-        if (!add_pools(tensors, group, slots[g]) ||
+        if (!add_pools(tensors, group, slots[g] > 0 ? slots[g] + n_zero_slots : 0) ||
             ((int) stages.size() == group.kind && !add_pools(stages, group, n_stage))) {
             return false;
         }
