@@ -57,14 +57,15 @@ class Model:
         handle: Any,
         info: ModelInfo,
         *,
-        uses_gpu: bool = False,
+        gpu: int | None = None,
         n_cpu_moe: int | None = None,
         experts_mapped: bool = False,
         header_only: bool = False,
     ) -> None:
         self.path = path
         self.info = info
-        self.uses_gpu = uses_gpu  # llama.cpp computes large batches on a GPU even without layers there
+        self.gpu = gpu  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
+        self.uses_gpu = gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
         # the first so many layers have their experts in host memory
         self.n_cpu_moe = info.n_layers if n_cpu_moe is None else n_cpu_moe
         self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
@@ -127,7 +128,7 @@ class Model:
             raise ModelFileError(
                 f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
             )
-        uses_gpu = len(chosen) > 1
+        uses_gpu = chosen[0] is not None
         info = _read_info(handle, summary)
         in_ram = 0 if n_gpu_layers < 0 else max(info.n_layers + 1 - n_gpu_layers, 0)  # llama.cpp's first layers
         if experts_on_cpu:
@@ -136,7 +137,7 @@ class Model:
             path,
             handle,
             info,
-            uses_gpu=uses_gpu,
+            gpu=chosen[0],
             n_cpu_moe=min(in_ram, info.n_layers) if uses_gpu else info.n_layers,
             experts_mapped=not fits,
             header_only=header_only,

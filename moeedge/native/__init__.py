@@ -7,7 +7,7 @@ from moeedge.native.attachment import attach
 from moeedge.native.backends import LoadedBackend, load_backend
 from moeedge.native.capture import CAPTURED_TOKENS, ActivationCapture, Activations, Block
 from moeedge.native.devices import Device, devices
-from moeedge.native.library import library_path, load, newest_instance
+from moeedge.native.library import keep_activations_near, library_path, load, newest_instance
 from moeedge.native.sensor import Frame, Sensor, SensorStats
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SensorStats",
     "attach",
     "devices",
+    "keep_activations_near",
     "library_path",
     "load",
     "load_backend",

@@ -172,7 +172,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "register": (c_int,),
     "last_error": (c_char_p,),
     "set_default_offload_scope": (c_int, c_int),
-    "set_default_host_buffer": (c_int, c_char_p),
+    "set_default_host_buffer": (c_int, c_void_p),
     "newest_instance": (c_int64,),
     "live_instances": (c_int,),
     "instance_set_offload_scope": (c_int, c_int64, c_int),

@@ -131,3 +131,11 @@ def installed_api_version(ggml: ctypes.CDLL) -> int:
 def newest_instance() -> int:
     """Id of our backend's part of the llama.cpp context that the calling thread made last; 0 without one."""
     return int(load().moeedge_newest_instance())
+
+
+def keep_activations_near(gpu: int | None) -> None:
+    """Let our backend keep the activations of contexts made from now on where `gpu` (ggml_backend_dev_t) copies fast.
+
+    That is pinned memory, if the GPU's backend has it; None: ordinary memory.
+    """
+    load().moeedge_set_default_host_buffer(gpu)

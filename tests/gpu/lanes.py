@@ -78,7 +78,7 @@ def load_stock(settings: Settings, n_cpu_moe: int) -> Model:
     handle = lib.llama_model_load_from_file(str(settings.model).encode(), parameters)
     assert handle, library.first_error()
     info = engine_model._read_info(handle, gguf_file.read_summary(settings.model))
-    return Model(settings.model, handle, info, uses_gpu=settings.gpu)
+    return Model(settings.model, handle, info, gpu=devices[0])
 
 
 def open_stock(settings: Settings, n_cpu_moe: int, draft: Model) -> Session:

@@ -112,9 +112,9 @@ MOEEDGE_API int moeedge_register(void);
 // offload scope of instances that are created from now on (MOE at first)
 MOEEDGE_API int moeedge_set_default_offload_scope(int scope);
 
-// Instances that are created from now on keep their activations in memory from which this device copies fast (pinned), as
-// llama.cpp does for its CPU backend; null or a device without such memory: in ordinary memory
-MOEEDGE_API int moeedge_set_default_host_buffer(const char * device);
+// Instances that are created from now on keep their activations in memory from which this device (ggml_backend_dev_t) copies
+// fast (pinned), as llama.cpp does for its CPU backend; null or a device without such memory: in ordinary memory
+MOEEDGE_API int moeedge_set_default_host_buffer(void * device);
 
 // id of the newest live instance that the calling thread created, 0 without one
 MOEEDGE_API int64_t moeedge_newest_instance(void);

@@ -7,6 +7,9 @@
 
 namespace moeedge {
 
+// the buffer grows in steps, so that a slightly larger batch does not discard all graphs
+static constexpr size_t buffer_step_bytes = 1 << 20;
+
 static const arriving_tensor * find_arriving(const std::vector<arriving_tensor> & arriving, const ggml_tensor * t) {
     for (const arriving_tensor & found : arriving) {
         if (found.copy == t || found.copy == t->view_src) {
@@ -142,7 +145,7 @@ bool ahead_launch::place(block_graph & built) {
     if (buffer == nullptr || bytes > ggml_backend_buffer_get_size(buffer)) {
         graphs.clear(); // they are in the old buffer; none runs, since the last one was awaited
         ggml_backend_buffer_free(buffer);
-        buffer = ggml_backend_buft_alloc_buffer(cache->device().buft, bytes + bytes / 2);
+        buffer = ggml_backend_buft_alloc_buffer(cache->device().buft, GGML_PAD(bytes + bytes / 2, buffer_step_bytes));
         if (buffer == nullptr) {
             return false;
         }

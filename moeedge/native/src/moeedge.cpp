@@ -163,12 +163,9 @@ int moeedge_set_default_offload_scope(int scope) {
     });
 }
 
-int moeedge_set_default_host_buffer(const char * device) {
+int moeedge_set_default_host_buffer(void * device) {
     return guarded([&]() -> int {
-        ggml_backend_dev_t dev = device ? ggml_backend_dev_by_name(device) : nullptr;
-        if (device && dev == nullptr) {
-            return MOEEDGE_STATUS_NO_DEVICE;
-        }
+        ggml_backend_dev_t dev = (ggml_backend_dev_t) device;
         moeedge::instances_set_default_host_buft(dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr);
         return MOEEDGE_STATUS_OK;
     });
