@@ -26,8 +26,10 @@ void slot_pools::free() {
     n_bytes = 0;
 }
 
-// behind the last slot: stays zero, see slot_pools::zero_slot
-static constexpr int n_zero_slots = 1;
+// behind the last slot, see slot_pools::zero_slot: nothing is launched ahead where the host's memory is the device's
+static int n_zero_slots(const cache_device & device) {
+    return device.is_host ? 0 : 1;
+}
 
 static ggml_tensor * new_pool(ggml_context * ctx, const expert_role & role, int64_t n_slots) {
     return role.is_matrix() ? ggml_new_tensor_3d(ctx, role.type, role.ne0, role.ne1, n_slots)
@@ -68,7 +70,7 @@ bool pool_limits::fits(const expert_role & role, int64_t n_slots) const {
 
 bool pool_limits::fits(const expert_group & group, int64_t n_slots) const {
     return std::all_of(group.roles.begin(), group.roles.end(),
-                       [&](const expert_role & role) { return fits(role, n_slots + n_zero_slots); });
+                       [&](const expert_role & role) { return fits(role, n_slots + n_zero_slots(device)); });
 }
 
 int pool_limits::most_slots(const expert_group & group, int wanted) const {
@@ -136,7 +138,7 @@ bool slot_pools::try_allocate() {
     stages.clear();
     for (size_t g = 0; g < layout.groups.size(); g++) {
         const expert_group & group = layout.groups[g];
-        if (!add_pools(tensors, group, slots[g] > 0 ? slots[g] + n_zero_slots : 0) ||
+        if (!add_pools(tensors, group, slots[g] > 0 ? slots[g] + n_zero_slots(*device) : 0) ||
             ((int) stages.size() == group.kind && !add_pools(stages, group, n_stage))) {
             return false;
         }

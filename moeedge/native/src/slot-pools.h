@@ -48,7 +48,7 @@ class slot_pools {
     bool allocate(const std::vector<int> & wanted);
 
     int           capacity(int group) const { return slots[group]; }
-    // a slot that is never written: all its weights are zero, and so are the columns that it gives
+    // a slot that is never written: all its weights are zero, and so are the columns that it gives. Not in host memory
     int           zero_slot(int group) const { return slots[group]; }
     int64_t       bytes() const { return n_bytes; }
     ggml_tensor * tensor(int group, int role) const { return tensors[group][role]; } // null without slots
