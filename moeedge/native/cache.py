@@ -310,14 +310,14 @@ class ExpertCache:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
         self._set("timing", int(on))
 
+    def set_device_path(self, path: DevicePath) -> None:
+        """Set how the device computes the resident experts of small batches (`DevicePath.PAIRS` at first)."""
+        self._set("device_path", int(path))
+
     def _set(self, name: str, *arguments: int) -> None:
         """Call moeedge_cache_set_`name`, now and after each resize."""
         _check(self._library, getattr(self._library, f"moeedge_cache_set_{name}")(self._cache, *arguments))
         self._settings[name] = arguments
-
-    def set_device_path(self, path: DevicePath) -> None:
-        """Set how the device computes the resident experts of small batches (`DevicePath.PAIRS` at first)."""
-        _check(self._library, self._library.moeedge_cache_set_device_path(self._cache, path))
 
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on."""

@@ -73,6 +73,8 @@ def open_placement(
         if prefill is PrefillPath.AUTO:
             prefill = calibration.prefill_path if calibration is not None else PrefillPath.CPU
         cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
+        if config.device_path is not None:
+            cache.set_device_path(config.device_path)
         if calibration is None:
             notes.append(_describe_unmeasured(target))
         else:

@@ -6,7 +6,8 @@ A qwen3moe with random weights and the widths of Qwen3-30B-A3B (embedding 2,048,
 fewer layers) has attention and routers on the counting device (tests/native/counting_device), as with -ngl 99, and its
 experts in host memory. Lanes: `device`, stock with the experts on the device too; `stock`, with the experts on the CPU
 (--cpu-moe); `stock-mapped`, the same without repacked weights, so that llama.cpp streams them for large batches;
-`moeedge-R`, the share R of the experts cached on the device, for 64 tokens by each prefill path.
+`moeedge-R`, the share R of the experts cached on the device, for 64 tokens by each prefill path, for fewer by each
+device path.
 
 Each lane decodes batches of 1, 9 and 64 random tokens after a prefix. `per_step` are the counts of a batch. `per_layer`
 is what a lane does more than `device`, divided by the number of layers: what experts in host memory add to a layer.
@@ -30,7 +31,7 @@ from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, PrefillPath
+from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.support import tiny
 from tests.support.counting import DEVICE, CountingDevice, Counts, count, counting_device
@@ -54,6 +55,7 @@ class Lane:
     on_device: bool = False
     repacked: bool = True
     sizes: tuple[int, ...] = tuple(PHASES)
+    device_path: DevicePath = DevicePath.PAIRS
 
 
 def lanes() -> list[Lane]:
@@ -62,6 +64,9 @@ def lanes() -> list[Lane]:
     for ratio in RATIOS:
         found.append(Lane(f"moeedge-{ratio:g}", ratio))
         if ratio > 0:
+            for device_path in (DevicePath.COLUMNS, DevicePath.AHEAD):
+                name = f"moeedge-{ratio:g}-{device_path.name.lower()}"
+                found.append(Lane(name, ratio, sizes=(1, 9), device_path=device_path))
             found.append(Lane(f"moeedge-{ratio:g}-resident", ratio, PrefillPath.RESIDENT, sizes=(PREFILL_TOKENS,)))
     found.append(Lane("moeedge-0.17-stream", 0.17, PrefillPath.STREAM, sizes=(PREFILL_TOKENS,)))
     return found
@@ -109,6 +114,7 @@ def open_cache(lane: Lane, path: Path, context: Context) -> Iterator[ExpertCache
     with ExpertCache.open(config) as cache:
         cache.attach(context.sensor)
         cache.set_prefill(lane.path, PREFILL_TOKENS)
+        cache.set_device_path(lane.device_path)
         if lane.ratio > 0:
             RandomPlans(cache, seed=1).fill()
         yield cache

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
+from moeedge.native.abi import DevicePath
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.counting import DEVICE, CountingDevice, count
@@ -23,6 +24,7 @@ from tests.support.stock import StockContext, transcript
 ALL = 99
 PROMPT = np.random.default_rng(4).integers(0, 256, 40).tolist()  # long enough for llama.cpp's op offload
 N_PREDICT = 24
+PATHS = pytest.mark.parametrize("path", list(DevicePath))
 LATE = pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
 
 
@@ -84,11 +86,12 @@ def check_session(
 
 
 @LATE
+@PATHS
 def test_cached_experts_next_to_attention(
-    late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+    path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
 ) -> None:
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    check_session(path, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late)
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    check_session(model, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, device_path=path)
 
 
 @pytest.mark.slow
@@ -96,7 +99,9 @@ def test_cached_experts_next_to_attention(
 @pytest.mark.parametrize("gamma", [0, 8])
 @pytest.mark.parametrize("ratio", [0.17, 1.0])
 @pytest.mark.parametrize("n_gpu_layers", [0, 1, 2, ALL])
+@pytest.mark.parametrize("path", [DevicePath.PAIRS, DevicePath.AHEAD])
 def test_every_split(
+    path: DevicePath,
     n_gpu_layers: int,
     ratio: float,
     gamma: int,
@@ -105,19 +110,22 @@ def test_every_split(
     tiny_draft: Path,
     counting: CountingDevice,
 ) -> None:
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    check_session(path, tiny_draft, counting, n_gpu_layers=n_gpu_layers, ratio=ratio, gamma=gamma, late=late)
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    check_session(
+        model, tiny_draft, counting, n_gpu_layers=n_gpu_layers, ratio=ratio, gamma=gamma, late=late, device_path=path
+    )
 
 
 @pytest.mark.slow
 @LATE
+@PATHS
 @pytest.mark.parametrize("case", [name for name in MOE_CASES if name != "qwen3moe"])
 def test_every_architecture(
-    case: str, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+    case: str, path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
 ) -> None:
     arch, dimensions = MOE_CASES[case]
-    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
-    check_session(path, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late)
+    model = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    check_session(model, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, device_path=path)
 
 
 @pytest.mark.slow
