@@ -48,6 +48,10 @@ class EngineError(MoeedgeError):
     """llama.cpp failed to load a model, allocate a context or decode a batch."""
 
 
+class DeviceFailedError(EngineError):
+    """A GPU on which llama.cpp computes failed: it is lost, or has no memory left."""
+
+
 class DownloadError(MoeedgeError):
     """A file could not be downloaded from the hub."""
 

@@ -89,6 +89,7 @@ def chat(
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
     config = engine.config(placement.config(), emulate_bundled=True, context_shift=context_shift)
+    config = replace(config, cpu_fallback=True)
     err = stderr_console()
     if verbose:
         show_log()

@@ -79,6 +79,10 @@ class ModelDraft(DraftSource):
         self._n_vocab = n_vocab  # ids that both vocabularies have
         self._is_eog = is_eog
 
+    def on(self, context: Context) -> ModelDraft:
+        """The same draft with another context of the same model."""
+        return ModelDraft(context, n_vocab=self._n_vocab, is_eog=context.model.is_eog)
+
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         n_held = self.context.keep_prefix(history[:-1])
         self.context.prefill(history[n_held:-1], logits="none", cancel=cancel)

@@ -6,12 +6,17 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.engine.types import GenerationStats, StopReason
+from moeedge.errors import DeviceFailedError
 from moeedge.llama.context import Cancelled
 from moeedge.llama.text import StreamDecoder
 from moeedge.scheduler.stats import StepRecord
+
+_Result = TypeVar("_Result")
 
 
 class Generation:
@@ -20,7 +25,8 @@ class Generation:
     `tokens` are the visible ones so far (without a stop token), `text` is all that `pieces` has yielded, `stop_reason`
     is None while it runs, `notes` holds a sentence for each thing to report to the user: context full, context shifted.
     begun: the first tokens of the answer, if it goes on where an earlier one was cut off; they are the end of the
-    prompt that the loop decodes.
+    prompt that the loop decodes. recover: called when a GPU has failed; it gives the loop contexts without it, or
+    raises an error. The step is then repeated, with the same random numbers.
     """
 
     def __init__(
@@ -35,6 +41,7 @@ class Generation:
         ignore_eos: bool,
         cancel: Callable[[], bool] | None,
         begun: Sequence[int] = (),
+        recover: Callable[[DeviceFailedError], None] | None = None,
     ) -> None:
         self.tokens: list[int] = list(begun)
         self.text = ""
@@ -50,6 +57,7 @@ class Generation:
         self._ignore_eos = ignore_eos
         self._cancel = cancel
         self._n_begun = len(begun)
+        self._recover = recover
         self._start_s = time.perf_counter()
         self._steps = self._run()
 
@@ -58,10 +66,10 @@ class Generation:
 
     def pieces(self) -> Iterator[str]:
         """The text in pieces that never split a character."""
-        model = self._loop.target.model
         decoder = StreamDecoder()
         new_tokens = itertools.chain([self.tokens[: self._n_begun]], (step.tokens for step in self._steps))
         for tokens in new_tokens:
+            model = self._loop.target.model  # another one after a recovery
             piece = decoder.feed(b"".join(model.piece(token) for token in tokens))
             if piece:
                 self.text += piece
@@ -79,10 +87,9 @@ class Generation:
 
     def _run(self) -> Generator[StepRecord, None, None]:
         loop, stats = self._loop, self.stats
-        step = loop.plain_step if loop.placement is None else loop.overlapped_step
         try:
             start_s = time.perf_counter()
-            record = loop.prefill()
+            record = self._repeated(loop.prefill)
             now_s = time.perf_counter()
             stats.prefill_tokens = loop.n_prefilled
             stats.prefill_s = now_s - start_s
@@ -94,18 +101,33 @@ class Generation:
                 elif self._make_room():
                     start_s = time.perf_counter()
                     if stats.steps == 0:
-                        loop.begin()
+                        self._repeated(loop.begin)
                         begun_s = time.perf_counter()
                         stats.prefill_s += begun_s - start_s
                         start_s = begun_s
                     sense_s = loop.sense_s
                     # drafts must fit the context and the requested length
                     gamma, room = min(self._gamma, self._n_ctx - len(loop.history)), self._room()
-                    record = step(max(0, gamma if room is None else min(gamma, room - 1)))
-                    stats.add_step(record, decode_s=time.perf_counter() - start_s, sense_s=loop.sense_s - sense_s)
+                    n_drafts = max(0, gamma if room is None else min(gamma, room - 1))
+                    record = self._repeated(partial(loop.step, n_drafts))
+                    stats.add_step(
+                        record, decode_s=time.perf_counter() - start_s, sense_s=max(0.0, loop.sense_s - sense_s)
+                    )
                     yield self._emit(record)
         except (KeyboardInterrupt, Cancelled):
             self._interrupt()
+
+    def _repeated(self, work: Callable[[], _Result]) -> _Result:
+        """The result of `work`, which is repeated where a GPU fails and the answer can go on without it."""
+        state = self._loop.sampler.state
+        try:
+            return work()
+        except DeviceFailedError as error:
+            if self._recover is None:
+                raise
+            self._recover(error)
+            self._loop.sampler.state = state
+            return work()
 
     def _emit(self, record: StepRecord) -> StepRecord:
         """Adds the step's tokens to the answer, cut at a stop token or at the requested length."""

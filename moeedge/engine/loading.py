@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import MAX_OUTPUTS, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
+from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
@@ -80,6 +81,19 @@ def load_draft(
         device=device.llama_device,
         header_only=header_only,
         free_bytes=free_bytes,
+    )
+
+
+def make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
+    """A context for decoding, of the target or of the draft."""
+    return Context(
+        model,
+        n_ctx=n_ctx,
+        n_threads=config.n_threads,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        n_outputs=MAX_OUTPUTS,
+        mode=config.mode,
     )
 
 

@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,15 @@ class Sampler:
         self._rng = np.random.Generator(np.random.PCG64(self.seed % 2**64))
         self._penalizes = config.repeat_penalty != 1.0 and config.repeat_last_n != 0
         self._scratch = np.zeros(n_vocab)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The position in the stream of random numbers; may be set to go back to it."""
+        return dict(self._rng.bit_generator.state)
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self._rng.bit_generator.state = state
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """The candidates that `logits` float32 [n_vocab] leave; `history` is every token before this position.

@@ -8,20 +8,21 @@ from dataclasses import replace
 from types import TracebackType
 
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
+from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
 from moeedge.engine.layer_choice import LayerChoice
-from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, resolve_device
+from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, make_context, resolve_device
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop
-from moeedge.engine.types import MAX_OUTPUTS, EngineConfig, EngineInfo, SamplingConfig
-from moeedge.errors import ContextTooSmallError, EmptyPromptError
+from moeedge.engine.types import EngineConfig, EngineInfo, SamplingConfig
+from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
-from moeedge.notifications import Notification, Notify, ignore
+from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
@@ -72,6 +73,7 @@ class Session:
         self.notify = notify
         self._loop: SpeculativeLoop | None = None
         self._resources = resources
+        self._fell_back = False  # the GPU failed: the CPU computes everything, and placement has only its figures left
         if placement is not None:
             placement.notify = self._report
 
@@ -102,11 +104,11 @@ class Session:
             draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = _context_size(config, device, models, notes)
-            target = stack.enter_context(_make_context(config, model, n_ctx))
+            target = stack.enter_context(make_context(config, model, n_ctx))
             draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
             draft_context = None
             if draft_model is not None:
-                draft_context = stack.enter_context(_make_context(config, draft_model, target.n_ctx))
+                draft_context = stack.enter_context(make_context(config, draft_model, target.n_ctx))
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
             gamma = 0 if draft_name == "none" else config.gamma
@@ -181,11 +183,12 @@ class Session:
             self.draft if self.gamma > 0 else NoDraft(),
             Sampler(sampling, self.model.info.n_vocab),
             prompt,
-            placement=self.placement,
+            placement=None if self._fell_back else self.placement,
             observe=self._call_observers,
             cancel=cancel,
         )
         self._loop = loop
+        can_recover = self.config.cpu_fallback and (self.model.uses_gpu or self._draft_uses_gpu)
         return Generation(
             loop,
             n_predict=n_predict,
@@ -196,6 +199,7 @@ class Session:
             ignore_eos=ignore_eos,
             cancel=cancel,
             begun=begun,
+            recover=self._fall_back if can_recover else None,
         )
 
     def _call_observers(self, record: StepRecord) -> None:
@@ -205,6 +209,28 @@ class Session:
     def _report(self, notification: Notification) -> None:
         self.info.notes.append(notification)
         self.notify(notification)
+
+    @property
+    def _draft_uses_gpu(self) -> bool:
+        return self.draft_context is not None and self.draft_context.model.uses_gpu
+
+    def _fall_back(self, error: DeviceFailedError) -> None:
+        """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
+        self._report(
+            Notification(
+                f"{error.message} The models are loaded again, and the answer goes on, on the CPU.", Level.WARNING
+            )
+        )
+        if self.placement is not None:
+            self.placement.lose_device(context_usable=not self.target.is_closed)
+        reopened = reopen_on_cpu(
+            self.config, self.target, self.draft if isinstance(self.draft, ModelDraft) else None, self._resources
+        )
+        self._fell_back = True
+        self.target, self.draft_context = reopened.target, reopened.draft_context
+        self.draft = reopened.draft or self.draft
+        assert self._loop is not None
+        self._loop.replace_contexts(self.target, self.draft if self.gamma > 0 else NoDraft())
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""
@@ -248,18 +274,6 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
     n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes)
     notes.extend([note] if note else [])
     return n_ctx
-
-
-def _make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
-    return Context(
-        model,
-        n_ctx=n_ctx,
-        n_threads=config.n_threads,
-        n_batch=config.n_batch,
-        n_ubatch=config.n_ubatch,
-        n_outputs=MAX_OUTPUTS,
-        mode=config.mode,
-    )
 
 
 def _describe(

@@ -57,11 +57,12 @@ class SpeculativeLoop:
         self._cancel = cancel
         self._n_expert_layers = len(target.model.host_expert_layers)
 
-    def plain_step(self, gamma: int) -> StepRecord:
-        """One verification with at most `gamma` drafts, without placement; gamma + 1 more tokens must fit the context.
+    def step(self, gamma: int) -> StepRecord:
+        """One verification with at most `gamma` drafts; gamma + 1 more tokens must fit the context."""
+        return self.plain_step(gamma) if self.placement is None else self.overlapped_step(gamma)
 
-        Experts are computed where their weights are.
-        """
+    def plain_step(self, gamma: int) -> StepRecord:
+        """The step without placement: experts are computed where their weights are."""
         start_s = time.perf_counter()
         proposal = self.draft.propose(self.history, gamma, self.sampler)
         drafted_s = time.perf_counter()
@@ -174,6 +175,10 @@ class SpeculativeLoop:
         """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
         self.target.keep_prefix(self.history)
         self.draft.restore(self.history)
+
+    def replace_contexts(self, target: Context, draft: DraftSource) -> None:
+        """Goes on with contexts whose KV caches are empty, and without placement; the next step fills them."""
+        self.target, self.draft, self.placement = target, draft, None
 
     @property
     def sense_s(self) -> float:

@@ -11,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import EngineError
+from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama import library
 from moeedge.llama.model import Mode, Model
 from moeedge.native.abi import Phase
+from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
+_WITHOUT_GPU = "Start without the GPU: -dev none."
+_COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
 
 class Cancelled(Exception):
@@ -103,6 +106,7 @@ class Context:
                 f"{library.first_error()}.",
                 "Choose a smaller one with -c N.",
             )
+        self._decode_batch = Decoder(lib._lib, self._handle)
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle)
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
@@ -188,10 +192,12 @@ class Context:
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
         next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
-        Raises EngineError if the context is full or llama.cpp fails.
+        Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault.
         """
         if len(tokens) == 0:
             raise ValueError("no tokens to decode")
+        if not self._handle:
+            raise EngineError("The context is closed.")
         if hidden_states and logits != "all":
             raise ValueError("hidden states require logits='all': llama.cpp keeps those of tokens with logits")
         if hidden_states != self._keeps_hidden_states:
@@ -209,11 +215,7 @@ class Context:
                 return self._decode_in_pieces(tokens, n_max, phase, logits, hidden_states)
             n_out = n if logits == "all" else 1 if logits == "last" else 0
             self._batch.fill(tokens, before, first_output=n - n_out)
-            code = lib.llama_decode(self._handle, self._batch.c_batch)
-            if code == 1:
-                raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
-            if code != 0:
-                raise EngineError(f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}.")
+            self._run(n, wait=n_out > 0)
             self.tokens.extend(tokens)
             if self._capture is not None:
                 self._capture.raise_error()
@@ -222,6 +224,22 @@ class Context:
             del self.tokens[before:]
             self.resync()
             raise
+
+    def _run(self, n: int, *, wait: bool) -> None:
+        """Decodes the batch of `n` tokens; wait: until its logits are there."""
+        library.clear_errors()
+        try:
+            code = self._decode_batch(self._batch.c_batch, wait=wait)
+        except DriverThrewError as error:
+            self.abandon()
+            raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None
+        if code == 1:
+            raise EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
+        if code != 0:
+            message = f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}."
+            if self.model.uses_gpu and code in _COMPUTE_FAILED:
+                raise DeviceFailedError(message, _WITHOUT_GPU)
+            raise EngineError(message)
 
     def _decode_in_pieces(
         self,
@@ -297,7 +315,9 @@ class Context:
 
     def _truncate_memory(self, n_keep: int) -> None:
         """Drops positions from `n_keep` on from llama.cpp's memory and `tokens`, or all of them if it cannot."""
-        if n_keep <= 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
+        if self._handle is None:
+            n_keep = 0
+        elif n_keep <= 0 or not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, 0, n_keep, -1):
             lib.llama_memory_clear(self._memory, False)
             n_keep = 0
         del self.tokens[n_keep:]
@@ -337,6 +357,9 @@ class Context:
 
     def resync(self) -> None:
         """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
+        if self._handle is None:
+            self.tokens.clear()
+            return
         if self._shifting:  # interrupted between renumbering and bookkeeping
             self.clear()
             self._shifting = False
@@ -354,6 +377,16 @@ class Context:
         """Empties the KV cache."""
         lib.llama_memory_clear(self._memory, False)
         self.tokens.clear()
+
+    def abandon(self) -> None:
+        """Forgets the context without freeing it, since a driver failed within it; its memory is not given back."""
+        self._view = None
+        self._handle = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the context was freed or abandoned."""
+        return self._handle is None
 
     def close(self) -> None:
         """Frees the context; closing twice is harmless."""

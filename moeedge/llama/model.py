@@ -232,6 +232,10 @@ class Model:
     def _special_text(self, token: int) -> str:
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
+    def abandon(self) -> None:
+        """Forgets the model without freeing it, since a context of it was abandoned."""
+        self.handle = None
+
     def close(self) -> None:
         """Frees the model; its contexts must be closed before. Closing twice is harmless."""
         if self.handle:

@@ -79,6 +79,9 @@ class Status(IntEnum):
     TIMEOUT = -10
 
 
+DECODE_THREW = -1000  # MOEEDGE_DECODE_THREW
+
+
 class FrameStruct(ctypes.Structure):
     """struct moeedge_frame."""
 
@@ -207,6 +210,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_read": (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64),
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    "decode": (c_int, c_void_p, c_void_p, c_void_p, c_void_p),
 }
 
 

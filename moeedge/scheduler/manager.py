@@ -137,6 +137,18 @@ class PlacementManager:
                 self._attached = False
                 self._switch_hooks()
 
+    def lose_device(self, *, context_usable: bool) -> None:
+        """Ends placement because the device failed outside the cache, with the target's context; figures remain.
+
+        context_usable: the context may be called, so that the cache leaves it.
+        """
+        self._lost = True
+        self.driver.discard()
+        if context_usable:
+            self.detach()
+        self._attached = False
+        self._switch_hooks()
+
     def _switch_hooks(self) -> None:
         for hook in (self.layer_hook, self.draft_prefetch):
             if hook is not None:
@@ -341,7 +353,7 @@ class PlacementManager:
         self.wait()
         memory = self.device_memory()
         return self._recorder.read(
-            self.cache.stats(),
+            replace(self.cache.stats(), lost=self._lost),
             device=self.device,
             policy=self.policy.name,
             cache_ratio=self.cache_ratio,

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-import moeedge.llama.context as context_module
 from moeedge.bench.output_check import ReferenceGap, compare_answers
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
@@ -25,6 +24,7 @@ from moeedge.errors import (
 )
 from moeedge.llama import library
 from moeedge.native.abi import Phase
+from moeedge.native.decoding import Decoder
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -220,18 +220,18 @@ def test_ctrl_c_at_any_decode(
     session: Session, monkeypatch: pytest.MonkeyPatch, reference: list[int], at_call: int
 ) -> None:
     """Prefill of either model, drafting, verification: what was said stays, and the next answer takes no harm."""
-    real, calls = context_module.lib.llama_decode, 0
+    real, calls = Decoder.__call__, 0
 
-    def interrupted(*arguments: object) -> int:
+    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
         nonlocal calls
         calls += 1
-        code = real(*arguments)
+        code = real(self, batch, wait=wait)
         if calls == at_call:
             raise KeyboardInterrupt
         return int(code)
 
     with monkeypatch.context() as patch:
-        patch.setattr(context_module.lib, "llama_decode", interrupted)
+        patch.setattr(Decoder, "__call__", interrupted)
         generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
         list(generation)
     assert generation.stop_reason == "interrupted"

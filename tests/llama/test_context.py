@@ -13,6 +13,7 @@ from moeedge.errors import EngineError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.native.decoding import Decoder
 from tests.conftest import TinyFactory
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 60).tolist()
@@ -88,18 +89,18 @@ def test_an_interruption_right_after_llama_decode(
     expected = logits_of(context, [*TOKENS[:10], 7])
     context.clear()
     context.decode(TOKENS[:10], phase=Phase.PREFILL, logits="none")
-    real, calls = context_module.lib.llama_decode, 0
+    real, calls = Decoder.__call__, 0
 
-    def interrupted(*arguments: object) -> int:
+    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
         nonlocal calls
         calls += 1
-        code = real(*arguments)
+        code = real(self, batch, wait=wait)
         if calls == after_piece:
             raise error
         return int(code)
 
     with monkeypatch.context() as patch:
-        patch.setattr(context_module.lib, "llama_decode", interrupted)
+        patch.setattr(Decoder, "__call__", interrupted)
         with pytest.raises(error):
             context.decode(TOKENS[10:40], phase=Phase.PREFILL, logits="none")
     assert context.tokens == TOKENS[:10]

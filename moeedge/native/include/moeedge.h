@@ -296,6 +296,15 @@ MOEEDGE_API void * moeedge_dry_run_gpu(void);
 MOEEDGE_API int moeedge_memory_uses(void * get_breakdown, const void * context, int simulated,
                                     struct moeedge_memory_use * out, int n_max);
 
+// decoding
+
+// Calls llama.cpp's llama_decode(context, *batch), then its llama_synchronize(context) unless that is null, and returns the
+// result of llama_decode, or MOEEDGE_DECODE_THREW: a backend's driver threw an exception, as ggml's Vulkan backend does when
+// its device is lost, which no caller in C could catch. The context must not be used nor freed afterwards;
+// moeedge_last_error has the exception's text
+#define MOEEDGE_DECODE_THREW (-1000)
+MOEEDGE_API int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context, const void * batch);
+
 #ifdef __cplusplus
 }
 #endif

@@ -467,4 +467,27 @@ int moeedge_memory_uses(void * get_breakdown, const void * context, int simulate
     return guarded([&] { return moeedge::read_memory_uses(get_breakdown, context, simulated != 0, out, n_max); });
 }
 
+// decoding
+
+// struct llama_batch of llama.h, which is not among the headers of ggml
+struct batch_by_value {
+    int32_t n_tokens;
+    void *  arrays[6];
+};
+
+int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context, const void * batch) {
+    if (llama_decode == nullptr || context == nullptr || batch == nullptr) {
+        return fail(MOEEDGE_DECODE_THREW, "The context is closed.");
+    }
+    int       code   = 0;
+    const int status = guarded([&]() -> int {
+        code = ((int32_t (*)(void *, batch_by_value)) llama_decode)(context, *(const batch_by_value *) batch);
+        if (code == 0 && llama_synchronize) { // an asynchronous backend fails here
+            ((void (*)(void *)) llama_synchronize)(context);
+        }
+        return MOEEDGE_STATUS_OK;
+    });
+    return status == MOEEDGE_STATUS_OK ? code : MOEEDGE_DECODE_THREW;
+}
+
 } // extern "C"

@@ -175,6 +175,8 @@ class Repl:
             self._keep()
             return self._answer()
         except (MoeedgeError, ValueError) as error:
+            if self.session.target.is_closed:  # a GPU failed, and the CPU could not take over: the chat stays on disk
+                raise
             self._say_error(error)
             return Next.READ
         except Ended:

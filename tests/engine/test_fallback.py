@@ -1,0 +1,149 @@
+"""A GPU fails in mid-answer: the answer goes on from the CPU, with the tokens that it would have had.
+
+The models here are on the CPU and only say that they use a GPU; what fails is the n-th call of llama_decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import DeviceFailedError, EngineError, ModelFileError
+from moeedge.llama.model import Model
+from moeedge.native.decoding import Decoder, DriverThrewError
+from moeedge.notifications import is_warning
+from moeedge.scheduler.config import PlacementConfig
+from tests.conftest import TinyFactory
+
+PROMPT = [1, *range(5, 25)]
+N_PREDICT = 24
+GREEDY = SamplingConfig(temperature=0)
+RANDOM = SamplingConfig(temperature=1, top_k=0, top_p=1, min_p=0, seed=3)
+
+
+@pytest.fixture
+def config(tiny: TinyFactory) -> EngineConfig:
+    return EngineConfig(
+        model=tiny("qwen3moe"), draft=tiny("qwen3"), n_ctx=256, n_threads=1, cpu_fallback=True, device="none"
+    )
+
+
+@contextmanager
+def failing(at_call: int, code: int | None) -> Iterator[list[int]]:
+    """The `at_call`-th decode of any context fails with a result of llama_decode, None: with the driver's exception."""
+    calls: list[int] = []
+    real = Decoder.__call__
+
+    def decode(self: Decoder, batch: Any, *, wait: bool) -> int:
+        calls.append(int(batch.n_tokens))
+        if len(calls) == at_call:
+            if code is None:
+                raise DriverThrewError("vk::Queue::submit: ErrorDeviceLost")
+            return code
+        return real(self, batch, wait=wait)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "__call__", decode)
+        yield calls
+
+
+def pretend_gpu(session: Session) -> None:
+    for context in (session.target, session.draft_context):
+        if context is not None:
+            context.model.uses_gpu = True
+
+
+def answer(session: Session, sampling: SamplingConfig = GREEDY) -> list[int]:
+    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=sampling, ignore_eos=True)
+    list(generation.pieces())
+    return generation.tokens
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 5, 6, 7, 12])
+@pytest.mark.parametrize("code", [-3, None])
+def test_the_answer_goes_on_with_the_same_tokens(config: EngineConfig, at_call: int, code: int | None) -> None:
+    """Prompt, draft's prompt, drafts and verifications of the first steps."""
+    with Session.open(config) as session:
+        expected = answer(session)
+    told: list[str] = []
+    with Session.open(config, notify=told.append) as session:
+        pretend_gpu(session)
+        with failing(at_call, code):
+            assert answer(session) == expected
+        assert len(told) == 1 and is_warning(told[0])
+        assert told[0] in session.info.notes
+        assert not session.model.uses_gpu
+        assert answer(session) == expected  # the next answer has its KV cache
+        assert session.target.n_past >= len(PROMPT)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_without_a_draft_model(config: EngineConfig, draft: Any) -> None:
+    config = replace(config, draft=draft)
+    with Session.open(config) as session:
+        expected = answer(session)
+        pretend_gpu(session)
+        session.reset()
+        with failing(4, -2):
+            assert answer(session) == expected
+
+
+def test_random_numbers_are_drawn_again(config: EngineConfig) -> None:
+    with Session.open(config) as session:
+        expected = answer(session, RANDOM)
+        session.reset()
+        pretend_gpu(session)
+        with failing(9, -3):
+            assert answer(session, RANDOM) == expected
+
+
+@pytest.mark.parametrize("code", [-3, None])
+def test_placement_ends_and_its_figures_stay(config: EngineConfig, code: int | None) -> None:
+    placement = PlacementConfig(cache_ratio=0.5, calibrate=False, policy="lru")
+    config = replace(config, device="emulated", placement=placement)
+    with Session.open(config) as session:
+        expected = answer(session)
+        session.reset()
+        pretend_gpu(session)
+        with failing(15, code):
+            assert answer(session) == expected
+        stats = session.placement_stats()
+        assert stats is not None and stats.lost
+        assert answer(session) == expected
+        after = session.placement_stats()
+        assert after is not None and (after - stats).pairs == 0
+        assert len([note for note in session.info.notes if "goes on" in note]) == 1
+
+
+def test_a_failure_of_the_cpu_is_an_error(config: EngineConfig) -> None:
+    with Session.open(config) as session, failing(3, -3), pytest.raises(EngineError) as caught:
+        answer(session)
+    assert not isinstance(caught.value, DeviceFailedError)
+
+
+def test_measurements_do_not_go_on(config: EngineConfig) -> None:
+    with Session.open(replace(config, cpu_fallback=False)) as session:
+        pretend_gpu(session)
+        with failing(3, None), pytest.raises(DeviceFailedError):
+            answer(session)
+        with pytest.raises(EngineError):  # the context is gone, which must not end the process
+            answer(session)
+
+
+def test_a_model_that_is_gone_is_an_error(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_arguments: object, **_options: object) -> Model:
+        raise ModelFileError("gone")
+
+    with Session.open(config) as session:
+        pretend_gpu(session)
+        monkeypatch.setattr(Model, "load", missing)
+        with failing(5, -3), pytest.raises(ModelFileError):
+            answer(session)
+        with pytest.raises(EngineError):
+            answer(session)
