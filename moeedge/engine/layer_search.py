@@ -55,7 +55,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
             f"Measuring how many layers to keep on {device.label}, with and without a cache; this takes a while, once."
         )
         notify(Notification(about))
-        choice = _Search(config, device, draft_model, notify).run()
+        choice = _Search(replace(config, cpu_fallback=False), device, draft_model, notify).run()
         if choice is not None:
             try:
                 write_choice(choice, config, device)

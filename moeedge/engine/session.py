@@ -95,6 +95,8 @@ class Session:
         device = resolve_device(config)
         if "no-sd" in config.placement.ablations and config.mode == "moeedge":
             config = replace(config, gamma=0)
+        if model is not None or draft_model is not None:  # which `_fall_back` would free
+            config = replace(config, cpu_fallback=False)
         with ExitStack() as stack:
             if model is None:
                 model = stack.enter_context(load_target(config, device))
