@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 from moeedge.bench.config import BenchMode, mode_config
@@ -22,10 +23,12 @@ from moeedge.bench.whole_layers import (
     missing_reason,
     session_use,
 )
+from moeedge.engine.layer_search import has_choice, open_session
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.model import Model
+from moeedge.notifications import Notification
 from moeedge.units import format_bytes
 
 Report = Callable[[Iterable[str]], None]
@@ -101,12 +104,24 @@ class Arms:
         if len(self.passes) > 1:
             self._first_resources.close()
 
+    def measured(self, mode: BenchMode) -> BenchArm:
+        """The arm that was measured; its session may be closed, but tells what it had."""
+        return next(arm for current in self.passes for arm in current.arms if arm.mode == mode)
+
     @contextmanager
-    def arm(self, mode: BenchMode) -> Iterator[BenchArm]:
-        """The arm of a mode: an open one, or one that is opened for as long as it is needed."""
-        opened = self._stock | (self._first if len(self.passes) == 1 else {})
+    def recorder(self, mode: BenchMode) -> Iterator[BenchArm]:
+        """An arm that sees the routing of all layers of the shared target, as `mode` has it.
+
+        It is the mode's own if that is open. One that has layers on the GPU sees nothing of these: then, a session on
+        the shared target without a cache.
+        """
+        opened = self._first if len(self.passes) == 1 else {}
         with ExitStack() as stack:
-            yield opened[mode.label] if mode.label in opened else self._open([mode], stack)[mode.label]
+            if self._divides(mode):
+                (arm,) = open_arms(self._base, [replace(mode, cache_ratio=0.0)], self._models, stack)
+                yield arm
+            else:
+                yield opened[mode.label] if mode.label in opened else self._open([mode], stack)[mode.label]
 
     def _can_run(self, mode: BenchMode) -> bool:
         reason = missing_reason(mode, self._device, self._models[0])
@@ -151,8 +166,10 @@ class Arms:
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
         """Opens sessions; `stack` closes them. Returns their arms by label, in the order of `modes`."""
-        shared = [mode for mode in modes if mode.method == "shared"]
-        arms = open_arms(self._base, shared, self._models, stack, notify=lambda note: self._report([note]))
+        divided = [mode for mode in modes if self._divides(mode)]
+        shared = [mode for mode in modes if mode.method == "shared" and mode not in divided]
+        arms = open_arms(self._base, shared, self._models, stack, notify=self._notify)
+        arms += [self._open_divided(mode, stack) for mode in divided]
         self._uses += [
             (arm.mode, session_use(arm.session, self._device)) for arm in arms if arm.mode.engine == "moeedge"
         ]
@@ -165,6 +182,20 @@ class Arms:
         by_label = {arm.mode.label: arm for arm in arms}
         return {mode.label: by_label[mode.label] for mode in modes}
 
+    def _divides(self, mode: BenchMode) -> bool:
+        """Whether the mode chooses itself which layers are on the GPU, for which it loads a target of its own."""
+        if mode.engine != "moeedge" or not self._models[0].host_expert_layers:
+            return False
+        return has_choice(mode_config(self._base, mode), self._device)
+
+    def _open_divided(self, mode: BenchMode, stack: ExitStack) -> BenchArm:
+        draft = self._models[1] if mode.drafts else None
+        session = open_session(mode_config(self._base, mode), draft_model=draft, notify=self._notify)
+        return BenchArm(mode, stack.enter_context(session), own_target=True)
+
+    def _notify(self, note: Notification) -> None:
+        self._report([note])
+
     def _open_layers(self, mode: BenchMode, targets: dict[int, Model], stack: ExitStack) -> BenchArm:
         """Opens stock llama.cpp with whole layers; `targets` keeps the models by their n_cpu_moe."""
         n_cpu_moe = self._splits[mode.label].layers.n_cpu_moe
@@ -174,6 +205,6 @@ class Arms:
             mode_config(self._base, mode),
             model=targets[n_cpu_moe],
             draft_model=self._models[1],
-            notify=lambda note: self._report([note]),
+            notify=self._notify,
         )
         return BenchArm(mode, stack.enter_context(session), own_target=True)

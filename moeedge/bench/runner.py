@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.arms import Arms
-from moeedge.bench.config import REFERENCE, BenchPlan
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
 from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, reference_logits
 from moeedge.bench.passes import Pass, fit_context
@@ -120,8 +120,9 @@ class Bench:
         rows = [row for test in tests for current in self._passes for row in self._pass_rows(current, test)]
         return compare_with_whole_layers(rows)
 
-    def replayed(self, arm: BenchArm, trace: Trace) -> list[BenchRow]:
-        """Returns a row per mode that is replayed on `trace`, the routing of `arm`'s answers to all prompts."""
+    def replayed(self, recorded: BenchMode, trace: Trace) -> list[BenchRow]:
+        """Returns a row per mode that is replayed on `trace`, the routing of `recorded`'s answers to all prompts."""
+        arm = self.arms.measured(recorded)
         test = "" if self.plan.dataset is None else self.plan.dataset.name
         setup = describe_setup(
             self.plan,

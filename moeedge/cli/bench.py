@@ -289,9 +289,9 @@ def _measure(
         try:
             if finished and recorded is not None and (run.arms.replays or trace_out is not None):
                 progress.note(f"Recording the routing of {recorded.label}.")
-                with run.arms.arm(recorded) as arm:
+                with run.arms.recorder(recorded) as arm:
                     trace = record_answers(arm, run.prompts, plan)
-                    replayed = run.replayed(arm, trace)
+                replayed = run.replayed(recorded, trace)
                 if trace_out is not None:
                     trace.save(trace_out)
         finally:  # the measured rows come out, whatever happens

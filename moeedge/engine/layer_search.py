@@ -46,7 +46,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     """
     check_policy(config.placement)
     device = resolve_device(config)
-    if not _has_choice(config, device):
+    if not has_choice(config, device):
         return Session.open(config, draft_model=draft_model, notify=notify)
     kept: list[str] = []
     choice = None if config.placement.measure_anew else read_choice(config, device)
@@ -77,7 +77,8 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     return session
 
 
-def _has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
+def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
+    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them."""
     if device.kind != "gpu" or config.mode != "moeedge" or config.n_gpu_layers == 0:
         return False
     if config.n_cpu_moe is not None or config.placement.cache_ratio is not None or config.placement.vram_bytes == 0:

@@ -9,11 +9,13 @@ import pytest
 
 from moeedge.bench import passes
 from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, BenchPlan, Sweep
+from moeedge.bench.harness import record_answers, recorded_mode
 from moeedge.bench.records import BenchRow
+from moeedge.bench.runner import Bench
 from moeedge.cli.bench import make_bench_plan
 from moeedge.engine.types import EngineConfig
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import run, write_conversations
+from tests.bench.recording import Recorder, run, write_conversations
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.tiny import make_tiny
 
@@ -95,3 +97,34 @@ def test_synthetic_tests_have_whole_layers_too(model: Path, tiny_draft: Path, co
     ]
     assert rows[1].ratio_pp_ncmoe is not None
     assert rows[4].ratio_ncmoe is not None
+
+
+@pytest.mark.slow
+def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
+    tmp_path: Path,
+    model: Path,
+    counting: CountingDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without --cache-ratio moeedge chooses its whole layers: it loads its own target, and its routing is complete."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    base = EngineConfig(
+        model=model, n_ctx=512, n_threads=1, device=DEVICE, placement=PlacementConfig(vram_bytes=6_000_000)
+    )
+    modes = "stock-ar,moeedge,stock-ncmoe,llama-cpp-cache"
+    plan, _ = make_bench_plan(base, modes, write_conversations(tmp_path, n=1), n_predict=8, repetitions=1)
+    with Bench(plan, Recorder()) as bench:
+        assert bench.run()
+        rows = bench.rows()
+        assert [row.mode for row in rows] == ["stock-ar", "moeedge", "stock-ncmoe"]
+        assert all(row.output is not None and row.output.passed for row in rows)
+        mode = recorded_mode(plan.modes)
+        own = bench.arms.measured(mode)
+        assert own.own_target
+        with bench.arms.recorder(mode) as arm:
+            assert arm.session.model.n_whole_layers == 0
+            trace = record_answers(arm, bench.prompts, plan)
+        assert len(trace.expert_layers()) == 8
+        (replayed,) = bench.replayed(mode, trace)
+    held = own.session.info.cache_slots + 32 * own.session.model.n_whole_layers
+    assert replayed.cache_ratio == held / (8 * 32)

@@ -33,9 +33,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path, tiny_draf
     with Bench(plan, Recorder()) as run:
         assert run.run()
         rows = run.rows()
-        with run.arms.arm(recorded_mode(plan.modes)) as arm:
+        mode = recorded_mode(plan.modes)
+        with run.arms.recorder(mode) as arm:
             trace = record_answers(arm, run.prompts, plan)
-            return rows, run.replayed(arm, trace), trace
+        return rows, run.replayed(mode, trace), trace
 
 
 def test_it_is_the_replay_of_the_recorded_routing(finished: Run) -> None:

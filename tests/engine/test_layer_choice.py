@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.engine.layer_choice import LayerChoice, LayerSplit, choice_file, read_choice, write_choice
-from moeedge.engine.layer_search import StepEstimate, StepTimes, _has_choice
+from moeedge.engine.layer_search import StepEstimate, StepTimes, has_choice
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.scheduler.config import PlacementConfig
@@ -73,12 +73,12 @@ def test_where_there_is_a_choice(
     tiny_moe: Path, device: ResolvedDevice, changes: dict[str, object], expected: bool
 ) -> None:
     config = EngineConfig(**{"model": tiny_moe, "n_ctx": 256} | changes)  # type: ignore[arg-type]
-    assert _has_choice(config, device) == expected
+    assert has_choice(config, device) == expected
 
 
 def test_a_dense_model_has_none(tiny_draft: Path) -> None:
     small = replace(GPU, free_bytes=GIB // 4, total_bytes=GIB // 4)
-    assert not _has_choice(EngineConfig(model=tiny_draft), small)
+    assert not has_choice(EngineConfig(model=tiny_draft), small)
 
 
 def estimate(**changes: object) -> StepEstimate:
