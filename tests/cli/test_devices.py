@@ -24,7 +24,9 @@ def test_table_names_every_device_and_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_json_has_bytes() -> None:
     rows = {row["name"]: row for row in run_json("devices")}
-    assert set(rows["CPU"]) == {"name", "kind", "description", "free_bytes", "total_bytes", "usable", "remark"}
+    keys = {"name", "kind", "description", "free_bytes", "total_bytes", "usable", "remark", "file"}
+    assert set(rows["CPU"]) == keys
+    assert rows["CPU"]["file"] is None
     assert rows["CPU"]["total_bytes"] >= rows["CPU"]["free_bytes"] > 0
     assert rows["emulated"]["usable"]
     assert rows["rpc://HOST:PORT"]["total_bytes"] is None
