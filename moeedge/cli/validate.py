@@ -106,22 +106,22 @@ def papers(
 def predictions(seed: options.Seed = 0, output: options.TextOrJson = Output.TEXT) -> None:
     """Predict stock llama.cpp and this engine on an RTX 4090 and an H200, at equal shares of the experts in VRAM.
 
-    Plain decoding of Qwen3-30B-A3B in Q4_K_M, with the frozen constants: to be compared with a run on such a machine.
-    docs/benchmarks/predictions-gpu.json keeps the output.
+    Plain decoding of Qwen3-30B-A3B in Q4_K_M, and verifications of nine tokens, with the frozen constants: to be
+    compared with a run on such a machine. docs/benchmarks/predictions-gpu.json keeps the output.
     """
     from moeedge.sim.cases import Cases
     from moeedge.sim.constants import frozen
-    from moeedge.sim.predictions import MODEL, predict
+    from moeedge.sim.predictions import MODEL, break_even_rows, predict, to_rows
     from moeedge.ui.console import notifier, stderr_console, stdout_console
     from moeedge.ui.validate_views import print_predictions
 
     with Cases(notifier(stderr_console())) as cases:
         rows = predict(cases, seed=seed)
     if output is Output.JSON:
-        found = {**asdict(frozen()), "version": __version__, "model": MODEL, "rows": [row.row() for row in rows]}
-        typer.echo(json.dumps(found, indent=1))
+        found = {**asdict(frozen()), "version": __version__, "model": MODEL, "rows": to_rows(rows)}
+        typer.echo(json.dumps(found | {"break_even": to_rows(break_even_rows())}, indent=1))
     else:
-        print_predictions(rows, MODEL, frozen(), stdout_console())
+        print_predictions(rows, break_even_rows(), MODEL, frozen(), stdout_console())
 
 
 @validate.command("measured")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 Side = Literal["fast", "chosen", "slow"]
 SIDES: tuple[Side, ...] = ("fast", "chosen", "slow")
-DATA_FILES = ("hardware.json", "models.json", "papers.json", "programs.json")
+DATA_FILES = ("handoffs.json", "hardware.json", "models.json", "papers.json", "programs.json")
 _KEYS = {"low", "chosen", "high"}
 _RATES = ("_per_s", "_flops")
 

@@ -14,7 +14,10 @@ A step's time is the sum of its parts. In each of them the device works, or wait
   device  experts on the device      cpu     waiting for experts on the CPU
   load    waiting for a transfer on demand
   link    waiting for a link that is busy with other transfers, or for a prefetch that arrives late
-  host    round trips between device and host, synchronisation, observing and planning
+  host    handing a layer to the host and back, observing and planning
+
+What the host and the device exchange for a layer is a program's handoff (moeedge.sim.handoff). While uploads are under
+way its copies to the device wait for a chunk, and the CPU shares its memory with them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from moeedge.experts import Residency
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, observation_of
-from moeedge.sim.clock import Clock, Log, Process, Signal, Span, Stream
+from moeedge.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_ns
 from moeedge.sim.mover import Demand, Mover
 from moeedge.sim.noisy_predictor import NoisyPredictor
 from moeedge.sim.step_costs import StepCosts
@@ -62,7 +65,8 @@ class TimeBreakdown:
 class Execution:
     """Runs `batches` under one policy. The first `warm_steps` verifications are not in the time breakdown.
 
-    execution_model: obeyed instead of the policy's own.
+    execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers more, all of whose experts are
+    on the device, use experts as the others do on average.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Execution:
         execution_model: ExecutionModel | None = None,
         warm_steps: int = 0,
         keep_log: bool = False,
+        n_whole_layers: int = 0,
     ) -> None:
         self.clock = Clock()
         self.log = Log(kept=keep_log)
@@ -89,6 +94,9 @@ class Execution:
         self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
         self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_blocks = "block-inputs" in policy.required_inputs
+        self._n_whole_layers = n_whole_layers
+        self._n_slots = int(shape.capacity.sum()) // costs.n_layouts
+        self._n_tokens = 1  # of the batch that is being verified
         self._n_verified = 0  # the number of the verification
         self._bypasses_cache = False
 
@@ -114,6 +122,7 @@ class Execution:
         self._predictor.begin(batch.ids)
         yield from self._draft(batch)
         limit = self.execution_model.cached_tokens_max
+        self._n_tokens = batch.n_tokens
         self._bypasses_cache = limit is not None and batch.n_tokens > limit
         yield from self._verify(batch.counts)
         yield from self._end(batch, following)
@@ -148,6 +157,7 @@ class Execution:
             yield from self._wait_for_link(self.mover.drained())
 
     def _verify(self, counts: NDArray[np.int32]) -> Process:
+        yield from self._whole_layers(counts)
         for layer in range(self.shape.n_layers):
             yield from self._on_gpu("dense", self.costs.dense_ns, layer)
             if self.shape.group[layer] >= 0:
@@ -158,6 +168,13 @@ class Execution:
             yield from self._loaded(self.mover.demand(-1, [], self.costs.head_demand_ns))
         yield from self._on_gpu("dense", self.costs.head_ns)
 
+    def _whole_layers(self, counts: NDArray[np.int32]) -> Process:
+        n, n_others = self._n_whole_layers, np.count_nonzero(self.shape.group >= 0)
+        if n:
+            others_ns = sum(self._device_ns(layer, np.flatnonzero(layer), self.shape.n_experts) for layer in counts)
+            yield from self._on_gpu("dense", n * self.costs.dense_ns)
+            yield from self._on_gpu("device", n * others_ns // n_others)
+
     def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
         is_hit = self.mover.resident[layer, used] == Residency.RESIDENT
@@ -166,8 +183,15 @@ class Execution:
         self.time.hits.add(counts[used], is_hit)
         hits, misses = used[is_hit], used[~is_hit]
         self.mover.pin(layer, hits.tolist())
-        if misses.size or not self.execution_model.layerwise:  # else the device needs nothing of the host
-            yield from self._on_host(self.costs.round_trip_ns)
+        if self.costs.handoff is not None:
+            if self.execution_model.layerwise and not misses.size:  # the device needs nothing of the host
+                yield from self._on_gpu("device", self._device_ns(counts, hits, self.shape.n_experts), layer, hits.size)
+                return
+            if not self.execution_model.device_only:
+                yield from self._divided(layer, counts, hits, misses)
+                self.mover.pin(layer, [])
+                return
+            yield from self._on_host(self._submit_ns())
         if self.execution_model.keeps_loads:
             yield from self._from_cache(layer, counts, used, misses)
         elif self.execution_model.device_only:
@@ -175,6 +199,55 @@ class Execution:
         else:
             yield from self._on_both(layer, counts, hits, misses)
         self.mover.pin(layer, [])
+
+    def _divided(
+        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
+    ) -> Process:
+        """Both sides compute their part of a layer, with the calls of the program's handoff around them."""
+        costs, handoff, number = self.costs, self.costs.handoff, self._n_verified
+        assert handoff is not None
+        n_tokens = self._n_tokens
+        is_uploading = self.mover.is_uploading
+        chunk_ns = costs.chunk_wait_ns if is_uploading else 0
+        region_ns = to_ns(handoff.times.cpu_region_s)
+        start_ns = self.clock.now_ns
+        device_ns = self._device_ns(counts, hits, self._n_slots) if hits.size else 0
+        ready_ns = start_ns + costs.handoff_ns("down", n_tokens) + to_ns(handoff.divide_s(n_tokens))
+        device_starts_ns, after_ns = start_ns, costs.handoff_ns("up", n_tokens) + chunk_ns
+        if handoff.launched_ahead and misses.size:  # the device computes them with a slot of zeros
+            device_ns = (device_ns or self.costs.block_ns) + int(self.costs.device_ns[1])
+        if not handoff.launched_ahead:
+            if hits.size:
+                ready_ns += costs.handoff_ns("submit", n_tokens) + chunk_ns
+                after_ns += costs.handoff_ns("join", n_tokens)
+            device_starts_ns = ready_ns
+        after_ns += (handoff.cpu_regions - 1) * region_ns
+        device_done_ns = cpu_done_ns = ready_ns
+        if device_ns:
+            done_ns = self.gpu.submit(device_starts_ns, device_ns, "experts", number, layer, hits.size)
+            device_done_ns = max(device_done_ns, done_ns)
+        if misses.size:
+            factor = costs.busy_link_factor if is_uploading else 1.0
+            cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, counts, misses))
+            cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns, "experts", number, layer, misses.size)
+        done_ns = max(device_done_ns, cpu_done_ns)
+        self.log.add(Span("host", "handoff", start_ns, ready_ns, number, layer))
+        self.log.add(Span("host", "handoff", done_ns, done_ns + after_ns, number, layer))
+        self.time.ns["host"] += ready_ns - start_ns + after_ns
+        self.time.ns["device" if device_done_ns > cpu_done_ns else "cpu"] += done_ns - ready_ns
+        yield done_ns + after_ns - start_ns
+
+    def _submit_ns(self) -> int:
+        """From the routing of a layer to its launch on the device, which computes all of it."""
+        handoff = self.costs.handoff
+        assert handoff is not None
+        moments_ns = sum(self.costs.handoff_ns(moment, self._n_tokens) for moment in ("down", "submit"))
+        return moments_ns + to_ns(handoff.divide_s(self._n_tokens))
+
+    def _device_ns(self, counts: NDArray[np.int32], experts: NDArray[np.intp], n_tables: int) -> int:
+        """A block on the device, which passes over all `n_tables` experts of its tables where it has several tokens."""
+        tiles = self.costs.tile_ns * n_tables if self._n_tokens > 1 else 0.0
+        return self.costs.block_ns + round(tiles) + _sum_ns(self.costs.device_ns, counts, experts)
 
     def _on_both(
         self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]

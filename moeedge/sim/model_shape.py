@@ -96,6 +96,7 @@ class ModelShape:
     expert_flops: float  # per token
     dense_layer_bytes: float  # attention, router, norms, shared experts: read once per step and layer
     head_bytes: float  # the output matrix
+    n_layouts: int = 1  # layers whose experts are stored in the same types share one
     draft: DraftShape | None = None
     routing: Routing | None = None  # None: simulations need a trace
 

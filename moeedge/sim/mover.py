@@ -52,6 +52,11 @@ class Mover:
         self._work = Signal()
         self._drained = Signal()
 
+    @property
+    def is_uploading(self) -> bool:
+        """Whether an upload is under way that no computation waits for."""
+        return bool(self._arrivals)
+
     def residency(self) -> NDArray[np.uint8]:
         """`resident`, which changes as time goes by."""
         return self.resident

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ class SimulationConfig:
     accuracy: PredictorAccuracy = field(default_factory=PredictorAccuracy)
     seed: int = 0
     max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
+    n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
     options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
 
     def __post_init__(self) -> None:
@@ -159,9 +160,14 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     """
     gamma = config.gamma if has_draft(config) else 0
     costs = costs.with_link(config.link_factor)
+    n_layers, n_whole = trace.meta.n_layers, config.n_whole_layers
+    cache_ratio = config.cache_ratio
+    if n_whole:
+        trace = replace(trace, ids=trace.ids[:, n_whole:], meta=replace(trace.meta, n_layers=n_layers - n_whole))
+        cache_ratio = max(cache_ratio * n_layers - n_whole, 0.0) / (n_layers - n_whole)
     recorded = _recorded(trace, gamma)
     batches = _batches(trace, config, gamma, recorded)
-    shape = cache_shape(trace, config.cache_ratio)
+    shape = cache_shape(trace, cache_ratio)
     warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
     execution = Execution(
         costs,
@@ -171,6 +177,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         predictor=NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), config.accuracy, config.seed),
         warm_steps=warm_steps,
         keep_log=keep_log,
+        n_whole_layers=n_whole,
     )
     time = execution.run()
     return SimulationResult(

@@ -21,6 +21,7 @@ from moeedge.errors import InputError
 from moeedge.policies.cost_model import CostModel
 from moeedge.sim.clock import to_ns
 from moeedge.sim.constants import Side, pick
+from moeedge.sim.handoff import Handoff, find_handoff
 from moeedge.sim.model_shape import ModelShape, only_known, read_data, read_json
 
 TOKENS_MAX = 256  # of one expert: where the curves end
@@ -65,8 +66,12 @@ class Framework:
     dense_travels: bool = False  # layer offload moves attention and the rest of a layer, too
     head_travels: bool = False  # layer offload moves the output matrix, too, which comes after the last layer
     tensor_s: float = 0.0  # of every tensor that layer offload moves, in addition to its bytes
-    round_trip_s: float = 0.0  # of every block whose ids the host must know, or which the CPU computes
     schedule_s: float = 0.0  # observing and planning, per step
+    handoff: Handoff | None = None  # of blocks that the host has a part in; None: the hardware's `sync_s`
+    block_s: float = 0.0  # launches of a layer's experts, which are part of the hardware's `layer_overhead_s`
+    tile_s: float = 0.0  # of every expert in a table that is multiplied with several tokens, used or not
+    reread: float = 0.0  # share of an expert that the device reads again for each token after the first
+    link_interference: float = 0.0  # share of the link's rate that uploads take from the CPU's
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,18 +91,34 @@ class StepCosts:
     schedule_ns: int  # observing and planning, per step
     dense_demand_ns: int = 0  # the rest of an absent layer, moved on demand
     head_demand_ns: int = 0  # the output matrix, moved on demand, once per step
-    round_trip_ns: int = 0  # of a block whose ids the host must know, or which the CPU computes
     whole_layers: bool = True  # see Framework
+    handoff: Handoff | None = None  # see Framework
+    link_bytes_per_s: float = 1.0  # of the handoff's copies
+    tile_ns: float = 0.0  # see Framework
+    n_layouts: int = 1  # of experts, each with a table of its own
+    busy_link_factor: float = 1.0  # of the CPU's time while uploads are under way
 
     def __post_init__(self) -> None:
         for curve in (self.cpu_ns, self.device_ns):
             if curve.shape != (TOKENS_MAX + 1,) or curve[0] != 0:
                 raise ValueError("a curve must reach from 0 tokens to TOKENS_MAX")
 
+    def handoff_ns(self, moment: str, n_tokens: int) -> int:
+        """The calls of one moment of a layer (moeedge.sim.handoff)."""
+        assert self.handoff is not None
+        return to_ns(self.handoff.seconds(moment, n_tokens, self.link_bytes_per_s))
+
+    @property
+    def chunk_wait_ns(self) -> int:
+        """What a small copy to the device waits for while uploads are under way."""
+        assert self.handoff is not None
+        return to_ns(self.handoff.chunks_ahead * self.handoff.chunk_bytes / self.link_bytes_per_s)
+
     def with_link(self, factor: float) -> StepCosts:
         """The same with a link that is `factor` times as fast."""
         scaled = ("transfer_ns", "demand_ns", "dense_demand_ns", "head_demand_ns")
-        return replace(self, **{name: round(getattr(self, name) / factor) for name in scaled})
+        slower = {name: round(getattr(self, name) / factor) for name in scaled}
+        return replace(self, **slower, link_bytes_per_s=self.link_bytes_per_s * factor)
 
     def with_schedule(self, seconds: float) -> StepCosts:
         """The same with another time of observing and planning, per step."""
@@ -148,8 +169,15 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
 def program_of(policy: str, side: Side = "chosen") -> Framework:
     """The overheads of the program that runs a policy: this engine, llama.cpp, or that of a published system."""
     data = read_data("programs.json")
-    entry = data["programs"][data["policies"].get(policy, data["otherwise"])]
-    return Framework(**only_known(pick(entry, side), Framework))
+    return find_program(data["policies"].get(policy, data["otherwise"]), side)
+
+
+def find_program(name: str, side: Side = "chosen") -> Framework:
+    """The overheads of a program of sim/data/programs.json."""
+    values = only_known(pick(read_data("programs.json")["programs"][name], side), Framework)
+    if values.get("handoff") is not None:
+        values["handoff"] = find_handoff(values["handoff"], side)
+    return Framework(**values)
 
 
 def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framework | None = None) -> StepCosts:
@@ -157,27 +185,29 @@ def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framewo
     framework = framework or Framework()
     tokens = np.arange(TOKENS_MAX + 1)
 
-    def curve(bytes_per_s: float, flops: float) -> NsArray:
-        times = np.maximum(shape.expert_bytes / bytes_per_s, tokens * shape.expert_flops / flops)
+    def curve(bytes_per_s: float, flops: float, reread: float = 0.0) -> NsArray:
+        n_bytes = shape.expert_bytes * (1 + reread * np.maximum(tokens - 1, 0))
+        times = np.maximum(n_bytes / bytes_per_s, tokens * shape.expert_flops / flops)
         times[0] = 0.0
         rounded: NsArray = np.rint(times * 1e9).astype(np.int64)
         return rounded
 
-    overhead_s = hardware.layer_overhead_s + framework.layer_overhead_s
+    overhead_s = hardware.layer_overhead_s + framework.layer_overhead_s - framework.block_s
     overhead_s += shape.n_experts * framework.expert_overhead_s
     draft_s = 0.0
     if shape.draft is not None:
         draft_layer_s = hardware.layer_overhead_s + framework.draft_layer_overhead_s
         draft_s = shape.draft.bytes / hardware.gpu_bytes_per_s + shape.draft.n_layers * draft_layer_s
+    interference = framework.link_interference * min(hardware.link_bytes_per_s, hardware.cpu_bytes_per_s / 2)
     link_s = framework.transfer_factor / hardware.link_bytes_per_s  # per byte
     transfer_s = shape.expert_bytes * link_s
     dense_travel_s = shape.dense_layer_bytes * link_s + _DENSE_TENSORS * framework.tensor_s
     head_travel_s = shape.head_bytes * link_s + framework.tensor_s
     return StepCosts(
         cpu_ns=curve(hardware.cpu_bytes_per_s, hardware.cpu_flops),
-        device_ns=curve(hardware.gpu_bytes_per_s, hardware.gpu_flops),
-        block_ns=0,  # its launches are in the overhead of the layer
-        sync_ns=to_ns(hardware.sync_s),
+        device_ns=curve(hardware.gpu_bytes_per_s, hardware.gpu_flops, framework.reread),
+        block_ns=to_ns(framework.block_s),
+        sync_ns=to_ns(hardware.sync_s) if framework.handoff is None else 0,
         transfer_ns=to_ns(transfer_s),
         demand_ns=to_ns(transfer_s + _EXPERT_TENSORS * framework.tensor_s),
         latency_ns=to_ns(hardware.link_latency_s),
@@ -185,10 +215,14 @@ def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framewo
         head_ns=to_ns(shape.head_bytes / hardware.gpu_bytes_per_s),
         draft_ns=to_ns(draft_s),
         schedule_ns=to_ns(framework.schedule_s),
-        round_trip_ns=to_ns(framework.round_trip_s),
         dense_demand_ns=to_ns(dense_travel_s) if framework.dense_travels else 0,
         head_demand_ns=to_ns(head_travel_s) if framework.head_travels else 0,
         whole_layers=framework.whole_layers,
+        handoff=framework.handoff,
+        link_bytes_per_s=hardware.link_bytes_per_s,
+        tile_ns=framework.tile_s * 1e9,
+        n_layouts=shape.n_layouts,
+        busy_link_factor=hardware.cpu_bytes_per_s / (hardware.cpu_bytes_per_s - interference),
     )
 
 

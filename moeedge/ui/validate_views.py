@@ -15,9 +15,9 @@ from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.bench.validation import Comparison
-    from moeedge.sim.predictions import Prediction
+    from moeedge.sim.predictions import BreakEven, Prediction
 
-_MS = 1e3  # from seconds
+_MS, _US = 1e3, 1e6  # from seconds
 
 _PAPER_TITLES = {
     "table2": "MoE-SpAc, Table 2, calibrated: Qwen3-30B-A3B, tokens/s",
@@ -51,14 +51,29 @@ _ELSEWHERE_COLUMNS = (
 )
 _PREDICTION_COLUMNS = (
     Column("in VRAM", "cache_ratio", ".0%"),
-    text_column("policy", lambda row: row.policy + (f" --n-cpu-moe {row.n_cpu_moe}" if row.n_cpu_moe else "")),
+    text_column("system", "system"),
+    Column("whole layers", "n_whole_layers"),
     Column("t/s", "tg_ts", ".1f"),
-    text_column("range", lambda row: f"{row.tg_low_ts:.1f} to {row.tg_high_ts:.1f}"),
+    text_column("range", lambda row: "" if row.tg_low_ts is None else f"{row.tg_low_ts:.1f} to {row.tg_high_ts:.1f}"),
     Column("over stock", "over_stock", ".2f"),
-    text_column("range", lambda row: f"{row.over_stock_low:.2f} to {row.over_stock_high:.2f}"),
+    text_column(
+        "range",
+        lambda row: "" if row.over_stock_low is None else f"{row.over_stock_low:.2f} to {row.over_stock_high:.2f}",
+    ),
     Column("pair hit", "hit_rate_pairs", ".3f"),
-    Column("break-even", "break_even_hit_rate", ".3f", none=""),
-    Column("host ms", "host_s", ".1f", _MS),
+    Column("step ms", "step_s", ".2f", _MS),
+    Column("host ms", "host_s", ".2f", _MS),
+)
+_BREAK_EVEN_COLUMNS = (
+    Column("in VRAM", "cache_ratio", ".0%"),
+    text_column("system", "system"),
+    text_column("constants", "side"),
+    Column("m us", "m_s", ".0f", _US),
+    Column("s us", "s_s", ".0f", _US),
+    Column("c us", "c_s", ".0f", _US),
+    Column("g us", "g_s", ".0f", _US),
+    Column("break-even", "break_even_hit_rate", ".3f"),
+    Column("over share", "over_share", "+.3f"),
 )
 _MEASURED_COLUMNS = (
     text_column("policy", "policy"),
@@ -158,15 +173,20 @@ def _print_cutoff(rows: Sequence[Compared], console: Console) -> None:
         console.print("best at layer " + ", ".join(f"{layer} ({name})" for layer, name in best.items()), soft_wrap=True)
 
 
-def print_predictions(rows: Sequence[Prediction], model: str, freeze: Freeze, console: Console) -> None:
-    """Speeds with their ranges, a table per machine."""
-    for hardware, of_hardware in groupby(rows, key=lambda row: row.hardware):
-        title = f"{model}, {hardware}, plain decoding (no rejected tokens)"
+def print_predictions(
+    rows: Sequence[Prediction], break_even: Sequence[BreakEven], model: str, freeze: Freeze, console: Console
+) -> None:
+    """Speeds with their ranges, a table per machine and draft length, and the hit rates that break even."""
+    for (hardware, gamma), of_hardware in groupby(rows, key=lambda row: (row.hardware, row.gamma)):
+        title = f"{model}, {hardware}, {f'drafts of {gamma} tokens' if gamma else 'plain decoding'}"
         print_table(console, _PREDICTION_COLUMNS, list(of_hardware), title=title, n_keys=2)
         console.print()
+    for hardware, of_machine in groupby(break_even, key=lambda row: row.hardware):
+        title = f"{model}, {hardware}: hit rate of pairs at which a system is as fast as --n-cpu-moe"
+        print_table(console, _BREAK_EVEN_COLUMNS, list(of_machine), title=title, n_keys=2)
+        console.print()
     console.print(
-        "over stock: over --n-cpu-moe at the same share of the experts in VRAM, with the same constants. break-even: "
-        "the hit rate of pairs at which this engine is as fast as that.",
+        "over stock: over --n-cpu-moe at the same share of the experts in VRAM, with the same constants and drafts.",
         soft_wrap=not console.is_terminal,
     )
     _print_freeze(freeze, console)

@@ -7,8 +7,10 @@ import pytest
 from moeedge.policies.registry import ALL_POLICIES
 from moeedge.sim.constants import content_sha256, frozen, pick
 from moeedge.sim.model_shape import find_model, read_data
+from moeedge.sim.predictions import SYSTEMS
 from moeedge.sim.step_costs import Framework, builtin_hardware, find_hardware, program_of, roofline_costs
 
+LINK = 25e9  # bytes/s
 RANGE = {"low": 1.0, "chosen": 2.0, "high": 4.0}
 
 
@@ -31,14 +33,17 @@ def test_every_constant_of_a_program_names_its_source() -> None:
     data = read_data("programs.json")
     for name, entry in data["programs"].items():
         assert set(entry) - {"sources"} == set(entry["sources"]), name
-    assert set(data["policies"].values()) | {data["otherwise"]} == set(data["programs"])
+    used = set(data["policies"].values()) | {data["otherwise"]} | {system.program for system in SYSTEMS}
+    assert used == set(data["programs"])
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_every_policy_has_a_program(policy: str) -> None:
     fast, chosen, slow = (program_of(policy, side) for side in ("fast", "chosen", "slow"))  # type: ignore[arg-type]
     assert fast.schedule_s <= chosen.schedule_s <= slow.schedule_s
-    assert fast.round_trip_s <= chosen.round_trip_s <= slow.round_trip_s
+    if chosen.handoff is not None:
+        assert fast.handoff is not None and slow.handoff is not None
+        assert fast.handoff.fixed_s(LINK) < chosen.handoff.fixed_s(LINK) < slow.handoff.fixed_s(LINK)
 
 
 def test_planning_costs_time_in_this_engine_alone() -> None:
