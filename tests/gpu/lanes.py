@@ -5,14 +5,12 @@ Each lane is one session; speculation is switched by its draft length, so that a
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import llama_cpp.llama_cpp as lib
 import numpy as np
 
 from moeedge.engine.session import Session
@@ -20,8 +18,6 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware import devices
 from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
-from moeedge.llama import gguf_file, library
-from moeedge.llama import model as engine_model
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
@@ -29,12 +25,6 @@ from moeedge.scheduler.config import PlacementConfig
 
 GREEDY = SamplingConfig(temperature=0.0)
 ALL_LAYERS = 999
-
-
-class BufferOverride(ctypes.Structure):
-    """struct llama_model_tensor_buft_override of llama.h."""
-
-    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
 
 @dataclass(frozen=True)
@@ -64,21 +54,16 @@ def layers_on_device(path: Path, ratio: float) -> tuple[int, int]:
 
 def load_stock(settings: Settings, n_cpu_moe: int) -> Model:
     """The model as llama.cpp loads it with -ngl 99 --n-cpu-moe N: the experts of the first N layers on the CPU."""
-    library.start()
-    parameters = lib.llama_model_default_params()
-    parameters.n_gpu_layers = ALL_LAYERS if settings.gpu else 0
-    patterns = [rf"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps".encode() for layer in range(n_cpu_moe)]
-    overrides = (BufferOverride * (len(patterns) + 1))()
-    cpu = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
-    for slot, pattern in zip(overrides, patterns, strict=False):
-        slot.pattern, slot.buft = pattern, cpu
-    parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-    devices = library.device_list(settings.device if settings.gpu else "none")
-    parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
-    handle = lib.llama_model_load_from_file(str(settings.model).encode(), parameters)
-    assert handle, library.first_error()
-    info = engine_model._read_info(handle, gguf_file.read_summary(settings.model))
-    return Model(settings.model, handle, info, gpu=devices[0])
+    if not settings.gpu:
+        return Model.load(settings.model, device="none")
+    return Model.load(
+        settings.model,
+        n_gpu_layers=ALL_LAYERS,
+        device=settings.device,
+        experts_on_cpu=True,
+        n_cpu_moe=n_cpu_moe,
+        repack=False,
+    )
 
 
 def open_stock(settings: Settings, n_cpu_moe: int, draft: Model) -> Session:
@@ -98,16 +83,25 @@ def open_stock(settings: Settings, n_cpu_moe: int, draft: Model) -> Session:
 
 def open_moeedge(settings: Settings) -> Session:
     """moeedge as a user gets it, but for the ratio."""
-    config = EngineConfig(
+    return Session.open(_config(settings))
+
+
+def open_static(settings: Settings, other: Session) -> Session:
+    """The same without drafts, on the target of another session: once the cache is full nothing is uploaded."""
+    config = replace(_config(settings, policy="static"), draft=None, gamma=0)
+    return Session.open(config, model=other.model)
+
+
+def _config(settings: Settings, **placement: Any) -> EngineConfig:
+    return EngineConfig(
         model=settings.model,
         draft=settings.draft,
         gamma=settings.gamma,
         n_ctx=settings.n_ctx,
         n_threads=settings.n_threads,
         device=settings.device,
-        placement=PlacementConfig(cache_ratio=settings.ratio),
+        placement=PlacementConfig(cache_ratio=settings.ratio, **placement),
     )
-    return Session.open(config)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
 #
 #   run_gpu_checks.sh --pack FILE.tar.xz         with a network: everything that the other two need, well below 64 MiB
 #   run_gpu_checks.sh --archive FILE --build DIR without a network: compile into DIR; run again, it goes on where it was cut
-#   run_gpu_checks.sh --check DIR                tests and benchmark with what was compiled there
-#   run_gpu_checks.sh DIR                        all three, with a network
+#   run_gpu_checks.sh --check DIR                single calls, tests and benchmark with what was compiled there
+#   run_gpu_checks.sh --archive FILE --all DIR   compile and check, without a network, in one command
+#   run_gpu_checks.sh DIR                        all of it, with a network
 #
 #   --dry-run       no CUDA: the emulated device takes the GPU's place; --check without a build then uses the
 #                   llama-cpp-python that is installed
@@ -15,18 +16,24 @@
 #   --source widened|random, --layers N, --repeats N, --n-predict N, --ratio R, --seed N, --threads N
 #                   of the benchmark: the bundled target widened to the shape of Qwen3-30B-A3B (48 layers, 16 GB), or
 #                   random weights in that shape with N layers
-#   --bench-only, --tests-only, --tests EXPRESSION      parts of --check; the latter is pytest's -k
-#   --out FILE      with --check: the record; docs/benchmarks/gpu-GPUNAME.json unless given
+#   --micro-only, --tests-only, --bench-only, --tests EXPRESSION      parts of --check; the latter is pytest's -k
+#   --limit SECONDS for each part of --check; a part that takes longer ends, the others run
+#   --out FOLDER    record.json, micro.json, tests.xml and all logs; DIR/out unless given
+#
+# A part that fails does not keep the next from running; the exit status is 1 then. record.json is written anew after the
+# tests and after each round of the benchmark, so that it has what was measured if the machine is taken away.
 #
 # Each of --build and --check takes less than ten minutes on 16 cores (compiling for capability 9.0 with CUDA 13: 38 minutes
 # of processor time in 290 files, the longest of which takes two). The other machine needs bash, a C++ compiler, cmake
 # 3.21, the CUDA toolkit with nvcc (cuBLAS may come from it or from the nvidia-cublas package) and Python of that version
 # with pip; --python's packages and ninja travel in the archive. $PYTHON names another interpreter than python3.
 #
-# The record (schema moeedge-gpu-checks-1): `environment` as in docs/bench.md, `gpu` (what nvidia-smi says), `dry_run`,
+# The record (schema moeedge-gpu-checks-2): `environment` as in docs/bench.md, `gpu` (what nvidia-smi says), `dry_run`,
 # `build_s`, `tests` (counts and seconds of each test), `model` (shape and bytes), `settings`, `lanes` (for each: raw
 # `samples`, medians, `speed` as the median of ratios to cpu-moe of the same repetition, `vram_bytes` it took, placement
-# counters) and `output` (tokens compared with cpu-moe's, and how far apart stock's own CPU and GPU logits are).
+# counters), `failures` (lanes that did not open or ended early), `output` (tokens compared with cpu-moe's, and how far
+# apart stock's own CPU and GPU logits are) and `complete`. micro.json (schema moeedge-gpu-micro-1) has the times of single
+# calls. The predictions to compare with are in docs/benchmarks/predictions-gpu.json.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -34,6 +41,7 @@ root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 version=$(sed -n 's/^set(MOEEDGE_LLAMA_CPP_PYTHON_VERSION "\(.*\)")$/\1/p' "$root/moeedge/native/CMakeLists.txt")
 sha256=$(sed -n 's/^set(MOEEDGE_LLAMA_CPP_PYTHON_SHA256 "\(.*\)")$/\1/p' "$root/moeedge/native/CMakeLists.txt")
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 # plugins of the other machine are none of ours
 wheels=(numpy gguf jinja2 diskcache typing-extensions rich typer prompt_toolkit psutil nvidia-ml-py pytest ninja
     "scikit-build-core>=0.10")
 limit_bytes=$((64 * 1024 * 1024))
@@ -41,6 +49,10 @@ limit_bytes=$((64 * 1024 * 1024))
 fail() {
     echo "error: $*" >&2
     exit 1
+}
+
+python_version_of() {
+    "$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 }
 
 usage() {
@@ -73,6 +85,7 @@ pack() { # FILE
         for glibc in 17 24 27 28 34; do given+=(--platform "manylinux_2_${glibc}_$(uname -m)"); done
         given+=(--platform "manylinux2014_$(uname -m)")
     fi
+    echo "${python_version:-$(python_version_of)}" >"$scratch/pack/python-version"
     "$python" -m pip download --quiet --only-binary=:all: "${given[@]}" --dest "$scratch/pack/wheels" "${wheels[@]}"
     tar -C "$scratch/pack" -cJf "$archive" .
     rm -rf "$scratch"
@@ -80,6 +93,20 @@ pack() { # FILE
     size=$(stat -c %s "$archive")
     echo "$archive: $((size / 1024)) KiB" >&2
     [ "$size" -lt "$limit_bytes" ] || fail "that is more than 64 MiB"
+}
+
+# nvcc may be installed and not on PATH
+find_nvcc() {
+    local folder
+    command -v nvcc >/dev/null && return
+    for folder in "${CUDA_HOME:-/usr/local/cuda}"/bin /usr/local/cuda-*/bin /opt/cuda/bin; do
+        if [ -x "$folder/nvcc" ]; then
+            export PATH="$folder:$PATH"
+            echo "nvcc is not on PATH; using $folder/nvcc" >&2
+            return
+        fi
+    done
+    fail "nvcc is neither on PATH nor in \$CUDA_HOME/bin, /usr/local/cuda*/bin or /opt/cuda/bin: install the CUDA toolkit"
 }
 
 # what a toolkit without cuBLAS or the driver's stub needs beyond it: the former comes as a Python package, too
@@ -90,6 +117,7 @@ toolkit_options() {
         toolkit=/usr/local/cuda
     fi
     if [ -z "$(find -L "$toolkit" -name libcuda.so -print -quit)" ]; then
+        echo "$toolkit has no stub of the driver's libcuda: compiling without virtual memory (GGML_CUDA_NO_VMM)" >&2
         echo "-DGGML_CUDA_NO_VMM=ON"
     fi
     if [ -z "$(find -L "$toolkit" -name cublas_v2.h -print -quit)" ]; then
@@ -104,6 +132,10 @@ build() { # DIR
         [ -n "$archive" ] || fail "--build needs --archive FILE, which --pack makes"
         tar -C "$1" -xf "$archive"
     fi
+    local packed
+    packed=$(cat "$1/python-version" 2>/dev/null || python_version_of)
+    [ "$packed" = "$(python_version_of)" ] ||
+        fail "the archive has wheels for Python $packed, $python is $(python_version_of): name another by \$PYTHON, or --pack with --python"
     if [ ! -e "$1/site/.complete" ]; then
         "$python" -m pip install --quiet --no-index --no-deps --no-warn-script-location --upgrade \
             --target "$1/site" "$1"/wheels/*.whl
@@ -111,7 +143,9 @@ build() { # DIR
     fi
     export PYTHONPATH="$1/site" PATH="$1/site/bin:$PATH"
     if [ -z "$dry_run" ]; then
+        find_nvcc
         [ -n "$arch" ] || arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
+        [ -n "$arch" ] || fail "nvidia-smi names no GPU: give its compute capability by --arch"
         echo "compiling for compute capability $arch" >&2
         # one architecture and no PTX; flash attention for the KV cache's default type alone; nothing to compress
         options+=(-DGGML_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch-real" -DGGML_CUDA_FA_QUANTS=f16-f16
@@ -122,12 +156,12 @@ build() { # DIR
     local settings=("--config-settings=build-dir=$1/build-llama")
     for line in "${options[@]}"; do settings+=("--config-settings=cmake.args=$line"); done
     CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=${jobs:-$(nproc)} "$python" -m pip install --verbose --no-index --no-deps \
-        --no-build-isolation --upgrade --target "$1/site" "${settings[@]}" "$1/llama-cpp-python" >"$1/llama.log" 2>&1 ||
-        { tail -n 60 "$1/llama.log" >&2; fail "llama-cpp-python did not compile; $1/llama.log has all of it"; }
+        --no-build-isolation --upgrade --target "$1/site" "${settings[@]}" "$1/llama-cpp-python" >"$out/llama.log" 2>&1 ||
+        { tail -n 60 "$out/llama.log" >&2; fail "llama-cpp-python did not compile; $out/llama.log has all of it"; }
     mkdir -p "$1/build-moeedge"
     cp -r "$1/ggml-headers" "$1/build-moeedge/"
-    cmake -G Ninja -S "$root/moeedge/native" -B "$1/build-moeedge" "-DPython_EXECUTABLE=$(command -v "$python")" >"$1/moeedge.log"
-    cmake --build "$1/build-moeedge" >>"$1/moeedge.log" || { tail -n 60 "$1/moeedge.log" >&2; fail "moeedge did not compile"; }
+    cmake -G Ninja -S "$root/moeedge/native" -B "$1/build-moeedge" -DMOEEDGE_WERROR=OFF "-DPython_EXECUTABLE=$(command -v "$python")" >"$out/moeedge.log"
+    cmake --build "$1/build-moeedge" >>"$out/moeedge.log" || { tail -n 60 "$out/moeedge.log" >&2; fail "moeedge did not compile"; }
     echo $((SECONDS - start + $(cat "$1/build_s" 2>/dev/null || echo 0))) >"$1/build_s"
     echo "built in $((SECONDS - start)) s" >&2
 }
@@ -145,28 +179,49 @@ check() { # DIR
         fail "nothing was built in $1: --build $1 first"
     fi
     export MOEEDGE_CACHE="$1/cache"
-    local device=CUDA0 checks=("$python" -m tests.gpu.checks --folder "$1") options=("${bench_options[@]}")
+    local device=CUDA0 ggml_device=CUDA0 dry=() status=0
     if [ -n "$dry_run" ]; then
         device=emulated:threads=1
-        options+=(--dry-run)
+        ggml_device=CPU
+        dry=(--dry-run)
     fi
     cd "$root"
-    if [ -z "$bench_only" ]; then
-        MOEEDGE_TEST_DEVICE=$device "$python" -m pytest -p no:cacheprovider -q --junitxml="$1/tests.xml" \
-            ${tests_filter:+-k "$tests_filter"} tests/lossless/test_hybrid_greedy.py tests/lossless/test_hybrid_stress.py \
-            tests/lossless/test_hybrid_prefill.py tests/native/test_cache_stress.py
+    shopt -s nullglob
+    local on_gpu=(tests/gpu/test_lossless*.py) # with attention on the GPU
+    shopt -u nullglob
+    if [ -z "$tests_only$bench_only" ]; then
+        part micro "$python" -m tests.gpu.micro --device "$ggml_device" "${dry[@]}" --out "$out/micro.json"
     fi
-    if [ -z "$tests_only" ]; then
-        "${checks[@]}" --device "$device" "${options[@]}"
+    if [ -z "$micro_only$bench_only" ]; then
+        MOEEDGE_TEST_DEVICE=$device part tests "$python" -m pytest -p no:cacheprovider -q --junitxml="$out/tests.xml" \
+            ${tests_filter:+-k "$tests_filter"} tests/lossless/test_hybrid_greedy.py tests/lossless/test_hybrid_stress.py \
+            tests/lossless/test_hybrid_prefill.py tests/native/test_cache_stress.py "${on_gpu[@]}"
+    fi
+    if [ -z "$micro_only$tests_only" ]; then
+        part bench "$python" -m tests.gpu.checks --folder "$1" --device "$device" "${bench_options[@]}" "${dry[@]}" --out "$out"
+    fi
+    return "$status"
+}
+
+# runs a part of the checks, with a log of its own; sets `status` where it fails
+part() { # NAME COMMAND...
+    local name=$1 start=$SECONDS code=0
+    shift
+    echo "$name:" >&2
+    timeout --foreground "$limit" "$@" 2>&1 | tee "$out/$name.log" || code=$?
+    if [ "$code" != 0 ]; then
+        status=1
+        echo "$name: $([ "$code" = 124 ] && echo "ended after $limit s" || echo "failed with $code"), after $((SECONDS - start)) s" >&2
     fi
 }
 
 main() {
-    mode='' folder='' archive='' arch='' python_version='' dry_run='' bench_only='' tests_only='' tests_filter='' jobs=''
+    mode='' folder='' archive='' arch='' python_version='' dry_run='' bench_only='' tests_only='' micro_only=''
+    tests_filter='' jobs='' out='' limit=0
     bench_options=()
     while [ $# -gt 0 ]; do
         case "$1" in
-        --pack | --build | --check) mode=${1#--} folder=${2:?"$1 needs a path"} && shift ;;
+        --pack | --build | --check | --all) mode=${1#--} folder=${2:?"$1 needs a path"} && shift ;;
         --archive) archive=${2:?} && shift ;;
         --arch) arch=${2:?} && shift ;;
         --jobs) jobs=${2:?} && shift ;;
@@ -175,7 +230,10 @@ main() {
         --dry-run) dry_run=yes ;;
         --bench-only) bench_only=yes ;;
         --tests-only) tests_only=yes ;;
-        --source | --layers | --repeats | --n-predict | --ratio | --seed | --threads | --out) bench_options+=("$1" "${2:?}") && shift ;;
+        --micro-only) micro_only=yes ;;
+        --limit) limit=${2:?} && shift ;;
+        --out) out=${2:?} && shift ;;
+        --source | --layers | --repeats | --n-predict | --ratio | --seed | --threads) bench_options+=("$1" "${2:?}") && shift ;;
         -h | --help) usage && exit ;;
         -*) fail "unknown option $1; --help lists them" ;;
         *) mode=all folder=$1 ;;
@@ -185,12 +243,15 @@ main() {
     [ -n "$mode" ] || { usage >&2 && exit 2; }
     if [ "$mode" != pack ]; then
         folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
+        out=$(mkdir -p "${out:-$folder/out}" && cd "${out:-$folder/out}" && pwd)
     fi
     case "$mode" in
     pack | build | check) "$mode" "$folder" ;;
     all)
-        archive=$folder/pack.tar.xz
-        [ -e "$archive" ] || pack "$archive"
+        if [ -z "$archive" ]; then
+            archive=$folder/pack.tar.xz
+            [ -e "$archive" ] || pack "$archive"
+        fi
         build "$folder"
         check "$folder"
         ;;

@@ -1,0 +1,167 @@
+"""What single calls take on a ggml device: the constants of sim/data/handoffs.json, and expert matrices by table size.
+
+    python -m tests.gpu.micro --device CUDA0 --out micro.json
+
+Rows have `name`, its parameters, and microseconds: `median_us`, `p10_us`, `p90_us`, with all samples. The copies,
+launches and waits are those of one layer of Qwen3-30B-A3B; `expert matmul` multiplies the pairs of 1, 9 and 64 tokens
+with tables of 128 (a layer), 586 and 1,907 (pools of slots) experts, in rows ([1, n], as 0.6 divides a verification)
+and in columns ([n, 1]). Works on any device; only a GPU's times mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeedge import native
+from tests.gpu.ggml_device import F32, I32, Q4_K, Backend, mul_mat_id, scale, tensor, traffic
+
+SCHEMA = "moeedge-gpu-micro-1"
+INPUT_BYTES, IDS_BYTES = 2048 * 4, 128 * 4  # a token's input of a layer, and its sorted experts
+CHUNKS_BYTES = (256 << 10, 1 << 20)  # of the mover's uploads
+TABLES = (128, 586, 1907)
+EMBD, EXPERT_FF, N_USED = 2048, 768, 8
+
+
+def measure(run: Callable[[], None], n: int, *, n_warm: int = 5) -> dict[str, Any]:
+    """Microseconds of a call: median, tenths and all samples."""
+    samples = []
+    for index in range(-n_warm, n):
+        begin_ns = time.perf_counter_ns()
+        run()
+        if index >= 0:
+            samples.append((time.perf_counter_ns() - begin_ns) * 1e-3)
+    p10, median, p90 = np.percentile(samples, (10, 50, 90))
+    return {"median_us": median, "p10_us": p10, "p90_us": p90, "samples_us": [round(value, 2) for value in samples]}
+
+
+def calls(device: str, n: int) -> Iterator[dict[str, Any]]:
+    """Copies, launches and waits, with the link idle and while chunks are uploaded."""
+    backend = Backend.open(device)
+    context = backend.context()
+    small, ids = tensor(context, F32, INPUT_BYTES // 4), tensor(context, F32, IDS_BYTES // 4)
+    wide = tensor(context, F32, 8 * INPUT_BYTES // 4)
+    product = scale(context, small)
+    backend.allocate(context)
+    graph = backend.graph(context, product)
+    pageable = (ctypes.c_uint8 * (8 * INPUT_BYTES))()
+    ordinary, pinned = ctypes.addressof(pageable), backend.pinned(8 * INPUT_BYTES)
+
+    def blocking_get() -> None:
+        backend.get(small, ordinary, INPUT_BYTES)
+
+    def launch_and_wait() -> None:
+        backend.compute(graph, queued=True)
+        backend.synchronize()
+
+    def round_trip(memory: int, *, queued: bool) -> Callable[[], None]:
+        def run() -> None:  # a launch, input, ids and weights down, the sum up, and the next launch
+            backend.compute(graph, queued=True)
+            if not queued:
+                backend.synchronize()
+            for source, n_bytes in ((small, INPUT_BYTES), (ids, IDS_BYTES), (ids, IDS_BYTES)):
+                backend.get(source, memory, n_bytes, queued=queued)
+            backend.synchronize()
+            backend.set(small, memory, INPUT_BYTES, queued=queued)
+            backend.compute(graph, queued=True)
+            backend.synchronize()
+
+        return run
+
+    runs: dict[str, Callable[[], None]] = {
+        "no work, a call from Python": backend.ask_name,
+        "launch and wait": launch_and_wait,
+        "synchronize": backend.synchronize,
+        "get, pageable": blocking_get,
+        "set, pageable": lambda: backend.set(small, ordinary, INPUT_BYTES),
+        "set of all columns, pageable": lambda: backend.set(wide, ordinary, 8 * INPUT_BYTES),
+        "layer, blocking copies, pageable": round_trip(ordinary, queued=False),
+    }
+    if pinned is not None:
+        address = pinned
+
+        def queued_get() -> None:
+            backend.get(small, address, INPUT_BYTES, queued=True)
+            backend.synchronize()
+
+        runs |= {
+            "get, pinned": lambda: backend.get(small, address, INPUT_BYTES),
+            "set, pinned": lambda: backend.set(small, address, INPUT_BYTES),
+            "queued get and wait, pinned": queued_get,
+            "layer, blocking copies, pinned": round_trip(address, queued=False),
+            "layer, queued copies, pinned": round_trip(address, queued=True),
+        }
+    for chunk_bytes in (0, *CHUNKS_BYTES):
+        with traffic(device, chunk_bytes) if chunk_bytes else nullcontext(True):
+            for name, run in runs.items():
+                yield {"name": name, "upload_chunk_bytes": chunk_bytes, **measure(run, n)}
+    backend.close()
+
+
+def matmuls(device: str, n: int, shrink: int) -> Iterator[dict[str, Any]]:
+    """One matrix of the experts by table size, tokens and layout; `error` where the device cannot."""
+    for n_experts in TABLES:
+        table_size = max(n_experts // shrink, N_USED)
+        for n_tokens in (1, 9, 64):
+            for layout in ("rows", "columns"):
+                about = {"name": "expert matmul", "ne02": table_size, "n_tokens": n_tokens, "layout": layout}
+                try:
+                    yield about | _matmul(device, n, table_size, n_tokens * N_USED, layout, shrink)
+                except (MemoryError, RuntimeError) as error:
+                    yield about | {"error": str(error)}
+
+
+def _matmul(device: str, n: int, n_experts: int, n_pairs: int, layout: str, shrink: int) -> dict[str, Any]:
+    backend = Backend.open(device)
+    try:
+        d1, d2 = (1, n_pairs) if layout == "rows" else (n_pairs, 1)
+        context = backend.context()
+        table = tensor(context, Q4_K, EMBD, EXPERT_FF // min(shrink, 3), n_experts)
+        columns, ids = tensor(context, F32, EMBD, d1, d2), tensor(context, I32, d1, d2)
+        product = mul_mat_id(context, table, columns, ids)
+        if not backend.supports(product):
+            raise RuntimeError("the device does not support it")
+        backend.allocate(context)
+        # as in a verification: a token uses different experts, neighbours share some; pairs are sorted by expert
+        rng = np.random.default_rng(n_pairs)
+        pool = rng.permutation(n_experts)[: max(N_USED, min(n_experts, n_pairs // 3))]
+        chosen = np.sort(np.concatenate([rng.permutation(pool)[:N_USED] for _ in range(n_pairs // N_USED)]))
+        numbers = chosen.astype(np.int32)
+        backend.set(ids, numbers.ctypes.data, numbers.nbytes)
+        graph = backend.graph(context, product)
+        return {"experts_used": int(np.unique(numbers).size), **measure(lambda: backend.compute(graph), n)}
+    finally:
+        backend.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="CUDA0", help="as ggml names it")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--dry-run", action="store_true", help="small tables, few repetitions")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    native.attach()
+    n, shrink = (5, 16) if options.dry_run else (options.repeats, 1)
+    rows: list[dict[str, Any]] = []
+    for source in (calls(options.device, n), matmuls(options.device, n, shrink)):
+        for row in source:
+            rows.append(row)
+            about = ", ".join(f"{key} {value}" for key, value in row.items() if not key.endswith("_us"))
+            print(f"{row.get('median_us', float('nan')):10.1f} us  {about}", file=sys.stderr)
+            record = {"schema": SCHEMA, "device": options.device, "dry_run": options.dry_run, "rows": rows}
+            options.out.write_text(json.dumps(record) + "\n")  # what is there if the rest takes too long
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
