@@ -8,7 +8,7 @@ A layer of which the host computes a part, or whose ids the host must know, has 
   up       the GPU gets the host's result, and goes on
 
 sim/data/handoffs.json states the calls at each moment for every program, for one token and for nine, and the time of
-each kind of call. docs/benchmarks/round-trips.json has the counts that the counting device of the tests recorded.
+each kind of call. docs/benchmarks/round-trips-0.6.0.json has the counts that the counting device of the tests recorded.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ HARDWARE = ("rtx4090-pcie4", "rtx4090-server", "h200")
 CACHE_RATIOS = (0.17, 0.3, 0.6)
 GAMMAS = (0, 8)
 _ACCEPTANCE = 0.7  # of a draft; a guess, equal for all programs
-_TOKENS = 256
-_WHOLE_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the slots, for whole layers next to the cache
+_TOKENS = 128
+_WHOLE_SHARES = (0.25, 0.5)  # of the slots, for whole layers next to the cache
 _POLICY = PlacementConfig().policy
 
 
@@ -41,19 +41,19 @@ class System:
     program: str  # of sim/data/programs.json
     gammas: tuple[int, ...] = GAMMAS
     has_range: bool = True
+    only_first: bool = False  # of HARDWARE
     whole_share: float = 0.0  # of the slots, which whole layers take
 
 
 STOCK = System("--n-cpu-moe", "llama-cpp-sd", "llama.cpp")
 SYSTEMS = (
     STOCK,
-    System("--moe-cache-mib", "llama-cpp-cache", "llama.cpp, cache", gammas=(0,)),
-    System("moeedge 0.6", _POLICY, "moeedge 0.6"),
-    System("queued copies", _POLICY, "moeedge, queued copies", has_range=False),
-    System("one CPU graph", _POLICY, "moeedge, one CPU graph", has_range=False),
+    System("--moe-cache-mib", "llama-cpp-cache", "llama.cpp, cache", gammas=(0,), only_first=True),
+    System("moeedge 0.6", _POLICY, "moeedge 0.6", only_first=True),
+    System("queued copies", _POLICY, "moeedge, queued copies", gammas=(0,), has_range=False, only_first=True),
+    System("one CPU graph", _POLICY, "moeedge, one CPU graph", gammas=(0,), has_range=False, only_first=True),
     System("moeedge", _POLICY, "moeedge"),
-    System("moeedge, lfu", "lfu", "moeedge", gammas=(0,)),
-    *(System("whole layers", _POLICY, "moeedge", (0,), False, share) for share in _WHOLE_SHARES),
+    *(System("whole layers", _POLICY, "moeedge", (0,), has_range=False, whole_share=share) for share in _WHOLE_SHARES),
 )
 
 
@@ -107,7 +107,7 @@ def predict(
         for gamma in gammas
         for ratio in CACHE_RATIOS
         for system in systems
-        if gamma in system.gammas and (hardware == HARDWARE[0] or gamma == 0)
+        if gamma in system.gammas and (hardware == HARDWARE[0] or not (gamma or system.only_first))
     ]
     ranges = cases.ranges(
         {side: _case(*row, side if row[-1].has_range else "chosen", seed) for side in SIDES} for row in asked
@@ -142,7 +142,7 @@ def break_even_hit_rate(share: float, m_s: float, s_s: float, c_s: float, g_s: f
 def fixed_s(framework: Framework, hardware: HardwareSpec, shape: ModelShape, n_tokens: int = 1) -> float:
     """What a layer costs apart from its experts where the host has a part in it, with its share of planning."""
     exchanged_s = framework.handoff.fixed_s(hardware.link_bytes_per_s, n_tokens) if framework.handoff else 0.0
-    return exchanged_s + framework.schedule_s / shape.n_expert_layers
+    return exchanged_s + framework.layer_overhead_s + framework.schedule_s / shape.n_expert_layers
 
 
 def _break_even(
@@ -163,7 +163,7 @@ def _n_whole_layers(system: System, ratio: float, shape: ModelShape) -> int:
 def _case(hardware: str, gamma: int, ratio: float, system: System, side: Side, seed: int) -> Case:
     return Case(
         model=MODEL,
-        n_tokens=_TOKENS * (gamma // 2 or 1),
+        n_tokens=_TOKENS * (2 if gamma else 1),
         hardware=find_hardware(hardware, side),
         framework=find_program(system.program, side),
         config=SimulationConfig(

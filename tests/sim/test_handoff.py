@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ DOWN_NS, SUBMIT_NS, JOIN_NS, UP_NS = 2 * 8 + 4 + 10, 7, 1, 3
 ONE = Moments(down=DOWN, submit=SUBMIT, join=JOIN, up=UP)
 HANDOFF = Handoff(name="test", one=ONE, nine=ONE, times=TIMES, cpu_regions=2, divides=True)
 HYBRID = ExecutionModel()
+COUNTED = Path(__file__).parents[2] / "docs" / "benchmarks" / "round-trips-0.6.0.json"
 FREE: dict[str, object] = {"transfer_ns": 0, "latency_ns": 0, "link_bytes_per_s": 1e12}  # uploads take no time
 
 
@@ -70,6 +73,21 @@ def test_every_step_of_the_lean_path_exchanges_less() -> None:
         times = [find_handoff(name).fixed_s(25e9, n_tokens) for name in names]
         assert times == sorted(times, reverse=True)
     assert find_handoff("launched ahead").launched_ahead
+
+
+@pytest.mark.parametrize(("program", "lane"), [("--n-cpu-moe", "stock"), ("moeedge 0.6", "moeedge-0.5")])
+def test_the_calls_are_those_that_were_counted(program: str, lane: str) -> None:
+    """Per layer, of one token and of nine; bytes of a block's two halves depend on the hit rate."""
+    record = json.loads(COUNTED.read_text(encoding="utf-8"))
+    handoff = find_handoff(program)
+    for n_tokens, moments in ((1, handoff.one), (9, handoff.nine)):
+        counted = next(row for row in record["rows"] if (row["lane"], row["n_tokens"]) == (lane, n_tokens))["per_layer"]
+        calls = [moments.down, moments.submit, moments.join, moments.up, moments.hidden]
+        for name in ("gets", "sets", "gets_async", "sets_async", "copies", "launches"):
+            assert sum(getattr(call, name) for call in calls) == pytest.approx(counted[name], abs=0.05), name
+        assert sum(call.waits + call.syncs for call in calls) == pytest.approx(counted["syncs"], abs=0.05)
+        assert moments.up.bytes_up == pytest.approx(counted["bytes_up"], rel=0.01) or handoff.divides
+        assert moments.down.bytes_down <= counted["bytes_down"] * 1.01
 
 
 def test_every_handoff_of_a_program_is_described() -> None:

@@ -45,10 +45,11 @@ def test_rows_compare_with_stock_at_the_same_constants(monkeypatch: pytest.Monke
     monkeypatch.setattr(predictions, "_TOKENS", 24)
     monkeypatch.setattr(predictions, "HARDWARE", ("rtx4090-pcie4",))
     monkeypatch.setattr(predictions, "CACHE_RATIOS", (0.3,))
-    chosen = [system for system in SYSTEMS if system.name in ("moeedge 0.6", "moeedge")]
+    before, after = (next(system for system in SYSTEMS if system.name == name) for name in ("moeedge 0.6", "moeedge"))
     whole = next(system for system in SYSTEMS if system.whole_share == 0.5)
     with Cases() as cases:
-        stock, before, after, mixed = predict(cases, systems=[STOCK, *chosen, whole], gammas=(0,))
+        asked = [STOCK, replace(before, has_range=False), after, whole]
+        stock, before, after, mixed = predict(cases, systems=asked, gammas=(0,))
     assert (stock.n_whole_layers, after.n_whole_layers, mixed.n_whole_layers) == (14, 0, 7)
     assert stock.over_stock == stock.over_stock_low == 1 and stock.break_even_hit_rate is None
     assert stock.tg_low_ts is not None and stock.tg_high_ts is not None and after.over_stock_low is not None
@@ -73,6 +74,6 @@ def test_the_kept_predictions_are_of_these_rows() -> None:
 
 def test_a_whole_layer_costs_no_exchange_with_the_host() -> None:
     """Shares of the slots for whole layers: the simulation leaves the rest to the cache of fewer layers."""
-    system = replace(next(system for system in SYSTEMS if system.whole_share == 1.0), has_range=False)
-    case = predictions._case("rtx4090-pcie4", 0, 0.3, system, "chosen", 0)
+    system = next(system for system in SYSTEMS if system.whole_share == 0.5)
+    case = predictions._case("rtx4090-pcie4", 0, 0.3, replace(system, whole_share=1.0), "chosen", 0)
     assert case.config.n_whole_layers == 14
