@@ -39,6 +39,7 @@ class Calibration:
     prefill_ts: dict[PrefillPath, float]  # tokens/s by path
     n_tokens: int  # of the batch that a step verifies: the draft length + 1
     seconds: float  # that measuring took
+    n_readers: int = 1  # threads that read experts from the model's file
     from_file: bool = False  # measured in an earlier run
     kept: bool = True  # False: the cache folder cannot be written
 
@@ -107,6 +108,7 @@ class Calibration:
                 prefill_ts={PrefillPath(path): float(value) for path, value in fields["prefill_ts"].items()},
                 n_tokens=int(fields["n_tokens"]),
                 seconds=float(fields["seconds"]),
+                n_readers=int(fields.get("n_readers", 1)),
                 from_file=True,
             )
         except (KeyError, TypeError, AttributeError) as error:

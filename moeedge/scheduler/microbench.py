@@ -7,6 +7,7 @@ a fixed text.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ _PREFILL_REPETITIONS = 3
 CONTEXT_MIN = 96  # tokens; in a smaller context there is no room to measure
 _MIN_TIMED_BLOCKS = 12  # blocks with an exact time on the device that suffice without the others
 _FILLS = 4  # parts in which transfers are timed; the fastest counts
+_READERS = (1, 2, 3)  # threads that read the model's file; more take the CPU's memory bandwidth without a faster link
+_READERS_GAIN = 0.9  # of the time with fewer readers, which more of them must beat
 _DRAIN_S = 0.3
 _STREAM_S = 10.0  # limit of a prompt on the CPU where it is compared with streaming
 _PART_LIMITS_S = {"steps": 0.7, "batches": 1.4, "prefill": 0.7}  # after which a part is cut short
@@ -124,7 +127,7 @@ def measure(
     start_s = time.perf_counter()
     run = _Run(target, cache, policy, n_verified)
     try:
-        transfer_s = run.time_transfers()
+        transfer_s, n_readers = run.time_transfers()
         run.learn(cap)
         step_s, plain_step_s = run.time_batches()
         prefill_ts = run.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
@@ -138,6 +141,7 @@ def measure(
         prefill_ts=prefill_ts,
         n_tokens=n_verified,
         seconds=time.perf_counter() - start_s,
+        n_readers=n_readers,
     )
 
 
@@ -164,16 +168,29 @@ class _Run:
         self._target.clear()
         self._sensor.read_counts()
 
-    def time_transfers(self) -> float:
-        """Fills the slots with experts of all layers; seconds per transfer, 0 without one."""
+    def time_transfers(self) -> tuple[float, int]:
+        """Fills the slots with experts of all layers; seconds per transfer, 0 without one, and threads that read best.
+
+        The fewest threads, unless more are clearly faster. The emulated device reads straight into its slots.
+        """
         resident = self._cache.residency()
         group = self._cache.groups()[0]
         absent = np.argwhere((resident == 0) & (group >= 0)[:, None]).astype(np.int32)
         uploads = absent[np.random.default_rng(0).permutation(len(absent))[: self._cache.info.n_slots]]
         times_s = [self._time_uploads(uploads)]  # pages of file and device are cold: not the lasting speed
         self._cache.clear()
-        times_s += [self._time_uploads(part) for part in np.array_split(uploads, _FILLS)]
-        return min((time_s for time_s in times_s if time_s > 0), default=0.0)
+        n_cores = os.cpu_count() or 1
+        readers = [1] if self._cache.info.is_host else [n for n in _READERS if n <= max(1, n_cores // 2)]
+        times: dict[int, list[float]] = {n: [] for n in readers}
+        times[1] += times_s
+        for index, part in enumerate(np.array_split(uploads, _FILLS * len(readers))):
+            n_readers = readers[index % len(readers)]
+            self._cache.set_readers(n_readers)
+            times[n_readers].append(self._time_uploads(part))
+        best = {n: min((time_s for time_s in of_n if time_s > 0), default=0.0) for n, of_n in times.items()}
+        chosen = fewest_readers(best)
+        self._cache.set_readers(chosen)
+        return best[chosen], chosen
 
     def _time_uploads(self, uploads: NDArray[np.int32]) -> float:
         """Seconds per transfer; 0 without one."""
@@ -311,6 +328,15 @@ class _Run:
             r_c=self._share_curves.r_c,
             r_g=self._share_curves.r_g,
         )
+
+
+def fewest_readers(seconds: dict[int, float]) -> int:
+    """The number of threads to read with, by seconds per transfer; 0 s: not measured."""
+    chosen = 1
+    for n in sorted(seconds):
+        if 0 < seconds[n] < _READERS_GAIN * seconds[chosen]:
+            chosen = n
+    return chosen
 
 
 def _timed(records: NDArray[np.void]) -> NDArray[np.void]:

@@ -19,7 +19,7 @@ from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration, write_calibration
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.microbench import _timed
+from moeedge.scheduler.microbench import _timed, fewest_readers
 from tests.conftest import TinyFactory
 
 
@@ -207,3 +207,17 @@ def test_blocks_that_a_gpu_had_finished_unseen_say_nothing_of_it() -> None:
     assert len(_timed(records)) == 40  # there is nothing better
     records["device_ns"][::3] = records["wait_ns"][::3] = 200_000
     assert (_timed(records)["device_ns"] == 200_000).all()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({1: 10.0}, 1),
+        ({1: 10.0, 2: 9.5, 3: 9.2}, 1),
+        ({1: 10.0, 2: 6.0, 3: 5.8}, 2),
+        ({1: 10.0, 2: 9.5, 3: 7.0}, 3),
+        ({1: 10.0, 2: 0.0, 3: 0.0}, 1),
+    ],
+)
+def test_more_readers_only_where_they_are_clearly_faster(seconds: dict[int, float], expected: int) -> None:
+    assert fewest_readers(seconds) == expected
