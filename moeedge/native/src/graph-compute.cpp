@@ -263,7 +263,8 @@ static bool is_view(const ggml_tensor * node) {
 // Gives the executor a graph that consists of one block, while the block's inputs are on their way from the GPU that computed
 // them. BLOCK_NOT_COMPUTED: the graph is not of that kind, or the executor does not take it.
 static block_outcome compute_ahead(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph) {
-    if (self->arriving.empty() || parsed.blocks.size() != 1 || parsed.placed.front().group < 0) {
+    if (self->arriving.empty() || parsed.blocks.size() != 1 || parsed.placed.front().group < 0 ||
+        !parsed.placed.front().sum.is_complete()) {
         return BLOCK_NOT_COMPUTED;
     }
     const placed_chain & placed = parsed.placed.front();
