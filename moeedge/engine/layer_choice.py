@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from moeedge import __version__, paths
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import ALL_LAYERS, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.paths import replace_file
 from moeedge.scheduler.sizing import default_reserve
@@ -34,6 +34,22 @@ class LayerSplit:
     n_cpu_moe: int  # the same as llama.cpp's --n-cpu-moe
     n_slots: int  # of the cache for the others; 0: none
     step_s: float  # mean seconds of a step of an answer, drafting included
+    n_ubatch: int = 0  # tokens per graph; 0: the configuration's
+    op_offload: bool = True
+
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        """The configuration of a session with this division."""
+        placement = config.placement
+        if not self.n_slots:
+            placement = replace(placement, vram_bytes=None, cache_ratio=0.0)
+        return replace(
+            config,
+            n_cpu_moe=self.n_cpu_moe if self.n_whole else ALL_LAYERS,
+            n_ubatch=self.n_ubatch or config.n_ubatch,
+            op_offload=self.op_offload,
+            layers_measured=True,
+            placement=placement,
+        )
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
         n_outputs=MAX_OUTPUTS,
+        op_offload=config.op_offload or model.info.n_experts == 0,
         mode=config.mode,
     )
 

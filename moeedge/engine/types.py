@@ -69,6 +69,7 @@ class EngineConfig:
     n_batch: int = 2048  # tokens per llama_decode call
     n_ubatch: int = 512  # tokens per graph
     cpu_fallback: bool = False  # go on without a GPU that fails in mid-answer; not with shared models
+    op_offload: bool = True  # llama.cpp's, of large batches; needless where experts are streamed through the cache
     context_shift: bool = False  # drop the oldest half instead of stopping when the context is full
 
     def __post_init__(self) -> None:

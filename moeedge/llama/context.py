@@ -79,12 +79,15 @@ class Context:
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_outputs: int = 0,
+        op_offload: bool = True,
         mode: Mode = "moeedge",
     ) -> None:
         """Makes the context.
 
         n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
-        `decode` computes a longer batch with all logits in pieces. Raises EngineError where memory is short.
+        `decode` computes a longer batch with all logits in pieces. op_offload: llama.cpp's own, of large batches to
+            a GPU, for weights in host memory; it reserves room for them there. Raises EngineError where memory is
+            short.
         """
         self.model = model
         self.n_threads = n_threads or library.physical_cores()
@@ -93,6 +96,7 @@ class Context:
         parameters.n_batch = n_batch
         parameters.n_ubatch = min(n_ubatch, n_batch)
         parameters.n_outputs_max = n_outputs
+        parameters.op_offload = op_offload
         parameters.n_threads = self.n_threads
         parameters.n_threads_batch = self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost

@@ -63,7 +63,13 @@ def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
     gpus: dict[str, MemoryShare] = {}
     ram, repacked = MemoryShare(), 0
     with Context(
-        model, n_ctx=n_ctx, n_threads=1, n_batch=config.n_batch, n_ubatch=config.n_ubatch, n_outputs=MAX_OUTPUTS
+        model,
+        n_ctx=n_ctx,
+        n_threads=1,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        n_outputs=MAX_OUTPUTS,
+        op_offload=config.op_offload or model.info.n_experts == 0,
     ) as context:
         for use in context.memory_uses():
             share = MemoryShare(use.weights_bytes, use.memory_bytes, use.compute_bytes)
