@@ -1,0 +1,269 @@
+"""The cases of the Vulkan lane, and a process that runs those of one model: python -m tests.gpu.vulkan_cases MODEL DIR
+
+Reads a case per line from standard input and writes a result per line to standard output, both as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeedge.bench.config import MODES
+from moeedge.bench.output_check import NEAR_TIE_GAP
+from moeedge.engine.session import Session
+from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+from moeedge.scheduler import opening
+from tests.support.cases import MOE_CASES
+from tests.support.commands import run
+from tests.support.hybrid import greedy_answer, hybrid_config, random_prompt
+from tests.support.tiny import make_tiny
+from tests.support.vulkan import DEVICE
+
+ALL_LAYERS = 99
+N_LAYERS = {"deepseek2": 3}  # its first is dense
+N_LAYERS_DEFAULT = 2
+N_EXPERTS = 16
+MODELS = ("qwen3moe", "gpt-oss", "deepseek2", "mixtral")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: a kind of test, and its settings."""
+
+    model: str
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The case in words."""
+        words = [f"{key}={value}" for key, value in self.settings.items()]
+        return " ".join([self.model, self.kind, *words])
+
+
+def n_layers(model: str) -> int:
+    """Layers of that tiny model."""
+    return N_LAYERS.get(model, N_LAYERS_DEFAULT)
+
+
+def greedy(model: str, **settings: Any) -> Case:
+    """Greedy answers that must equal stock's with the same layers on the device."""
+    defaults = {
+        "ngl": ALL_LAYERS,
+        "ratio": 0.5,
+        "gamma": 4,
+        "draft": "device",
+        "policy": "spac",
+        "prompt": 10,
+        "predict": 6,
+    }
+    return Case(model, "greedy", defaults | settings)
+
+
+def all_cases() -> list[Case]:
+    """The entire lane; a model's cases are neighbours."""
+    cases = []
+    for model in MODELS:
+        half = (n_layers(model) + 1) // 2 + 1  # the output layer counts as one
+        cases += [greedy(model, ngl=ngl) for ngl in (1, half, ALL_LAYERS)]
+        cases += [greedy(model, ratio=ratio, ngl=half) for ratio in (0.17, 1.0)]
+        cases += [greedy(model, gamma=gamma, ngl=half) for gamma in (0, 8)]
+        cases += [greedy(model, draft="cpu", ngl=half)]
+        cases += [greedy(model, prefill=path, prompt=70, predict=3) for path in ("cpu", "resident", "stream")]
+        cases += [Case(model, kind) for kind in ("calibrate", "profile", "chat", "bench")]
+    return cases
+
+
+def slice_cases() -> list[Case]:
+    """What the default suite runs."""
+    return [
+        greedy("qwen3moe", predict=4),
+        greedy("qwen3moe", ngl=1, ratio=1.0, draft="cpu", predict=4),
+        Case("qwen3moe", "chat"),
+    ]
+
+
+class ModelCases:
+    """Runs the cases of one model; models and stock's answers are kept."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        arch, dimensions = MOE_CASES[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = make_tiny(arch, folder, **(dimensions | {"experts": N_EXPERTS, "layers": n_layers(name)}))
+        self.draft_path = make_tiny("qwen3", folder, layers=1)
+        self._models: dict[tuple[Path, int, bool], Model] = {}
+        self._expected: dict[tuple[int, int, int], list[int]] = {}
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """The figures of a case; raises AssertionError where it fails."""
+        return getattr(self, f"_{case.kind}")(**case.settings)
+
+    def model(self, path: Path, n_gpu_layers: int, *, experts_on_cpu: bool = True) -> Model:
+        """Loaded once; the process's end frees it."""
+        key = (path, n_gpu_layers, experts_on_cpu)
+        if key not in self._models:
+            self._models[key] = Model.load(
+                path, n_gpu_layers=n_gpu_layers, device=DEVICE, experts_on_cpu=experts_on_cpu and path == self.path
+            )
+        return self._models[key]
+
+    @contextmanager
+    def session(self, ngl: int, ratio: float, draft: str, gamma: int, **placement: Any) -> Iterator[Session]:
+        """A session with that split; draft: on the "device", the "cpu", or "ngram"."""
+        with ExitStack() as stack:
+            draft_path: Any = self.draft_path if draft in ("device", "cpu") else draft
+            config = hybrid_config(self.path, draft_path, ratio, gamma=max(gamma, 1), device=DEVICE, **placement)
+            config = replace(config, n_gpu_layers=ngl)
+            loaded = None
+            if draft in ("device", "cpu"):
+                loaded = self.model(self.draft_path, ALL_LAYERS if draft == "device" else 0)
+            session = stack.enter_context(Session.open(config, model=self.model(self.path, ngl), draft_model=loaded))
+            session.gamma = gamma
+            yield session
+
+    def _greedy(
+        self, *, ngl: int, ratio: float, gamma: int, draft: str, policy: str, prompt: int, predict: int, **placement: Any
+    ) -> dict[str, Any]:
+        tokens = random_prompt(prompt, prompt)
+        with self.session(ngl, ratio, draft, gamma, policy=policy, **placement) as session:
+            expected = self._stock_answer(session, ngl, tokens, predict)
+            ties = []
+            for _ in range(2):  # while the cache fills, and when it is warm
+                answer = greedy_answer(session, tokens, predict)
+                if answer != expected:
+                    ties.append(self._judge(session, tokens, expected, answer))
+            stats = session.placement_stats()
+        figures: dict[str, Any] = {"near_ties": ties}
+        if stats is not None:
+            assert not stats.lost and stats.blocks_unknown == 0, stats
+            figures |= {"pairs_hit": stats.pairs_hit, "pairs": stats.pairs}
+            assert ratio < 1 or policy == "none" or stats.pairs_hit > 0, "nothing was computed on the device"
+        return figures
+
+    def _stock_answer(self, session: Session, ngl: int, tokens: list[int], n_predict: int) -> list[int]:
+        """Stock's: the same process, the same layers on the device, no operation claimed."""
+        key = (ngl, len(tokens), n_predict)
+        if key not in self._expected:
+            gamma, session.gamma = session.gamma, 0
+            session.set_mode("stock")
+            self._expected[key] = greedy_answer(session, tokens, n_predict)
+            session.set_mode("moeedge")
+            session.gamma = gamma
+        return self._expected[key]
+
+    def _judge(self, session: Session, prompt: list[int], expected: list[int], answer: list[int]) -> dict[str, Any]:
+        """The first difference, which must be a near-tie of stock's two best logits.
+
+        Near: closer than the engine's limit, or than twice what stock itself moves a logit when it decodes the same
+        tokens in one batch, or with the experts on the device.
+        """
+        first = next(i for i, pair in enumerate(zip(answer, expected, strict=True)) if pair[0] != pair[1])
+        session.set_mode("stock")
+        text = [*prompt, *expected[:first]]
+        row = _last_logits(session.target, prompt, expected[:first])
+        batched = _last_logits(session.target, text, [])
+        session.set_mode("moeedge")
+        whole = self.model(self.path, ALL_LAYERS, experts_on_cpu=False)
+        with Context(whole, n_ctx=512, n_threads=1, mode="stock") as context:
+            on_device = _last_logits(context, prompt, expected[:first])
+        scatter = float(max(np.abs(batched - row).max(), np.abs(on_device - row).max()))
+        best_two = np.argsort(row)[-2:].tolist()
+        gap = float(row.max() - row[answer[first]])
+        found = {"position": first, "gap": gap, "stock_scatter": scatter}
+        assert {answer[first], expected[first]} == set(best_two), f"not the two best tokens: {found}"
+        assert gap <= max(NEAR_TIE_GAP, 2 * scatter), f"no near-tie: {found}"
+        return found
+
+    def _calibrate(self) -> dict[str, Any]:
+        """Measured as at a first start, and what is done with it."""
+        with self.session(ALL_LAYERS, 0.5, "device", 4) as session:
+            assert session.calibration is None
+        config = hybrid_config(self.path, self.draft_path, 0.5, gamma=4, device=DEVICE)
+        config = replace(config, n_gpu_layers=ALL_LAYERS, placement=replace(config.placement, calibrate=True))
+        models = {"model": self.model(self.path, ALL_LAYERS), "draft_model": self.model(self.draft_path, ALL_LAYERS)}
+        with Session.open(config, **models) as session:
+            assert session.calibration is not None, session.info.notes
+            assert session.calibration.speed > 0
+            return {"speed": session.calibration.speed, "pays": session.calibration.pays}
+
+    def _command(self, *arguments: object) -> Any:
+        """The JSON of a command with this model on the device."""
+        files = ["-m", self.path, "-md", self.draft_path, "-dev", DEVICE, "-t", "1"]
+        result = run(*arguments[:1], *files, *arguments[1:], "-o", "json")
+        assert result.exit_code == 0, result.stderr[-2000:]
+        return json.loads(result.stdout)
+
+    def _chat(self) -> dict[str, Any]:
+        options = ["-p", "tell me", "--temp", "0", "-n", "4", "-c", "256", "--raw", "--no-calibrate"]
+        placed = self._command("chat", *options, "--cache-ratio", "0.5", "-ngl", ALL_LAYERS)
+        alone = self._command("chat", *options, "--cache-ratio", "0", "-ngl", "0", "--draft-max", "0")
+        assert placed["stats"]["device"].startswith(DEVICE)
+        assert len(placed["tokens"]) == len(alone["tokens"]) == 4
+        return {"hit_rate": placed["stats"]["hit_rate"], "equals_cpu": placed["tokens"] == alone["tokens"]}
+
+    def _profile(self) -> dict[str, Any]:
+        options = ["-p", "one two", "-c", "256", "-n", "4", "--raw", "--draft-max", "2"]
+        report = self._command("profile", *options)
+        assert report["steps"] > 0
+        return {"steps": report["steps"]}
+
+    def _bench(self) -> dict[str, Any]:
+        talk = self.folder / "talk.jsonl"
+        talk.write_text('{"prompt": "Hi."}\n')
+        options = ["--dataset", talk, "-n", "3", "-r", "1", "-c", "256", "--draft-max", "2", "--no-calibrate"]
+        rows = self._command("bench", "--modes", ",".join(MODES), *options, "--cache-ratio", "0.5")
+        assert {row["mode"] for row in rows} <= set(MODES) and len(rows) >= 4, rows
+        assert all(row["tg_ts"] > 0 for row in rows)
+        return {"modes": [row["mode"] for row in rows], "output": [row.get("output_check") for row in rows]}
+
+    def _fuzz(self, **settings: Any) -> dict[str, Any]:
+        """A greedy case with random settings, of which there are many: kernels are loaded, so nothing is warmed up."""
+        settings.pop("seed")
+        original, opening.warm_up_gpu = opening.warm_up_gpu, lambda *_arguments: None
+        try:
+            return self._greedy(**settings)
+        finally:
+            opening.warm_up_gpu = original
+
+
+def _last_logits(context: Context, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    """Logits [n_vocab] after the prompt and `tokens`, which are decoded one by one."""
+    context.clear()
+    logits = context.decode(prompt, phase=Phase.PREFILL, logits="last")
+    for token in tokens:
+        logits = context.decode([token], phase=Phase.DECODE, logits="last")
+    return np.array(logits[0])
+
+
+def main(arguments: list[str]) -> None:
+    """Runs cases until standard input ends."""
+    name, folder = arguments
+    library.start()
+    cases = ModelCases(name, Path(folder))
+    for line in sys.stdin:
+        case = Case(**json.loads(line))
+        start_s = time.monotonic()
+        result: dict[str, Any] = {"error": None}
+        try:
+            result["figures"] = cases.run(case)
+        except Exception as error:  # every failure is this case's result
+            result["error"] = f"{type(error).__name__}: {error}"
+        result["seconds"] = round(time.monotonic() - start_s, 2)
+        print(json.dumps(asdict(case) | result, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
