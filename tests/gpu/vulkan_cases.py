@@ -135,7 +135,16 @@ class ModelCases:
             yield session
 
     def _greedy(
-        self, *, ngl: int, ratio: float, gamma: int, draft: str, policy: str, prompt: int, predict: int, **placement: Any
+        self,
+        *,
+        ngl: int,
+        ratio: float,
+        gamma: int,
+        draft: str,
+        policy: str,
+        prompt: int,
+        predict: int,
+        **placement: Any,
     ) -> dict[str, Any]:
         tokens = random_prompt(prompt, prompt)
         with self.session(ngl, ratio, draft, gamma, policy=policy, **placement) as session:

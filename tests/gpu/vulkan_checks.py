@@ -10,6 +10,7 @@ and a further call goes on where the last one stopped. run_vulkan_checks.sh call
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import selectors
@@ -83,10 +84,8 @@ class Child:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     stream.close()
-                except BrokenPipeError:
-                    pass
 
 
 def _read_line(stream: IO[bytes], limit_s: float) -> bytes | None:

@@ -34,7 +34,7 @@ def fuzz_case(seed: int) -> Case:
         "policy": pick(POLICIES),
         "prompt": pick(PROMPTS),
         "prefill": pick(PATHS),
-        "predict": 5,
+        "predict": 4,
     }
     return Case(model, "fuzz", settings)
 

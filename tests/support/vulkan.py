@@ -18,7 +18,7 @@ from moeedge.native.backends import PATH_VARIABLE
 DEVICE = "Vulkan0"
 LIBRARY_VARIABLE = "MOEEDGE_VULKAN_BACKEND"
 _PACKED = "libggml-vulkan.so.xz"
-_KEEP_BUFFERS = Path(__file__).parents[1] / "gpu" / "keep_buffers.c"  # which says why it is needed
+_SHIM = Path(__file__).parents[1] / "gpu" / "lavapipe_shim.c"  # which says why it is needed
 _DRIVER_FOLDERS = ("/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d")
 
 
@@ -59,12 +59,12 @@ def missing() -> str | None:
     return None
 
 
-def keep_buffers(folder: Path) -> Path:
-    """The library that keeps the driver from using freed buffers, compiled into `folder` once."""
-    library = folder / "keep_buffers.so"
+def compile_shim(folder: Path) -> Path:
+    """The library to preload, compiled into `folder` once."""
+    library = folder / "lavapipe_shim.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(_KEEP_BUFFERS), "-ldl"], check=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(_SHIM), "-ldl"], check=True)
     return library
 
 
@@ -76,7 +76,7 @@ def environment(library: Path, folder: Path) -> dict[str, str]:
         "GGML_VK_VISIBLE_DEVICES": "0",  # a device that is a CPU is used only if it is named
         "VK_DRIVER_FILES": driver,  # no other driver: a real card has tests/gpu/run_gpu_checks.sh
         "VK_ICD_FILENAMES": driver,  # the same for loaders before 1.3.207
-        "LD_PRELOAD": str(keep_buffers(folder)),
+        "LD_PRELOAD": str(compile_shim(folder)),
         "MOEEDGE_CACHE": str(folder / "cache"),
         "GOMP_SPINCOUNT": "1000",
     }
