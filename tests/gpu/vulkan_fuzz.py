@@ -12,7 +12,8 @@ from tests.gpu.vulkan_cases import ALL_LAYERS, MODELS, Case, n_layers
 RATIOS = (0.05, 0.17, 0.3, 0.5, 0.8, 1.0)
 GAMMAS = (0, 1, 2, 4, 8)
 PROMPTS = (1, 2, 9, 17, 31, 70)  # tokens
-PATHS = ("cpu", "resident", "stream")
+PREFILLS = ("cpu", "resident", "stream")
+PATHS = ("pairs", "columns", "ahead")  # of small batches on the device
 DRAFTS = ("device", "cpu", "ngram")
 
 
@@ -33,7 +34,8 @@ def fuzz_case(seed: int) -> Case:
         "draft": pick(DRAFTS),
         "policy": pick(POLICIES),
         "prompt": pick(PROMPTS),
-        "prefill": pick(PATHS),
+        "prefill": pick(PREFILLS),
+        "path": pick(PATHS),
         "predict": 4,
     }
     return Case(model, "fuzz", settings)
