@@ -52,7 +52,7 @@ def missing() -> str | None:
     if find_driver() is None:
         return "Mesa's software driver for Vulkan is missing (Debian and Ubuntu: mesa-vulkan-drivers)"
     data = paths.data_dir()
-    if LIBRARY_VARIABLE not in os.environ and not (data and (data.parent / "vulkan" / _PACKED).exists()):
+    if not os.environ.get(LIBRARY_VARIABLE) and not (data and (data.parent / "vulkan" / _PACKED).exists()):
         return f"{LIBRARY_VARIABLE} names no libggml-vulkan.so"
     if shutil.which("cc") is None:
         return "a C compiler is missing"
