@@ -216,10 +216,11 @@ class Execution:
         device_starts_ns, after_ns = start_ns, costs.handoff_ns("up", n_tokens) + chunk_ns
         if handoff.launched_ahead and misses.size:  # the device computes them with a slot of zeros
             device_ns = (device_ns or self.costs.block_ns) + int(self.costs.device_ns[1])
+        if hits.size:
+            after_ns += costs.handoff_ns("join", n_tokens)
         if not handoff.launched_ahead:
             if hits.size:
                 ready_ns += costs.handoff_ns("submit", n_tokens) + chunk_ns
-                after_ns += costs.handoff_ns("join", n_tokens)
             device_starts_ns = ready_ns
         after_ns += (handoff.cpu_regions - 1) * region_ns
         device_done_ns = cpu_done_ns = ready_ns

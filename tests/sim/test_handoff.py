@@ -30,7 +30,7 @@ DOWN_NS, SUBMIT_NS, JOIN_NS, UP_NS = 2 * 8 + 4 + 10, 7, 1, 3
 ONE = Moments(down=DOWN, submit=SUBMIT, join=JOIN, up=UP)
 HANDOFF = Handoff(name="test", one=ONE, nine=ONE, times=TIMES, cpu_regions=2, divides=True)
 HYBRID = ExecutionModel()
-COUNTED = Path(__file__).parents[2] / "docs" / "benchmarks" / "round-trips-0.6.0.json"
+RECORDS = Path(__file__).parents[2] / "docs" / "benchmarks"
 FREE: dict[str, object] = {"transfer_ns": 0, "latency_ns": 0, "link_bytes_per_s": 1e12}  # uploads take no time
 
 
@@ -56,9 +56,9 @@ def test_a_divided_layer_by_hand(hit: int) -> None:
 def test_a_half_that_is_launched_ahead_hides_the_way_down() -> None:
     ahead = replace(HANDOFF, launched_ahead=True)
     found = run(HYBRID, [(0, 0), (0, 1)], handoff=ahead, **FREE)
-    assert found.total_ns == DENSE + HEAD + 2 * DEVICE + UP_NS + 5  # longer than the way down
+    assert found.total_ns == DENSE + HEAD + 2 * DEVICE + JOIN_NS + UP_NS + 5  # longer than the way down
     slow = run(HYBRID, [(0, 0)], handoff=ahead, **FREE)
-    assert slow.total_ns == DENSE + HEAD + DOWN_NS + 2 + CPU + 5 + UP_NS + 5
+    assert slow.total_ns == DENSE + HEAD + DOWN_NS + 2 + CPU + 5 + JOIN_NS + UP_NS + 5
 
 
 def test_a_whole_layer_on_the_device_exchanges_nothing() -> None:
@@ -75,10 +75,18 @@ def test_every_step_of_the_lean_path_exchanges_less() -> None:
     assert find_handoff("launched ahead").launched_ahead
 
 
-@pytest.mark.parametrize(("program", "lane"), [("--n-cpu-moe", "stock"), ("moeedge 0.6", "moeedge-0.5")])
-def test_the_calls_are_those_that_were_counted(program: str, lane: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "file", "lane"),
+    [
+        ("--n-cpu-moe", "round-trips-0.6.0.json", "stock"),
+        ("moeedge 0.6", "round-trips-0.6.0.json", "moeedge-0.5"),
+        ("queued copies", "round-trips.json", "moeedge-0.5"),
+        ("launched ahead", "round-trips.json", "moeedge-0.5-ahead"),
+    ],
+)
+def test_the_calls_are_those_that_were_counted(program: str, file: str, lane: str) -> None:
     """Per layer, of one token and of nine; bytes of a block's two halves depend on the hit rate."""
-    record = json.loads(COUNTED.read_text(encoding="utf-8"))
+    record = json.loads((RECORDS / file).read_text(encoding="utf-8"))
     handoff = find_handoff(program)
     for n_tokens, moments in ((1, handoff.one), (9, handoff.nine)):
         counted = next(row for row in record["rows"] if (row["lane"], row["n_tokens"]) == (lane, n_tokens))["per_layer"]
