@@ -16,6 +16,7 @@ if sys.platform == "win32":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
 from tests.cli.terminal import PROMPT, Terminal
+from tests.support.counting import Unavailable, compile_device
 
 # a terminal that may be painted, but the default at the prompt of tests that look at plain text
 PLAIN = {"TERM": "dumb"}
@@ -168,6 +169,30 @@ def test_a_closed_terminal_leaves_the_chat(busy: bool, endless: list[str], cache
         assert terminal.process.wait(15) == 128 + signal.SIGHUP
     (left,) = unfinished_chats(lambda: cache / "unfinished_chats")
     assert left.conversation.messages[0].content == "tell me"
+
+
+@pytest.mark.slow
+def test_a_gpu_that_ends_the_process(pair: list[str], cache: Path, counting_file: Path) -> None:
+    """As ggml's CUDA backend does on every error: the next chat goes on with the answer."""
+    options = ["chat", *pair, "--temp", "0", "--no-calibrate", "-n", "200", "--backend", str(counting_file)]
+    gpu = ["-dev", "COUNTING0", "-ngl", "99", "--cache-ratio", "0.5"]
+    with Terminal([*options, *gpu], env=PLAIN | {"COUNTING_FAIL_GRAPH": "400", "COUNTING_FAIL_MODE": "2"}) as terminal:
+        terminal.expect(PROMPT)
+        terminal.type("tell me\r")
+        assert terminal.wait() == -signal.SIGABRT
+    (left,) = unfinished_chats(lambda: cache / "unfinished_chats")
+    assert 0 < len(left.tokens) < 200
+    with Terminal([*options, "--resume", "-st", "-dev", "none"], env=PLAIN) as terminal:
+        terminal.expect("The last answer goes on.", f"{200 - len(left.tokens)} tokens")
+        assert terminal.wait() == 0
+
+
+@pytest.fixture
+def counting_file() -> Path:
+    try:
+        return compile_device()
+    except Unavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow

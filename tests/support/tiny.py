@@ -13,12 +13,14 @@ import argparse
 import dataclasses
 import sys
 import zlib
+from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
+from moeedge.llama import library
 from tests.support.tiny_shapes import TensorSpec, TinyDims, metadata, tensors
 from tests.support.tiny_vocab import N_VOCAB, SPECIALS, add_vocabulary
 
@@ -26,6 +28,8 @@ BLOCK = 32  # weights per block of Q4_0, Q8_0 and MXFP4
 BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17}
 # standard deviations of uniformly random codes at scale 1: 4 bits in -8..7, 8 bits in -128..127, 4 bits of E2M1 doubled
 CODE_STD = {"Q4_0": 4.637, "Q8_0": 73.9, "MXFP4": 5.852}
+
+QUANTIZED = ("IQ1_M",)  # types whose blocks need a quantizer; rows of a multiple of 256
 
 ARCHITECTURES = ("qwen3moe", "qwen2moe", "llama", "olmoe", "deepseek2", "gpt-oss", "llama4", "qwen3")
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -71,6 +75,8 @@ def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
 def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
     """The tensor's bytes: float32 or float16 of `spec.shape`, or uint8 blocks [n_blocks, block bytes]."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    if spec.type in QUANTIZED:
+        return quantized(rng, spec)
     if spec.type in BLOCK_BYTES:
         if spec.shape[-1] % BLOCK:
             raise ValueError(f"{spec.name}: rows of {spec.shape[-1]} weights are no multiple of {BLOCK}")
@@ -79,6 +85,22 @@ def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
     if spec.name == "output.weight":
         values[N_VOCAB - len(SPECIALS) :] = 0  # logit 0: an answer hardly ever ends by itself
     return values.astype(np.float16) if spec.type == "F16" else values
+
+
+def quantized(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
+    """Normal values as llama.cpp's quantizer writes them: uint8 [n_bytes]."""
+    library.start()
+    columns = spec.shape[-1]
+    values = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std)
+    importance = np.ones(columns, np.float32)
+    out = np.zeros(_n_bytes(spec), np.uint8)
+    quantize = library.ggml_function(
+        "ggml_quantize_chunk", c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p
+    )
+    type_ = int(gguf.GGMLQuantizationType[spec.type])
+    addresses = [array.ctypes.data for array in (values, out, importance)]
+    quantize(type_, addresses[0], addresses[1], 0, values.size // columns, columns, addresses[2])
+    return out
 
 
 def draw_blocks(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
@@ -96,6 +118,9 @@ def draw_blocks(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray:
 
 def _n_bytes(spec: TensorSpec) -> int:
     n_weights = int(np.prod(spec.shape))
+    if spec.type in QUANTIZED:
+        block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[spec.type]]
+        return n_weights // block * n_bytes
     if spec.type in BLOCK_BYTES:
         return n_weights // BLOCK * BLOCK_BYTES[spec.type]
     return n_weights * (2 if spec.type == "F16" else 4)

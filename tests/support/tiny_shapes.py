@@ -27,12 +27,13 @@ class TinyDims:
     expert_ff: int = 32
     shared_ff: int = 64  # of the shared experts, where the architecture has them
     ctx: int = 4096  # tokens "trained with"
-    expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0 or MXFP4
+    expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0, MXFP4 or IQ1_M
     odd_down_type: str = ""  # of the down experts of odd layers where it differs, as mixed quantisations do
     dense_type: str = "F32"  # ggml type of the other matrices, embeddings included
     residual: float = 0.25  # what attention and feed-forward add to the residual stream, against embeddings of 1
     logit_std: float = 4.0  # spread of the logits over the vocabulary
     router_std: float = 2.0  # spread of the router's logits over the experts
+    expert_scales: bool = False  # a factor per expert after each of its matrices, as NVFP4 files have
     merged: bool = False  # gate and up experts in one tensor (deepseek2)
     sigmoid: bool = False  # deepseek2: sigmoid router with selection bias, groups and scale, as in DeepSeek-V3
 
@@ -182,6 +183,9 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
         yield TensorSpec("ffn_gate_exps.bias", (experts, ff), 0.3)
         yield TensorSpec("ffn_up_exps.bias", (experts, ff), 0.3)
         yield TensorSpec("ffn_down_exps.bias", (experts, d.embd), 0.3)
+    if d.expert_scales:
+        for name in ("gate", "up", "down"):
+            yield TensorSpec(f"ffn_{name}_exps.scale", (experts,), 0.3, mean=1.0)
     if arch == "qwen2moe":
         yield TensorSpec("ffn_gate_inp_shexp.weight", (d.embd,), d.embd**-0.5)
     if arch in ("qwen2moe", "deepseek2"):
