@@ -36,12 +36,18 @@ class PlanningThread:
     def wait(self) -> None:
         """Returns when all calls have ended; may be interrupted, and called again. Raises what the first one raised."""
         if self._last is not None:
-            self._last.wait()  # the calls end in their order
+            if self._is_alive:
+                self._last.wait()  # the calls end in their order
             self._last = None
         if self._errors:
             error = self._errors[0]
             self._errors.clear()
             raise error
+
+    @property
+    def _is_alive(self) -> bool:
+        """Whether the thread lives; a forked process does not have it, and would wait for ever."""
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Ends the thread after its calls, whatever they raise. May be called twice."""
@@ -49,10 +55,10 @@ class PlanningThread:
             with suppress(Exception):
                 self.wait()
         finally:
-            if self._thread is not None:
+            if self._thread is not None and self._is_alive:
                 self._calls.put(None)
                 self._thread.join()
-                self._thread = None
+            self._thread = None
 
 
 def _run(calls: SimpleQueue[tuple[Call, Event] | None], errors: list[BaseException]) -> None:
