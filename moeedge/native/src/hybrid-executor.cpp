@@ -101,8 +101,9 @@ bool hybrid_executor::place(placed_chain & placed) const {
         return false;
     }
     for (const expert_table & table : chain.tables) {
-        ggml_tensor * pool = cache->pool(placed.group, table.role.c_str());
-        if (pool == nullptr || pool->type != table.tensor->type || pool->ne[0] != table.tensor->ne[0]) {
+        ggml_tensor * pool  = cache->pool(placed.group, table.role.c_str());
+        const int64_t width = ggml_nrows(table.tensor) == 1 ? 1 : table.tensor->ne[0]; // one row: a factor per expert
+        if (pool == nullptr || pool->type != table.tensor->type || pool->ne[0] != width) {
             placed.group = -1;
             return false;
         }
