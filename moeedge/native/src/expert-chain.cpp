@@ -63,7 +63,8 @@ class chain_reader {
         int i_down = i_first;
         for (int i = i_first; i < graph->n_nodes && i < i_first + chain_nodes_max; i++) {
             const ggml_tensor * node = graph->nodes[i];
-            if (node->op == GGML_OP_MUL_MAT_ID && node->src[2] == ids) {
+            // `down`, or its bias
+            if ((node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_ADD_ID) && node->src[2] == ids) {
                 i_down = i;
             }
         }

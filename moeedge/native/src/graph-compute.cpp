@@ -268,6 +268,9 @@ static block_outcome compute_ahead(instance * self, const parsed_graph & parsed,
         return BLOCK_NOT_COMPUTED;
     }
     const placed_chain & placed = parsed.placed.front();
+    if (!placed.sum.is_complete()) {
+        return BLOCK_NOT_COMPUTED;
+    }
     for (int i = 0; i < parsed.blocks.front().i_first; i++) {
         if (!is_view(graph->nodes[i])) {
             return BLOCK_NOT_COMPUTED;

@@ -480,7 +480,7 @@ void hybrid_executor::cut_chunks(std::vector<stream_chunk> & chunks) {
 
 bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record) {
     const auto stage = [this, layer = placed.chain.layer](const stream_chunk & chunk) {
-        return std::async(std::launch::async, [this, layer, &chunk] {
+        return std::async(std::launch::async | std::launch::deferred, [this, layer, &chunk] {
             return cache->stage(layer, chunk.experts.data(), (int) chunk.experts.size(), chunk.slots.data());
         });
     };

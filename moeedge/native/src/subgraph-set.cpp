@@ -1,6 +1,7 @@
 #include "subgraph-set.h"
 
 #include <cstring>
+#include <exception>
 
 #include "ggml-alloc.h"
 #include "ggml-impl.h"
@@ -178,8 +179,12 @@ bool place_tensors(ggml_context * ctx, ggml_backend_buffer_t buffer) {
 
 bool subgraph_set::place(std::unique_ptr<subgraph> & sub) {
     auto is_placed = std::make_shared<bool>(false);
-    if (!run([this, at = sub.get(), is_placed] { *is_placed = try_place(*at); })) {
-        sub.release(); // the abandoned thread may still read it
+    try {
+        if (!run([this, at = sub.get(), is_placed] { *is_placed = try_place(*at); })) {
+            sub.release(); // the abandoned thread may still read it
+            return false;
+        }
+    } catch (const std::exception &) { // some backends report that memory is short by an exception
         return false;
     }
     return *is_placed;
