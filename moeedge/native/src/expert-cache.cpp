@@ -184,7 +184,7 @@ void expert_cache::release(int layer, const int32_t * slots, int n) {
     }
 }
 
-bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots) {
+bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots) try {
     struct request {
         std::vector<int32_t> experts, slots;
         bool                 is_done = false;
@@ -202,6 +202,9 @@ bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_
         asked->is_done = ticket >= 0;
     });
     return is_answered && asked->is_done;
+} catch (const std::exception & error) { // a backend that throws
+    mark_lost(error.what());
+    return false;
 }
 
 // planning side
