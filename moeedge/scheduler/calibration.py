@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from moeedge import paths
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.native.abi import PrefillPath
+from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.paths import replace_file
 from moeedge.policies.base import PolicyConfig
@@ -40,6 +40,8 @@ class Calibration:
     n_tokens: int  # of the batch that a step verifies: the draft length + 1
     seconds: float  # that measuring took
     n_readers: int = 1  # threads that read experts from the model's file
+    # a step of n_tokens with the cache, by the way in which the device computes small batches
+    device_path_s: dict[DevicePath, float] = field(default_factory=dict)
     from_file: bool = False  # measured in an earlier run
     kept: bool = True  # False: the cache folder cannot be written
 
@@ -48,6 +50,11 @@ class Calibration:
         """Speed of a step with the cache over one without; 1 where it was not measured."""
         with_cache, without = self.step_s.get(self.n_tokens), self.plain_step_s.get(self.n_tokens)
         return without / with_cache if with_cache and without else 1.0
+
+    @property
+    def device_path(self) -> DevicePath:
+        """The fastest way for a device to compute small batches."""
+        return min(self.device_path_s, key=lambda path: self.device_path_s[path], default=DevicePath.PAIRS)
 
     @property
     def pays(self) -> bool:
@@ -89,6 +96,8 @@ class Calibration:
             "units": None if self.units is None else json.loads(self.units.to_json()),
             "speed": self.speed,
             "prefill_path": self.prefill_path,
+            "device_path": self.device_path.name.lower(),
+            "device_path_s": {path.name.lower(): time_s for path, time_s in self.device_path_s.items()},
         }
         del fields["from_file"], fields["kept"]
         return json.dumps(fields, indent=1)
@@ -109,6 +118,9 @@ class Calibration:
                 n_tokens=int(fields["n_tokens"]),
                 seconds=float(fields["seconds"]),
                 n_readers=int(fields.get("n_readers", 1)),
+                device_path_s={
+                    DevicePath[name.upper()]: float(time_s) for name, time_s in fields.get("device_path_s", {}).items()
+                },
                 from_file=True,
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -139,6 +151,8 @@ def calibration_file(
         "emulated_threads": emulated_threads(device),
         "llama_cpp": version("llama-cpp-python"),
         "beside_gpu": target.model.uses_gpu,
+        "whole_layers": target.model.n_whole_layers,
+        "device_path": config.device_path,
         "n_slots": cache.info.n_slots,
         "n_stage": cache.info.n_stage,
         "n_ubatch": target.n_ubatch,

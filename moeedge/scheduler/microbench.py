@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.native.abi import Phase, PrefillPath
+from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Notification, Notify
 from moeedge.policies.base import Policy, PolicyConfig
@@ -93,7 +93,11 @@ def calibrate(
             return None
         notify(Notification(f"Measuring experts on the CPU and on {device.label}; this takes a while, once."))
         policy = make_policy(config.policy, cache_shape(cache), policy_config)
-        calibration = measure(target, draft, cache, policy, cap=policy_config.cap, n_verified=policy_config.gamma + 1)
+        n_verified = policy_config.gamma + 1
+        paths = _device_paths(cache, config)
+        calibration = measure(
+            target, draft, cache, policy, cap=policy_config.cap, n_verified=n_verified, device_paths=paths
+        )
         try:
             if file is None:
                 raise OSError
@@ -117,31 +121,50 @@ def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: Resol
     return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
 
+def _device_paths(cache: ExpertCache, config: PlacementConfig) -> tuple[DevicePath, ...]:
+    """The ways of computing small batches to compare: one where the device is the host, or where one was asked for."""
+    if config.device_path is not None:
+        return (config.device_path,)
+    return (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
+
+
 def measure(
-    target: Context, draft: Context | None, cache: ExpertCache, policy: Policy, *, cap: int, n_verified: int
+    target: Context,
+    draft: Context | None,
+    cache: ExpertCache,
+    policy: Policy,
+    *,
+    cap: int,
+    n_verified: int,
+    device_paths: Sequence[DevicePath] = (DevicePath.PAIRS,),
 ) -> Calibration:
     """Measures within about 3 s on a small model; the context must have CONTEXT_MIN tokens.
 
-    policy: a fresh one, whose utilities are judged. Leaves KV caches and slots empty, and the cache detached.
+    policy: a fresh one, whose utilities are judged. device_paths: are compared. Leaves KV caches and slots empty, and
+    the cache detached, with the fastest path.
     """
     start_s = time.perf_counter()
     run = _Run(target, cache, policy, n_verified)
     try:
         transfer_s, n_readers = run.time_transfers()
         run.learn(cap)
-        step_s, plain_step_s = run.time_batches()
+        paths_s, plain_step_s = run.time_batches(device_paths)
+        path = min(paths_s, key=lambda path: paths_s[path][run.n_verified])
+        step_s = paths_s[path]
+        cache.set_device_path(path)
         prefill_ts = run.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
     finally:
         run.close()
     draft_s = _time_draft(draft, run.tokens) if draft is not None else 0.0
     return Calibration(
-        units=run.cost_model(transfer_s, draft_s, step_s),
+        units=run.cost_model(transfer_s, draft_s, step_s, path),
         step_s=step_s,
         plain_step_s=plain_step_s,
         prefill_ts=prefill_ts,
         n_tokens=n_verified,
         seconds=time.perf_counter() - start_s,
         n_readers=n_readers,
+        device_path_s={path: times_s[run.n_verified] for path, times_s in paths_s.items()},
     )
 
 
@@ -153,7 +176,8 @@ class _Run:
         self._target, self._cache, self._sensor = target, cache, target.sensor
         self._store = CacheStore(cache)
         self._driver = StepDriver(policy, self._store)
-        self._n_verified = min(n_verified, target.n_ctx // 4)
+        self.n_verified = min(n_verified, target.n_ctx // 4)
+        self._records: dict[DevicePath, list[NDArray[np.void]]] = defaultdict(list)
         text = target.model.tokenize(SAMPLE_TEXT)
         self.tokens = (text * (1 + target.n_ctx // len(text)))[: target.n_ctx]
         self._n_prompt = min(_PROMPT_TOKENS, target.n_ctx // 4)
@@ -205,7 +229,7 @@ class _Run:
         """Lets the policy see verifications of the text and act; notes how its utilities would split each of them."""
         reader = RoutingReader(self._sensor)
         self._share_curves = ShareCurves(cap)
-        size = max(2, self._n_verified)
+        size = max(2, self.n_verified)
         prompt = self.tokens[: self._n_prompt]
         self._target.decode(prompt, phase=Phase.PREFILL, logits="last")
         for piece in reader.prefill(self._sensor.read_counts(), prompt):
@@ -226,26 +250,34 @@ class _Run:
         self._store.push_uploads(np.zeros((0, 2), dtype=np.int32))
         self._store.drain(_DRAIN_S, _DRAIN_S)
 
-    def time_batches(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a decode by batch size, with the cache and without, taking turns; the best of each counts.
+    def time_batches(
+        self, device_paths: Sequence[DevicePath]
+    ) -> tuple[dict[DevicePath, dict[int, float]], dict[int, float]]:
+        """Seconds of a decode by batch size, with the cache by device path and without it; the best of each counts.
 
-        Every other repetition times single blocks on the device, which makes its batches slower.
+        They take turns. Every other repetition times single blocks on the device, which makes its batches slower.
         """
         self._cache.blocks()
-        sizes = sorted({n for n in (*_BATCHES, self._n_verified) if n <= self._target.n_ctx // 4})
-        times: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        sizes = sorted({n for n in (*_BATCHES, self.n_verified) if n <= self._target.n_ctx // 4})
+        times: dict[tuple[int, DevicePath | None], list[float]] = defaultdict(list)
+        ways = [None, *device_paths]
         start_s = time.perf_counter()
         for repetition in range(_REPETITIONS):
             self._cache.set_timing(repetition % 2 == 0)
             for n in sizes:
-                for with_cache in (True, False) if repetition % 2 else (False, True):
-                    self._use_cache(with_cache)
+                for way in reversed(ways) if repetition % 2 else ways:
+                    self._use_cache(way is not None)
+                    if way is not None:
+                        self._cache.set_device_path(way)
                     self._rewind()
-                    times[n, with_cache].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
+                    times[n, way].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
+                    if way is not None:
+                        self._records[way].append(self._cache.blocks())
             if time.perf_counter() - start_s > _PART_LIMITS_S["batches"]:
                 break  # on a large model one repetition takes longer than warming up could distort it
         self._use_cache(True)
-        return ({n: min(times[n, True]) for n in sizes}, {n: min(times[n, False]) for n in sizes})
+        best_s = {way: {n: min(times[n, way]) for n in sizes} for way in ways}
+        return {path: best_s[path] for path in device_paths}, best_s[None]
 
     def _use_cache(self, use: bool) -> None:
         self._cache.detach()
@@ -301,9 +333,11 @@ class _Run:
         self._cache.set_prefill(PrefillPath.CPU, 65)
         return {path: n / min(times_s) for path, times_s in times.items()}
 
-    def cost_model(self, transfer_s: float, draft_s: float, step_s: dict[int, float]) -> CostModel | None:
+    def cost_model(
+        self, transfer_s: float, draft_s: float, step_s: dict[int, float], path: DevicePath
+    ) -> CostModel | None:
         """The constants of the balancer; None where the backend split no block."""
-        records = self._cache.blocks()
+        records = np.concatenate(self._records[path])
         records = records[(records["pairs_device"] > 0) & (records["n_tokens"] <= max(_BATCHES))]
         if records.size == 0:
             return None
@@ -315,7 +349,7 @@ class _Run:
         if cpu is None or device is None:
             return None
         n_layers = len(self._target.model.host_expert_layers)
-        chosen = records[records["n_tokens"] == self._n_verified]
+        chosen = records[records["n_tokens"] == self.n_verified]
         chosen = chosen if chosen.size else records
         experts_s = float(np.median(np.maximum(chosen["cpu_ns"], chosen["device_ns"]))) * 1e-9
         return CostModel(
@@ -324,7 +358,7 @@ class _Run:
             transfer_expert_s=transfer_s,
             draft_token_s=draft_s,
             block_overhead_s=float(np.median(records["partition_ns"])) * 1e-9 + device.fixed_s,
-            layer_rest_s=max(0.0, step_s[self._n_verified] / n_layers - experts_s),
+            layer_rest_s=max(0.0, step_s[self.n_verified] / n_layers - experts_s),
             r_c=self._share_curves.r_c,
             r_g=self._share_curves.r_g,
         )

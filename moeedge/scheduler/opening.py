@@ -81,6 +81,7 @@ def open_placement(
             sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
             notes.append(Notification(sentence, Level.INFO if calibration.kept else Level.WARNING))
             cache.set_readers(calibration.n_readers)
+            cache.set_device_path(calibration.device_path)
             policy_config = replace(policy_config, cost_model=calibration.units)
             if device.kind in ("gpu", "rpc") and not calibration.pays and not keep:
                 notes.append(

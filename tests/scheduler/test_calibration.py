@@ -14,13 +14,14 @@ from moeedge import paths
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
-from moeedge.native.abi import PrefillPath
+from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration, write_calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.microbench import _timed, fewest_readers
 from tests.conftest import TinyFactory
+from tests.support.counting import DEVICE, CountingDevice
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +222,19 @@ def test_blocks_that_a_gpu_had_finished_unseen_say_nothing_of_it() -> None:
 )
 def test_more_readers_only_where_they_are_clearly_faster(seconds: dict[int, float], expected: int) -> None:
     assert fewest_readers(seconds) == expected
+
+
+def test_a_gpus_ways_of_computing_are_compared(tiny: TinyFactory, counting: CountingDevice) -> None:
+    settings = replace(config(tiny), device=DEVICE)
+    with Session.open(settings) as session:
+        found = session.calibration
+        assert found is not None and set(found.device_path_s) == set(DevicePath)
+        assert found.device_path_s[found.device_path] == min(found.device_path_s.values()) == found.step_s[5]
+    with Session.open(settings) as session:
+        assert session.calibration is not None and session.calibration.from_file
+        assert session.calibration.device_path_s == found.device_path_s
+    placement = replace(settings.placement, device_path=DevicePath.COLUMNS)
+    with Session.open(replace(settings, placement=placement)) as session:
+        assert session.calibration is not None and set(session.calibration.device_path_s) == {DevicePath.COLUMNS}
+    with Session.open(config(tiny)) as session:  # the emulated device computes in one way
+        assert session.calibration is not None and set(session.calibration.device_path_s) == {DevicePath.PAIRS}
