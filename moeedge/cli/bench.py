@@ -266,6 +266,7 @@ def _measure(
     """Runs the plan, prints the rows, draws and records. Returns the exit code."""
     from moeedge.bench.harness import record_answers
     from moeedge.bench.runner import Bench
+    from moeedge.engine.recording import unseen_layers
     from moeedge.ui.bench_views import difference_lines, render
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.plots import draw_sweep
@@ -291,6 +292,8 @@ def _measure(
                 progress.note(f"Recording the routing of {recorded.label}.")
                 with run.arms.recorder(recorded) as arm:
                     trace = record_answers(arm, run.prompts, plan)
+                    if unseen := unseen_layers(arm.session):
+                        progress.note(unseen)
                 replayed = run.replayed(recorded, trace)
                 if trace_out is not None:
                     trace.save(trace_out)

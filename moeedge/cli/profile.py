@@ -117,7 +117,7 @@ def _record(
     layers: str | None,
 ) -> tuple[Recording, list[int], int]:
     """Answers the prompts: the recording, the layers to report, the exit code (not 0 after an interruption)."""
-    from moeedge.engine.recording import check_layers, parse_layers, record_routing
+    from moeedge.engine.recording import check_layers, parse_layers, record_routing, unseen_layers
     from moeedge.engine.session import Session
     from moeedge.ui.chat.greeting import print_header
     from moeedge.ui.chat.interrupt import Interrupt
@@ -133,6 +133,8 @@ def _record(
             asked = parse_layers(layers, n_layers)
         chosen = check_layers(session, asked)
         print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+        if unseen := unseen_layers(session):
+            say(err, unseen, style="yellow")
         with Interrupt() as interrupt, ProfileProgress(len(prompts), err) as progress:
             interrupt.arm()
             try:

@@ -299,10 +299,20 @@ def describe_layers(layers: list[int]) -> str:
     return ", ".join(parts)
 
 
+def unseen_layers(session: Session) -> str:
+    """A sentence about the layers whose routing is not recorded, since llama.cpp computes them on a GPU; else empty."""
+    model = session.model
+    unseen = [layer for layer in model.info.expert_layers if layer not in model.host_expert_layers]
+    if not unseen:
+        return ""
+    return f"The routing of layers {describe_layers(unseen)} is not recorded: they are entirely on the GPU."
+
+
 def check_layers(session: Session, layers: Sequence[int]) -> list[int]:
     """The layers of `layers` that have experts, in order.
 
-    Raises LayerRangeError for a dense model, for a layer that does not exist, and where no layer is left.
+    Layers that are entirely on a GPU are left out (`unseen_layers`). Raises LayerRangeError for a dense model, for a
+    layer that does not exist, and where no layer is left.
     """
     info = session.model.info
     if info.n_experts == 0:
@@ -315,4 +325,7 @@ def check_layers(session: Session, layers: Sequence[int]) -> list[int]:
         missing = f"Layer {layers[0]} has" if len(layers) == 1 else "These layers have"
         with_experts = describe_layers(list(info.expert_layers))
         raise LayerRangeError(f"{missing} no experts; the layers with experts are {with_experts}.")
-    return kept
+    seen = [layer for layer in kept if layer in session.model.host_expert_layers]
+    if not seen:
+        raise LayerRangeError(unseen_layers(session), "Leave out -ncmoe, or choose -dev none.")
+    return seen
