@@ -26,6 +26,7 @@ from moeedge.bench.whole_layers import (
 from moeedge.engine.layer_search import has_choice, open_session
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.model import Model
 from moeedge.notifications import Notification
@@ -36,6 +37,8 @@ Report = Callable[[Iterable[str]], None]
 
 class Arms:
     """A context manager: entering opens the arms of the first pass and plans the others.
+
+    Raises InputError on entering where no mode can run.
 
     base: with the context size of the run. models: the target that the modes share, and the draft model or None.
     report: gets sentences for the user.
@@ -60,6 +63,7 @@ class Arms:
         self._first: dict[str, BenchArm] = {}  # the other arms of the first pass
         self._first_resources = ExitStack()
         self._resources = ExitStack()
+        self._left_out: list[str] = []  # a sentence for each mode that cannot run
         self.passes: list[Pass] = []
         self.replays: list[BenchMode] = []  # modes that run no model
 
@@ -81,6 +85,9 @@ class Arms:
                 self._report(["Whole layers and cache do not fit the GPU at once: they are measured one by one."])
             kept = [mode for mode in modes if mode in shared or (mode in layers and mode not in apart)]
             self.passes = split_passes(kept, together=together, apart=apart)
+            if not self.passes:
+                raise InputError("No mode is left to measure.", " ".join(self._left_out))
+            self._report(self._left_out)
             self._resources = stack.pop_all()
         return self
 
@@ -126,7 +133,7 @@ class Arms:
     def _can_run(self, mode: BenchMode) -> bool:
         reason = missing_reason(mode, self._device, self._models[0])
         if reason is not None:
-            self._report([f"{mode.label} is left out: {reason}."])
+            self._left_out.append(f"{mode.label} is left out: {reason}.")
         return reason is None
 
     def _open_caches(self, modes: Sequence[BenchMode]) -> bool:
@@ -157,7 +164,9 @@ class Arms:
             split = planner.for_budget(mode, budget_bytes)
             if split is None:
                 needed, room = format_bytes(planner.least_bytes(mode)), format_bytes(budget_bytes)
-                self._report([f"{mode.label} is left out: without experts it takes {needed} of the {room} to fill."])
+                self._left_out.append(
+                    f"{mode.label} is left out: without experts it takes {needed} of the {room} to fill."
+                )
                 continue
             self._splits[mode.label] = split
             self._report([describe(mode, split, budget_bytes)])

@@ -87,7 +87,7 @@ class Pass:
 
 
 def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[BenchMode] = ()) -> list[Pass]:
-    """Returns one pass, or one per swept mode where their caches do not fit the device together.
+    """Returns one pass, or one per swept mode where their caches do not fit the device together; none without modes.
 
     apart: further modes, each of which needs a pass of its own.
     """
@@ -99,7 +99,8 @@ def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[
         later = [*swept[1:], *apart]
     reference = tuple(mode for mode in modes if mode.name == REFERENCE)
     repeated = REFERENCE if reference else None
-    return [Pass(first), *(Pass((*reference, mode), repeated) for mode in later)]
+    passes = [Pass(first), *(Pass((*reference, mode), repeated) for mode in later)]
+    return [current for current in passes if current.modes]
 
 
 def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:

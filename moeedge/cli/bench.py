@@ -186,6 +186,8 @@ def make_bench_plan(
     from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, applicable_modes, parse_modes
 
     kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
+    if not kept:
+        raise InputError("No mode is left to measure.", " ".join(notes))
     length = n_predict
     if length is None:
         length = dataset.answer_tokens if dataset is not None and score else _SYNTHETIC_ANSWER

@@ -60,7 +60,7 @@ def read_shared_library(path: Path) -> SharedLibrary:
                 raise ValueError("no shared library of this system")
             try:
                 return _read_elf(content)
-            except (struct.error, IndexError, UnicodeDecodeError):
+            except (struct.error, IndexError, OverflowError, UnicodeDecodeError):
                 raise ValueError("damaged or incomplete") from None
 
 

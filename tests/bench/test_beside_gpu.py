@@ -99,6 +99,18 @@ def test_synthetic_tests_have_whole_layers_too(model: Path, tiny_draft: Path, co
     assert rows[4].ratio_ncmoe is not None
 
 
+def test_whole_layers_alone_need_no_reference(
+    tmp_path: Path, model: Path, tiny_draft: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "_USABLE", 0.0)  # one by one, with nothing that stays open
+    base = replace(
+        _plan(model, tiny_draft, tmp_path).base, placement=PlacementConfig(cache_ratio=0.25, calibrate=False)
+    )
+    plan, _ = make_bench_plan(base, GPU_MODES, write_conversations(tmp_path, n=1), n_predict=4, repetitions=1)
+    rows, _ = run(plan)
+    assert [(row.mode, row.output) for row in rows] == [(mode, None) for mode in GPU_MODES.split(",")]
+
+
 @pytest.mark.slow
 def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
     tmp_path: Path,

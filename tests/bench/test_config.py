@@ -145,6 +145,10 @@ def test_caches_that_do_not_fit_run_one_by_one_with_the_reference() -> None:
     alone = split_passes([mode for mode in modes if mode.is_swept], together=False)
     assert [(len(current.modes), current.repeated) for current in alone] == [(1, None)] * 3
     assert len(split_passes(modes[:3], together=False)) == 1
+    layered = parse_modes("stock-ncmoe,stock-ncmoe-sd")
+    assert [current.modes for current in split_passes([], together=True, apart=layered)] == [
+        (mode,) for mode in layered
+    ]
 
 
 def test_the_largest_cache_is_tried_first() -> None:

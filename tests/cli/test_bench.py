@@ -155,6 +155,20 @@ def test_what_the_options_mean_together(tiny_moe: Path) -> None:
     assert len(with_data.dataset.prompts) == 3
 
 
+@pytest.mark.parametrize(
+    ("mode", "work"),
+    [
+        ("stock-ncmoe", ["-p", "8", "-n", "4"]),
+        ("stock-fit", ["-p", "8", "-n", "4"]),
+        ("stock-ncmoe", ["--dataset", "sample", "--limit", "1"]),
+        ("stock-sd", []),
+    ],
+)
+def test_without_a_mode_that_can_run_the_reason_is_told(tiny_moe: Path, mode: str, work: list[str]) -> None:
+    said = refused("bench", "-m", tiny_moe, "-md", "none", "--modes", mode, *work)
+    assert said.count(f"{mode} is left out: ") == 1
+
+
 def _row(output: OutputCheck) -> BenchRow:
     environment = Environment("0.1.0", "f" * 40, True, "0.3.36", "A CPU", "Linux", "3.11", "2026-01-01T00:00:00+00:00")
     setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}

@@ -16,7 +16,7 @@
 # moeedge-vulkan-checks-1) `environment` as in docs/bench.md, `driver`, and for each of `cases` the model, the kind, the
 # settings (seeds included), `error` (null: passed), `seconds` and `figures`. Reference is stock llama.cpp with the same
 # layers on the device, in the same process; a difference passes only as a near-tie of stock's two best logits, and is
-# listed with its gap. Models are tiny and have random weights. Without anything else to do, two cores take N minutes.
+# listed with its gap. Models are tiny and have random weights.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)

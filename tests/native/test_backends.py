@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -145,6 +147,31 @@ def test_damaged_libraries(compile_toy: Compile) -> None:
     assert "processor" in _refusal(file).message
     file.write_bytes(whole[:16] + b"\x02\x00" + whole[18:])  # a program
     _refusal(file)
+
+
+def test_any_bytes_in_headers_are_read_or_refused(compile_toy: Compile) -> None:
+    """Whatever the header and the table of sections say, nothing else is raised; no such file is loaded."""
+    file = compile_toy("whole")
+    whole = file.read_bytes()
+    (table,) = struct.unpack_from("<Q", whole, 40)
+    fields = [*range(16, 64), *range(table, len(whole))]
+    far = bytearray(whole)
+    far[47] = 0x80  # the table begins at 2^63 and more
+    file.write_bytes(far)
+    with pytest.raises(BackendFileError):
+        backends._read(file)
+    choose = random.Random(1)
+    n_refused = 0
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for place in choose.sample(fields, choose.randint(1, 4)):
+            damaged[place] ^= choose.randint(1, 255)
+        file.write_bytes(damaged)
+        try:
+            backends._read(file)
+        except BackendFileError:
+            n_refused += 1
+    assert 0 < n_refused < 400
 
 
 def test_libraries_that_are_no_backend_of_this_ggml(compile_toy: Compile, library_named: Callable[[str], str]) -> None:
