@@ -35,7 +35,13 @@ ContextShift = Annotated[
     option(options.HARDWARE, "--context-shift", "Drop the older half when the context is full, instead of stopping."),
 ]
 Resume = Annotated[
-    bool, option(options.WORK, "--resume", "Go on with the newest chat that ended unexpectedly, as /resume does.")
+    bool,
+    option(
+        options.WORK,
+        "--resume",
+        "Go on with the newest chat that ended unexpectedly, as /resume does, with its own system prompt, sampling "
+        "options and -n.",
+    ),
 ]
 NoAutosave = Annotated[
     bool,

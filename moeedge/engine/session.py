@@ -231,6 +231,17 @@ class Session:
         self._fell_back = True
         self.target, self.draft_context = reopened.target, reopened.draft_context
         self.draft = reopened.draft or self.draft
+        self.info = replace(
+            self.info,
+            n_whole_layers=0,
+            device="none",
+            policy="none",
+            layers="",
+            cache_ratio=0.0,
+            cache_slots=0,
+            pool_bytes=0,
+            vram_bytes=None,
+        )
         assert self._loop is not None
         self._loop.replace_contexts(self.target, self.draft if self.gamma > 0 else NoDraft())
 

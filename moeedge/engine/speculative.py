@@ -179,6 +179,7 @@ class SpeculativeLoop:
     def replace_contexts(self, target: Context, draft: DraftSource) -> None:
         """Goes on with contexts whose KV caches are empty, and without placement; the next step fills them."""
         self.target, self.draft, self.placement = target, draft, None
+        self._n_expert_layers = len(target.model.host_expert_layers)
 
     @property
     def sense_s(self) -> float:

@@ -115,6 +115,9 @@ def test_placement_ends_and_its_figures_stay(config: EngineConfig, code: int | N
             assert answer(session) == expected
         stats = session.placement_stats()
         assert stats is not None and stats.lost
+        info = session.info
+        assert (info.device, info.policy, info.layers) == ("none", "none", "")
+        assert (info.n_whole_layers, info.cache_slots, info.pool_bytes, info.cache_ratio) == (0, 0, 0, 0)
         assert answer(session) == expected
         after = session.placement_stats()
         assert after is not None and (after - stats).pairs == 0

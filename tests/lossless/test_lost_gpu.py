@@ -13,6 +13,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.notifications import is_warning
+from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.hybrid import assert_greedy, greedy_answer, hybrid_config
@@ -52,6 +53,21 @@ def check(path: Path, draft: Path, device: CountingDevice, *, ratio: float, mode
 @pytest.mark.parametrize("at_graph", [1, 30])
 def test_experts_in_a_cache(mode: int, at_graph: int, tiny: TinyFactory, device: CountingDevice) -> None:
     check(tiny("qwen3moe"), tiny("qwen3"), device, ratio=0.5, mode=mode, at_graph=at_graph)
+
+
+def test_experts_per_step_count_all_layers_afterwards(tiny: TinyFactory, device: CountingDevice) -> None:
+    """One of three layers is in host memory before, all of them after."""
+    config = hybrid_config(tiny("qwen3moe"), None, 0.5, device=DEVICE, policy="lru")
+    records: list[StepRecord] = []
+    with Session.open(replace(config, n_gpu_layers=99, n_cpu_moe=1, cpu_fallback=True)) as session:
+        assert session.info.n_whole_layers == 2
+        session.observers.append(lambda record, _session: records.append(record))
+        device.set("fail_mode", FOR_GOOD)
+        device.set("fail_graph", 30)
+        greedy_answer(session, PROMPT, N_PREDICT)
+        assert (session.info.n_whole_layers, session.info.device) == (0, "none")
+        used = [record.experts_unique for record in records if record.n_verified == 1]
+        assert used and used == [session.info.n_expert_used] * len(used)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.engine import autosave
-from moeedge.engine.autosave import Autosave, unfinished_chats
+from moeedge.engine.autosave import Autosave, UnfinishedChat, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -225,16 +226,71 @@ def test_ctrl_c_next_to_the_answer_does_not_end_the_chat(
     assert asked == (["and more"] if place == "prompt_tokens" else ["tell me", "and more"])
 
 
-def test_sigterm_in_mid_answer_saves_and_leaves(session: Session, tmp_path: Path) -> None:
-    on_step(session, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    settings = Settings(sampling=GREEDY.sampling, n_predict=200, gamma=4)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_mid_answer_leaves_it_to_be_continued(
+    signum: signal.Signals, session: Session, tmp_path: Path
+) -> None:
+    settings = replace(GREEDY, n_predict=60)
+    expected = Talk(session, ["tell me"], tmp_path / "whole", settings=settings)
+    session.reset()
+    on_step(session, 3, lambda: os.kill(os.getpid(), signum))
     talk = Talk(session, ["tell me", "never read"], tmp_path, settings=settings)
-    assert talk.code == 143
+    assert talk.code == 128 + signum
     (left,) = unfinished_chats(lambda: tmp_path)
-    assert left.conversation.messages == talk.messages
-    assert len(talk.messages) == 2
+    assert left.conversation.messages == talk.messages == [Message("user", "tell me")]
+    assert 0 < len(left.tokens) < 60
     assert "--resume" in talk.err
     assert left.origin == origin_of(session, raw=False)
+    session.reset()
+    resumed = Talk(session, ["/resume"], tmp_path, settings=settings)
+    assert resumed.messages == expected.messages
+    assert resumed.repl.turns[0].stats.generated_tokens == 60 - len(left.tokens)
+    assert unfinished_chats(lambda: tmp_path) == []
+
+
+@pytest.mark.parametrize("at_step", [1, 3])
+def test_a_signal_after_regen_keeps_an_answer(at_step: int, session: Session, tmp_path: Path) -> None:
+    """Until the new answer has a token the old one is on disk, then the new one's tokens are."""
+    first = Talk(session, ["tell me"], tmp_path)
+    session.reset()
+
+    prompts: list[int] = []  # steps after each
+    on_disk: list[UnfinishedChat] = []
+
+    def observe(record: StepRecord, _session: Session) -> None:
+        if record.n_verified == 0:
+            prompts.append(0)
+        prompts[-1] += 1
+        if len(prompts) == 2 and prompts[-1] == at_step:
+            (path,) = tmp_path.glob("*.jsonl")
+            on_disk.append(autosave._read(path))  # what kill -9 would leave
+            for _ in range(2):  # the second signal does not wait for the step
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    session.observers.append(observe)
+    talk = Talk(session, ["tell me", "/regen"], tmp_path)
+    assert talk.code == 143
+    (left,) = unfinished_chats(lambda: tmp_path)
+    assert on_disk[0].conversation == left.conversation
+    if at_step == 1:
+        assert (left.conversation.messages, left.tokens) == (first.messages, [])
+    else:
+        assert left.conversation.messages == first.messages[:1]
+        assert first.messages[1].content.startswith(left.text) and left.tokens
+
+
+def test_a_failed_save_is_told_once_and_leaves_no_file(session: Session, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))
+        talk = Talk(session, ["tell me", "and?", "more"], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (talk.code, len(talk.messages)) == (0, 6)
+    assert talk.err.count("File too large") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_signals_are_given_back(session: Session, tmp_path: Path) -> None:
@@ -296,6 +352,22 @@ def test_resume_keeps_the_text_if_it_cannot_go_on(
     talk = Talk(session, ["/resume"], tmp_path)
     assert talk.messages[-1] == Message("assistant", left.text)
     assert "context" in talk.err
+
+
+def test_resume_replaces_no_conversation(session: Session, tmp_path: Path) -> None:
+    cut_off(session, tmp_path, 1)
+    talk = Talk(session, ["hello", "/resume", "and?", "/clear", "/resume"], tmp_path)
+    assert "/clear" in talk.err
+    assert len(talk.repl.turns) == 3
+    assert [message.content for message in talk.messages[::2]] == ["tell me"]
+
+
+def test_resume_says_that_other_settings_apply(session: Session, tmp_path: Path) -> None:
+    for given, is_said in ((replace(GREEDY, n_predict=5), True), (Settings(gamma=4), False)):
+        cut_off(session, tmp_path, 1)
+        talk = Talk(session, ["/resume"], tmp_path, settings=given)
+        assert talk.repl.settings == GREEDY
+        assert ("settings apply" in talk.err) == is_said
 
 
 def test_resume_lists_and_drops(session: Session, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Chat(Protocol):
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
 
-    def resume(self, chat: UnfinishedChat) -> str:
+    def resume(self, chat: UnfinishedChat) -> list[str]:
         """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next."""
 
 
@@ -195,7 +195,7 @@ def _resume(chat: Chat, argument: str) -> Result:
     if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(chat.unfinished)):
         raise InputError(f"There is no unfinished chat {argument}.", "/resume list shows them.")
     left = chat.unfinished[int(argument or 1) - 1]
-    lines = [f"Resumed: {describe(left)}.", chat.resume(left)]
+    lines = [f"Resumed: {describe(left)}.", *chat.resume(left)]
     return Result(lines, next=Next.ANSWER if chat.conversation.has_question else Next.READ)
 
 

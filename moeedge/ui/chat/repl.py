@@ -60,6 +60,7 @@ class Repl:
         self._out = out
         self._err = err
         self._autosave = autosave
+        self._save_failed = False  # and the user was told
         self._origin = origin_of(session, raw=raw)
         self._panel = panel
         self._single_turn = single_turn
@@ -113,35 +114,47 @@ class Repl:
         self._replaced = self.conversation.reopen()
         self._attempt += 1
 
-    def resume(self, chat: UnfinishedChat) -> str:
+    def resume(self, chat: UnfinishedChat) -> list[str]:
         """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next.
 
-        Raises InputError if another process has it.
+        Raises InputError if there is a conversation, which would be lost, or if another process has the chat.
         """
+        if self.conversation.messages:
+            raise InputError(
+                "/resume would replace this conversation.", "Keep it with /save FILE, then /clear and /resume."
+            )
+        before = self.conversation.system, self.settings
         take_over(chat, lambda: self._adopt(chat))
         self.unfinished.remove(chat)
+        lines = []
+        if before not in ((self.conversation.system, self.settings), ("", Settings(gamma=self.settings.gamma))):
+            lines.append("Its own system prompt and settings apply; /system and /set change them.")
         if not self.conversation.has_question:
-            return "The last answer is complete."
-        return "The last answer goes on." if self._begun else "The last message is answered now."
+            return [*lines, "The last answer is complete."]
+        return [*lines, "The last answer goes on." if self._begun else "The last message is answered now."]
 
     def _adopt(self, chat: UnfinishedChat) -> bool:
         """Make `chat` the conversation; whether it is saved."""
         self.conversation.system = chat.conversation.system
         self.conversation.messages = list(chat.conversation.messages)
         self.settings = restored(chat.settings, self.settings)
-        self.attached, self._attempt = "", 0
+        self._attempt = 0
         self._replaced = chat.text or None
         self._begun = chat.tokens if chat.origin == self._origin else []
         self._keep()
-        return self._autosave is not None and self._autosave.is_saving
+        if self._autosave is None:
+            return False
+        if self._begun:
+            self._autosave.add_step(chat.text, self._begun)
+        return self._autosave.is_saving
 
     def _keep(self) -> None:
         """Save what has changed; a failure is reported once."""
         if self._autosave is not None:
             self._autosave.update(self.conversation, asdict(self.settings))
-            if self._autosave.warning:
+            if self._autosave.warning and not self._save_failed:
+                self._save_failed = True
                 say(self._err, self._autosave.warning, style="yellow")
-                self._autosave = None
 
     def _next_message(self) -> Next:
         """Read one message or command and carry it out."""
@@ -163,7 +176,10 @@ class Repl:
         try:
             if line.startswith("/"):
                 result = run_command(self, line)
-                self._keep()
+                if (
+                    result.next is not Next.ANSWER
+                ):  # the answer that /regen took back stays on disk until there is another
+                    self._keep()
                 show_figures(self._err, result.table)
                 for text in result.lines:
                     self._say(text)
@@ -201,9 +217,11 @@ class Repl:
                     prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt, begun=begun
                 )
                 with answer_view(answer, self.info, meter, self._interrupt, out=self._out, panel=self._panel) as view:
-                    n_saved = 0  # tokens
+                    n_saved = len(begun)  # tokens
                     for piece in answer.pieces():
-                        if self._autosave is not None:
+                        if self._autosave is not None and len(answer.tokens) > n_saved:
+                            if n_saved == 0:
+                                self._keep()
                             self._autosave.add_step(piece, answer.tokens[n_saved:])
                             n_saved = len(answer.tokens)
                         view.write(piece)
@@ -223,8 +241,13 @@ class Repl:
         return Next.EXIT if self._single_turn or self._interrupt.ending else Next.READ
 
     def _close_question(self, answer: Generation | None) -> None:
-        """End the turn: keep the text of the answer, or take the question back if there is none."""
+        """End the turn: keep the text of the answer, or take the question back if there is none.
+
+        Where the program ends in mid-answer the question stays open: /resume goes on after the tokens on disk.
+        """
         ended_itself = answer is not None and answer.stop_reason not in (None, "interrupted")
+        if not ended_itself and (self._interrupt.ending or self.session.target.is_closed or terminal_is_gone()):
+            return
         if answer is not None and (answer.text or ended_itself):
             self.conversation.answer(answer.text)
         elif self._replaced is not None:
@@ -238,10 +261,13 @@ class Repl:
     def _end_by_signal(self, exit_code: int) -> int:
         """After SIGTERM or a closed terminal: the chat stays on disk."""
         self._interrupt.finish()
-        if self._autosave is not None and self._autosave.is_saving:
+        if self._autosave is not None:
+            is_saved = self._autosave.is_saving and bool(self.conversation.messages)
             self._autosave.close(keep=bool(self.conversation.messages))
-            if self.conversation.messages:
+            if is_saved:
                 self._say("Ended by a signal; the chat is saved: moeedge chat --resume")
+            elif self._autosave.warning:
+                self._say(self._autosave.warning)
         return exit_code
 
     def _say(self, text: str) -> None:
