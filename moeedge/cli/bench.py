@@ -11,7 +11,7 @@ from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
 from moeedge.data import Dataset, load_dataset
 from moeedge.errors import InputError
 
@@ -160,6 +160,7 @@ def bench(
         warm_up=not no_warmup,
         sweep=sweep,
     )
+    notes += layer_notes(base)
     raise typer.Exit(_measure(plan, notes, output, verbose=verbose, plot=plot, trace_out=trace_out))
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.declare import option
-from moeedge.engine.types import ALL_LAYERS, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
@@ -98,7 +98,7 @@ class EngineOptions:
     def _n_cpu_moe(self) -> int | None:
         if self.cpu_moe and self.n_cpu_moe is not None:
             raise InputError("--cpu-moe and --n-cpu-moe exclude each other.", "Leave out one of them.")
-        return ALL_LAYERS if self.cpu_moe else self.n_cpu_moe
+        return ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +220,20 @@ def limit_openmp_spin(device: str, *, may_emulate: bool = False) -> None:
 
 
 def layer_notes(config: EngineConfig) -> list[str]:
-    """A sentence where -ngl or -ncmoe has no effect."""
-    if not config.n_gpu_layers and config.n_cpu_moe is None:
+    """A sentence where -ngl, -ncmoe or --cpu-moe has no effect."""
+    given = ["-ngl"] if config.n_gpu_layers else []
+    if config.n_cpu_moe is not None:
+        given.append("--cpu-moe" if config.n_cpu_moe == ALL_ON_CPU else "-ncmoe")
+    if not given:
         return []
     from moeedge import native
+    from moeedge.llama import library
 
+    library.start()  # llama.cpp logs while it lists devices
     if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
         return []
-    return ["llama.cpp lists no GPU here: -ngl and -ncmoe have no effect."]
+    verb = "has" if len(given) == 1 else "have"
+    return [f"llama.cpp lists no GPU here: {' and '.join(given)} {verb} no effect."]
 
 
 def _locate(text: str) -> LocalModel:

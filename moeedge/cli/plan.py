@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -13,7 +14,14 @@ import typer
 from moeedge.cli import options
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, derive, option
-from moeedge.cli.engine_options import EngineOptions, ModelFiles, PlacementOptions, check_device, resolve_models
+from moeedge.cli.engine_options import (
+    EngineOptions,
+    ModelFiles,
+    PlacementOptions,
+    check_device,
+    layer_notes,
+    resolve_models,
+)
 from moeedge.errors import ModelNameError
 from moeedge.units import parse_size
 
@@ -96,6 +104,9 @@ def plan(
         files, names = _find(model, model_draft, resources)
         config = engine.config(placement, emulate_bundled=True, files=files)
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
+        if vram_bytes is None and (ignored := layer_notes(config)):
+            machine = replace(machine, notes=(*machine.notes, *ignored))
+            config = replace(config, n_gpu_layers=0 if config.n_gpu_layers == 0 else None, n_cpu_moe=None)
         with Planner(config, machine, reserve=reserve_bytes or 0, names=names) as planner:
             model_name = None if model is None else os.fspath(model)
             found = make_session_plan(planner, model_name=model_name, draft_name=model_draft)

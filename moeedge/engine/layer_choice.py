@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from moeedge import __version__, paths
-from moeedge.engine.types import ALL_LAYERS, EngineConfig
+from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.paths import replace_file
 from moeedge.scheduler.sizing import default_reserve
@@ -37,6 +38,10 @@ class LayerSplit:
     n_ubatch: int = 0  # tokens per graph; 0: the configuration's
     op_offload: bool = True
 
+    def __str__(self) -> str:
+        text = f"{self.n_whole} whole layers {'with' if self.n_slots else 'without'} a cache"
+        return f"{text}, {self.n_ubatch:,} tokens per graph" if self.n_ubatch else text
+
     def apply(self, config: EngineConfig) -> EngineConfig:
         """The configuration of a session with this division."""
         placement = config.placement
@@ -44,7 +49,7 @@ class LayerSplit:
             placement = replace(placement, vram_bytes=None, cache_ratio=0.0)
         return replace(
             config,
-            n_cpu_moe=self.n_cpu_moe if self.n_whole else ALL_LAYERS,
+            n_cpu_moe=self.n_cpu_moe if self.n_whole else ALL_ON_CPU,
             n_ubatch=self.n_ubatch or config.n_ubatch,
             op_offload=self.op_offload,
             layers_measured=True,
@@ -80,7 +85,9 @@ class LayerChoice:
         text = f"{best.n_whole} of {self.n_layers} layers are whole on {self.device}"
         text += f", with a cache of {best.n_slots:,} experts for the others" if best.n_slots else ", without a cache"
         compared = []
-        if stock is not None and best is not stock:
+        if stock is None:
+            compared.append("whole layers without a cache did not fit or could not be measured")
+        elif best is not stock:
             compared.append(
                 f"{stock.step_s / best.step_s:.2f} times the speed of --n-cpu-moe {stock.n_cpu_moe} in the same memory"
             )
@@ -129,10 +136,13 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
         "device": device.label,
         "threads": config.n_threads,
         "n_ctx": config.n_ctx,
+        "n_batch": config.n_batch,
         "n_ubatch": config.n_ubatch,
         "gamma": config.gamma,
         "n_gpu_layers": config.n_gpu_layers,
         "vram_bytes": placement.vram_bytes,
+        "prefill": placement.prefill,
+        "device_path": placement.device_path,
         "policy": placement.policy,
         "cap": placement.utility_cap,
         "forgetting": placement.forgetting,
@@ -156,6 +166,36 @@ def read_choice(config: EngineConfig, device: ResolvedDevice) -> LayerChoice | N
         choice = LayerChoice.from_json(choice_file(config, device).read_text(encoding="utf-8"))
         return choice if choice.suits(device) else None
     return None
+
+
+@contextmanager
+def mark(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) -> Iterator[None]:
+    """Keeps a file while `split` is measured, which tells later processes if this one ends meanwhile.
+
+    Some backends end the process where memory runs out (CUDA).
+    """
+    with suppress(OSError):  # without a cache folder
+        file = _mark_file(split, config, device)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            _mark_file(split, config, device).unlink(missing_ok=True)
+
+
+def is_marked(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) -> bool:
+    """Whether a process has ended while it measured `split`; such a division is left out."""
+    with suppress(OSError):
+        return _mark_file(split, config, device).exists()
+    return False
+
+
+def _mark_file(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) -> Path:
+    file = choice_file(config, device)
+    cache = "cache" if split.n_slots else "no-cache"
+    return file.with_name(f"{file.stem}-{split.n_whole}-{cache}-{split.n_ubatch}.measuring")
 
 
 def write_choice(choice: LayerChoice, config: EngineConfig, device: ResolvedDevice) -> None:

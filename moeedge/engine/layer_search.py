@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from moeedge import native
-from moeedge.engine.layer_choice import LayerChoice, LayerSplit, read_choice, write_choice
+from moeedge.engine.layer_choice import LayerChoice, LayerSplit, is_marked, mark, read_choice, write_choice
 from moeedge.engine.loading import resolve_device, whole_model_fits
 from moeedge.engine.session import Session
-from moeedge.engine.types import ALL_LAYERS, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, EngineConfig, SamplingConfig
 from moeedge.errors import EngineError, ModelFileError, MoeedgeError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
@@ -27,7 +27,7 @@ from moeedge.llama.model import Model
 from moeedge.llama.whole_layers import most_whole_layers, whole_layers
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
-from moeedge.notifications import Notification, Notify, ignore
+from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
 from moeedge.scheduler.opening import check_policy
 from moeedge.scheduler.sizing import reserve_bytes
@@ -198,9 +198,14 @@ class _Search:
         self._notify = notify
 
     def run(self) -> LayerChoice | None:
-        """The choice; None where the context is too small. Raises MoeedgeError where no session opens at all."""
+        """The choice; None where the context is too small, or where an earlier process ended while it measured.
+
+        Raises MoeedgeError where no session opens at all.
+        """
         start_s = time.perf_counter()
-        cache_only = LayerSplit(0, ALL_LAYERS, 1, 0.0)
+        cache_only = LayerSplit(0, ALL_ON_CPU, 1, 0.0)
+        if self._leaves_out(cache_only):
+            return None
         with self._open(cache_only) as session:
             if session.target.n_ctx < CONTEXT_MIN:
                 return None
@@ -217,7 +222,8 @@ class _Search:
         streams_ts = 0.0
         if calibration is not None and calibration.prefill_path is PrefillPath.STREAM:
             streams_ts = calibration.prefill_ts[PrefillPath.STREAM]
-        if n_slots and streams_ts and can_widen and self._config.n_gpu_layers is None:
+        may_stream = self._config.placement.prefill in (PrefillPath.AUTO, PrefillPath.STREAM)
+        if n_slots and streams_ts and can_widen and may_stream and self._config.n_gpu_layers is None:
             wide = self._measure_wide(splits[0], streams_ts)
             splits = [wide] if wide is not None else splits
         tensors, _ = gguf_file.expert_tensors(self._config.model, n_layers=info.n_layers)
@@ -247,14 +253,40 @@ class _Search:
             seconds=time.perf_counter() - start_s,
         )
 
-    def _open(self, split: LayerSplit) -> Session:
-        return _open_split(self._config, split, self._draft, self._notify)
+    @contextmanager
+    def _open(self, split: LayerSplit) -> Iterator[Session]:
+        with (
+            mark(split, self._config, self._device),
+            _open_split(self._config, split, self._draft, self._notify) as session,
+        ):
+            yield session
 
-    def _measure(self, split: LayerSplit) -> LayerSplit | None:
-        """`split` with the slots that it got and the time of a step; None where there is no memory for it."""
-        with suppress(MoeedgeError), self._open(split) as session:
-            return replace(split, n_slots=session.info.cache_slots, step_s=time_steps(session).step_s)
-        return None
+    def _leaves_out(self, split: LayerSplit) -> bool:
+        """Whether an earlier process ended while it measured `split`, unless it is to be measured anew."""
+        if self._config.placement.measure_anew or not is_marked(split, self._config, self._device):
+            return False
+        self._notify(
+            Notification(
+                f"Not measured: {split}. An earlier start ended while it measured this; moeedge calibrate tries again.",
+                Level.WARNING,
+            )
+        )
+        return True
+
+    def _measure(
+        self, split: LayerSplit, accept: Callable[[Session], bool] = lambda _session: True
+    ) -> LayerSplit | None:
+        """`split` with the slots that it got and the time of a step; None where it does not fit or is not accepted."""
+        if self._leaves_out(split):
+            return None
+        try:
+            with self._open(split) as session:
+                if not accept(session):
+                    return None
+                return replace(split, n_slots=session.info.cache_slots, step_s=time_steps(session).step_s)
+        except MoeedgeError as error:
+            self._notify(Notification(f"Not measured: {split}. {error.message}"))
+            return None
 
     def _measure_whole(self, tensors: list[ExpertTensor], n_layers: int, room_bytes: int) -> LayerSplit | None:
         """The most whole layers, without a cache; None where there is no room for one."""
@@ -275,15 +307,14 @@ class _Search:
 
         The streamed experts then serve more tokens. llama.cpp's own offload is off: our backend takes these blocks.
         """
-        wide = replace(split, n_ubatch=_WIDE_UBATCH, op_offload=False)
-        with suppress(MoeedgeError), self._open(wide) as session:
+
+        def faster(session: Session) -> bool:
             calibration = session.calibration
             if calibration is None or calibration.prefill_path is not PrefillPath.STREAM:
-                return None
-            if calibration.prefill_ts[PrefillPath.STREAM] < _FASTER * streams_ts:
-                return None
-            return replace(wide, n_slots=session.info.cache_slots, step_s=time_steps(session).step_s)
-        return None
+                return False
+            return calibration.prefill_ts[PrefillPath.STREAM] >= _FASTER * streams_ts
+
+        return self._measure(replace(split, n_ubatch=_WIDE_UBATCH, op_offload=False), faster)
 
     def _room_for_experts(self, session: Session) -> int:
         """Bytes that whole layers may take where no cache is."""

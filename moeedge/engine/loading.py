@@ -18,7 +18,7 @@ from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
 from moeedge.scheduler.sizing import default_reserve, model_fits
 
-_ALL_LAYERS = -1  # in llama.cpp's parameters
+_ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
 # a model that fits with a context of this size is kept on the GPU entirely, with a smaller context
 _CONTEXT_TOKENS = 8192
 

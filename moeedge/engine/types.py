@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
 MAX_GAMMA = 64
-ALL_LAYERS = 1 << 30  # of n_cpu_moe
+ALL_ON_CPU = 1 << 30  # of n_cpu_moe: the experts of every layer, as with --cpu-moe
 # tokens of a graph whose logits a session reads: those of a verification
 MAX_OUTPUTS = MAX_GAMMA + 1
 

@@ -91,6 +91,7 @@ class Context:
         """
         self.model = model
         self.n_threads = n_threads or library.physical_cores()
+        self.op_offload = op_offload
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = n_ctx
         parameters.n_batch = n_batch

@@ -159,14 +159,19 @@ class ExpertCache:
         """Free all memory on the device and allocate slots for a share `ratio` of the experts; no decode may run.
 
         The slots are empty then. Attached contexts stay attached, settings stay, counters go on; records of blocks that
-        were not read are dropped. Staging slots go with a ratio of 0. Raises as `open` does, and the cache is closed.
+        were not read are dropped. Staging slots go with a ratio of 0, which is what remains where not even one slot per
+        group fits. Raises what else `open` raises, and the cache is closed.
         """
         attached, before = list(self._attached), self.stats()
         self._earlier = replace(before, evictions=before.evictions + before.slots_used)
         self.detach()
         self.close()
         self._config = replace(self._config, ratio=ratio, n_stage=self._config.n_stage if ratio > 0 else 0)
-        self._open()
+        try:
+            self._open()
+        except EngineError:
+            self._config = replace(self._config, ratio=0.0, n_stage=0)
+            self._open()
         for sensor in attached:
             self.attach(sensor)
 

@@ -6,7 +6,7 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from moeedge.engine.types import ALL_LAYERS
+from moeedge.engine.types import ALL_ON_CPU
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
@@ -127,9 +127,10 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
     if config.n_gpu_layers is not None and config.device != "none":
         words += ["-ngl", str(config.n_gpu_layers)]
     if config.n_cpu_moe is not None:
-        words += ["--cpu-moe"] if config.n_cpu_moe == ALL_LAYERS else ["-ncmoe", str(config.n_cpu_moe)]
-    asked = config.placement.cache_ratio is not None
-    if advised.budget.n_slots and (asked or planner.machine.device.default_ratio is None):
+        words += ["--cpu-moe"] if config.n_cpu_moe == ALL_ON_CPU else ["-ncmoe", str(config.n_cpu_moe)]
+    asked = config.placement.cache_ratio is not None or planner.reserve > 0
+    device = planner.machine.device  # a GPU's division between whole layers and cache is measured without a ratio
+    if advised.budget.n_slots and (asked or (device.default_ratio is None and device.kind != "gpu")):
         ratio = math.floor(advised.cache_ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
         words += ["--cache-ratio", f"{ratio:g}"]
     elif config.placement.cache_ratio == 0:

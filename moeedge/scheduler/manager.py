@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import BackendError, EngineError, MoeedgeError
+from moeedge.errors import BackendError, MoeedgeError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
@@ -70,6 +70,7 @@ class PlacementManager:
         self._device = device
         self._store = CacheStore(cache)
         self._sensor = target.sensor
+        self._op_offload = target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
         self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
@@ -292,7 +293,7 @@ class PlacementManager:
             if self._device.kind == "rpc":
                 rpc.mark_lost(self._device.endpoint)
             self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
-        if n_unknown and not self._warned_unknown and not self._lost:
+        if n_unknown and not self._warned_unknown and self.active:
             self._warned_unknown = True
             self._warn(
                 "Some blocks of experts run on the CPU, even for experts on the device: moeedge does not understand "
@@ -313,10 +314,13 @@ class PlacementManager:
                 f"has shrunk from {info.n_slots:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
             )
             assert self._watch is not None
-            self._warn(
+            text = (
                 f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
                 f"{effect} from here on."
             )
+            if not now and not self._op_offload:  # the context was made for streamed prompts
+                text += " Prompts are slower, too, until the next start."
+            self._warn(text)
 
     def resize(self, n_slots: int) -> None:
         """Opens the cache again with about so many slots, empty, and a fresh policy; no decode may run.
@@ -326,10 +330,7 @@ class PlacementManager:
         assert self._remake_policy is not None
         self.wait()
         n_experts = len(self._cached_layers) * self.cache.info.n_experts
-        try:
-            self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
-        except EngineError:  # no memory for a slot of each group
-            self.cache.resize(0.0)
+        self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
         self.driver.use(self._remake_policy(cache_shape(self.cache)))
         if self.on_demand is not None:
             self.on_demand.resize()

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge import native
 from moeedge.bench.output_check import Difference, OutputCheck
 from moeedge.bench.records import SCHEMA, BenchRow, Environment
 from moeedge.bench.samples import CacheFigures, spread
@@ -41,7 +42,7 @@ def talk(tmp_path: Path) -> Path:
 
 
 def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: Path) -> None:
-    result = run("bench", "-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, "-o", "json")
+    result = run("bench", "-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, "-o", "json", "--cpu-moe")
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)
     assert [(row["mode"], row["test"]) for row in rows] == [(m, "talk") for m in ("stock-ar", "stock-sd", "moeedge")]
@@ -52,6 +53,8 @@ def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: 
         assert row["output_compared"] == 2
         assert not any(isinstance(value, dict) for value in row.values())
     assert "repetition 1" in result.stderr
+    if not any(device.kind in ("GPU", "IGPU") for device in native.devices()):
+        assert "--cpu-moe has no effect" in " ".join(result.stderr.split())
 
 
 def test_the_routing_of_the_answers_can_be_kept(tiny_moe: Path, tiny_draft: Path, talk: Path, tmp_path: Path) -> None:

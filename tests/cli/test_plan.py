@@ -47,7 +47,8 @@ def test_the_map_of_a_header_for_a_machine_that_is_not_here(
         "only its header",
     ):
         assert words in " ".join(out.split()) or words in out
-    assert f"moeedge chat -m '{header}' -c 8192 --cache-ratio 0.312" in out
+    assert f"moeedge chat -m '{header}' -c 8192\n" in out
+    assert "--cache-ratio" not in out  # which would leave no whole layers to choose
     assert max(len(line) for line in out.splitlines() if header not in line) <= columns
 
 
@@ -79,6 +80,15 @@ def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
     assert f"-md {draft}" in pair["command"] and "-md" not in alone["command"]
     off = record("-m", target, "-md", draft, "-c", "1024", "--draft-max", "0")
     assert off["plan"]["kv_bytes"] == alone["plan"]["kv_bytes"]
+
+
+def test_whole_layers_without_a_gpu_are_not_silent(tiny: TinyFactory) -> None:
+    for given, words in ((["-ncmoe", "10"], "-ncmoe has"), (["--cpu-moe", "-ngl", "3"], "-ngl and --cpu-moe have")):
+        found = record("-m", str(tiny("qwen3moe")), "-c", "1024", *given)
+        assert any(words in note for note in found["notes"])
+        assert not {"-ncmoe", "--cpu-moe", "-ngl"} & set(found["command"].split())
+    planned = record("-m", str(tiny("qwen3moe")), "-c", "1024", "--vram", "2GiB", "-ncmoe", "2")
+    assert "-ncmoe 2" in planned["command"] and not any("-ncmoe" in note for note in planned["notes"])
 
 
 def test_so_is_a_file_that_is_no_model(tmp_path: Path) -> None:

@@ -9,10 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.engine.layer_choice import LayerChoice, LayerSplit, choice_file, read_choice, write_choice
+from moeedge.engine import layer_search
+from moeedge.engine.layer_choice import (
+    LayerChoice,
+    LayerSplit,
+    choice_file,
+    is_marked,
+    mark,
+    read_choice,
+    write_choice,
+)
 from moeedge.engine.layer_search import StepEstimate, StepTimes, has_choice
+from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import EngineError
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.scheduler.config import PlacementConfig
 
 GIB = 2**30
@@ -40,6 +52,7 @@ def test_the_fastest_is_chosen_and_compared_with_whole_layers() -> None:
     assert "without a cache" in stock.sentence() and "1.25 times" in stock.sentence()
     alone = replace(CHOICE, splits=(CACHE,))
     assert alone.whole_only is None and "times" not in alone.sentence()
+    assert "did not fit" in alone.sentence() and "did not fit" not in CHOICE.sentence()
 
 
 def test_it_is_kept_for_this_configuration_and_memory(tiny_moe: Path) -> None:
@@ -47,12 +60,45 @@ def test_it_is_kept_for_this_configuration_and_memory(tiny_moe: Path) -> None:
     assert read_choice(config, GPU) is None
     write_choice(CHOICE, config, GPU)
     assert read_choice(config, GPU) == replace(CHOICE, from_file=True)
-    assert read_choice(replace(config, gamma=8), GPU) is None
+    others: list[dict[str, object]] = [{"gamma": 8}, {"n_batch": 512}]
+    others += [{"placement": PlacementConfig(prefill=PrefillPath.CPU)}]
+    others += [{"placement": PlacementConfig(device_path=path)} for path in DevicePath]
+    files = {choice_file(replace(config, **change), GPU) for change in others}  # type: ignore[arg-type]
+    assert len(files) == len(others) and choice_file(config, GPU) not in files
     for change, found in ((-GIB // 16, True), (-GIB, False), (GIB // 16, True), (GIB, False)):
         device = replace(GPU, free_bytes=GPU.free_bytes + change)
         assert (read_choice(config, device) is not None) == found, change
     choice_file(config, GPU).write_text('{"schema": 1, "splits": []}')
     assert read_choice(config, GPU) is None
+
+
+def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=tiny_moe)
+    said: list[str] = []
+    opened: list[LayerSplit] = []
+
+    def fail(_config: EngineConfig, split: LayerSplit, *_more: object) -> Session:
+        assert is_marked(split, config, GPU)
+        opened.append(split)
+        raise EngineError("There is no memory.")
+
+    monkeypatch.setattr(layer_search, "_open_split", fail)
+    search = layer_search._Search(config, GPU, None, said.append)
+    assert search._measure(WHOLE) is None
+    assert opened == [WHOLE] and len(said) == 1 and "There is no memory." in said[0]
+    assert not is_marked(WHOLE, config, GPU), "the process lives"
+    monkeypatch.setattr(Path, "unlink", lambda *_a, **_b: None)  # as if the process ended
+    with mark(WHOLE, config, GPU):
+        pass
+    assert is_marked(WHOLE, config, GPU) and not is_marked(BETWEEN, config, GPU)
+    assert search._measure(WHOLE) is None and search._measure(BETWEEN) is None
+    assert opened == [WHOLE, BETWEEN] and len(said) == 3
+    anew = replace(config, placement=PlacementConfig(measure_anew=True))
+    assert layer_search._Search(anew, GPU, None, said.append)._measure(WHOLE) is None
+    assert opened == [WHOLE, BETWEEN, WHOLE]
+    with mark(CACHE, config, GPU):
+        pass
+    assert search.run() is None and len(opened) == 3
 
 
 @pytest.mark.parametrize(

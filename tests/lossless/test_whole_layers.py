@@ -16,7 +16,7 @@ from moeedge.engine.layer_choice import read_choice
 from moeedge.engine.layer_search import open_session
 from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
-from moeedge.engine.types import ALL_LAYERS, EngineConfig
+from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.hardware import devices
 from moeedge.native.abi import PrefillPath
 from moeedge.planning.memory_map import this_machine
@@ -131,7 +131,7 @@ def test_streamed_prompts_get_larger_graphs(
         assert session.target.n_ubatch == (2048 if choice.best in cached else 512)
 
 
-@pytest.mark.parametrize("n_cpu_moe", [0, 2, ALL_LAYERS])
+@pytest.mark.parametrize("n_cpu_moe", [0, 2, ALL_ON_CPU])
 def test_the_memory_is_the_planned_one(tiny: TinyFactory, n_cpu_moe: int, counting: CountingDevice) -> None:
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     config = EngineConfig(

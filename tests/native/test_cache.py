@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from moeedge import native
-from moeedge.errors import BackendError, DeviceError, ModelFileError
+from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
 from moeedge.experts import Residency
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import OffloadScope
@@ -83,6 +83,24 @@ def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict
         assert assert_bytes(cache, model) == len(layers) * n_experts == cache.info.n_slots
         assert cache.stats().bytes_moved == sum(tensor.stride * tensor.n_experts for tensor in tensors)
         assert cache.info.pool_bytes >= cache.stats().bytes_moved
+
+
+def test_a_resize_without_memory_leaves_no_slots(experts: ExpertFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_cache, ratios = ExpertCache._open, []
+
+    def fail_once(cache: ExpertCache) -> None:
+        ratios.append(cache._config.ratio)
+        if len(ratios) == 1:
+            raise EngineError("There is no memory.")
+        open_cache(cache)
+
+    with ExpertCache.open(dataclasses.replace(experts.config(0.5), n_stage=2)) as cache:
+        ask(cache, [(0, 0)])
+        drain(cache)
+        monkeypatch.setattr(ExpertCache, "_open", fail_once)
+        cache.resize(0.25)
+        assert ratios == [0.25, 0.0]
+        assert (cache.info.n_slots, cache.info.n_stage, cache.stats().uploads) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(("ratio", "n_slots"), [(0.0, 0), (0.001, 1), (0.17, 5), (0.5, 16), (1.0, 32)])

@@ -118,6 +118,7 @@ def test_ratio_and_reserve_determine_cache_and_command(bundled_pair: tuple[Path,
         return plan.command, plan.map.cache_ratio
 
     assert command(0, 0.5) == ("moeedge chat -m x.gguf -md d.gguf -c 1024 --cache-ratio 0.5", 0.5)
+    assert "--cache-ratio" not in command(0, None)[0]
     text, ratio = command(280 * MIB, 1.0)  # most of what the allowance and the reserve leave
     assert 0 < ratio < 0.9 and f"--cache-ratio {ratio:.2f}" in text
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.errors import DeviceError
+from moeedge.errors import DeviceError, EngineError
 from moeedge.hardware.devices import ResolvedDevice, VramReading
+from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler.memory_watch import MemoryWatch
 from tests.conftest import TinyFactory
@@ -127,3 +128,33 @@ def test_cache_without_room_is_off_and_the_answer_goes_on(pair: tuple[Path, Path
         manager.resize(N_LAYERS * N_EXPERTS // 2)
         assert manager.active
         assert np.all(manager.cache.residency() == 0)
+
+
+def test_cache_that_cannot_be_opened_again_is_off_and_the_answer_goes_on(
+    pair: tuple[Path, Path], reference: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cache = ExpertCache._open
+
+    def fail_with_slots(cache: ExpertCache) -> None:
+        if cache._config.ratio > 0:
+            raise EngineError("There is no memory.")
+        open_cache(cache)
+
+    machine, warnings = Machine(), list[str]()
+    with Session.open(config(pair, 0.75)) as session:
+        manager = session.placement
+        assert manager is not None
+        manager.notify = warnings.append
+        reserve_bytes = 10 * int(manager.cache.groups()[2].max())
+        machine.free_bytes = reserve_bytes
+        manager._watch, manager._op_offload = machine.watch(reserve_bytes), False
+        monkeypatch.setattr(ExpertCache, "_open", fail_with_slots)
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        for step, _ in enumerate(generation):
+            machine.time_s += 1.0
+            machine.free_bytes = 0 if step > 4 else reserve_bytes
+        check(session, PROMPT, reference, generation.tokens)
+        assert manager.cache.info.n_slots == 0 and not manager.active
+        assert len(warnings) == 1 and "is off" in warnings[0] and "Prompts" in warnings[0]
+        again = session.generate(PROMPT, n_predict=8, sampling=GREEDY, ignore_eos=True)
+        assert len(list(again)) > 0
