@@ -103,7 +103,8 @@ class Context:
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
         library.clear_errors()
-        native.keep_activations_near(model.gpu)
+        # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
+        native.keep_activations_near(None if model.header_only else model.gpu)
         self._handle = lib.llama_init_from_model(model.handle, parameters)
         if not self._handle:
             raise EngineError(

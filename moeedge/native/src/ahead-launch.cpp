@@ -1,6 +1,7 @@
 #include "ahead-launch.h"
 
 #include <cstring>
+#include <exception>
 
 #include "ggml-alloc.h"
 #include "timing.h"
@@ -11,9 +12,9 @@ namespace moeedge {
 static constexpr size_t buffer_step_bytes = 1 << 20;
 
 static const arriving_tensor * find_arriving(const std::vector<arriving_tensor> & arriving, const ggml_tensor * t) {
-    for (const arriving_tensor & found : arriving) {
-        if (found.copy == t || found.copy == t->view_src) {
-            return &found;
+    for (auto found = arriving.rbegin(); found != arriving.rend(); ++found) {
+        if (found->copy == t || found->copy == t->view_src) {
+            return &*found;
         }
     }
     return nullptr;
@@ -44,9 +45,7 @@ ahead_launch::ahead_launch(std::shared_ptr<expert_cache> c)
     : cache(std::move(c)), n_experts(cache->n_experts()), staging(cache->device().staging_buft), output(cache->device().staging_buft) {}
 
 ahead_launch::~ahead_launch() {
-    if (cache->is_lost()) {
-        return; // its memory may still be in use
-    }
+    wait_idle();
     graphs.clear();
     ggml_backend_event_free(arrived);
     ggml_backend_buffer_free(buffer);
@@ -63,7 +62,7 @@ bool ahead_launch::allocate_map() {
     is_refused           = true;
     const int64_t n_rows = cache->n_layers() + n_tokens_max;
     arrived              = ggml_backend_event_new(cache->device().dev);
-    sent_map             = (int32_t *) staging.reserve(sizeof(int32_t) * (size_t) (cache->n_layers() * n_experts));
+    sent_map             = (int32_t *) staging.reserve(sizeof(int32_t) * (size_t) (cache->n_layers() * n_experts + 1));
     map_ctx              = ggml_init({ ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true });
     if (arrived == nullptr || sent_map == nullptr || map_ctx == nullptr) {
         return false;
@@ -186,6 +185,9 @@ void ahead_launch::send_map(int layer, int group, const std::vector<int32_t> & s
     if (is_changed) {
         const size_t bytes = sizeof(int32_t) * (size_t) n_experts;
         ggml_backend_tensor_set_async(to, map, row, bytes * (size_t) layer, bytes);
+        // Vulkan orders a copy to the device only behind what came before it; reading a value back orders what follows
+        int32_t * unused = sent_map + (size_t) cache->n_layers() * (size_t) n_experts;
+        ggml_backend_tensor_get_async(to, map, unused, bytes * (size_t) layer, sizeof(int32_t));
     }
 }
 
@@ -205,9 +207,10 @@ bool ahead_launch::start(const expert_chain & chain, const expert_sum & sum, con
     backend = sources.backend;
     ggml_backend_event_record(arrived, backend);
     send_map(chain.layer, group, slots, backend);
-    begin_ns = now_ns();
+    begin_ns   = now_ns();
+    is_running = true;
     if (ggml_backend_graph_compute_async(backend, built->graph) != GGML_STATUS_SUCCESS) {
-        ggml_backend_synchronize(backend);
+        wait_idle();
         return false;
     }
     ggml_backend_tensor_get_async(backend, built->out, output_data, 0, ggml_nbytes(built->out));
@@ -218,7 +221,19 @@ void ahead_launch::wait_inputs() {
     ggml_backend_event_synchronize(arrived);
 }
 
+void ahead_launch::wait_idle() {
+    if (!is_running) {
+        return;
+    }
+    is_running = false;
+    try {
+        ggml_backend_synchronize(backend);
+    } catch (const std::exception &) { // the device is lost: nothing runs on it any more
+    }
+}
+
 const float * ahead_launch::wait_sum() {
+    is_running = false;
     ggml_backend_synchronize(backend);
     device_ns = now_ns() - begin_ns;
     return (const float *) output_data;

@@ -63,6 +63,8 @@ class ahead_launch {
     void wait_inputs();
     // waits for the graph; the weighted sum of the resident experts [n_out, n_tokens], valid until the next start
     const float * wait_sum();
+    // waits for a graph that was started and not awaited; never throws
+    void wait_idle();
     // from queueing the graph to its end, as the host sees it
     int64_t busy_ns() const { return device_ns; }
 
@@ -93,7 +95,7 @@ class ahead_launch {
     ggml_tensor *                 map         = nullptr; // int32, the slots of each layer's experts
     ggml_backend_buffer_t         map_buffer  = nullptr;
     bool                          is_refused  = false; // the device has no events or no memory
-    host_buffer                   staging;  // of the map
+    host_buffer                   staging;  // of the map, and one value more
     int32_t *                     sent_map = nullptr; // in it; what the device has or is being sent
     ggml_backend_event_t          arrived  = nullptr;
     ggml_backend_buffer_t         buffer   = nullptr; // of all graphs, since one runs at a time
@@ -101,6 +103,7 @@ class ahead_launch {
     host_buffer                   output;
     void *                        output_data = nullptr;
     ggml_backend_t                backend     = nullptr; // of the last start
+    bool                          is_running  = false;   // its graph was not awaited
     int64_t                       begin_ns    = 0;
     int64_t                       device_ns   = 0;
 };

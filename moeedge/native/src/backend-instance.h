@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -87,5 +88,8 @@ void       instances_set_default_offload_scope(int scope);
 void       instances_set_default_host_buft(ggml_backend_buffer_type_t buft);
 
 ggml_backend_reg_t backend_reg();
+
+// what a driver threw inside our backend on this thread, empty: nothing; the caller empties it
+std::string & driver_exception();
 
 } // namespace moeedge

@@ -22,11 +22,12 @@ static constexpr size_t n_pairs_as_columns = 256;
 // Unpins the slots of a block. If an exception passes, it waits for the device first, which may still read them.
 class pin_guard {
   public:
-    pin_guard(expert_cache & c, device_worker & w, int block_layer, const std::vector<int32_t> & pinned)
-        : cache(&c), worker(w), layer(block_layer), slots(pinned) {}
+    pin_guard(expert_cache & c, device_worker & w, ahead_launch & a, int block_layer, const std::vector<int32_t> & pinned)
+        : cache(&c), worker(w), ahead(a), layer(block_layer), slots(pinned) {}
     ~pin_guard() {
         if (cache) {
             worker.wait_idle();
+            ahead.wait_idle();
             release();
         }
     }
@@ -41,6 +42,7 @@ class pin_guard {
   private:
     expert_cache *               cache; // null: released
     device_worker &              worker;
+    ahead_launch &               ahead;
     const int                    layer;
     const std::vector<int32_t> & slots;
 };
@@ -76,7 +78,7 @@ hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t
 hybrid_executor::~hybrid_executor() {
     worker->stop();
     try {
-        // waits for the device to free the graphs' buffers; of a lost device they are leaked
+        // waits for the device to free the graphs' buffers; of a lost worker they are leaked
         cache->run_on_device([graphs = device_graphs.release(), launch = ahead.release()] {
             delete graphs;
             delete launch;
@@ -92,6 +94,15 @@ void hybrid_executor::set_n_threads(int n_threads) {
     if (cpu_part && set) {
         set(cpu_part, std::max(1, n_threads - cache->device().n_threads));
     }
+}
+
+// Several tokens as one have an expert twice in a column of ids, and so have absent experts that share the zero slot. The
+// matrix-vector kernels of quantized types take that; CUDA has none of those for other types, and its matrix-matrix kernels
+// leave the second column unwritten.
+static bool takes_experts_twice(const expert_chain & chain) {
+    return std::all_of(chain.steps.begin(), chain.steps.end(), [](const chain_step & step) {
+        return step.node->op != GGML_OP_MUL_MAT_ID || ggml_is_quantized(step.node->src[0]->type);
+    });
 }
 
 bool hybrid_executor::place(placed_chain & placed) const {
@@ -111,6 +122,7 @@ bool hybrid_executor::place(placed_chain & placed) const {
         placed.device_tables.push_back(pool);
         placed.stage_tables.push_back(cache->stage(placed.group, table.role.c_str()));
     }
+    placed.takes_twice = takes_experts_twice(chain);
     return true;
 }
 
@@ -237,7 +249,8 @@ bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_li
 // starts the device on pairs whose slots, in `tables`, are pinned; false: it cannot take them
 bool hybrid_executor::submit(const placed_chain & placed, const index_list & pairs, const table_list & tables) {
     const expert_chain & chain      = placed.chain;
-    const bool           is_columns = cache->device_path.load() != MOEEDGE_DEVICE_PATH_PAIRS && pairs.size() <= n_pairs_as_columns;
+    const bool           is_columns =
+        placed.takes_twice && cache->device_path.load() != MOEEDGE_DEVICE_PATH_PAIRS && pairs.size() <= n_pairs_as_columns;
     const pair_layout    layout     = chain.n_tokens() == 1 ? LAYOUT_TOKEN : is_columns ? LAYOUT_COLUMNS : LAYOUT_PAIRS;
     subgraph *           sub        = device_graphs->get(chain, (int64_t) pairs.size(), layout, tables);
     float *              input      = nullptr;
@@ -334,7 +347,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         record_cpu_block(chain, phase);
         return BLOCK_NOT_COMPUTED;
     }
-    pin_guard            pins(*cache, *worker, chain.layer, slots);
+    pin_guard            pins(*cache, *worker, *ahead, chain.layer, slots);
     moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
     split_pairs(record);
 
@@ -385,7 +398,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
 }
 
 bool hybrid_executor::can_launch_ahead(const placed_chain & placed, const block_sources & sources) const {
-    return cache->device_path.load() == MOEEDGE_DEVICE_PATH_AHEAD && sources.is_complete() && placed.sum.is_complete() &&
+    return cache->device_path.load() == MOEEDGE_DEVICE_PATH_AHEAD && sources.is_complete() && placed.sum.is_complete() && placed.takes_twice &&
            placed.chain.input->ne[1] == 1 && placed.chain.n_tokens() <= ahead_launch::n_tokens_max &&
            ggml_backend_get_device(sources.backend) == cache->device().dev;
 }
@@ -397,7 +410,7 @@ block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const 
     if (cache->acquire(chain.layer, all_experts.data(), (int) all_experts.size(), all_slots.data()) == 0) {
         return BLOCK_NOT_COMPUTED;
     }
-    pin_guard pins(*cache, *worker, chain.layer, all_slots);
+    pin_guard pins(*cache, *worker, *ahead, chain.layer, all_slots);
     if (!ahead->start(chain, placed.sum, placed.device_tables, placed.group, sources, all_slots)) {
         return BLOCK_NOT_COMPUTED;
     }
@@ -513,7 +526,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     slots.resize(experts.size());
     index_list pinned(experts.size());
     cache->acquire(chain.layer, experts.data(), (int) experts.size(), pinned.data());
-    pin_guard pins(*cache, *worker, chain.layer, pinned);
+    pin_guard pins(*cache, *worker, *ahead, chain.layer, pinned);
     slots = pinned; // cut_chunks adds the staging slots
     on_device.clear();
     for (size_t p = 0; p < slots.size(); p++) {

@@ -22,6 +22,7 @@ struct placed_chain {
     int          group = -1;    // of the cache; -1: its experts stay on the CPU
     table_list   host_tables;   // as the graph has them
     table_list   device_tables; // slot pools
+    bool         takes_twice = false; // kernels may be given an expert twice in a column of ids
     table_list   stage_tables;  // staging slots, null without any
 };
 

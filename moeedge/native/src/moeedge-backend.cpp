@@ -13,6 +13,7 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <string>
 #include <utility>
 
 #include "backend-instance.h"
@@ -52,6 +53,13 @@ static void backend_free(ggml_backend_t backend) {
     delete backend;
 }
 
+// text of the exception that a driver threw inside our backend, empty: none; a status alone does not tell the caller of
+// llama_decode that the context must not be freed
+std::string & driver_exception() {
+    static thread_local std::string text;
+    return text;
+}
+
 // the status of `call`, or that of the exception which it throws
 template <typename F> static enum ggml_status guarded(F call) {
     try {
@@ -60,8 +68,10 @@ template <typename F> static enum ggml_status guarded(F call) {
         return GGML_STATUS_ALLOC_FAILED;
     } catch (const std::exception & error) {
         GGML_LOG_ERROR("moeedge: %s\n", error.what());
+        driver_exception() = error.what();
         return GGML_STATUS_FAILED;
     } catch (...) {
+        driver_exception() = "unknown exception";
         return GGML_STATUS_FAILED;
     }
 }
@@ -85,12 +95,29 @@ static bool backend_cpy_tensor_async(ggml_backend_t from, ggml_backend_t to, con
     return true;
 }
 
-static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    instance * self = instance_of(backend);
+// Forgets inputs that nobody waited for: another graph may give their copies to other values.
+static void drop_arriving(instance * self) {
+    for (const arriving_tensor & each : self->arriving) {
+        try {
+            ggml_backend_synchronize(each.from);
+        } catch (const std::exception &) { // the device is lost: no copy is under way any more
+        }
+    }
+    self->arriving.clear();
+}
+
+static enum ggml_status compute_or_fail(instance * self, ggml_cgraph * graph) {
     if (self->optimize_status != GGML_STATUS_SUCCESS) { // the allocator does not keep the tensors that we read
         return std::exchange(self->optimize_status, GGML_STATUS_SUCCESS);
     }
     return guarded([&] { return compute_graph(self, graph); });
+}
+
+static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    instance *             self   = instance_of(backend);
+    const enum ggml_status status = compute_or_fail(self, graph);
+    drop_arriving(self); // it has none after success
+    return status;
 }
 
 static void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {

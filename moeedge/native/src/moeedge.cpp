@@ -481,9 +481,13 @@ int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context
     }
     int       code   = 0;
     const int status = guarded([&]() -> int {
+        moeedge::driver_exception().clear();
         code = ((int32_t (*)(void *, batch_by_value)) llama_decode)(context, *(const batch_by_value *) batch);
         if (code == 0 && llama_synchronize) { // an asynchronous backend fails here
             ((void (*)(void *)) llama_synchronize)(context);
+        }
+        if (!moeedge::driver_exception().empty()) { // our backend turned it into a status
+            return fail(MOEEDGE_STATUS_FAILED, moeedge::driver_exception().c_str());
         }
         return MOEEDGE_STATUS_OK;
     });

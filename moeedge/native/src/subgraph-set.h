@@ -4,10 +4,10 @@
 //          pairs:   a column per pair, ids [1, n]. No column of ids holds an expert twice: the CPU's kernels and CUDA's
 //                   matrix-matrix kernels rely on that;
 //          columns: a column per pair, ids [n, 1], as if all pairs were of one token. For devices whose matrix-vector kernels
-//                   take experts twice; CUDA takes those kernels for any n then.
+//                   take experts twice; of quantized types CUDA takes those kernels for any n then.
 // Memory   all subgraphs of a set share one growing buffer, since only one of them runs at a time.
-// Lost     placing a subgraph and freeing the buffer wait for the device, forever if it is lost (device-health.h). `run` runs
-//          such work; the set must not be destroyed once its device is lost.
+// Lost     placing a subgraph and freeing the buffer wait for a worker, forever if it is lost (device-health.h). `run` runs
+//          such work; the set must not be destroyed once its worker is lost.
 
 #pragma once
 
