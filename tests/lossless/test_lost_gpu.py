@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from moeedge.engine.session import Session
+from moeedge.errors import DeviceFailedError
+from moeedge.native.abi import DevicePath, Phase
 from moeedge.notifications import is_warning
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice
-from tests.support.hybrid import assert_greedy, greedy_answer, hybrid_config
+from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
 from tests.support.stock import StockContext
 
 PROMPT = list(range(40, 60))
@@ -53,6 +55,22 @@ def check(path: Path, draft: Path, device: CountingDevice, *, ratio: float, mode
 @pytest.mark.parametrize("at_graph", [1, 30])
 def test_experts_in_a_cache(mode: int, at_graph: int, tiny: TinyFactory, device: CountingDevice) -> None:
     check(tiny("qwen3moe"), tiny("qwen3"), device, ratio=0.5, mode=mode, at_graph=at_graph)
+
+
+def test_a_driver_that_throws_inside_our_backend_is_not_called_again(tiny: TinyFactory, device: CountingDevice) -> None:
+    """Contexts are abandoned at whichever launch the driver throws: those of a block are queued by our backend."""
+    config = replace(
+        hybrid_config(tiny("qwen3moe", experts=MANY_EXPERTS), None, 0.5, device=DEVICE, device_path=DevicePath.AHEAD),
+        n_gpu_layers=99,
+    )
+    for at_graph in range(1, 6):
+        with Session.open(config) as session:
+            greedy_answer(session, PROMPT, 2)
+            device.set("fail_mode", THROWS)
+            device.set("fail_graph", at_graph)
+            with pytest.raises(DeviceFailedError):
+                session.target.decode([1], phase=Phase.DECODE)
+            assert session.target.is_closed
 
 
 def test_experts_per_step_count_all_layers_afterwards(tiny: TinyFactory, device: CountingDevice) -> None:
