@@ -103,7 +103,9 @@ def questions(seed: int) -> Iterator[str]:
 def take(
     session: Session, cache: ExpertCache, process: psutil.Process, start_s: float, turns: int, tokens: int
 ) -> Sample:
-    """Waits until no transfer is in flight, then returns a sample."""
+    """Waits until no plan is being made and no transfer is in flight, then returns a sample."""
+    assert session.placement is not None
+    session.placement.wait()  # a plan that is pushed later would start transfers while the sample is taken
     cache.drain(10.0)
     gc.collect()
     stats = cache.stats()
