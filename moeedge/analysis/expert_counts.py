@@ -16,6 +16,7 @@ numbers the texts: no pair and no window spans two of them. `p` arrays are float
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,30 @@ def independence_overlap(p: FloatArray) -> float:
     return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
 
 
-def uniform_unique(n_experts: int, n_used: int, n_tokens: int) -> float:
-    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), section 3.
+def uniform_unique(n_experts: int, n_used: int, n_tokens: float) -> float:
+    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), Eq. 8.
 
     Raises ValueError unless 0 < k <= N.
     """
     _check_shape(n_experts, n_used)
-    return n_experts * (1.0 - (1.0 - n_used / n_experts) ** n_tokens)
+    return n_experts * (1.0 - math.pow(1.0 - n_used / n_experts, n_tokens))
+
+
+def full_activation_tokens(n_experts: int, n_used: int, share: float = 0.95) -> int:
+    """The fewest tokens that use `share` of all experts: log_{1-rho}(1-tau) rounded up, rho = K/E (MoESD, Eq. 9).
+
+    Raises ValueError unless 0 < K <= E and 0 <= share < 1.
+    """
+    if not 0 <= share < 1:
+        raise ValueError(f"share must be in [0, 1), not {share}")
+    if uniform_overlap(n_experts, n_used) == 1:
+        return 1
+    return max(1, math.ceil(math.log(1 - share) / math.log(1 - n_used / n_experts)))
+
+
+def tokens_per_expert(n_experts: int, n_used: int, n_tokens: float) -> float:
+    """Mean tokens of each expert in use, rho * t / (1 - (1 - rho)^t) (MoESD, Eq. 10)."""
+    return n_tokens * n_used / uniform_unique(n_experts, n_used, n_tokens)
 
 
 def independence_unique(p: FloatArray, n_tokens: int) -> float:

@@ -32,7 +32,10 @@ COMMANDS = {
     "worker": ("worker", "Serve a device of this machine to moeedge on another one."),
     "widen": ("widen", "Write a model of a larger shape that computes the same."),
     "trace": ("trace", "Look into routing traces, and read and write those of other tools."),
-    "validate": ("validate", "Compare the simulator with published figures and with this machine."),
+    "validate": (
+        "validate",
+        "Compare formulas and simulator with published figures, and the simulator with this machine.",
+    ),
 }
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
 

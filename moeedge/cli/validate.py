@@ -1,4 +1,4 @@
-"""`moeedge validate`: the simulator compared with the papers, and with the engine."""
+"""`moeedge validate`: formulas and simulator compared with the papers, and the simulator with the engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 from moeedge import __version__
 from moeedge.cli import options
 from moeedge.cli.common import integers, names, numbers
-from moeedge.cli.declare import Output, derive
+from moeedge.cli.declare import Output, derive, output_option
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.errors import InputError
 
 validate = typer.Typer(
     name="validate",
-    help="Compare the simulator with published figures and with this machine.",
+    help="Compare formulas and simulator with published figures, and the simulator with this machine.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -39,8 +39,7 @@ class Part(str, Enum):
 
 PartOption = Annotated[Part, typer.Option("--part", help="Table or figure; all take some minutes.")]
 MedianOf = Annotated[int, derive(options.Repetitions, help="Measurements, of which the median counts.", min=1)]
-
-
+TextJsonOrMd = Annotated[Output, output_option(Output.TEXT, Output.JSON, Output.MD, help="Format of the table.")]
 RejectedTokens = Annotated[
     options.RejectedTokenModel,
     derive(
@@ -100,6 +99,25 @@ def papers(
     else:
         found = {**asdict(frozen()), "fits": fits, "figures": [asdict(figure) for figure in summary]}
         typer.echo(json.dumps(found | {"rows": [row.row() for row in rows]}, indent=1))
+
+
+@validate.command("formulas")
+def formulas(output: TextJsonOrMd = Output.TEXT) -> None:
+    """Compute figures that three papers print, from the inputs that they print next to them.
+
+    Expert reuse of MoE-SpAc, Table 1 of MoESD, active experts and Amdahl's law of the production study.
+    """
+    from moeedge.analysis.published import reproduced
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.formula_views import formulas_markdown, print_formulas
+
+    rows = reproduced()
+    if output is Output.JSON:
+        typer.echo(json.dumps([asdict(row) | {"agrees": row.agrees} for row in rows], indent=1))
+    elif output is Output.MD:
+        typer.echo(formulas_markdown(rows), nl=False)
+    else:
+        print_formulas(rows, stdout_console())
 
 
 @validate.command("predictions")

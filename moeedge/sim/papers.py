@@ -21,6 +21,7 @@ from moeedge.sim.model_shape import find_model, only_known, read_data
 from moeedge.sim.noisy_predictor import PredictorAccuracy
 from moeedge.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft
 from moeedge.sim.step_costs import Framework, HardwareSpec, find_hardware
+from moeedge.speculation import acceptance_for, expected_tokens
 from moeedge.trace.steps import RejectedTokenModel
 
 _TOKENS = 520  # of a synthetic text
@@ -325,20 +326,6 @@ def figures(rows: Sequence[Compared]) -> list[Figure]:
 def is_close(ratio: float | None) -> bool:
     """Whether predicted over published is within 25 % of 1."""
     return ratio is not None and abs(ratio - 1) <= _CLOSE
-
-
-def expected_tokens(gamma: int, acceptance: float) -> float:
-    """Expected tokens per verification of gamma drafts: Omega of Leviathan et al. 2023 (MoE-SpAc, Eq. 1)."""
-    return sum(acceptance**n for n in range(gamma + 1))
-
-
-def acceptance_for(gamma: int, n_tokens: float) -> float:
-    """The acceptance at which a verification of gamma drafts gives `n_tokens`: the inverse of `expected_tokens`."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(gamma, middle) < n_tokens else (low, middle)
-    return (low + high) / 2
 
 
 def same_order(speeds: Sequence[float | None], rows: Sequence[Compared]) -> tuple[int, int]:

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moeedge.cli.app import app
@@ -21,7 +19,7 @@ from moeedge.policies.registry import ALL_POLICIES
 from moeedge.sim.cases import Cases
 from moeedge.sim.constants import frozen
 from moeedge.sim.model_shape import builtin_models, find_model, read_data
-from moeedge.sim.papers import Compared, Fit, Papers, acceptance_for, expected_tokens, figures, same_order
+from moeedge.sim.papers import Compared, Fit, Papers, figures, same_order
 from moeedge.sim.step_costs import Framework, find_hardware, roofline_costs
 
 # what `moeedge validate papers` fits on two rows of Table 2
@@ -45,19 +43,6 @@ def table3(monkeypatch: pytest.MonkeyPatch) -> list[Compared]:
 
 def _order(rows: list[Compared]) -> tuple[int, int]:
     return same_order([row.predicted_ts for row in rows], rows)
-
-
-def test_expected_tokens_are_those_of_the_paper() -> None:
-    """MoE-SpAc, Eq. 1."""
-    assert expected_tokens(8, 0.8) == pytest.approx((1 - 0.8**9) / (1 - 0.8))
-    assert expected_tokens(4, 1.0) == 5
-
-
-@given(gamma=st.integers(1, 16), acceptance=st.floats(0, 1))
-def test_acceptance_is_found_from_its_tokens(gamma: int, acceptance: float) -> None:
-    assert expected_tokens(gamma, acceptance_for(gamma, expected_tokens(gamma, acceptance))) == pytest.approx(
-        expected_tokens(gamma, acceptance)
-    )
 
 
 def test_all_systems_have_a_policy_and_a_framework() -> None:

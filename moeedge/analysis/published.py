@@ -1,0 +1,127 @@
+"""Figures that the papers print, and what their formulas give for the inputs that they print next to them.
+
+Only rows whose inputs are printed are computed. Where a paper prints a figure whose inputs it keeps, such as the
+popularity of experts behind the production study's column "Empirical", no row exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moeedge import speculation
+from moeedge.analysis import expert_counts
+
+_SPAC = "MoE-SpAc"
+_MOESD = "MoESD"
+_STUDY = "production study"
+
+# MoE-SpAc, Figure 7(a): gamma and a/b on Qwen3-235B-A22B
+EXPERT_RATIOS = {3: 2.24, 4: 2.72, 5: 3.20, 6: 3.52, 7: 3.80, 8: 4.13, 9: 4.50, 10: 4.83, 11: 5.90, 12: 6.32}
+_FIGURE_7_ACCEPTANCE = 0.8
+_FIGURE_7_PAYS = range(3, 9)  # "the advantage becomes more pronounced when gamma in {2} u [3, 8]"
+
+# MoESD, Table 1: gammas (their row of the header), then device, data set, temperature, and per gamma T_AR, T_SD, sigma
+# and the speed-up
+TABLE_1_GAMMAS = (2, 3, 4)
+_Cell = tuple[float, float, float, float]
+TABLE_1: dict[tuple[str, str, float], tuple[_Cell, _Cell, _Cell]] = {
+    ("A", "humaneval", 0.0): ((18.89, 11.61, 0.94, 1.63), (15.93, 8.11, 0.93, 1.96), (15.93, 7.31, 0.91, 2.18)),
+    ("A", "humaneval", 1.0): ((19.13, 12.93, 0.83, 1.48), (21.20, 14.09, 0.73, 1.50), (19.13, 11.14, 0.67, 1.72)),
+    ("A", "mtbench", 0.0): ((20.92, 16.70, 0.71, 1.25), (16.00, 12.43, 0.62, 1.29), (20.92, 17.53, 0.55, 1.19)),
+    ("A", "mtbench", 1.0): ((21.15, 17.33, 0.68, 1.22), (19.09, 14.83, 0.57, 1.29), (19.09, 15.93, 0.48, 1.20)),
+    ("B", "humaneval", 0.0): ((15.96, 9.34, 0.95, 1.71), (15.96, 7.95, 0.93, 2.01), (15.96, 6.96, 0.90, 2.29)),
+    ("B", "humaneval", 1.0): ((17.39, 12.82, 0.82, 1.36), (13.20, 8.98, 0.74, 1.47), (13.20, 7.17, 0.75, 1.84)),
+    ("B", "mtbench", 0.0): ((24.42, 16.74, 0.71, 1.46), (24.42, 16.84, 0.62, 1.45), (24.42, 17.05, 0.54, 1.43)),
+    ("B", "mtbench", 1.0): ((18.24, 14.38, 0.67, 1.27), (16.25, 13.28, 0.56, 1.22), (16.25, 13.76, 0.48, 1.18)),
+}
+
+# the production study: tokens of a batch, and the columns Empirical, Uniform and Ratio
+ACTIVE_EXPERTS = {
+    1: (8.0, 8.0, 1.00),
+    2: (14.7, 15.5, 0.95),
+    4: (25.4, 29.1, 0.87),
+    8: (40.6, 51.6, 0.79),
+    16: (59.3, 82.4, 0.72),
+    32: (78.8, 111.8, 0.71),
+    64: (96.1, 125.9, 0.76),
+}
+_STUDY_EXPERTS, _STUDY_USED = 128, 8
+_STUDY_VERIFIED = 20.36  # unique experts of four tokens
+_STUDY_SHARE = 0.30  # f
+_STUDY_LENGTH = 2.73  # AL, tokens per step
+_STUDY_EFFICIENCY = 0.80  # T(1) / T(4), measured
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """One printed figure and the same computed."""
+
+    source: str
+    figure: str
+    published: float | bool
+    computed: float | bool
+    digits: int = 2  # printed after the point
+    input_error: float = 0.0  # of the computed figure, because its inputs are printed rounded
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the figures are equal as far as both are printed."""
+        if isinstance(self.published, bool):
+            return self.published == self.computed
+        return abs(self.computed - self.published) <= 0.5 * 10.0**-self.digits + self.input_error + 1e-9
+
+
+def reproduced() -> list[Reproduced]:
+    """All rows, in the order of the papers."""
+    return [*_expert_reuse(), *_table_1(), *_active_experts(), *_amdahl()]
+
+
+def _expert_reuse() -> Iterator[Reproduced]:
+    for gamma, ratio in EXPERT_RATIOS.items():
+        pays = speculation.speculation_pays(ratio, gamma, _FIGURE_7_ACCEPTANCE)
+        omega = speculation.expected_tokens(gamma, _FIGURE_7_ACCEPTANCE)
+        what = f"Figure 7, Eq. 17: a/b = {ratio:.2f} < Omega({gamma}, 0.8) = {omega:.2f}"
+        yield Reproduced(_SPAC, what, gamma in _FIGURE_7_PAYS, pays)
+
+
+def _table_1() -> Iterator[Reproduced]:
+    for (device, dataset, temperature), cells in TABLE_1.items():
+        for gamma, (plain, speculative, _, printed) in zip(TABLE_1_GAMMAS, cells, strict=True):
+            where = f"Table 1: 2x GPU {device}, {dataset}, T {temperature:g}, gamma {gamma}"
+            ratio = plain / speculative
+            error = ratio * 0.005 * (1 / plain + 1 / speculative)
+            yield Reproduced(_MOESD, f"{where}, speed-up", printed, ratio, input_error=error)
+        # other runs than those of the first gamma, whose acceptance differs
+        first = TABLE_1_GAMMAS[0]
+        for gamma, (_, _, printed, _) in zip(TABLE_1_GAMMAS[1:], cells[1:], strict=True):
+            low, middle, high = (
+                speculation.sigma(gamma, speculation.acceptance_for(first, (cells[0][2] + error) * (first + 1)))
+                for error in (-0.005, 0.0, 0.005)
+            )
+            where = f"Table 1: 2x GPU {device}, {dataset}, T {temperature:g}, gamma {gamma}"
+            what = f"{where}, Eq. 5: sigma by the alpha of gamma {first}"
+            yield Reproduced(_MOESD, what, printed, middle, input_error=(high - low) / 2)
+
+
+def _active_experts() -> Iterator[Reproduced]:
+    for n_tokens, (empirical, uniform, ratio) in ACTIVE_EXPERTS.items():
+        computed = expert_counts.uniform_unique(_STUDY_EXPERTS, _STUDY_USED, n_tokens)
+        yield Reproduced(_STUDY, f"active experts, uniform, {n_tokens} tokens", uniform, computed, digits=1)
+        error = ratio * (0.05 / empirical + 0.05 / uniform)
+        what = f"active experts, empirical over uniform, {n_tokens} tokens"
+        yield Reproduced(_STUDY, what, ratio, empirical / computed, input_error=error)
+
+
+def _amdahl() -> Iterator[Reproduced]:
+    expert_ratio = _STUDY_VERIFIED / _STUDY_USED
+    yield Reproduced(_STUDY, "unique(4) / k", 2.55, expert_ratio, input_error=0.005 / _STUDY_USED)
+    ratio = speculation.verification_ratio(_STUDY_SHARE, expert_ratio)
+    yield Reproduced(_STUDY, "Amdahl: T(4) / T(1)", 1.46, ratio)
+    yield Reproduced(_STUDY, "measured: T(4) / T(1)", 1.25, 1 / _STUDY_EFFICIENCY)
+    yield Reproduced(_STUDY, "Amdahl: implied speed-up", 1.87, _STUDY_LENGTH / ratio, input_error=0.005 / ratio)
+    yield Reproduced(_STUDY, "measured: implied speed-up", 2.18, _STUDY_LENGTH * _STUDY_EFFICIENCY, input_error=0.005)
+    for name, of in (("uniform", ACTIVE_EXPERTS[4][1]), ("independence", ACTIVE_EXPERTS[4][0])):
+        published = {"uniform": 3.6, "independence": 3.2}[name]
+        yield Reproduced(_STUDY, f"unique(4) / k, {name}", published, of / _STUDY_USED, digits=1)
+    yield Reproduced(_STUDY, "overlap, uniform", 0.063, expert_counts.uniform_overlap(128, 8), digits=3)

@@ -1,0 +1,85 @@
+"""What speculative decoding gains: the formulas of three papers, as functions of numbers.
+
+  MoE-SpAc               section 2.1 and Appendix A.1
+  MoESD                  "MoESD: Unveil Speculative Decoding's Potential for Accelerating Sparse MoE", section 3.1
+  the production study   "Why MoE models get more from speculative decoding", section "Amdahl's Law decomposition"
+
+Notation: gamma drafts per step, alpha the chance that a draft is accepted after all before it were, T_T, T_D and T_rej
+the seconds of target, draft and rejection sampling. A verification computes gamma + 1 tokens: the drafts and the token
+emitted last. MoESD writes T_T(B, gamma) for it, the production study T(K + 1).
+
+Formulas of distinct experts are in `moeedge.analysis.expert_counts`.
+"""
+
+from __future__ import annotations
+
+
+def expected_tokens(gamma: int, acceptance: float) -> float:
+    """Expected tokens per verification of gamma drafts: Omega of Leviathan et al. 2023 (MoE-SpAc, Eq. 1)."""
+    return sum(acceptance**n for n in range(gamma + 1))
+
+
+def acceptance_for(gamma: int, n_tokens: float) -> float:
+    """The acceptance at which a verification of gamma drafts gives `n_tokens`: the inverse of `expected_tokens`."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(gamma, middle) < n_tokens else (low, middle)
+    return (low + high) / 2
+
+
+def sigma(gamma: int, acceptance: float) -> float:
+    """Tokens of a step over the most that it can give, gamma + 1 (MoESD, Eq. 5)."""
+    return expected_tokens(gamma, acceptance) / (gamma + 1)
+
+
+def speed_up(
+    n_tokens: float, gamma: int, *, target_s: float, verify_s: float, draft_s: float, reject_s: float
+) -> float:
+    """Speculative over plain decoding (MoESD, Eq. 4).
+
+    n_tokens: of a step, sigma * (gamma + 1). target_s: a plain step of the target, T_T(B, 1). verify_s: its
+    verification. draft_s: one pass of the draft. reject_s: rejection sampling of one step.
+    """
+    return n_tokens / ((gamma * draft_s + verify_s + reject_s) / target_s)
+
+
+def speed_up_by_cost(gamma: int, acceptance: float, draft_cost: float) -> float:
+    """Speculative over plain decoding where a verification takes as long as a plain step (MoE-SpAc, section 2.1).
+
+    draft_cost: c = T_D / T_V.
+    """
+    return expected_tokens(gamma, acceptance) / (gamma * draft_cost + 1)
+
+
+def target_efficiency(target_s: float, verify_s: float) -> float:
+    """Time of a plain step over that of a verification, T_T(B, 1) / T_T(B, gamma) (MoESD, section 3.1)."""
+    return target_s / verify_s
+
+
+def speculation_pays(expert_ratio: float, gamma: int, acceptance: float) -> bool:
+    """Whether a / b < Omega, so that speculation is faster if drafting costs nothing (MoE-SpAc, Eq. 17).
+
+    expert_ratio: a / b, the distinct experts of a verification over those of a plain step.
+    """
+    return expert_ratio < expected_tokens(gamma, acceptance)
+
+
+def verification_ratio(expert_share: float, expert_ratio: float) -> float:
+    """T(K + 1) / T(1) = f * unique(K + 1) / k + 1 - f (the production study, Amdahl's law).
+
+    expert_share: f, the share of a plain step that loads routed experts. expert_ratio: unique(K + 1) / k.
+    """
+    return expert_share * expert_ratio + (1 - expert_share)
+
+
+def expert_share_for(ratio: float, expert_ratio: float) -> float:
+    """The f at which `verification_ratio` gives `ratio`; raises ValueError where expert_ratio is 1."""
+    if expert_ratio == 1:
+        raise ValueError("an expert ratio of 1 says nothing about the share of experts")
+    return (ratio - 1) / (expert_ratio - 1)
+
+
+def arithmetic_intensity(n_tokens: float, n_used: int, n_experts: int, n_shared: int = 0) -> float:
+    """Operations per loaded weight of a MoE layer, T * (k + S) / (N + S), all experts loaded (the production study)."""
+    return n_tokens * (n_used + n_shared) / (n_experts + n_shared)
