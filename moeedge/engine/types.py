@@ -99,8 +99,8 @@ class GenerationStats:
     drafted: int = 0
     accepted: int = 0
     experts_sum: float = 0.0  # of StepRecord.experts_unique
-    budgeted_steps: int = 0  # steps under an expert budget; the next three are theirs
-    experts_natural_sum: float = 0.0  # of StepRecord.experts_natural
+    experts_natural_sum: float = 0.0  # of what experts_unique were without an expert budget
+    budgeted_steps: int = 0  # steps under an expert budget; the next two are theirs
     experts_max: int = 0  # the largest of StepRecord.experts_max
     kept_probability_sum: float = 0.0  # of StepRecord.kept_probability
     observe_s: float = 0.0
@@ -115,9 +115,9 @@ class GenerationStats:
         self.drafted += record.n_drafted
         self.accepted += record.n_accepted
         self.experts_sum += record.experts_unique
+        self.experts_natural_sum += record.experts_unique if record.kept_probability is None else record.experts_natural
         if record.kept_probability is not None:
             self.budgeted_steps += 1
-            self.experts_natural_sum += record.experts_natural
             self.experts_max = max(self.experts_max, record.experts_max)
             self.kept_probability_sum += record.kept_probability
         self.observe_s += record.observe_s
@@ -158,8 +158,8 @@ class GenerationStats:
 
     @property
     def experts_natural(self) -> float | None:
-        """Distinct experts per MoE layer that the router selected in a step under an expert budget; None without."""
-        return self.experts_natural_sum / self.budgeted_steps if self.budgeted_steps else None
+        """`experts_per_verification` as it were without the expert budget; None where no step had one."""
+        return self.experts_natural_sum / self.steps if self.budgeted_steps else None
 
     @property
     def kept_probability(self) -> float | None:
