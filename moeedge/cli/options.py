@@ -405,6 +405,14 @@ Plot = Annotated[
         "profile: activations and prediction accuracy, step by step for one layer.",
     ),
 ]
+SaveRanking = Annotated[
+    Path | None,
+    option(
+        OUTPUT,
+        "--save-ranking FILE.json",
+        "Write a ranking of the experts for expert budgets (docs/expert-budget.md).",
+    ),
+]
 TraceOut = Annotated[
     Path | None,
     option(

@@ -75,11 +75,20 @@ class ExpertBudget:
 
     @property
     def label(self) -> str:
-        """The words that every result with this budget carries, e.g. "budget 16 (lossy)"."""
+        """The words that every result with this budget carries, e.g. "budget 16 (lossy)" or "budget 16 static (lossy)".
+
+        They name every choice that is not the default; budgets per layer are "fitted" with their mean.
+        """
+        words = ["budget"]
         if isinstance(self.budget, int):
-            return f"budget {self.budget} (lossy)"
-        used = [budget for budget in self.budget if budget > 0]
-        return f"budget {min(used)}-{max(used)}, mean {sum(used) / len(used):.1f} (lossy)"
+            words.append(str(self.budget))
+        else:
+            used = [budget for budget in self.budget if budget > 0]
+            words += ["fitted", f"{sum(used) / len(used):g}"]
+        words += [] if self.ranking == "router" else [self.ranking]
+        words += [] if self.coverage == "substitution" else [self.coverage]
+        words += [] if self.prefer_resident == 0.0 else [f"prefer {self.prefer_resident:g}"]
+        return f"{' '.join(words)} (lossy)"
 
     def per_layer(self, expert_layers: IntArray, n_layers: int, n_experts: int, n_expert_used: int) -> Ids:
         """Budgets int32 [n_layers], at most `n_experts`, 0 for layers that `expert_layers` does not name.
