@@ -323,12 +323,12 @@ def moe_output(outputs: FloatArray, ids: IntArray, weights: FloatArray) -> NDArr
     return total
 
 
-def oracle_shortlist(outputs: FloatArray, weights: FloatArray, ids: IntArray, budget: int) -> BoolArray:
-    """The shortlist bool [N] that greedily minimises the error to the unbudgeted output (Eq. 6).
+def oracle_order(outputs: FloatArray, weights: FloatArray, ids: IntArray) -> Ids:
+    """Expert ids int32 [N] in the order in which a greedy search adds them to the shortlist (Eq. 6).
 
     outputs: of all experts [T, N, D]; those of natural picks are read. weights, ids: the natural top-k [T, k]. From
-    the empty set, the expert is added with which the squared error, summed over the tokens, of the weighted outputs
-    inside the set (Eq. 7, weights unchanged) is least, `budget` times. Ties by the lower id.
+    the empty set, the expert is added with which the squared error to the unbudgeted output, summed over the tokens, of
+    the weighted outputs inside the set (Eq. 7, weights unchanged) is least. Ties by the lower id.
 
     With c_te the weighted output of expert e for token t and G_ef = sum_t <c_te, c_tf>, the error of a set is the sum
     of G over pairs outside it, and adding e reduces it by 2 sum_{f outside} G_ef - G_ee.
@@ -339,12 +339,20 @@ def oracle_shortlist(outputs: FloatArray, weights: FloatArray, ids: IntArray, bu
     weighted = outputs * mixing[:, :, None]
     gram = np.tensordot(weighted, weighted, axes=([0, 2], [0, 2]))  # [N, N]
     residual = gram.sum(axis=1)
+    order = np.empty(n_experts, dtype=np.int32)
     chosen = np.zeros(n_experts, dtype=np.bool_)
-    for _ in range(min(budget, n_experts)):
-        gain = np.where(chosen, -np.inf, 2.0 * residual - np.diag(gram))
-        best = int(np.argmax(gain))
+    for place in range(n_experts):
+        best = int(np.argmax(np.where(chosen, -np.inf, 2.0 * residual - np.diag(gram))))
+        order[place] = best
         chosen[best] = True
         residual -= gram[:, best]
+    return order
+
+
+def oracle_shortlist(outputs: FloatArray, weights: FloatArray, ids: IntArray, budget: int) -> BoolArray:
+    """The first `budget` experts of `oracle_order`, bool [N]."""
+    chosen = np.zeros(outputs.shape[1], dtype=np.bool_)
+    chosen[oracle_order(outputs, weights, ids)[:budget]] = True
     return chosen
 
 
