@@ -44,7 +44,7 @@ Type = Annotated[
     str | None,
     typer.Option(
         "--type",
-        metavar="q4_0|q4_k|q8_0",
+        metavar="q4_0|q4_k|q8_0|f16",
         help="Type of feed-forward matrices, experts included. Default: the source's types, whose bytes are copied. "
         "Other matrices always keep the source's types.",
     ),

@@ -33,12 +33,14 @@ class WeightType(str, Enum):
     Q4_0 = "q4_0"
     Q4_K = "q4_k"
     Q8_0 = "q8_0"
+    F16 = "f16"
 
 
 TYPES = {
     WeightType.Q4_0: (GgmlType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
     WeightType.Q4_K: (GgmlType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_S),
     WeightType.Q8_0: (GgmlType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    WeightType.F16: (GgmlType.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
 
 
