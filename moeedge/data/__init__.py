@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from moeedge.data.datasets import CATALOG, dataset_names, load_dataset, load_sample, load_toy
+from moeedge.data.datasets import CATALOG, dataset_names, load_calibration, load_dataset, load_sample, load_toy
 from moeedge.data.prompts import Dataset, Prompt, PromptMessage
 
-__all__ = ["CATALOG", "Dataset", "Prompt", "PromptMessage", "dataset_names", "load_dataset", "load_sample", "load_toy"]
+__all__ = [
+    "CATALOG",
+    "Dataset",
+    "Prompt",
+    "PromptMessage",
+    "dataset_names",
+    "load_calibration",
+    "load_dataset",
+    "load_sample",
+    "load_toy",
+]

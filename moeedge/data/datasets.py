@@ -30,6 +30,7 @@ from moeedge.hub.remote import fetch_dataset_file, hub_endpoint
 
 SAMPLE = "sample"
 TOY = "toy"
+CALIBRATION = "calibration"
 _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 _TOY_ANSWER_TOKENS = 160  # the longest of the generator's answers
 _OFFLINE_HINT = "Or use --offline-sample for moeedge's own small set."
@@ -212,6 +213,17 @@ def load_toy() -> Dataset:
     with as_file(files("moeedge.data") / "toy.jsonl") as path:
         toy = _read(TOY, path, parse_custom, "package", "prompts that the bundled toy model can answer")
     return replace(toy, answer_tokens=_TOY_ANSWER_TOKENS)
+
+
+def load_calibration() -> Dataset:
+    """Loads the tasks by which expert budgets of the bundled pair, and of models widened from it, are chosen.
+
+    Held-out prompts as in the set "toy", none of which is here, without programs (`python -m models.toy
+    --calibration`). Not among the sets that `load_dataset` knows: figures about a chosen budget must come from others.
+    """
+    with as_file(files("moeedge.data") / "calibration.jsonl") as path:
+        tasks = _read(CALIBRATION, path, parse_custom, "package", "tasks that expert budgets are chosen by")
+    return replace(tasks, answer_tokens=_TOY_ANSWER_TOKENS)
 
 
 def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:

@@ -6,12 +6,14 @@ import gzip
 import json
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from models.generator import DOMAINS, held_back
-from moeedge.data import CATALOG, Dataset, dataset_names, load_dataset, load_sample
+from models.toy import calibration_rows
+from moeedge.data import CATALOG, Dataset, dataset_names, load_calibration, load_dataset, load_sample
 from moeedge.errors import DatasetError, DownloadError
 from tests.support.hub import local_hub
 
@@ -207,3 +209,15 @@ def test_the_toy_set_is_held_out_of_training() -> None:
     assert given == [[turn.reference.to_row() for turn in chat.turns] for chat in chats]
     for limit in (4, 7, 9, 12):  # spread over the domains
         assert len({prompt.category for prompt in toy.limited(limit).prompts}) == min(limit, 7)
+
+
+def test_the_calibration_set_is_held_out_of_the_toy_set() -> None:
+    tasks = load_calibration()
+    given = [json.loads(line) for line in tasks.path.read_text().splitlines()]
+    assert given == calibration_rows()
+    known = {tuple(texts) for texts in _texts(load_dataset("toy"))}
+    assert not known & {tuple(texts) for texts in _texts(tasks)}
+    scorers = {reference.scorer for prompt in tasks.prompts for reference in prompt.references if reference is not None}
+    assert "code" not in scorers
+    assert all(prompt.reference(turn) for prompt in tasks.prompts for turn in range(len(prompt.turns)))
+    assert Counter(prompt.category for prompt in tasks.prompts) == dict.fromkeys(DOMAINS.keys() - {"code"}, 12)
