@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError
+from moeedge.errors import DeviceFailedError, EngineError, InputError
 from moeedge.llama import library
 from moeedge.llama.model import Mode, Model
-from moeedge.native.abi import Phase
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
+from moeedge.native.budget import NativeBudget
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
+from moeedge.policies.expert_budget import ExpertBudget
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 _WITHOUT_GPU = "Start without the GPU: -dev none."
@@ -80,14 +82,16 @@ class Context:
         n_ubatch: int = 512,
         n_outputs: int = 0,
         op_offload: bool = True,
+        has_budget: bool = False,
         mode: Mode = "moeedge",
     ) -> None:
         """Makes the context.
 
         n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
         `decode` computes a longer batch with all logits in pieces. op_offload: llama.cpp's own, of large batches to
-            a GPU, for weights in host memory; it reserves room for them there. Raises EngineError where memory is
-            short.
+            a GPU, for weights in host memory; it reserves room for them there. has_budget: verifications can keep to
+            an expert budget (`set_budget`), for which llama.cpp asks about each node of a graph. Raises EngineError
+            where memory is short.
         """
         self.model = model
         self.n_threads = n_threads or library.physical_cores()
@@ -102,11 +106,17 @@ class Context:
         parameters.n_threads_batch = self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
+        self._budget = None
+        if has_budget and model.info.n_experts > 0:
+            self._budget = NativeBudget(model.info.n_layers, model.info.n_experts, model.info.n_expert_used)
+            parameters.cb_eval = ctypes.cast(self._budget.callback, lib.ggml_backend_sched_eval_callback)
+            parameters.cb_eval_user_data = self._budget.user_data
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
         self._handle = lib.llama_init_from_model(model.handle, parameters)
         if not self._handle:
+            self._close_budget()
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens: "
                 f"{library.first_error()}.",
@@ -125,6 +135,8 @@ class Context:
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
         self.sensor: native.Sensor | None = None
+        self.budget: ExpertBudget | None = None
+        self.residency: Callable[[], NDArray[np.uint8]] | None = None  # [n_layers, n_experts], for the budget
         self._instance = native.newest_instance()
         self._capture: native.ActivationCapture | None = None
         self._keeps_hidden_states = False
@@ -181,6 +193,48 @@ class Context:
             self._invalidate_graph()
         return self._capture
 
+    def set_budget(self, budget: ExpertBudget | None) -> None:
+        """Sets what verifications keep to from now on: at most so many experts per layer, or all (None).
+
+        Requires a context that was made with has_budget. Raises InputError if the budget does not suit the model.
+        """
+        if self._budget is None:
+            raise ValueError("the context was made without has_budget, or its model has no experts")
+        if budget is not None:
+            if budget.ranking == "oracle":
+                raise InputError("The oracle ranking needs the outputs of all experts: it is for analysis only.")
+            info = self.model.info
+            expert_layers = np.asarray(info.expert_layers)
+            budgets = budget.per_layer(expert_layers, info.n_layers, info.n_experts, info.n_expert_used)
+            budgets[budgets == 0] = info.n_experts  # layers without experts
+            self._budget.configure(
+                budgets,
+                ranking=BudgetRanking.ORDER if budget.ranking == "static" else BudgetRanking.ROUTER,
+                coverage=BudgetCoverage[budget.coverage.upper()],
+                prefer_resident=budget.prefer_resident,
+                order=budget.order if budget.ranking == "static" else None,
+            )
+        self.budget = budget
+
+    @property
+    def native_budget(self) -> NativeBudget | None:
+        """The native side of the budget, with its figures; None without one."""
+        return self._budget
+
+    def _begin_budget(self, n_tokens: int, phase: Phase) -> bool:
+        """Whether this decode keeps to the budget: a verification, of more than one token."""
+        if self._budget is None or self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
+            return False
+        prefers = self.budget.prefer_resident > 0 and self.residency is not None
+        self._budget.set_active(True, self.residency() if prefers and self.residency is not None else None)
+        return True
+
+    def _close_budget(self) -> None:
+        """Frees the native budget; llama.cpp's context, which would call it, is gone."""
+        if self._budget is not None:
+            self._budget.close()
+            self._budget = None
+
     @property
     def n_past(self) -> int:
         """Tokens in the KV cache: the position of the next token."""
@@ -221,7 +275,12 @@ class Context:
                 return self._decode_in_pieces(tokens, n_max, phase, logits, hidden_states)
             n_out = n if logits == "all" else 1 if logits == "last" else 0
             self._batch.fill(tokens, before, first_output=n - n_out)
-            self._run(n, wait=n_out > 0)
+            has_budget = self._begin_budget(n, phase)
+            try:
+                self._run(n, wait=n_out > 0)
+            finally:
+                if has_budget and self._budget is not None:
+                    self._budget.set_active(False)
             self.tokens.extend(tokens)
             if self._capture is not None:
                 self._capture.raise_error()
@@ -404,6 +463,7 @@ class Context:
                 self._capture = None
             lib.llama_free(self._handle)
             self._handle = None
+            self._close_budget()
 
     def __enter__(self) -> Context:
         return self

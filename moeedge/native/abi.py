@@ -6,13 +6,13 @@ Structures without pointers are dataclasses (see structs.py) next to the code th
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import Enum, IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 6  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 7  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -70,6 +70,28 @@ class CaptureFlags(IntFlag):
     PROBS = 2  # the router's output
 
 
+class BudgetRanking(IntEnum):
+    """enum moeedge_budget_ranking: how experts are ranked for the shortlist of a layer."""
+
+    ROUTER = 0  # by the routing probability that the batch's tokens give them
+    ORDER = 1  # by a given order
+
+
+class BudgetCoverage(IntEnum):
+    """enum moeedge_budget_coverage: what becomes of a token's experts outside the shortlist."""
+
+    SUBSTITUTION = 0
+    TRUNCATION = 1
+
+
+class RouterKind(IntEnum):
+    """enum moeedge_router_kind: what the router's output holds."""
+
+    SOFTMAX = 0  # probabilities over all experts
+    LOGITS = 1  # values before a softmax over the selected experts
+    POSITIVE = 2  # positive values that do not add up to one
+
+
 class Status(IntEnum):
     """The values of enum moeedge_status that Python distinguishes."""
 
@@ -122,6 +144,31 @@ class BlockStruct(ctypes.Structure):
     ]
 
 
+class BudgetConfigStruct(ctypes.Structure):
+    """struct moeedge_budget_config."""
+
+    _fields_ = [
+        ("ranking", c_int32),
+        ("coverage", c_int32),
+        ("prefer_resident", c_double),
+        ("budgets", c_void_p),  # int32
+        ("order", c_void_p),  # int32
+    ]
+
+
+class BudgetRoutingStruct(ctypes.Structure):
+    """struct moeedge_budget_routing."""
+
+    _fields_ = [
+        ("n_tokens", c_int32),
+        ("kind", c_int32),
+        ("values", c_void_p),  # float
+        ("selection", c_void_p),  # float
+        ("natural_ids", c_void_p),  # int32
+        ("ids", c_void_p),  # int32
+    ]
+
+
 BLOCK_HOOK = CFUNCTYPE(None, c_void_p, POINTER(BlockStruct))  # moeedge_block_hook
 
 
@@ -161,6 +208,22 @@ BLOCK_RECORD = np.dtype(
         ("cpu_ns", np.int64),
         ("device_ns", np.int64),
         ("wait_ns", np.int64),
+    ]
+)
+
+
+# struct moeedge_budget_layer
+BUDGET_LAYER = np.dtype(
+    [
+        ("batches", np.int64),
+        ("tokens", np.int64),
+        ("unique_natural", np.int64),
+        ("unique", np.int64),
+        ("unique_max", np.int64),
+        ("picks", np.int64),
+        ("picks_replaced", np.int64),
+        ("kept", np.float64),
+        ("select_s", np.float64),
     ]
 )
 
@@ -208,6 +271,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),
     "cache_release": (c_int, c_int64, c_int, c_void_p, c_int),
     "cache_read": (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64),
+    "budget_create": (c_void_p, c_int, c_int, c_int),
+    "budget_destroy": (None, c_void_p),
+    "budget_on_node": (c_bool, c_void_p, c_bool, c_void_p),
+    "budget_configure": (c_int, c_void_p, POINTER(BudgetConfigStruct)),
+    "budget_set_active": (c_int, c_void_p, c_int, c_void_p),
+    "budget_read": (c_int, c_void_p, c_void_p),
+    "budget_set_capture": (c_int, c_void_p, c_int),
+    "budget_get_routing": (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)),
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
     "decode": (c_int, c_void_p, c_void_p, c_void_p, c_void_p),

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -19,6 +20,8 @@
 #else
 #    define MOEEDGE_API __attribute__((visibility("default")))
 #endif
+
+struct ggml_tensor;
 
 #ifdef __cplusplus
 extern "C" {
@@ -104,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 6
+#define MOEEDGE_ABI_VERSION 7
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -276,6 +279,74 @@ MOEEDGE_API int moeedge_cache_release(int64_t cache, int layer, const int32_t * 
 MOEEDGE_API int moeedge_cache_read(int64_t cache, int layer, int expert, const char * role, void * out, int64_t size);
 // from the next graph on; cache 0 detaches
 MOEEDGE_API int moeedge_instance_set_cache(int64_t instance, int64_t cache);
+
+// expert budget: a verification uses at most so many experts per layer (MoE-Spec). It works through
+// llama.cpp's eval callback: moeedge_budget_on_node and the budget go into llama_context_params.cb_eval and
+// cb_eval_user_data. Calls must not overlap with a decode of that context, which must be freed before the budget
+
+struct moeedge_budget;
+
+// how experts are ranked for the shortlist of a layer
+enum moeedge_budget_ranking {
+    MOEEDGE_BUDGET_RANKING_ROUTER = 0, // by the routing probability that the batch's tokens give them (Eq. 5)
+    MOEEDGE_BUDGET_RANKING_ORDER  = 1, // by a given order: static (Eq. 4), or one that was computed for this batch (Eq. 6)
+};
+
+// what becomes of a token's experts outside the shortlist
+enum moeedge_budget_coverage {
+    MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION = 0, // the token's best experts within the shortlist take their places (Eq. 8)
+    MOEEDGE_BUDGET_COVERAGE_TRUNCATION   = 1, // they contribute nothing (Eq. 7)
+};
+
+// what the router's output (the node ffn_moe_probs) holds
+enum moeedge_router_kind {
+    MOEEDGE_ROUTER_SOFTMAX  = 0, // probabilities over all experts
+    MOEEDGE_ROUTER_LOGITS   = 1, // values before a softmax over the selected experts
+    MOEEDGE_ROUTER_POSITIVE = 2, // positive values that do not add up to one (sigmoid)
+};
+
+struct moeedge_budget_config {
+    int32_t         ranking;         // moeedge_budget_ranking
+    int32_t         coverage;        // moeedge_budget_coverage
+    double          prefer_resident; // a resident expert wins against one whose score is higher by less than this share of the
+                                     // range of scores; 0: residency does not count
+    const int32_t * budgets;         // [n_layers] experts, each at least n_used; n_experts or more: no limit
+    const int32_t * order;           // [n_layers, n_experts] experts, best first; null with the ranking ROUTER
+};
+
+// figures of one layer since they were read last
+struct moeedge_budget_layer {
+    int64_t batches, tokens;       // seen while the budget was active
+    int64_t unique_natural;        // distinct experts, summed over the batches: as the router selected
+    int64_t unique, unique_max;    // with the budget; the sum, and the most of any batch
+    int64_t picks, picks_replaced; // (token, expert) pairs; replaced: outside the shortlist
+    double  kept;                  // share of the selected experts' routing probability within the shortlist, summed over batches
+    double  select_s;
+};
+
+// routing of one layer in the newest batch; the arrays belong to the budget and are overwritten by the next batch
+struct moeedge_budget_routing {
+    int32_t         n_tokens;    // 0: none
+    int32_t         kind;        // moeedge_router_kind
+    const float *   values;      // [n_tokens, n_experts] the router's output
+    const float *   selection;   // [n_tokens, n_experts] what the selection sorts: with bias and masked groups
+    const int32_t * natural_ids; // [n_tokens, n_used] as the router selected
+    const int32_t * ids;         // [n_tokens, n_used] with the budget
+};
+
+// null: out of memory, or a bad argument
+MOEEDGE_API struct moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, int n_used);
+MOEEDGE_API void                    moeedge_budget_destroy(struct moeedge_budget * budget);
+// ggml_backend_sched_eval_callback; `budget` is a moeedge_budget
+MOEEDGE_API bool moeedge_budget_on_node(struct ggml_tensor * node, bool ask, void * budget);
+MOEEDGE_API int  moeedge_budget_configure(struct moeedge_budget * budget, const struct moeedge_budget_config * config);
+// whether the next decodes keep to the budget; resident [n_layers, n_experts] of moeedge_residency, copied, or null
+MOEEDGE_API int  moeedge_budget_set_active(struct moeedge_budget * budget, int on, const uint8_t * resident);
+// writes out [n_layers] and starts anew
+MOEEDGE_API int  moeedge_budget_read(struct moeedge_budget * budget, struct moeedge_budget_layer * out);
+// whether routing is kept of batches while the budget is active
+MOEEDGE_API int  moeedge_budget_set_capture(struct moeedge_budget * budget, int on);
+MOEEDGE_API int  moeedge_budget_get_routing(struct moeedge_budget * budget, int layer, struct moeedge_budget_routing * out);
 
 // planning: memory of a context that is not allocated
 

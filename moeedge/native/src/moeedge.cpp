@@ -1,98 +1,30 @@
 // The C interface (include/moeedge.h) and the entry point by which stock llama.cpp programs load the library.
 //
-// Every call runs in `guarded`, which turns an exception into a status: none crosses C.
-
-#include "moeedge.h"
+// Expert caches and expert budgets have their part of it in moeedge-cache.cpp and expert-budget.cpp.
 
 #include <cstdio>
 #include <cstring>
-#include <exception>
 #include <mutex>
-#include <new>
-#include <system_error>
-#include <unordered_map>
 
-#include "backend-instance.h"
+#include "c-calls.h"
 #include "dry-run-device.h"
-#include "expert-cache.h"
 #include "ggml-impl.h"
-#include "graph-compute.h"
 #include "memory-breakdown.h"
 
-using moeedge::expert_cache;
+using moeedge::fail;
+using moeedge::guarded;
 using moeedge::instance;
+using moeedge::with_instance;
 
-// live caches; never destroyed: a program may end without destroying its caches
-struct cache_list {
-    std::mutex                                                 mutex;
-    std::unordered_map<int64_t, std::shared_ptr<expert_cache>> live;
-    int64_t                                                    last_id = 0;
-};
+static thread_local char last_message[4096]; // long enough for a sentence with a path
 
-static cache_list & caches() {
-    static cache_list * list = new cache_list;
-    return *list;
+const char * moeedge::last_error() {
+    return last_message;
 }
 
-static thread_local char last_error[4096]; // long enough for a sentence with a path
-
-static int fail(int status, const char * reason) {
-    std::snprintf(last_error, sizeof(last_error), "%s", reason);
+int moeedge::fail(int status, const char * reason) {
+    std::snprintf(last_message, sizeof(last_message), "%s", reason);
     return status;
-}
-
-// the status that `call` returns, or that of the exception which it throws
-template <typename F> static auto guarded(F call) -> decltype(call()) {
-    try {
-        return call();
-    } catch (const std::bad_alloc &) {
-        return fail(MOEEDGE_STATUS_OUT_OF_MEMORY, "Out of memory.");
-    } catch (const std::system_error & error) { // no resources for another thread
-        return fail(MOEEDGE_STATUS_OUT_OF_MEMORY, error.what());
-    } catch (const std::exception & error) {
-        return fail(MOEEDGE_STATUS_FAILED, error.what());
-    } catch (...) {
-        return fail(MOEEDGE_STATUS_FAILED, "Unknown error in the native library.");
-    }
-}
-
-// calls `call(instance &)`
-template <typename F> static int with_instance(int64_t id, F call) {
-    return guarded([&]() -> int {
-        instance * self = moeedge::instances_find(id);
-        return self ? call(*self) : fail(MOEEDGE_STATUS_NO_INSTANCE, "The context is closed.");
-    });
-}
-
-static std::shared_ptr<expert_cache> find_cache(int64_t id) {
-    std::lock_guard<std::mutex> lock(caches().mutex);
-    const auto                  found = caches().live.find(id);
-    return found == caches().live.end() ? nullptr : found->second;
-}
-
-static int no_cache() {
-    return fail(MOEEDGE_STATUS_NO_CACHE, "The expert cache is closed.");
-}
-
-// Calls `call(expert_cache &)`; a status that it returns gets its sentence. bad_argument: the sentence of that status.
-template <typename F> static int with_cache(int64_t id, F call, const char * bad_argument = "Invalid argument.") {
-    return guarded([&]() -> int {
-        const std::shared_ptr<expert_cache> cache = find_cache(id);
-        if (!cache) {
-            return no_cache();
-        }
-        const int status = cache->is_foreign() ? MOEEDGE_STATUS_DEVICE_LOST : call(*cache);
-        switch (status) {
-            case MOEEDGE_STATUS_BAD_ARGUMENT:
-                return fail(status, bad_argument);
-            case MOEEDGE_STATUS_TIMEOUT:
-                return fail(status, "The expert cache still moves experts.");
-            case MOEEDGE_STATUS_DEVICE_LOST:
-                return fail(status, cache->is_lost() ? cache->lost_message().c_str() : "The expert cache is closed.");
-            default:
-                return status;
-        }
-    });
 }
 
 // graph and backend structures are private to ggml: they match only the version that we were compiled against
@@ -125,7 +57,7 @@ int moeedge_abi_version(void) {
 }
 
 const char * moeedge_last_error(void) {
-    return last_error;
+    return moeedge::last_error();
 }
 
 int moeedge_register(void) {
@@ -268,190 +200,6 @@ int moeedge_instance_set_hook(int64_t id, moeedge_block_hook hook, void * user) 
         self.hook_user = user;
         return MOEEDGE_STATUS_OK;
     });
-}
-
-int moeedge_instance_set_cache(int64_t instance_id, int64_t id) {
-    return with_instance(instance_id, [&](instance & self) -> int {
-        const std::shared_ptr<expert_cache> cache = find_cache(id);
-        if (id != 0 && !cache) {
-            return no_cache();
-        }
-        moeedge::set_cache(&self, cache);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-// expert caches
-
-int64_t moeedge_cache_create(const moeedge_cache_config * config) {
-    if (config == nullptr) {
-        return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "The expert cache needs a configuration.");
-    }
-    return guarded([&]() -> int64_t {
-        std::string                   reason;
-        int                           status = MOEEDGE_STATUS_OK;
-        std::shared_ptr<expert_cache> cache  = expert_cache::create(*config, reason, status);
-        if (!cache) {
-            return fail(status, reason.c_str());
-        }
-        std::lock_guard<std::mutex> lock(caches().mutex);
-        const int64_t               id = caches().last_id + 1;
-        caches().live[id] = std::move(cache);
-        return caches().last_id = id;
-    });
-}
-
-int moeedge_cache_destroy(int64_t id) {
-    return guarded([&]() -> int {
-        const std::shared_ptr<expert_cache> cache = find_cache(id);
-        if (!cache) {
-            return no_cache();
-        }
-        {
-            std::lock_guard<std::mutex> lock(caches().mutex);
-            caches().live.erase(id);
-        }
-        moeedge::instances_detach(cache.get());
-        cache->close();
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_get_info(int64_t id, moeedge_cache_info * out) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.get_info(*out);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_groups(int64_t id, int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.get_groups(layer_group, capacity, expert_bytes);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_plan(int64_t id, const int32_t * uploads, const uint8_t * priority, int n_uploads, const int32_t * victims,
-                       const float * victim_utility, int n_victims) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) {
-            return cache.table().plan(uploads, priority, n_uploads, { victims, victim_utility, n_victims });
-        },
-        "The plan names an expert that the model does not have.");
-}
-
-int moeedge_cache_demand(int64_t id, int layer, const int32_t * experts, int n, const int32_t * victims,
-                         const float * victim_utility, int n_victims, double timeout_s) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) {
-            return cache.table().demand(layer, experts, n, { victims, victim_utility, n_victims }, timeout_s);
-        },
-        "The demand names an expert that the model does not have.");
-}
-
-int moeedge_cache_set_batch(int64_t id, int n_experts) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (n_experts < 0) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.set_batch(n_experts);
-            return MOEEDGE_STATUS_OK;
-        },
-        "The number of experts per transfer is negative.");
-}
-
-int moeedge_cache_residency(int64_t id, uint8_t * out) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.table().copy_residency(out);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_get_stats(int64_t id, moeedge_cache_stats * out) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.get_stats(*out);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_blocks(int64_t id, int64_t after, moeedge_block_record * out, int n_max) {
-    return with_cache(id, [&](expert_cache & cache) { return cache.records.read(after, out, n_max); });
-}
-
-int moeedge_cache_drain(int64_t id, double timeout_s) {
-    return with_cache(id, [&](expert_cache & cache) { return cache.table().drain(timeout_s); });
-}
-
-int moeedge_cache_clear(int64_t id) {
-    return with_cache(id, [](expert_cache & cache) { return cache.table().clear(); });
-}
-
-int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (path < MOEEDGE_PREFILL_PATH_CPU || path > MOEEDGE_PREFILL_PATH_STREAM || n_tokens_min < 1) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.prefill_path.store(path);
-            cache.prefill_tokens_min.store(n_tokens_min);
-            return MOEEDGE_STATUS_OK;
-        },
-        "Unknown prefill path, or fewer than one token.");
-}
-
-int moeedge_cache_set_readers(int64_t id, int n_threads) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (n_threads < 1) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.set_readers(n_threads);
-            return MOEEDGE_STATUS_OK;
-        },
-        "Fewer than one thread reads the model's file.");
-}
-
-int moeedge_cache_set_timing(int64_t id, int on) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.is_timing.store(on != 0);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_set_device_path(int64_t id, int path) {
-    return with_cache(
-        id,
-        [&](expert_cache & cache) -> int {
-            if (path < MOEEDGE_DEVICE_PATH_PAIRS || path > MOEEDGE_DEVICE_PATH_AHEAD) {
-                return MOEEDGE_STATUS_BAD_ARGUMENT;
-            }
-            cache.device_path.store(path);
-            return MOEEDGE_STATUS_OK;
-        },
-        "Unknown device path.");
-}
-
-int moeedge_cache_acquire(int64_t id, int layer, const int32_t * experts, int n, int32_t * slots) {
-    return with_cache(id, [&](expert_cache & cache) { return cache.acquire(layer, experts, n, slots); });
-}
-
-int moeedge_cache_release(int64_t id, int layer, const int32_t * slots, int n) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.release(layer, slots, n);
-        return MOEEDGE_STATUS_OK;
-    });
-}
-
-int moeedge_cache_read(int64_t id, int layer, int expert, const char * role, void * out, int64_t size) {
-    return with_cache(
-        id, [&](expert_cache & cache) { return cache.read(layer, expert, role, out, size); },
-        "That expert is not resident, or not of that size.");
 }
 
 // planning

@@ -1,0 +1,420 @@
+#include "expert-budget.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <numeric>
+
+#include "c-calls.h"
+#include "ggml-backend.h"
+#include "ggml.h"
+#include "timing.h"
+
+namespace moeedge {
+
+expert_budget::expert_budget(int n, int n_exp, int n_sel) :
+    n_layers(n), n_experts(n_exp), n_used(n_sel), budgets(n, n_exp), layers(n), shortlist(n_exp), scores(n_exp),
+    ranked(n_exp), seen(n_exp) {}
+
+int expert_budget::configure(const moeedge_budget_config & config) {
+    const bool is_ordered = config.ranking == MOEEDGE_BUDGET_RANKING_ORDER;
+    if (config.ranking < 0 || config.ranking > MOEEDGE_BUDGET_RANKING_ORDER || config.coverage < 0 ||
+        config.coverage > MOEEDGE_BUDGET_COVERAGE_TRUNCATION || config.budgets == nullptr ||
+        is_ordered != (config.order != nullptr) || !(config.prefer_resident >= 0.0) ||
+        *std::min_element(config.budgets, config.budgets + n_layers) < n_used) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    if (is_ordered) {
+        for (int layer = 0; layer < n_layers; layer++) {
+            std::fill(seen.begin(), seen.end(), 0);
+            for (int i = 0; i < n_experts; i++) {
+                const int32_t expert = config.order[(size_t) layer * n_experts + i];
+                if (expert < 0 || expert >= n_experts || seen[expert]++) {
+                    return MOEEDGE_STATUS_BAD_ARGUMENT;
+                }
+            }
+        }
+        order.assign(config.order, config.order + (size_t) n_layers * n_experts);
+    }
+    budgets.assign(config.budgets, config.budgets + n_layers);
+    ranking         = config.ranking;
+    coverage        = config.coverage;
+    prefer_resident = config.prefer_resident;
+    return MOEEDGE_STATUS_OK;
+}
+
+void expert_budget::set_active(bool on, const uint8_t * now_resident) {
+    is_active = on;
+    if (on && now_resident) {
+        resident.assign(now_resident, now_resident + (size_t) n_layers * n_experts);
+    } else {
+        resident.clear();
+    }
+    for (layer_state & state : layers) {
+        state.sorted = nullptr; // of a decode that failed
+        if (on) {
+            state.n_tokens = 0;
+        }
+    }
+}
+
+void expert_budget::read(moeedge_budget_layer * out) {
+    for (layer_state & state : layers) {
+        *out++     = state.sums;
+        state.sums = {};
+    }
+}
+
+bool expert_budget::get_routing(int layer, moeedge_budget_routing & out) const {
+    if (layer < 0 || layer >= n_layers) {
+        return false;
+    }
+    const layer_state & state = layers[layer];
+    out = { state.n_tokens, state.kind, state.values.data(), state.selection.data(), state.natural_ids.data(), state.ids.data() };
+    return true;
+}
+
+// llama.cpp names the router's nodes "ffn_moe_NAME-LAYER"
+bool expert_budget::is_layer_of(const ggml_tensor * node, const char * name, int & layer) const {
+    static constexpr size_t n_prefix = 8;
+    const size_t            n_name   = std::strlen(name);
+    if (std::strncmp(node->name, "ffn_moe_", n_prefix) != 0 || std::strncmp(node->name + n_prefix, name, n_name) != 0) {
+        return false;
+    }
+    const char * digits = node->name + n_prefix + n_name;
+    char *       end    = nullptr;
+    const long   value  = std::strtol(digits, &end, 10);
+    if (end == digits || *end != '\0' || value < 0 || value >= n_layers) {
+        return false;
+    }
+    layer = (int) value;
+    return true;
+}
+
+bool expert_budget::wants(const ggml_tensor * node) {
+    const bool is_truncation = coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION;
+    if ((!is_active && !is_truncation) || std::strncmp(node->name, "ffn_moe_", 8) != 0) {
+        return false;
+    }
+    int layer = -1;
+    if (is_layer_of(node, "probs-", layer)) {
+        layers[layer].probs = node;
+        return false;
+    }
+    if (is_layer_of(node, "argsort-", layer)) {
+        return is_active && node->ne[0] == n_experts && node->ne[1] >= 2 && node->ne[1] <= n_tokens_max && layers[layer].probs;
+    }
+    if (!is_truncation) {
+        return false;
+    }
+    // every graph before the first verification shows which node has the final weights
+    if (node->op == GGML_OP_MUL && is_layer_of(node, "weighted-", layer)) {
+        layers[layer].weights_name = node->src[1]->name;
+        return false;
+    }
+    for (layer_state & state : layers) {
+        if (state.sorted && state.weights_name == node->name) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void expert_budget::take(ggml_tensor * node) {
+    const int64_t begin_ns = now_ns();
+    int           layer    = -1;
+    if (is_layer_of(node, "argsort-", layer)) {
+        choose(layer, node);
+    } else {
+        for (layer = 0; layer < n_layers && !(layers[layer].sorted && layers[layer].weights_name == node->name); layer++) {
+        }
+        if (layer == n_layers) {
+            return;
+        }
+        truncate(layer, node);
+    }
+    layers[layer].sums.select_s += (double) (now_ns() - begin_ns) * 1e-9;
+}
+
+static int kind_of(const ggml_tensor * probs) {
+    if (probs->op == GGML_OP_SOFT_MAX) {
+        return MOEEDGE_ROUTER_SOFTMAX;
+    }
+    const bool is_positive = probs->op == GGML_OP_SQRT || (probs->op == GGML_OP_UNARY && ggml_get_unary_op(probs) == GGML_UNARY_OP_SIGMOID);
+    return is_positive ? MOEEDGE_ROUTER_POSITIVE : MOEEDGE_ROUTER_LOGITS;
+}
+
+// rows of n values turned into distributions over the experts
+static void normalise(const float * values, int kind, int n_rows, int n, double * out) {
+    for (int row = 0; row < n_rows; row++, values += n, out += n) {
+        const double largest = kind == MOEEDGE_ROUTER_LOGITS ? *std::max_element(values, values + n) : 0.0;
+        double       sum     = 0.0;
+        for (int i = 0; i < n; i++) {
+            out[i] = kind == MOEEDGE_ROUTER_LOGITS ? std::exp((double) values[i] - largest) : (double) values[i];
+            sum += out[i];
+        }
+        for (int i = 0; i < n && kind != MOEEDGE_ROUTER_SOFTMAX && sum > 0.0; i++) {
+            out[i] /= sum;
+        }
+    }
+}
+
+void expert_budget::read_batch(const layer_state & state, ggml_tensor * sorted) {
+    const ggml_tensor * selection = sorted->src[0];
+    const size_t        n         = (size_t) n_experts * sorted->ne[1];
+    now.n_tokens = (int) sorted->ne[1];
+    now.sorted.resize(n);
+    now.selection.resize(n);
+    ggml_backend_tensor_get(sorted, now.sorted.data(), 0, n * sizeof(int32_t));
+    ggml_backend_tensor_get(selection, now.selection.data(), 0, n * sizeof(float));
+    if (state.probs->data == selection->data) {
+        now.values = now.selection;
+    } else {
+        now.values.resize(n);
+        ggml_backend_tensor_get(state.probs, now.values.data(), 0, n * sizeof(float));
+    }
+    now.probabilities.resize(n);
+    normalise(now.values.data(), kind_of(state.probs), now.n_tokens, n_experts, now.probabilities.data());
+}
+
+// the best `budget` experts of the layer for the batch in hand; the lower id wins a tie
+void expert_budget::make_shortlist(int layer) {
+    const int32_t * given = ranking == MOEEDGE_BUDGET_RANKING_ORDER ? order.data() + (size_t) layer * n_experts : nullptr;
+    std::fill(scores.begin(), scores.end(), 0.0);
+    for (int i = 0; given && i < n_experts; i++) {
+        scores[given[i]] = n_experts - i;
+    }
+    for (int token = 0; !given && token < now.n_tokens; token++) {
+        const double * row = now.probabilities.data() + (size_t) token * n_experts;
+        for (int i = 0; i < n_experts; i++) {
+            scores[i] += row[i];
+        }
+    }
+    if (!resident.empty() && prefer_resident > 0.0) {
+        const auto      range = std::minmax_element(scores.begin(), scores.end());
+        const double    bonus = prefer_resident * (*range.second - *range.first);
+        const uint8_t * state = resident.data() + (size_t) layer * n_experts;
+        for (int i = 0; i < n_experts; i++) {
+            scores[i] += state[i] == MOEEDGE_RESIDENCY_RESIDENT ? bonus : 0.0;
+        }
+    }
+    std::iota(ranked.begin(), ranked.end(), 0);
+    const int n_kept = std::min(budgets[layer], (int32_t) n_experts);
+    std::partial_sort(ranked.begin(), ranked.begin() + n_kept, ranked.end(), [this](int32_t a, int32_t b) {
+        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+    });
+    std::fill(shortlist.begin(), shortlist.end(), 0);
+    for (int i = 0; i < n_kept; i++) {
+        shortlist[ranked[i]] = 1;
+    }
+}
+
+// The best expert of the shortlist that is not among ids [n]. Substitution: by what the router sorts, and where the model's
+// groups exclude the rest, by probability. Truncation: by probability, which does not matter for the result.
+int expert_budget::best_other(int token, const int32_t * ids, int n) const {
+    const float *  selection     = now.selection.data() + (size_t) token * n_experts;
+    const double * probabilities = now.probabilities.data() + (size_t) token * n_experts;
+    const auto     is_open       = [&](int expert) {
+        return coverage == MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION && std::isfinite(selection[expert]);
+    };
+    const auto is_better = [&](int a, int b) {
+        if (is_open(a) != is_open(b)) {
+            return is_open(a);
+        }
+        return is_open(a) ? selection[a] > selection[b] : probabilities[a] > probabilities[b];
+    };
+    int best = -1;
+    for (int expert = 0; expert < n_experts; expert++) {
+        if (shortlist[expert] && std::find(ids, ids + n, expert) == ids + n && (best < 0 || is_better(expert, best))) {
+            best = expert;
+        }
+    }
+    return best;
+}
+
+// Replaces a token's experts outside the shortlist. Substitution: those inside keep their order, as the router would sort them.
+// Truncation: all keep their places, since their weights are known by place.
+void expert_budget::replace(int token, const int32_t * natural, int32_t * ids) {
+    chosen.clear();
+    std::copy_if(natural, natural + n_used, std::back_inserter(chosen), [this](int32_t id) { return shortlist[id] != 0; });
+    size_t i_other = chosen.size();
+    while ((int) chosen.size() < n_used) {
+        chosen.push_back(best_other(token, chosen.data(), (int) chosen.size()));
+    }
+    if (coverage == MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION) {
+        std::copy(chosen.begin(), chosen.end(), ids);
+        return;
+    }
+    for (int i = 0; i < n_used; i++) {
+        ids[i] = shortlist[natural[i]] ? natural[i] : chosen[i_other++];
+    }
+}
+
+int expert_budget::count_unique(const std::vector<int32_t> & ids) {
+    std::fill(seen.begin(), seen.end(), 0);
+    int n = 0;
+    for (const int32_t id : ids) {
+        n += seen[id]++ == 0;
+    }
+    return n;
+}
+
+void expert_budget::choose(int layer, ggml_tensor * sorted) {
+    layer_state & state = layers[layer];
+    read_batch(state, sorted);
+    state.natural_ids.resize((size_t) now.n_tokens * n_used);
+    for (int token = 0; token < now.n_tokens; token++) {
+        std::copy_n(now.sorted.begin() + (size_t) token * n_experts, n_used, state.natural_ids.begin() + (size_t) token * n_used);
+    }
+    state.ids      = state.natural_ids;
+    state.n_tokens = now.n_tokens;
+    state.kind     = kind_of(state.probs);
+
+    const int  n_natural = count_unique(state.natural_ids);
+    const bool is_over   = n_natural > budgets[layer];
+    int64_t    n_outside = 0;
+    double     all = 0.0, kept = 0.0; // probability of the selected experts
+    if (is_over) {
+        make_shortlist(layer);
+        for (int token = 0; token < now.n_tokens; token++) {
+            const int32_t * ids           = state.natural_ids.data() + (size_t) token * n_used;
+            const double *  probabilities = now.probabilities.data() + (size_t) token * n_experts;
+            int             n_missing     = 0;
+            for (int i = 0; i < n_used; i++) {
+                all += probabilities[ids[i]];
+                kept += shortlist[ids[i]] ? probabilities[ids[i]] : 0.0;
+                n_missing += !shortlist[ids[i]];
+            }
+            n_outside += n_missing;
+            if (n_missing > 0) {
+                replace(token, ids, state.ids.data() + (size_t) token * n_used);
+            }
+        }
+    }
+    moeedge_budget_layer & sums = state.sums;
+    sums.batches++;
+    sums.tokens += now.n_tokens;
+    sums.unique_natural += n_natural;
+    const int64_t n_unique = is_over ? count_unique(state.ids) : n_natural;
+    sums.unique += n_unique;
+    sums.picks += (int64_t) state.ids.size();
+    sums.picks_replaced += n_outside;
+    sums.kept += all > 0.0 ? kept / all : 1.0;
+    sums.unique_max = std::max(sums.unique_max, n_unique);
+    if (is_capturing) {
+        state.values    = now.values;
+        state.selection = now.selection;
+    }
+    if (n_outside == 0) {
+        return;
+    }
+    if (coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION) {
+        state.sorted = sorted; // the weights of the natural experts are computed first
+        return;
+    }
+    write_ids(state, sorted);
+}
+
+// The final weights of the selected experts are there: those outside the shortlist get weight 0, and experts of the shortlist
+// that the token does not use stand in for them, so that none outside is loaded.
+void expert_budget::truncate(int layer, ggml_tensor * weights) {
+    layer_state & state  = layers[layer];
+    ggml_tensor * sorted = state.sorted;
+    state.sorted         = nullptr;
+    if (ggml_nelements(weights) != (int64_t) state.ids.size()) {
+        return;
+    }
+    std::vector<float> values(state.ids.size());
+    ggml_backend_tensor_get(weights, values.data(), 0, values.size() * sizeof(float));
+    for (size_t i = 0; i < values.size(); i++) {
+        if (state.ids[i] != state.natural_ids[i]) {
+            values[i] = 0.0f;
+        }
+    }
+    ggml_backend_tensor_set(weights, values.data(), 0, values.size() * sizeof(float));
+    write_ids(state, sorted);
+}
+
+void expert_budget::write_ids(const layer_state & state, ggml_tensor * sorted) {
+    for (int token = 0; token < now.n_tokens; token++) {
+        std::copy_n(state.ids.begin() + (size_t) token * n_used, n_used, now.sorted.begin() + (size_t) token * n_experts);
+    }
+    ggml_backend_tensor_set(sorted, now.sorted.data(), 0, now.sorted.size() * sizeof(int32_t));
+}
+
+} // namespace moeedge
+
+// the C interface
+
+struct moeedge_budget : moeedge::expert_budget {
+    using expert_budget::expert_budget;
+};
+
+using moeedge::fail;
+using moeedge::guarded;
+
+extern "C" {
+
+moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, int n_used) {
+    if (n_layers <= 0 || n_experts <= 0 || n_used <= 0 || n_used > n_experts) {
+        return nullptr;
+    }
+    moeedge_budget * made = nullptr;
+    guarded([&]() -> int {
+        made = new moeedge_budget(n_layers, n_experts, n_used);
+        return MOEEDGE_STATUS_OK;
+    });
+    return made;
+}
+
+void moeedge_budget_destroy(moeedge_budget * budget) {
+    delete budget;
+}
+
+bool moeedge_budget_on_node(ggml_tensor * node, bool ask, void * budget) {
+    moeedge_budget & self = *(moeedge_budget *) budget;
+    if (ask) {
+        return self.wants(node);
+    }
+    guarded([&]() -> int {
+        self.take(node);
+        return MOEEDGE_STATUS_OK;
+    });
+    return true; // false would end the graph
+}
+
+int moeedge_budget_configure(moeedge_budget * budget, const moeedge_budget_config * config) {
+    return guarded([&]() -> int {
+        const int status = budget && config ? budget->configure(*config) : MOEEDGE_STATUS_BAD_ARGUMENT;
+        return status == MOEEDGE_STATUS_OK ? status : fail(status, "The expert budget is not valid for this model.");
+    });
+}
+
+int moeedge_budget_set_active(moeedge_budget * budget, int on, const uint8_t * resident) {
+    return guarded([&]() -> int {
+        budget->set_active(on != 0, resident);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
+int moeedge_budget_read(moeedge_budget * budget, moeedge_budget_layer * out) {
+    return guarded([&]() -> int {
+        budget->read(out);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
+int moeedge_budget_set_capture(moeedge_budget * budget, int on) {
+    return guarded([&]() -> int {
+        budget->set_capture(on != 0);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
+int moeedge_budget_get_routing(moeedge_budget * budget, int layer, moeedge_budget_routing * out) {
+    return guarded([&]() -> int { return budget->get_routing(layer, *out) ? MOEEDGE_STATUS_OK : MOEEDGE_STATUS_BAD_ARGUMENT; });
+}
+
+} // extern "C"
