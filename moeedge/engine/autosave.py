@@ -137,11 +137,12 @@ class Autosave:
 def unfinished_chats(folder: Callable[[], Path]) -> list[UnfinishedChat]:
     """The chats in `folder()` that ended unexpectedly, the newest first; those that still run are left alone.
 
-    Removes files without messages and all but the newest MAX_KEPT. Files that are not ours stay and are passed over.
+    Removes files without messages and all but the newest MAX_KEPT. Files that are not ours stay and are passed over,
+    and hidden ones: a process that has just made its file has not locked it yet.
     """
     chats: list[UnfinishedChat] = []
     with suppress(OSError):
-        for path in sorted(folder().glob("*.jsonl"), reverse=True):
+        for path in sorted(folder().glob("[!.]*.jsonl"), reverse=True):
             with suppress(OSError, ValueError), _locked(path):
                 chat = _read(path)
                 if chat.conversation.messages and len(chats) < MAX_KEPT:

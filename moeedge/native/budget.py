@@ -85,7 +85,11 @@ class NativeBudget:
         if budgets.shape != self.shape[:1] or (order is not None and order.shape != self.shape):
             raise ValueError(f"budgets or order do not suit {self.shape[0]} layers of {self.shape[1]} experts")
         raw = BudgetConfigStruct(
-            int(ranking), int(coverage), prefer_resident, budgets.ctypes.data, None if order is None else order.ctypes.data
+            int(ranking),
+            int(coverage),
+            prefer_resident,
+            budgets.ctypes.data,
+            None if order is None else order.ctypes.data,
         )
         _check(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
 
