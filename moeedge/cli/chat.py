@@ -214,7 +214,7 @@ def _talk(
         session,
         conversation,
         settings,
-        read=make_reader(commands.names(), history),
+        read=make_reader(commands.completions(), history),
         out=stdout_console(),
         err=err,
         autosave=None if no_autosave else Autosave(paths.unfinished_chats_dir, origin_of(session, raw=raw)),

@@ -20,6 +20,7 @@ WORK = "Workload"
 SAMPLING = "Sampling"
 HARDWARE = "Hardware"
 PLACEMENT = "Expert placement"
+BUDGET = "Expert budget (lossy)"
 TRACE = "Trace"
 
 # spellings of earlier releases, without dashes, and what they stand for now
@@ -281,6 +282,71 @@ NoCalibrate = Annotated[
     ),
 ]
 
+# expert budget
+
+ExpertBudget = Annotated[
+    str | None,
+    option(
+        BUDGET,
+        "--expert-budget B|auto|off",
+        "Verify drafts with at most B experts per layer (MoE-Spec). Lossy: faster, but answers may differ from the "
+        "model's own; prompts and single tokens are computed exactly. auto: the fastest budget whose score on a "
+        "calibration set stays within one standard deviation. docs/expert-budget.md says when it pays. Default: off.",
+        show_default=False,
+    ),
+]
+ExpertBudgetList = Annotated[str | None, list_of(ExpertBudget)]
+BudgetRanking = Annotated[
+    str | None,
+    option(
+        BUDGET,
+        "--budget-ranking router|static|oracle",
+        "Which experts stay: those with the highest routing probability over the batch (router), the first of a fixed "
+        "order (static, from --budget-file), or those that reproduce the layer's output best (oracle: for analysis, "
+        "not in chat). Default: router.",
+        show_default=False,
+    ),
+]
+BudgetPolicy = Annotated[
+    str | None,
+    option(
+        BUDGET,
+        "--budget-policy substitution|truncation",
+        "What a token gets whose expert is left out: the best of the others (substitution), or nothing in its place "
+        "(truncation). Default: substitution.",
+        show_default=False,
+    ),
+]
+BudgetPreferResident = Annotated[
+    float | None,
+    option(
+        BUDGET,
+        "--budget-prefer-resident S",
+        "An expert on the device stays instead of one whose score is higher by less than S times the range of the "
+        "scores, 0 to 1. Default: 0.",
+        show_default=False,
+    ),
+]
+BudgetFile = Annotated[
+    Path | None,
+    option(
+        BUDGET,
+        "--budget-file FILE",
+        "The model's ranking, as moeedge profile --save-ranking writes it; for the ranking static and fitted layers.",
+        show_default=False,
+    ),
+]
+BudgetLayers = Annotated[
+    str | None,
+    option(
+        BUDGET,
+        "--budget-layers uniform|fitted",
+        "B experts in every layer (uniform), or B on average, with more where the ranking's file shows more to lose "
+        "(fitted). Default: uniform.",
+        show_default=False,
+    ),
+]
+
 # trace
 
 TraceFile = Annotated[
@@ -337,6 +403,14 @@ Plot = Annotated[
         "--plot FILE",
         "Draw the result (.png, .svg or .pdf). bench: hit rate and speed over the cache ratio, a line per policy; "
         "profile: activations and prediction accuracy, step by step for one layer.",
+    ),
+]
+SaveRanking = Annotated[
+    Path | None,
+    option(
+        OUTPUT,
+        "--save-ranking FILE.json",
+        "Write a ranking of the experts for expert budgets (docs/expert-budget.md).",
     ),
 ]
 TraceOut = Annotated[

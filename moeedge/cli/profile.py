@@ -45,6 +45,7 @@ def profile(
     seed: options.Seed = -1,
     plot: options.Plot = None,
     trace_out: options.TraceOut = None,
+    save_ranking: options.SaveRanking = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -63,8 +64,9 @@ def profile(
         raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {n_predict}")
     if plot is not None:
         check_picture(plot)
-    if trace_out is not None:
-        check_output(trace_out)
+    for path in (trace_out, save_ranking):
+        if path is not None:
+            check_output(path)
     prompts, source = _prompts(prompt, dataset, limit, offline_sample)
     config = engine.config(placement.config())
     seed_used = seed_or_random(seed)
@@ -78,6 +80,10 @@ def profile(
     )
     if trace_out is not None:
         recording.trace.save(trace_out)
+    if save_ranking is not None:
+        from moeedge.analysis.expert_ranking import rank_experts, write_ranking
+
+        write_ranking(rank_experts(recording.trace), save_ranking)
     _report(recording, chosen, as_json=output is Output.JSON, single=layers is None, plot=plot)
     if code:
         raise typer.Exit(code)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
+from moeedge.engine.budgets import usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
@@ -23,6 +24,7 @@ from moeedge.llama.context_size import choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
@@ -114,6 +116,8 @@ class Session:
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
             gamma = 0 if draft_name == "none" else config.gamma
+            budget, budget_notes = usable_budget(config.expert_budget, model.info, gamma=gamma, draft=draft_name)
+            notes.extend(budget_notes)
             placement, calibration = None, None
             no_cache = config.layers_measured and config.placement.cache_ratio == 0
             if config.mode == "moeedge" and target.sensor is not None and not no_cache:
@@ -129,7 +133,7 @@ class Session:
                 )
             if placement is not None:
                 stack.callback(placement.close)
-            info = _describe(config, target, draft_name, gamma, placement, notes)
+            info = _describe(config, target, draft_name, gamma, budget, placement, notes)
             return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
 
     @property
@@ -141,6 +145,10 @@ class Session:
     def counts(self) -> Counts | None:
         """Activations of the last verification or prefill, uint32 [n_layers, n_experts]; None for a dense model."""
         return self._loop.counts if self._loop is not None else None
+
+    def set_expert_budget(self, budget: ExpertBudget | None) -> None:
+        """Limits the experts of later verifications; None: no limit. Between answers, where it began with a limit."""
+        self.info = replace(self.info, expert_budget=budget)
 
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
@@ -294,6 +302,7 @@ def _describe(
     target: Context,
     draft_name: str,
     gamma: int,
+    budget: ExpertBudget | None,
     placement: PlacementManager | None,
     notes: list[str],
 ) -> EngineInfo:
@@ -318,4 +327,5 @@ def _describe(
         cache_slots=placement.cache.info.n_slots if placement is not None else 0,
         pool_bytes=placement.cache.info.pool_bytes if placement is not None else 0,
         vram_bytes=memory[0] if memory is not None else None,
+        expert_budget=budget,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moeedge.hardware.spec import MAX_N_THREADS
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
 
 if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp
@@ -71,6 +72,7 @@ class EngineConfig:
     cpu_fallback: bool = False  # go on without a GPU that fails in mid-answer; not with shared models
     op_offload: bool = True  # llama.cpp's, of large batches; needless where experts are streamed through the cache
     context_shift: bool = False  # drop the oldest half instead of stopping when the context is full
+    expert_budget: ExpertBudget | None = None  # of verifications (MoE-Spec); None: answers are the model's own
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= MAX_GAMMA:
@@ -97,6 +99,10 @@ class GenerationStats:
     drafted: int = 0
     accepted: int = 0
     experts_sum: float = 0.0  # of StepRecord.experts_unique
+    experts_natural_sum: float = 0.0  # of what experts_unique were without an expert budget
+    budgeted_steps: int = 0  # steps under an expert budget; the next two are theirs
+    experts_max: int = 0  # the largest of StepRecord.experts_max
+    kept_probability_sum: float = 0.0  # of StepRecord.kept_probability
     observe_s: float = 0.0
     sense_s: float = 0.0  # part of verify_s: the native sensor's
     draft_s: float = 0.0
@@ -109,6 +115,11 @@ class GenerationStats:
         self.drafted += record.n_drafted
         self.accepted += record.n_accepted
         self.experts_sum += record.experts_unique
+        self.experts_natural_sum += record.experts_unique if record.kept_probability is None else record.experts_natural
+        if record.kept_probability is not None:
+            self.budgeted_steps += 1
+            self.experts_max = max(self.experts_max, record.experts_max)
+            self.kept_probability_sum += record.kept_probability
         self.observe_s += record.observe_s
         self.draft_s += record.draft_s
         self.verify_s += record.verify_s
@@ -145,6 +156,16 @@ class GenerationStats:
         """Distinct experts per MoE layer and verification step; None without a sensor."""
         return self.experts_sum / self.steps if self.steps and self.experts_sum else None
 
+    @property
+    def experts_natural(self) -> float | None:
+        """`experts_per_verification` as it were without the expert budget; None where no step had one."""
+        return self.experts_natural_sum / self.steps if self.budgeted_steps else None
+
+    @property
+    def kept_probability(self) -> float | None:
+        """Share of the selected experts' routing probability that the budget kept, mean of steps; None without one."""
+        return self.kept_probability_sum / self.budgeted_steps if self.budgeted_steps else None
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -170,3 +191,4 @@ class EngineInfo:
     cache_slots: int = 0
     pool_bytes: int = 0  # of the slots on the device
     vram_bytes: int | None = None  # used on the entire device after loading, as its driver says; None: unknown
+    expert_budget: ExpertBudget | None = None  # None: the model's own answers, or a model without experts

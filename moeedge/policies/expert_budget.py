@@ -75,11 +75,20 @@ class ExpertBudget:
 
     @property
     def label(self) -> str:
-        """The words that every result with this budget carries, e.g. "budget 16 (lossy)"."""
+        """The words that every result with this budget carries, e.g. "budget 16 (lossy)" or "budget 16 static (lossy)".
+
+        They name every choice that is not the default; budgets per layer are "fitted" with their mean.
+        """
+        words = ["budget"]
         if isinstance(self.budget, int):
-            return f"budget {self.budget} (lossy)"
-        used = [budget for budget in self.budget if budget > 0]
-        return f"budget {min(used)}-{max(used)}, mean {sum(used) / len(used):.1f} (lossy)"
+            words.append(str(self.budget))
+        else:
+            used = [budget for budget in self.budget if budget > 0]
+            words += ["fitted", f"{sum(used) / len(used):g}"]
+        words += [] if self.ranking == "router" else [self.ranking]
+        words += [] if self.coverage == "substitution" else [self.coverage]
+        words += [] if self.prefer_resident == 0.0 else [f"prefer {self.prefer_resident:g}"]
+        return f"{' '.join(words)} (lossy)"
 
     def per_layer(self, expert_layers: IntArray, n_layers: int, n_experts: int, n_expert_used: int) -> Ids:
         """Budgets int32 [n_layers], at most `n_experts`, 0 for layers that `expert_layers` does not name.
@@ -314,12 +323,12 @@ def moe_output(outputs: FloatArray, ids: IntArray, weights: FloatArray) -> NDArr
     return total
 
 
-def oracle_shortlist(outputs: FloatArray, weights: FloatArray, ids: IntArray, budget: int) -> BoolArray:
-    """The shortlist bool [N] that greedily minimises the error to the unbudgeted output (Eq. 6).
+def oracle_order(outputs: FloatArray, weights: FloatArray, ids: IntArray) -> Ids:
+    """Expert ids int32 [N] in the order in which a greedy search adds them to the shortlist (Eq. 6).
 
     outputs: of all experts [T, N, D]; those of natural picks are read. weights, ids: the natural top-k [T, k]. From
-    the empty set, the expert is added with which the squared error, summed over the tokens, of the weighted outputs
-    inside the set (Eq. 7, weights unchanged) is least, `budget` times. Ties by the lower id.
+    the empty set, the expert is added with which the squared error to the unbudgeted output, summed over the tokens, of
+    the weighted outputs inside the set (Eq. 7, weights unchanged) is least. Ties by the lower id.
 
     With c_te the weighted output of expert e for token t and G_ef = sum_t <c_te, c_tf>, the error of a set is the sum
     of G over pairs outside it, and adding e reduces it by 2 sum_{f outside} G_ef - G_ee.
@@ -330,12 +339,20 @@ def oracle_shortlist(outputs: FloatArray, weights: FloatArray, ids: IntArray, bu
     weighted = outputs * mixing[:, :, None]
     gram = np.tensordot(weighted, weighted, axes=([0, 2], [0, 2]))  # [N, N]
     residual = gram.sum(axis=1)
+    order = np.empty(n_experts, dtype=np.int32)
     chosen = np.zeros(n_experts, dtype=np.bool_)
-    for _ in range(min(budget, n_experts)):
-        gain = np.where(chosen, -np.inf, 2.0 * residual - np.diag(gram))
-        best = int(np.argmax(gain))
+    for place in range(n_experts):
+        best = int(np.argmax(np.where(chosen, -np.inf, 2.0 * residual - np.diag(gram))))
+        order[place] = best
         chosen[best] = True
         residual -= gram[:, best]
+    return order
+
+
+def oracle_shortlist(outputs: FloatArray, weights: FloatArray, ids: IntArray, budget: int) -> BoolArray:
+    """The first `budget` experts of `oracle_order`, bool [N]."""
+    chosen = np.zeros(outputs.shape[1], dtype=np.bool_)
+    chosen[oracle_order(outputs, weights, ids)[:budget]] = True
     return chosen
 
 

@@ -21,7 +21,8 @@ class StepRecord:
 
     `tokens` are those emitted in this step (accepted drafts and the one token that the target adds), already cut at a
     stop token. `experts_unique` is the mean over the MoE layers of the number of distinct experts that verification
-    used (0 for a dense model or in stock mode).
+    used (0 for a dense model or in stock mode). Under an expert budget it counts the experts that were computed,
+    `experts_natural` those that the router had selected, and `kept_probability` is not None.
     """
 
     tokens: list[int]
@@ -29,6 +30,10 @@ class StepRecord:
     n_accepted: int = 0
     n_verified: int = 0  # tokens in the verification batch
     experts_unique: float = 0.0
+    experts_natural: float = 0.0
+    experts_max: int = 0  # most distinct experts of any layer under an expert budget
+    # share of the routing probability of the router's experts that shortlisted ones hold, mean over layers
+    kept_probability: float | None = None
     draft_s: float = 0.0
     verify_s: float = 0.0
     observe_s: float = 0.0  # sensing and scheduling

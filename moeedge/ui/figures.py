@@ -104,6 +104,18 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
     return NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
 
 
+def budget(info: EngineInfo) -> str:
+    """The expert budget in the words that every result under one carries; empty without one."""
+    return "" if info.expert_budget is None else info.expert_budget.label
+
+
+def budget_effect(stats: GenerationStats) -> str:
+    """The experts that a verification would use without the budget, and the routing probability that is kept."""
+    if stats.experts_natural is None:
+        return NONE
+    return f"{stats.experts_natural:.1f} without it, {percent(stats.kept_probability)} of probability kept"
+
+
 def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, elapsed_s: float) -> list[Figure]:
     """The panel's figures while an answer streams; `elapsed_s` since the call is shown until the first token."""
     waiting = stats.ttft_s <= 0
@@ -118,8 +130,20 @@ def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, el
         Figure("", "no device", rank=2)
         if info.device == "none"
         else Figure("device", device_name(info.device), rank=2),
+        *_budget_figures(info, stats),
         Figure("RAM", format_bytes(ram_bytes), rank=6),
     ]
+
+
+def _budget_figures(info: EngineInfo, stats: GenerationStats) -> list[Figure]:
+    """The budget, which no small window leaves out, and what it leaves out."""
+    if info.expert_budget is None:
+        return []
+    shown = [Figure("budget", budget(info).removeprefix("budget "))]
+    if stats.experts_natural is not None:
+        shown.append(Figure("without budget", f"{stats.experts_natural:.1f} experts/step", rank=5))
+        shown.append(Figure("probability kept", percent(stats.kept_probability), rank=4))
+    return shown
 
 
 def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
@@ -156,6 +180,9 @@ def turn_parts(
         parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
     if stats.experts_per_verification is not None:
         parts.append(f"{experts(info, stats)} experts/step")
+    if info.expert_budget is not None:
+        effect = budget_effect(stats)
+        parts.append(budget(info) if effect == NONE else f"{budget(info)}: {effect}")
     if cache is not None and cache.hit_rate_pairs is not None:
         parts.append(f"hit rate {percent(cache.hit_rate_pairs)}")
     if cache is not None and cache.lookahead is not None:
@@ -184,6 +211,8 @@ def total_parts(
     if drafted:
         parts.append(f"accepted {percent(accepted / drafted)} ({accepted}/{drafted})")
         parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens/step")
+    if info.expert_budget is not None:
+        parts.append(budget(info))
     pairs = sum(cache.pairs for cache in caches)
     if pairs:
         parts.append(f"hit rate {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moeedge.analysis.expert_ranking import read_ranking
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from tests.support.commands import SIGNALS, refused, run, run_json
@@ -142,3 +143,12 @@ def test_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
     assert (report["layer"], report["n_layers"], report["n_experts"]) == (47, 48, 128)
     assert report["hot_cold_accuracy"]["sd"] is not None
     assert "0 to 47" in refused("profile", "--layer", "48")
+
+
+def test_a_ranking_for_expert_budgets(pair: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "ranking.json"
+    assert run("profile", *pair, "-p", "one two three", "--save-ranking", str(path)).exit_code == 0
+    ranking = read_ranking(path)
+    assert (ranking.n_layers, ranking.n_experts, ranking.n_expert_used) == (3, 16, 4)
+    assert ranking.measured == "weights" and ranking.source["gamma"] == 3
+    assert "r.json" in refused("profile", *pair, "-p", "one", "--save-ranking", tmp_path / "absent" / "r.json")

@@ -267,12 +267,27 @@ def test_budget_of_each_layer() -> None:
     assert ExpertBudget(budget=99).per_layer(layers, 3, 64, 8).tolist() == [0, 64, 64]
     fitted = ExpertBudget(budget=(0, 12, 20))
     assert fitted.per_layer(layers, 3, 64, 8).tolist() == [0, 12, 20]
-    assert fitted.label == "budget 12-20, mean 16.0 (lossy)" and ExpertBudget(budget=16).label == "budget 16 (lossy)"
     for unsuitable in (ExpertBudget(budget=7), ExpertBudget(budget=(0, 7, 20)), ExpertBudget(budget=(12, 20))):
         with pytest.raises(InputError):
             unsuitable.per_layer(layers, 3, 64, 8)
     with pytest.raises(InputError):
         ExpertBudget(budget=8, order=np.zeros((2, 64), dtype=np.int32)).per_layer(layers, 3, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("budget", "label"),
+    [
+        (ExpertBudget(budget=16), "budget 16 (lossy)"),
+        (ExpertBudget(budget=(0, 12, 20)), "budget fitted 16 (lossy)"),
+        (
+            ExpertBudget(budget=16, coverage="truncation", prefer_resident=0.15),
+            "budget 16 truncation prefer 0.15 (lossy)",
+        ),
+        (ExpertBudget(budget=8, ranking="oracle"), "budget 8 oracle (lossy)"),
+    ],
+)
+def test_labels_name_the_choices(budget: ExpertBudget, label: str) -> None:
+    assert budget.label == label
 
 
 def test_budgets_below_k_are_refused() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo, GenerationStats
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui import figures
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.figures import bar, resample, sparkline
@@ -48,6 +49,19 @@ def test_the_stats_line() -> None:
         "51 tokens | decode 25.0 t/s | prefill 200 t/s (100 tokens, 20 kept) | TTFT 250 ms | accepted 75 % (60/80) | "
         "2.50 tokens/step | 18.2 of 128 experts/step | no device"
     )
+
+
+def test_a_budget_is_named_with_every_figure_that_it_changes() -> None:
+    info = replace(INFO, expert_budget=ExpertBudget(budget=16))
+    stats = replace(STATS, budgeted_steps=20, experts_natural_sum=20 * 24.5, kept_probability_sum=20 * 0.925)
+    parts = figures.turn_parts(info, stats, "eos")
+    assert "budget 16 (lossy): 24.5 without it, 92 % of probability kept" in parts
+    assert "budget 16 (lossy)" in figures.turn_parts(info, STATS, "eos")  # no draft yet: nothing was left out
+    assert "budget 16 (lossy)" in figures.total_parts(info, [stats, stats])
+    live = figures.live_figures(info, stats, ram_bytes=1 << 30, elapsed_s=1.0)
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    console.print(render_panel(live, columns=40, rows=4, hint=""))
+    assert "budget 16 (lossy)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
 from moeedge.notifications import Notification
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, warnings_of
 from tests.ui.test_figures import INFO
 
@@ -86,6 +87,16 @@ def test_a_header_is_one_line_and_its_warnings() -> None:
 )
 def test_the_header_line(info: EngineInfo, line: str) -> None:
     assert header_line(info) == line
+
+
+def test_a_budget_is_in_greeting_header_and_details() -> None:
+    info = replace(INFO, expert_budget=ExpertBudget(budget=16, coverage="truncation"))
+    (line,) = [line for line in shown(info) if line.startswith("Budget 16")]
+    assert "(lossy)" in line
+    assert "budget 16" in header_line(info)
+    rows = {figure.label: figure.value for figure in details(info)}
+    assert "truncation" in rows["budget"]
+    assert "budget" not in "\n".join(shown(INFO)) + header_line(INFO)
 
 
 def test_details_name_what_is_loaded_and_where_it_runs() -> None:

@@ -9,7 +9,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-from moeedge.ui.chat.commands import names
+from moeedge.ui.chat.commands import completions
 from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, open_history, unquote
 
 
@@ -33,10 +33,14 @@ def test_triple_quotes(text: str, is_open: bool, message: str) -> None:
 
 
 def test_commands_are_completed() -> None:
-    completer = _CommandCompleter(names())
-    found = completer.get_completions(Document("/s"), CompleteEvent())
-    assert [completion.text for completion in found] == ["/save", "/set", "/stats", "/system"]
-    assert completer.get_completions(Document("s"), CompleteEvent()) == []
+    def complete(line: str) -> list[str]:
+        found = _CommandCompleter(completions()).get_completions(Document(line), CompleteEvent())
+        return [line[: len(line) + completion.start_position] + completion.text for completion in found]
+
+    assert complete("/s") == ["/save", "/set", "/stats", "/system"]
+    assert complete("/set b") == ["/set budget"]
+    assert complete("/set budget 1") == complete("/save b") == complete("s") == []
+    assert "/set gamma" in complete("/set ")
 
 
 def test_history_is_a_private_file(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from moeedge.ui.chat.settings import Settings, change, listing, names, seed_or_r
         ("seed", "-1", "seed = random"),
         ("n", "100", "n_predict = 100"),
         ("draft-max", "8", "gamma = 8"),
+        ("budget", "16", "budget = 16"),
+        ("expert-budget", "off", "budget = off"),
     ],
 )
 def test_a_value_is_set_and_reported(name: str, text: str, line: str) -> None:
@@ -45,6 +47,8 @@ def test_a_value_is_set_and_reported(name: str, text: str, line: str) -> None:
         ("seed", "-2", "seed must be -1"),
         ("gamma", "65", "gamma (--draft-max) must be in 0..64"),
         ("n", "-2", "n_predict (-n) must be -1 or more"),
+        ("budget", "0", "budget (--expert-budget) must be at least 1 or off"),
+        ("budget", "some", "budget must be a whole number or off"),
     ],
 )
 def test_a_bad_value_is_one_sentence(name: str, text: str, message: str) -> None:

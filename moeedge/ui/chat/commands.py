@@ -55,8 +55,8 @@ class Chat(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def apply(self, settings: Settings) -> None:
-        """Apply changed settings, also to the engine."""
+    def apply(self, settings: Settings) -> list[str]:
+        """Apply changed settings, also to the engine. Returns what the user should know about them."""
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
@@ -138,8 +138,7 @@ def _set(chat: Chat, argument: str) -> Result:
     if not value.strip():
         raise InputError("/set takes a name and a value.", "Choose from: " + ", ".join(setting_table.names()) + ".")
     changed, line = setting_table.change(chat.settings, name, value.strip())
-    chat.apply(changed)
-    return Result([line])
+    return Result([line, *chat.apply(changed)])
 
 
 def _stats(chat: Chat, _argument: str) -> Result:
@@ -228,7 +227,7 @@ COMMANDS = (
     Command("/clear", "", "Forgets the conversation.", _clear),
     Command("/regen", "", "Answers the last message again.", _regen),
     Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
-    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set gamma 8.", _set),
+    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set gamma 8, /set budget 16.", _set),
     Command("/stats", "", "Shows the figures of the last answer and of all.", _stats),
     Command("/read", "FILE", "Puts a text file before your next message.", _read),
     Command("/save", "FILE", "Saves the conversation as JSON.", _save),
@@ -237,9 +236,10 @@ COMMANDS = (
 )
 
 
-def names() -> list[str]:
-    """All commands and aliases, sorted."""
-    return sorted(name for command in COMMANDS for name in (command.name, *command.aliases))
+def completions() -> dict[str, list[str]]:
+    """All commands and aliases, sorted, with the first words that each takes."""
+    words = {"/set": setting_table.names(), "/resume": ["list", "drop"]}
+    return {name: words.get(name, []) for name in sorted(n for item in COMMANDS for n in (item.name, *item.aliases))}
 
 
 def run_command(chat: Chat, line: str) -> Result:

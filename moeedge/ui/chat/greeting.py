@@ -22,9 +22,9 @@ _KEYS = "Type a message. /help lists the commands, /info the details; Ctrl-D lea
 
 
 def print_greeting(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """Four lines (model, draft, experts, keys), then a line per warning."""
-    layers = [info.layers] if info.layers else []
-    for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), *layers, _KEYS):
+    """Four lines (model, draft, experts, keys), one for an expert budget, then a line per warning."""
+    choices = [line for line in (info.layers, _budget_line(info)) if line]
+    for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), *choices, _KEYS):
         say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
@@ -53,7 +53,8 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
     else:
         place = f"experts on the CPU, {figures.device(info)}"
     drafts = _speculates(info)
-    return figures.join_parts([model, f"draft {_draft(info)}" if drafts else _draft(info), place])
+    budget = [figures.budget(info)] if info.expert_budget is not None else []
+    return figures.join_parts([model, f"draft {_draft(info)}" if drafts else _draft(info), *budget, place])
 
 
 def details(info: EngineInfo) -> list[Figure]:
@@ -65,6 +66,9 @@ def details(info: EngineInfo) -> list[Figure]:
         Figure("draft", _draft(info)),
         Figure("device", figures.device(info)),
     ]
+    if info.expert_budget is not None:
+        budget = info.expert_budget
+        rows.append(Figure("budget", f"{figures.budget(info)}, ranking {budget.ranking}, {budget.coverage}"))
     if info.cache_slots:
         slots = f"{_cached(info)} experts ({info.cache_ratio:.1%}, {format_bytes(info.pool_bytes)})"
         rows += [Figure("cache", slots), Figure("policy", info.policy)]
@@ -110,6 +114,13 @@ def _experts_line(info: EngineInfo) -> str:
         f"Experts are cached on {device_name(info.device)}: {_cached(info)} "
         f"({percent(info.cache_ratio)}, {format_bytes(info.pool_bytes)}), policy {info.policy}."
     )
+
+
+def _budget_line(info: EngineInfo) -> str:
+    if info.expert_budget is None:
+        return ""
+    label = figures.budget(info)
+    return f"{label[0].upper()}{label[1:]}: fewer experts verify a draft, and answers may differ from the model's."
 
 
 def _speculates(info: EngineInfo) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -49,17 +49,20 @@ def _bindings() -> KeyBindings:
 
 
 class _CommandCompleter(Completer):
-    """Completes the first word of a line that starts with a slash."""
+    """Completes the first word of a line that starts with a slash, and the first word after it."""
 
-    def __init__(self, commands: Sequence[str]) -> None:
-        self._commands = commands
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+        self._commands = commands  # and the words that each takes
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> list[Completion]:
-        """The commands that start with the line."""
+        """The commands that start with the line, or the words that its command takes."""
         line = document.text_before_cursor
         if not line.startswith("/"):
             return []
-        return [Completion(name, start_position=-len(line)) for name in self._commands if name.startswith(line)]
+        command, space, typed = line.partition(" ")
+        known = self._commands.get(command, ()) if space else self._commands
+        word = typed if space else command
+        return [Completion(name, start_position=-len(word)) for name in known if name.startswith(word)]
 
 
 def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> History:
@@ -93,8 +96,11 @@ def _read_line(prompt: str) -> str:
     return line.rstrip("\n")
 
 
-def make_reader(commands: Sequence[str], history: History) -> Callable[[], str]:
-    """A function that reads one message; it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
+def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[], str]:
+    """A function that reads one message; it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
+
+    commands: those that are completed, with the words that each takes.
+    """
     if is_dumb_terminal():
         return lambda: _read_plainly(history)
     session: PromptSession[str] = PromptSession(

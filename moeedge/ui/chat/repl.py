@@ -8,11 +8,14 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
+from moeedge.engine.budgets import mean_budget, usable_budget
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
+from moeedge.notifications import Notification
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.chat.commands import Next, Turn, run_command
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
@@ -101,13 +104,31 @@ class Repl:
                 raise Ended(HANGUP) from None
             raise
 
-    def apply(self, settings: Settings) -> None:
-        """Apply changed settings, also to the engine."""
-        if settings.gamma != self.settings.gamma:
-            if self.session.info.draft == "none":
+    def apply(self, settings: Settings) -> list[str]:
+        """Apply changed settings, also to the engine. Returns what the user should know about them."""
+        old, info = self.settings, self.session.info
+        if settings.gamma != old.gamma:
+            if info.draft == "none":
                 raise InputError("There is no draft, so speculation stays off.", "Start with -md FILE or -md ngram.")
             self.session.gamma = settings.gamma
+        notes: list[Notification] = []
+        if (settings.gamma, settings.budget) != (old.gamma, old.budget):
+            budget, notes = usable_budget(
+                self._budget(settings.budget), self.session.model.info, gamma=settings.gamma, draft=info.draft
+            )
+            if settings.budget != old.budget:
+                self.session.set_expert_budget(budget)
         self.settings = settings
+        return list(notes)
+
+    def _budget(self, n_experts: int | None) -> ExpertBudget | None:
+        """A budget of `n_experts` per layer; the one that the chat began with where that has as many on average."""
+        began = self.session.config.expert_budget
+        if n_experts is None:
+            return None
+        if began is None:
+            raise InputError("The chat began without an expert budget.", "Start it with --expert-budget B.")
+        return began if n_experts == mean_budget(began) else replace(began, budget=n_experts)
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""

@@ -19,12 +19,15 @@ class Settings:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     n_predict: int = -1  # limit of an answer in tokens; -1: until the model stops
     gamma: int = 0
+    budget: int | None = None  # experts per layer in a verification; None: no limit
 
     def __post_init__(self) -> None:
         if self.n_predict < -1:
             raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
         if not 0 <= self.gamma <= MAX_GAMMA:
             raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class _Setting:
     convert: Callable[[str], Any]
     sampling_field: str = ""  # empty: a field of Settings with the setting's own name
     aliases: tuple[str, ...] = ()
+    none: str = "random"  # how the value None is written
 
 
 def seed_or_random(value: int) -> int | None:
@@ -46,6 +50,10 @@ def seed_or_random(value: int) -> int | None:
 
 def _seed(text: str) -> int | None:
     return None if text == "random" else seed_or_random(int(text))
+
+
+def _budget(text: str) -> int | None:
+    return None if text == "off" else int(text)
 
 
 def _number(text: str) -> float:
@@ -65,11 +73,12 @@ _SETTINGS = (
     _Setting("seed", _seed, "seed"),
     _Setting("n_predict", int, aliases=("n", "num_predict")),
     _Setting("gamma", int, aliases=("draft_max",)),
+    _Setting("budget", _budget, aliases=("expert_budget",), none="off"),
 )
 
 
 def restored(saved: dict[str, Any], current: Settings) -> Settings:
-    """The settings of a saved chat, with the current draft length; the current ones if they cannot be read."""
+    """The settings of a saved chat, with the current draft length and expert budget; the current ones if unreadable."""
     try:
         sampling = SamplingConfig(**saved["sampling"])
         return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]))
@@ -102,6 +111,7 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
     except ValueError as error:
         if str(error).startswith(("could not convert", "invalid literal")):
             kind = "a number" if found.convert is _number else "a whole number"
+            kind += " or off" if found.convert is _budget else ""
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
         raise InputError(f"{error}.") from None
     return changed, f"{found.name} = {_shown(changed, found)}"
@@ -110,4 +120,4 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
 def _shown(settings: Settings, setting: _Setting) -> str:
     source: object = settings.sampling if setting.sampling_field else settings
     value = getattr(source, setting.sampling_field or setting.name)
-    return "random" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return setting.none if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from moeedge.engine.budgets import budget_record
 from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
@@ -90,6 +91,10 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "threads": info.n_threads,
         "hit_rate": None if cache is None else cache.hit_rate_pairs,
         "placement": None if cache is None else cache.to_dict(),
+        "experts_natural": stats.experts_natural,
+        "experts_max": stats.experts_max if stats.budgeted_steps else None,
+        "kept_probability": stats.kept_probability,
+        **budget_record(info.expert_budget),
         "notes": list(info.notes),
     }
 

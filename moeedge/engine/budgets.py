@@ -1,0 +1,72 @@
+"""What a session says about its expert budget: notes at its start, and the keys of JSON records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moeedge.notifications import Level, Notification
+from moeedge.policies.expert_budget import ExpertBudget
+
+if TYPE_CHECKING:
+    from moeedge.llama.model import ModelInfo
+
+
+def usable_budget(
+    budget: ExpertBudget | None, info: ModelInfo, *, gamma: int, draft: str
+) -> tuple[ExpertBudget | None, list[Notification]]:
+    """The budget as it suits a model, None where it has no experts, and a note for each thing that it does not do.
+
+    gamma: the draft length; draft: the source of drafts, "none" without. Raises InputError for a budget below the
+    experts per token, and for budgets or an order of another model's shape.
+    """
+    if budget is None:
+        return None, []
+    if info.n_experts == 0:
+        return None, [_warning("The model is dense, no experts: the expert budget is off.")]
+    layers = np.asarray(info.expert_layers, dtype=np.intp)
+    budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.n_expert_used)[layers]
+    notes = []
+    if budgets.min() >= info.n_experts:
+        notes.append(_warning(f"The expert budget changes nothing: a layer has only {info.n_experts} experts."))
+    elif draft == "none" or gamma == 0:
+        missing = "there is no draft (-md FILE or -md ngram)" if draft == "none" else "the draft length is 0"
+        notes.append(_warning(f"The expert budget is idle: it limits verifications of drafts, and {missing}."))
+    elif budgets.min() >= (gamma + 1) * info.n_expert_used:
+        most = f"{gamma + 1} tokens select at most {(gamma + 1) * info.n_expert_used} experts per layer"
+        notes.append(_warning(f"The expert budget changes nothing: {most}."))
+    return budget, notes
+
+
+def mean_budget(budget: ExpertBudget) -> int:
+    """Experts per layer, rounded, over the layers that have some."""
+    if isinstance(budget.budget, int):
+        return budget.budget
+    used = [n for n in budget.budget if n]
+    return round(sum(used) / len(used))
+
+
+def budget_record(budget: ExpertBudget | None) -> dict[str, Any]:
+    """The keys about the expert budget in a JSON record: the same in the chat's and in bench's, null without one."""
+    if budget is None:
+        return {
+            "lossy": False,
+            "budget": None,
+            "expert_budget": None,
+            "budget_ranking": None,
+            "budget_policy": None,
+            "budget_prefer_resident": None,
+        }
+    return {
+        "lossy": True,
+        "budget": budget.label,
+        "expert_budget": budget.budget if isinstance(budget.budget, int) else list(budget.budget),
+        "budget_ranking": budget.ranking,
+        "budget_policy": budget.coverage,
+        "budget_prefer_resident": budget.prefer_resident,
+    }
+
+
+def _warning(text: str) -> Notification:
+    return Notification(text, Level.WARNING)

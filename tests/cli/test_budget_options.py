@@ -1,0 +1,68 @@
+"""--expert-budget and its companions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeedge.cli.budget_options import BudgetOptions, parse_budget
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.notifications import ignore
+from moeedge.policies.expert_budget import ExpertBudget
+
+BASE = EngineConfig(model=Path("model.gguf"))
+
+
+def budget_of(options: BudgetOptions) -> ExpertBudget | None:
+    return options.config(BASE, notify=ignore).expert_budget
+
+
+@pytest.mark.parametrize(("text", "value"), [(None, None), ("off", None), ("AUTO", "auto"), ("16", 16), (" 8 ", 8)])
+def test_values(text: str | None, value: object) -> None:
+    assert parse_budget(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "8.5", "many", "", "8,16", "²"])
+def test_other_values_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--expert-budget"):
+        parse_budget(text)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    assert budget_of(BudgetOptions()) is None
+    budget = budget_of(BudgetOptions(expert_budget="16"))
+    assert budget is not None
+    assert (budget.budget, budget.ranking, budget.coverage, budget.prefer_resident) == (16, "router", "substitution", 0)
+
+
+def test_companions_are_passed_on() -> None:
+    options = BudgetOptions(expert_budget="16", budget_policy="truncation", budget_prefer_resident=0.15)
+    budget = budget_of(options)
+    assert budget is not None
+    assert (budget.coverage, budget.prefer_resident) == ("truncation", 0.15)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (BudgetOptions(budget_ranking="router"), "--budget-ranking needs"),
+        (BudgetOptions(budget_policy="truncation", budget_file=Path("x")), "--budget-policy and --budget-file need"),
+        (BudgetOptions(expert_budget="off", budget_prefer_resident=0.0), "--budget-prefer-resident needs"),
+        (BudgetOptions(expert_budget="16", budget_ranking="oracle"), "oracle"),
+        (BudgetOptions(expert_budget="16", budget_ranking="best"), "ranking 'best'"),
+        (BudgetOptions(expert_budget="16", budget_policy="drop"), "policy 'drop'"),
+        (BudgetOptions(expert_budget="16", budget_ranking="static"), "--save-ranking"),
+        (BudgetOptions(expert_budget="16", budget_layers="fitted"), "--save-ranking"),
+        (BudgetOptions(expert_budget="16", budget_layers="some"), "uniform or fitted"),
+        (BudgetOptions(expert_budget="16", budget_file=Path("x.json")), "--budget-file"),
+        (BudgetOptions(expert_budget="16", budget_prefer_resident=1.5), "from 0 to 1"),
+        (BudgetOptions(expert_budget="16", budget_prefer_resident=float("nan")), "from 0 to 1"),
+        (BudgetOptions(expert_budget="auto", budget_layers="fitted"), "auto"),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused(options: BudgetOptions, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        budget_of(options)
+    assert words in f"{caught.value.message} {caught.value.hint}"

@@ -1,0 +1,95 @@
+"""What a session says about an expert budget, and its keys in JSON records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moeedge.engine.budgets import budget_record, mean_budget, usable_budget
+from moeedge.engine.types import GenerationStats
+from moeedge.errors import InputError
+from moeedge.llama.model import ModelInfo
+from moeedge.notifications import is_warning
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler.stats import StepRecord
+
+MODEL = ModelInfo(
+    architecture="qwen3moe",
+    n_layers=3,
+    expert_layers=(1, 2),
+    n_experts=16,
+    n_expert_used=4,
+    n_vocab=64,
+    n_ctx_train=512,
+    n_embd=32,
+    n_swa=0,
+    size_bytes=1,
+    description="tiny",
+)
+
+
+@pytest.mark.parametrize(
+    ("budget", "gamma", "draft", "note"),
+    [
+        (8, 4, "d.gguf", None),
+        ((0, 5, 9), 4, "d.gguf", None),
+        (16, 4, "d.gguf", "changes nothing"),
+        (99, 4, "ngram", "changes nothing"),
+        (8, 1, "d.gguf", "2 tokens select at most 8 experts"),
+        (8, 0, "d.gguf", "the draft length is 0"),
+        (8, 0, "none", "there is no draft"),
+    ],
+)
+def test_a_budget_without_effect_is_a_note(
+    budget: int | tuple[int, ...], gamma: int, draft: str, note: str | None
+) -> None:
+    asked = ExpertBudget(budget=budget)
+    usable, notes = usable_budget(asked, MODEL, gamma=gamma, draft=draft)
+    assert usable is asked
+    assert [note in said and is_warning(said) for said in notes] == ([] if note is None else [True])
+
+
+def test_a_dense_model_has_no_budget() -> None:
+    usable, notes = usable_budget(ExpertBudget(budget=8), replace(MODEL, n_experts=0), gamma=4, draft="ngram")
+    assert usable is None
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ExpertBudget(budget=3),  # below the experts per token
+        ExpertBudget(budget=(0, 8, 3)),
+        ExpertBudget(budget=(8, 8)),  # of another model
+        ExpertBudget(budget=8, ranking="static", order=np.zeros((3, 8), dtype=np.int32)),
+    ],
+)
+def test_a_budget_that_does_not_suit_the_model_is_refused(budget: ExpertBudget) -> None:
+    with pytest.raises(InputError):
+        usable_budget(budget, MODEL, gamma=4, draft="ngram")
+
+
+def test_records_have_the_same_keys_with_and_without_a_budget() -> None:
+    record = budget_record(ExpertBudget(budget=(0, 5, 9), coverage="truncation"))
+    assert record["lossy"] is True
+    assert record["expert_budget"] == [0, 5, 9]
+    assert str(record["budget"]).endswith("(lossy)")
+    assert (record["budget_policy"], record["budget_ranking"]) == ("truncation", "router")
+    assert budget_record(None) == dict.fromkeys(record) | {"lossy": False}
+    assert (mean_budget(ExpertBudget(budget=(0, 5, 9))), mean_budget(ExpertBudget(budget=12))) == (7, 12)
+
+
+def test_sums_over_the_steps_under_a_budget() -> None:
+    stats = GenerationStats()
+    stats.add_step(StepRecord(tokens=[1], experts_unique=4.0), decode_s=0.1, sense_s=0)  # no draft: no limit
+    assert (stats.experts_natural, stats.kept_probability) == (None, None)
+    for natural, largest, kept in ((12.0, 8, 0.9), (10.0, 7, 0.7)):
+        step = StepRecord(
+            tokens=[1], experts_unique=7.0, experts_natural=natural, experts_max=largest, kept_probability=kept
+        )
+        stats.add_step(step, decode_s=0.1, sense_s=0)
+    assert (stats.experts_natural, stats.experts_max) == (pytest.approx(26 / 3), 8)
+    assert stats.experts_per_verification == 6.0
+    assert stats.kept_probability == pytest.approx(0.8)
