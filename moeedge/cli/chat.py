@@ -15,6 +15,7 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
+from moeedge.cli.budget_options import BudgetOptions
 from moeedge.cli.common import accept_any_text, show_log, valid_text
 from moeedge.cli.declare import Output, flatten, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes
@@ -72,6 +73,7 @@ def chat(
     engine: EngineOptions,
     sampling: SamplingOptions,
     placement: PlacementOptions,
+    budget: BudgetOptions,
     context_shift: ContextShift = False,
     output: options.TextOrJson = Output.TEXT,
     stats: Stats = None,
@@ -83,6 +85,7 @@ def chat(
     """
     engine.limit_openmp_spin(emulate_bundled=True)
     # from here on llama.cpp may be loaded
+    from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens
     from moeedge.engine.layer_search import open_session
     from moeedge.ui.chat.greeting import print_header
@@ -95,8 +98,8 @@ def chat(
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
     config = engine.config(placement.config(), emulate_bundled=True, context_shift=context_shift)
-    config = replace(config, cpu_fallback=True)
     err = stderr_console()
+    config = budget.config(replace(config, cpu_fallback=True), notify=notifier(err))
     if verbose:
         show_log()
     question = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, notice=lambda line: say(err, line))
@@ -106,7 +109,8 @@ def chat(
         raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
     conversation = Conversation(system=valid_text(system_prompt))
     with open_session(config, notify=notifier(err)) as session:
-        settings = replace(settings, gamma=session.gamma)  # 0 where there is no draft
+        # gamma is 0 where there is no draft
+        settings = replace(settings, gamma=session.gamma, budget=mean_budget(session.info.expert_budget))
         if question is None:
             code = _talk(
                 session,
@@ -228,8 +232,11 @@ def _talk(
 
 def _print_stats(session: Session) -> None:
     """One JSON line on standard error: every counter of expert placement, and those of the sensor."""
+    from moeedge.engine.budgets import budget_record
+
     placement = session.placement_stats()
     sensor = session.target.sensor
     record: dict[str, object] = {"device": "none"} if placement is None else placement.to_dict()
     record["sensor"] = None if sensor is None else asdict(sensor.stats())
+    record |= budget_record(session.info.expert_budget)
     typer.echo(json.dumps(record), err=True)

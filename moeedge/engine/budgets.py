@@ -39,8 +39,10 @@ def usable_budget(
     return budget, notes
 
 
-def mean_budget(budget: ExpertBudget) -> int:
-    """Experts per layer, rounded, over the layers that have some."""
+def mean_budget(budget: ExpertBudget | None) -> int | None:
+    """Experts per layer, rounded, over the layers that have some; None without a budget."""
+    if budget is None:
+        return None
     if isinstance(budget.budget, int):
         return budget.budget
     used = [n for n in budget.budget if n]
