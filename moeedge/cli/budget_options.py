@@ -9,7 +9,7 @@ from typing import Literal, cast
 from moeedge.cli import options
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.notifications import Notify
+from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ranking
 
 OFF = "off"
@@ -56,6 +56,7 @@ class BudgetOptions:
             prefer_resident=self.budget_prefer_resident,
             file=self.budget_file,
             layers=self.budget_layers,
+            notify=notify,
         )
         return replace(base, expert_budget=budget)
 
@@ -96,11 +97,15 @@ def make_budget(
     prefer_resident: float | None = None,
     file: Path | None = None,
     layers: str | None = None,
+    notify: Notify = ignore,
 ) -> ExpertBudget:
     """A budget of `n_experts` per layer, as values of the options with these names describe it; None: the default.
 
-    model: the file whose ranking `file` has to be. Raises InputError.
+    model: what the budget is for; notify hears where `file` names another one, which may be a copy of it. Raises
+    InputError.
     """
+    from moeedge.analysis.expert_ranking import fit_layers, read_ranking
+
     if layers not in (None, *_LAYERS):
         raise InputError(f'--budget-layers takes uniform or fitted, not "{layers}".')
     readers = [name for name, reads in (("static", ranking == "static"), ("fitted", layers == "fitted")) if reads]
@@ -114,8 +119,12 @@ def make_budget(
             "--budget-file is read for the ranking static and for fitted layers only.",
             "Add --budget-ranking static or --budget-layers fitted, or leave it out.",
         )
+    rank = None if file is None else read_ranking(file)
+    if rank is not None and rank.model != model.name:
+        notify(Notification(f"{file} was made with {rank.model}, not with {model.name}.", Level.WARNING))
     return ExpertBudget(
-        budget=n_experts,
+        budget=fit_layers(rank, n_experts) if rank is not None and layers == "fitted" else n_experts,
+        order=rank.order if rank is not None and ranking == "static" else None,
         ranking=cast(Ranking, ranking or ExpertBudget.ranking),
         coverage=cast(Coverage, policy or ExpertBudget.coverage),
         prefer_resident=ExpertBudget.prefer_resident if prefer_resident is None else prefer_resident,

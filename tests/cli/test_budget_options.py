@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.analysis.expert_ranking import rank_experts, write_ranking
 from moeedge.cli.budget_options import BudgetOptions, parse_budget
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.notifications import ignore
+from moeedge.notifications import Notification, ignore
 from moeedge.policies.expert_budget import ExpertBudget
+from tests.support.traces import two_texts
 
 BASE = EngineConfig(model=Path("model.gguf"))
 
@@ -66,3 +68,29 @@ def test_combinations_without_a_meaning_are_refused(options: BudgetOptions, word
     with pytest.raises(InputError) as caught:
         budget_of(options)
     assert words in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_rankings_file_gives_order_and_layers(tmp_path: Path) -> None:
+    ranking = rank_experts(two_texts(weights=True))
+    file = tmp_path / "ranking.json"
+    write_ranking(ranking, file)
+    k = ranking.n_expert_used
+    static = budget_of(BudgetOptions(expert_budget=str(k + 1), budget_ranking="static", budget_file=file))
+    assert static is not None
+    assert static.budget == k + 1
+    assert static.order is not None
+    assert (static.order == ranking.order).all()
+    fitted = budget_of(BudgetOptions(expert_budget=str(k + 1), budget_layers="fitted", budget_file=file))
+    assert fitted is not None
+    assert isinstance(fitted.budget, tuple)
+    assert sum(fitted.budget) == (k + 1) * len(ranking.expert_layers)
+    assert fitted.order is None
+
+
+def test_another_models_ranking_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "ranking.json"
+    write_ranking(rank_experts(two_texts()), file)
+    heard: list[Notification] = []
+    options = BudgetOptions(expert_budget="16", budget_ranking="static", budget_file=file)
+    assert options.config(BASE, notify=heard.append).expert_budget is not None
+    assert [BASE.model.name in note for note in heard] == [True]
