@@ -32,12 +32,26 @@ PLACEMENT = {
     "-dev emulated --forgetting 1.5": "forgetting [0, 1]",
     "-dev emulated --prefill-path fast": 'prefill "fast" cpu, resident, stream, auto',
 }
+BUDGET = {
+    "--expert-budget 0": '--expert-budget "0"',
+    "--expert-budget some": '--expert-budget "some"',
+    "--expert-budget 3": "3 below 4 experts",
+    "--expert-budget 8 --budget-ranking best": "'best' router, static, oracle",
+    "--expert-budget 8 --budget-ranking oracle": "oracle router static",
+    "--expert-budget 8 --budget-ranking static": "static --save-ranking --budget-file",
+    "--expert-budget 8 --budget-layers fitted": "fitted --save-ranking --budget-file",
+    "--expert-budget 8 --budget-layers fitted --budget-file missing.json": "missing.json exist",
+    "--expert-budget 8 --budget-policy drop": "'drop' substitution, truncation",
+    "--expert-budget 8 --budget-prefer-resident 2": "resident 0 1",
+    "--expert-budget off --budget-policy truncation": "--budget-policy --expert-budget",
+}
 # command and options that all its cases have: option: what the message names
 REFUSED = {
     "chat": {"": "-p standard input", "-o json": "-p standard input", "-p '  '": "-p blank"},
     "chat -p hi": {
         **DEVICES,
         **PLACEMENT,
+        **BUDGET,
         "-m missing.gguf": "no file missing.gguf",
         "-m ''": "folder",
         "--temp -1": "temperature >= -1",
