@@ -2,7 +2,7 @@
 
 `python -m models.toy --prompts 630 --seed more --in-turn -o more.jsonl` makes another, for longer measurements.
 `python -m models.toy --calibration` writes the set by which expert budgets are chosen; it has no prompt of "toy", and
-`--without FILE` keeps its prompts out of other sets.
+`--without FILE` keeps its prompts out of other sets. `--text` writes the text "toy", complete chats for perplexity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from models.generator import DOMAINS, Chat, held_back
+from models.generator import DOMAINS, Chat, held_back, render_chat
 
 N_PROMPTS = 42  # six of every domain
 DATA = Path(__file__).parent.parent / "moeedge" / "data"
@@ -22,6 +22,8 @@ OUT = DATA / "toy.jsonl"
 CALIBRATION = DATA / "calibration.jsonl"
 N_CALIBRATION = 72  # twelve of every domain but code, whose answers are programs to run
 CALIBRATION_SEED = "calibration"
+TEXT_OUT = OUT.with_suffix(".txt")
+N_TEXT_CHATS = 28  # four of every domain
 
 Turns = tuple[str, ...]  # what the user says in a chat
 
@@ -67,6 +69,11 @@ def prompts_in(files: Iterable[Path]) -> set[Turns]:
     return {tuple(json.loads(line)["turns"]) for file in files for line in file.read_text().splitlines()}
 
 
+def text(n_chats: int = N_TEXT_CHATS, seed: str = "toy-text") -> str:
+    """Complete chats with the right answers, domains in turn: the text on which perplexity is measured."""
+    return "".join(render_chat(chat) for chat in held_back(n_chats, seed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prompts that the bundled pair never saw.")
     parser.add_argument("--prompts", type=int, default=N_PROMPTS, help="how many, of all domains in turn")
@@ -75,7 +82,11 @@ def main() -> None:
     parser.add_argument("--in-turn", action="store_true", help="domains take turns, not one after the other")
     parser.add_argument("--without", type=Path, action="append", default=[], help="a set whose prompts are left out")
     parser.add_argument("--calibration", action="store_true", help="the set by which expert budgets are chosen")
+    parser.add_argument("--text", action="store_true", help=f"write {TEXT_OUT.name}, complete chats")
     options = parser.parse_args()
+    if options.text:
+        (options.out or TEXT_OUT).write_text(text())
+        return
     if options.calibration:
         out, made = options.out or CALIBRATION, calibration_rows()
     else:

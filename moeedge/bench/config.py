@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from moeedge.data import Dataset
+from moeedge.data import Dataset, EvaluationText
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import ExecutionConfig
 
 if TYPE_CHECKING:  # imported before the options are read, which must not load llama.cpp
@@ -37,18 +38,30 @@ class BenchMode:
     cache_ratio: float | None = None
     execution: ExecutionConfig | None = None
     method: Method = "shared"
+    budget: ExpertBudget | None = None  # of verification; lossy
+    gamma: int | None = None  # draft length
+    has_own_cache: bool = False  # one of several columns with our backend, each with an expert cache of its own
 
     @property
     def label(self) -> str:
         """The name, and the choices that distinguish this column of a sweep from the others."""
         ratio = None if self.cache_ratio is None else f"{self.cache_ratio:g}"
         cutoff = None if self.execution is None else f"cutoff {self.execution.cutoff_layer}"
-        return " ".join(part for part in (self.name, self.policy, ratio, cutoff) if part is not None)
+        parts = (self.name, self.policy, ratio, cutoff, self.speculation)
+        return " ".join(part for part in parts if part)
+
+    @property
+    def speculation(self) -> str:
+        """Draft length and expert budget where they distinguish this column: "gamma 8 budget 16 (lossy)"."""
+        gamma = "" if self.gamma is None else f"gamma {self.gamma}"
+        return " ".join(part for part in (gamma, "" if self.budget is None else self.budget.label) if part)
 
     @property
     def is_swept(self) -> bool:
         """Whether this column has an expert cache of its own."""
-        return self.engine == "moeedge" and (self.policy is not None or self.cache_ratio is not None)
+        return self.engine == "moeedge" and (
+            self.policy is not None or self.cache_ratio is not None or self.has_own_cache
+        )
 
 
 MODES = {
@@ -103,7 +116,8 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
         placement = replace(placement, cache_ratio=mode.cache_ratio, vram_bytes=None)
     if mode.execution is not None:
         placement = replace(placement, execution=mode.execution)
-    config = replace(base, mode=mode.engine, placement=placement)
+    gamma = base.gamma if mode.gamma is None else mode.gamma
+    config = replace(base, mode=mode.engine, placement=placement, gamma=gamma, expert_budget=mode.budget)
     return config if mode.drafts else replace(config, draft=None, gamma=0)
 
 
@@ -139,10 +153,60 @@ class Sweep:
         return tuple(swept)
 
 
+@dataclass(frozen=True)
+class BudgetSweep:
+    """Expert budgets and draft lengths to compare; an empty tuple leaves that choice as it is."""
+
+    budgets: tuple[ExpertBudget, ...] = ()
+    gammas: tuple[int, ...] = ()
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is compared."""
+        return bool(self.budgets) or len(self.gammas) > 1
+
+    def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
+        """Returns `modes`, those with drafts once per draft length, and our backend's then also once per budget.
+
+        The mode without a budget stays, before them: it is what they are compared with. Raises InputError where no
+        mode with our backend verifies drafts.
+        """
+        if self.budgets and not any(mode.engine == "moeedge" and mode.drafts for mode in modes):
+            raise InputError(
+                "An expert budget acts on the verification of drafts, and no mode of our backend has drafts.",
+                "Name moeedge in --modes, and a draft with -md.",
+            )
+        swept: list[BenchMode] = []
+        for mode in modes:
+            ours = mode.engine == "moeedge" and mode.drafts
+            own_cache = mode.has_own_cache or (ours and (len(self.gammas) > 1 or bool(self.budgets)))
+            for gamma in self.gammas if mode.drafts and len(self.gammas) > 1 else (mode.gamma,):
+                plain = replace(mode, gamma=gamma, has_own_cache=own_cache)
+                swept += [plain, *(replace(plain, budget=budget) for budget in self.budgets if ours)]
+        return tuple(swept)
+
+
+def budget_size(budget: ExpertBudget) -> float:
+    """Returns the experts per layer, the mean over layers with experts."""
+    budgets = budget.budget if isinstance(budget.budget, tuple) else (budget.budget,)
+    return math.fsum(budgets) / max(sum(number > 0 for number in budgets), 1)
+
+
+def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:
+    """Reads a comma-separated list of integers of at least `least`, each kept once. Raises InputError."""
+    hint = f"Give integers of at least {least}, separated by commas."
+    numbers = []
+    for name in parse_list(text, option, hint):
+        if not name.isdecimal() or int(name) < least:
+            raise InputError(f"{option} takes integers of at least {least}, not '{name}'.", hint)
+        numbers.append(int(name))
+    return tuple(dict.fromkeys(numbers))
+
+
 def parse_modes(text: str) -> tuple[BenchMode, ...]:
     """Reads a comma-separated list of modes, each kept once. Raises InputError for an unknown name or an empty list."""
     hint = f"Choose from: {', '.join(MODES)}, separated by commas."
-    names = _split(text, "--modes", hint)
+    names = parse_list(text, "--modes", hint)
     for name in names:
         if name not in MODES:
             raise InputError(f"Unknown mode '{name}'.", hint)
@@ -155,7 +219,7 @@ def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
         return ()
     usable = [name for name in known if name != NO_POLICY]
     hint = f"Choose from: {', '.join(usable)}, separated by commas."
-    names = _split(text, "--policy", hint)
+    names = parse_list(text, "--policy", hint)
     for name in names:
         if name == NO_POLICY:
             raise InputError("The policy 'none' has no cache to measure.", f"Use -dev none instead. {hint}")
@@ -170,7 +234,7 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
         return ()
     hint = "Give numbers between 0 and 1, separated by commas."
     ratios = []
-    for name in _split(text, "--cache-ratio", hint):
+    for name in parse_list(text, "--cache-ratio", hint):
         try:
             ratio = float(name)
         except ValueError:
@@ -181,7 +245,8 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
     return tuple(dict.fromkeys(ratios))
 
 
-def _split(text: str, option: str, hint: str) -> tuple[str, ...]:
+def parse_list(text: str, option: str, hint: str) -> tuple[str, ...]:
+    """Reads a comma-separated list, each element kept once. Raises InputError for an empty one."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise InputError(f"{option} is an empty list.", hint)
@@ -203,7 +268,13 @@ class BenchPlan:
     ignore_eos: bool = False
     score: bool = False  # compare the answers with the dataset's references
     run_code: bool = False  # run programs that the model wrote, for their score
+    text: EvaluationText | None = None  # for the perplexity of the modes of our backend with drafts
     warm_up: bool = True  # run every mode once before the first sample; otherwise the first repetition is cold
+
+    @property
+    def compares_speculation(self) -> bool:
+        """Whether rows get figures of expert budgets: budgets or draft lengths are compared, or a text is read."""
+        return self.text is not None or any(mode.budget is not None or mode.gamma is not None for mode in self.modes)
 
     def __post_init__(self) -> None:
         for name, value, least in (

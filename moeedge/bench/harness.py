@@ -63,6 +63,7 @@ class BenchArm:
         drain: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
         prompt: str = "",
+        category: str = "",
         turn: int = 0,
         repetition: int = 0,
         order: int = 0,
@@ -71,7 +72,7 @@ class BenchArm:
         """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
 
         drain: end the transfers of this answer before returning, timed apart from it. on_step: called with each step
-        after the prompt, scheduling included in its observe_s. The last five describe the sample.
+        after the prompt, scheduling included in its observe_s. The last six describe the sample.
         Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
         """
         session = self.session
@@ -93,6 +94,7 @@ class BenchArm:
             generation.stats,
             mode=self.mode.label,
             prompt=prompt,
+            category=category,
             turn=turn,
             repetition=repetition,
             order=order,
@@ -206,6 +208,7 @@ def run_conversations(
                         ignore_eos=ignore_eos,
                         cancel=cancel,
                         prompt=prompt.id,
+                        category=prompt.category,
                         turn=turn,
                         repetition=repetition,
                         order=place,

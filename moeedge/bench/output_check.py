@@ -3,6 +3,8 @@
 Verification computes several tokens in one batch, and kernels may round a batch differently from a single token. Where
 the logits of two tokens are as close as rounding makes them, either token is a correct answer: a near-tie, which is
 listed and is no failure. Any other difference is an error.
+
+Under an expert budget answers differ by design: the comparison then gives a figure of quality, and no error.
 """
 
 from __future__ import annotations
@@ -41,10 +43,15 @@ def compare_answers(reference: Sequence[int], tokens: Sequence[int], gap_of: Cal
     """
     if list(reference) == list(tokens):
         return Agreement(True, None, None, False)
-    shorter = min(len(reference), len(tokens))
-    first = next((i for i in range(shorter) if reference[i] != tokens[i]), shorter)
+    first = n_common(reference, tokens)
     gap = gap_of(first)
     return Agreement(False, first, gap, gap <= NEAR_TIE_GAP)
+
+
+def n_common(reference: Sequence[int], tokens: Sequence[int]) -> int:
+    """Returns the number of tokens before the first difference."""
+    shorter = min(len(reference), len(tokens))
+    return next((i for i in range(shorter) if reference[i] != tokens[i]), shorter)
 
 
 def reference_logits(
@@ -104,6 +111,8 @@ class OutputCheck:
 
     equal: int  # prompts
     compared: int
+    agreement: float | None = None  # share of the reference's tokens before the first difference of each answer
+    lossy: bool = False  # answers may differ: differences are not listed, and none is an error
     near_ties: tuple[Difference, ...] = ()
     different: tuple[Difference, ...] = ()
 
@@ -123,29 +132,36 @@ def check_answers(
     end_tokens: Sequence[int],
     *,
     own_split: bool = False,
+    lossy: bool = False,
 ) -> OutputCheck:
     """Compares every answer of `samples` with the first answer that `reference` gave to the same turn.
 
     end_tokens: ids that stop an answer, for the case that one of the two stopped. own_split: `logits_at` computes with
     the same layers on the GPU as `samples`, which rounds otherwise than the reference: there the best token is right.
+    lossy: `samples` were made under an expert budget.
     """
     expected: dict[tuple[str, int], Sample] = {}
     for sample in reference:
         expected.setdefault((sample.prompt, sample.turn), sample)
     equal: dict[str, bool] = {}
     differences: dict[tuple[str, int, tuple[int, ...]], Difference] = {}
+    n_agreed = n_tokens = 0
     for sample in samples:
         base = expected.get((sample.prompt, sample.turn))
         if base is None:
             continue
         same = sample.tokens == base.tokens
         equal[sample.prompt] = equal.get(sample.prompt, True) and same
+        n_tokens += len(base.tokens)
+        n_agreed += n_common(base.tokens, sample.tokens)
         key = (sample.prompt, sample.turn, tuple(sample.tokens))
-        if not same and key not in differences:  # a repeated difference is listed once
+        if not same and not lossy and key not in differences:  # a repeated difference is listed once
             differences[key] = _difference(sample, base, logits_at, end_tokens, own_split)
     return OutputCheck(
         equal=sum(equal.values()),
         compared=len(equal),
+        agreement=n_agreed / n_tokens if n_tokens else None,
+        lossy=lossy,
         near_ties=tuple(d for d in differences.values() if d.near_tie),
         different=tuple(d for d in differences.values() if not d.near_tie),
     )

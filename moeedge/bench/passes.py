@@ -15,6 +15,7 @@ import psutil
 from moeedge.bench.config import REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
+from moeedge.bench.perplexity import Perplexity
 from moeedge.bench.samples import Sample
 from moeedge.bench.whole_layers import DeviceUse
 from moeedge.data import Prompt
@@ -83,6 +84,7 @@ class Pass:
     vram_bytes: dict[str, int] = field(default_factory=dict)  # used on the device at the end, by label
     lookahead: dict[str, LookaheadStatus] = field(default_factory=dict)  # as judged last, by label
     device_use: dict[str, DeviceUse] = field(default_factory=dict)  # at the end, by label
+    perplexity: dict[str, Perplexity] = field(default_factory=dict)  # of modes with our backend and drafts, by label
     checks: dict[str, OutputCheck] = field(default_factory=dict)  # of modes with their own target, by label
 
 

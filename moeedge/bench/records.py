@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import moeedge
+from moeedge.bench.budgets import BudgetFigures, figures_record
 from moeedge.bench.config import MODES, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
 from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse
+from moeedge.engine.budgets import budget_record
 from moeedge.engine.types import EngineInfo
 from moeedge.policies.base import LookaheadStatus
 
@@ -119,7 +121,8 @@ class BenchRow:
     ratio_cpu: float | None  # stock-ar's CPU time over this mode's, median of pairs; robust against other programs
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
-    budget: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
+    asked_ratio: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
+    figures: BudgetFigures | None = None  # where expert budgets, draft lengths or perplexities are compared
     ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
     ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
     simulated_ts: float | None = None  # tokens/s of a replayed cache by the simulator
@@ -131,10 +134,17 @@ class BenchRow:
         return MODES[self.mode].method == "replay"
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether an expert budget changed the answers by design."""
+        return self.figures is not None and self.figures.mode.budget is not None
+
+    @property
     def label(self) -> str:
         """The mode, and the choices that distinguish it from the other rows of a sweep."""
         policy = "" if self.policy == "none" else f" {self.policy}"
-        return self.mode if self.cache_ratio is None else f"{self.mode}{policy} {self.cache_ratio:g}"
+        cache = "" if self.cache_ratio is None else f"{policy} {self.cache_ratio:g}"
+        speculation = "" if self.figures is None else self.figures.mode.speculation
+        return f"{self.mode}{cache}{' ' if speculation else ''}{speculation}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the record: flat except for the lists, keys in the order of the documentation."""
@@ -155,6 +165,7 @@ class BenchRow:
             "output_check": None if output is None else str(output),
             "output_equal": None if output is None else output.equal,
             "output_compared": None if output is None else output.compared,
+            "agreement": None if output is None else output.agreement,
             "near_ties": [] if output is None else [asdict(difference) for difference in output.near_ties],
             "different": [] if output is None else [asdict(difference) for difference in output.different],
             "score": self.scores.score,
@@ -172,6 +183,7 @@ class BenchRow:
             "ratio_pp_ncmoe": self.ratio_pp_ncmoe,
             "simulated_tg_ts": self.simulated_ts,
             "simulated_moeedge_tg_ts": self.simulated_moeedge_ts,
+            **figures_record(self.figures),
             "warm": all(sample.warm for sample in self.samples) and not self.is_replayed,
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
@@ -187,10 +199,12 @@ def make_row(
     output: OutputCheck | None,
     scores: Scores,
     setup: dict[str, Any],
+    figures: BudgetFigures | None = None,
 ) -> BenchRow:
     """Returns the row of `samples`, all of one mode and test.
 
-    reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`.
+    reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`. figures: where
+    expert budgets are compared.
     """
     steps = sum(sample.steps for sample in samples)
     experts_sum = sum(sample.experts_sum for sample in samples)
@@ -217,7 +231,8 @@ def make_row(
         ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
         setup=setup,
         samples=tuple(samples),
-        budget=mode.cache_ratio,
+        asked_ratio=mode.cache_ratio,
+        figures=figures,
     )
 
 
@@ -228,7 +243,7 @@ def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """
 
     def best(row: BenchRow, values: Sequence[tuple[BenchRow, float | None]]) -> float | None:
-        equal = [value for other, value in values if other.test == row.test and other.budget == row.budget]
+        equal = [value for other, value in values if other.test == row.test and other.asked_ratio == row.asked_ratio]
         return max((value for value in equal if value), default=None)
 
     layered = [row for row in rows if MODES[row.mode].method == "ncmoe"]
@@ -279,6 +294,7 @@ def describe_setup(
         "n_experts_used": model.n_expert_used,
         "draft": info.draft if drafts else "none",
         "gamma": info.gamma if drafts else 0,
+        **budget_record(mode.budget if drafts else None),
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,
         "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,

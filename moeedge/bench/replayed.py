@@ -63,7 +63,7 @@ def replayed_row(mode: BenchMode, test: str, trace: Trace, arm: BenchArm, setup:
         ratio_cpu=None,
         setup=_own(setup) | {"policy": POLICY, "cache_ratio": ratio, "cache_slots": n_slots},
         samples=(),
-        budget=mode.cache_ratio,
+        asked_ratio=mode.cache_ratio,
         simulated_ts=simulated[POLICY],
         simulated_moeedge_ts=simulated[arm.session.info.policy],
     )

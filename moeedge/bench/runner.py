@@ -12,17 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.arms import Arms
+from moeedge.bench.budgets import budget_figures, unbudgeted_label
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
 from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, reference_logits
 from moeedge.bench.passes import Pass, fit_context
+from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
 from moeedge.bench.replayed import replayed_row
 from moeedge.bench.samples import Sample, common_samples
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
 from moeedge.bench.whole_layers import DeviceUse, session_use
-from moeedge.data import Prompt
+from moeedge.data import EvaluationText, Prompt
 from moeedge.engine.loading import resolve_device
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
@@ -171,6 +173,8 @@ class Bench:
                 self._collect(current, f"pp{plan.n_prompt}", synthetic.prefill(plan.n_prompt))
             if plan.n_gen:
                 self._collect(current, f"tg{plan.n_gen}", synthetic.decode(plan.n_gen))
+        if plan.text is not None:
+            self._measure_perplexity(plan.text, current, cancel)
         for arm in current.arms:
             current.device_use[arm.mode.label] = session_use(arm.session, self._device)
             if arm.own_target:
@@ -180,6 +184,17 @@ class Bench:
                 current.vram_bytes[arm.mode.label] = stats.vram_used_bytes
             if stats is not None and stats.lookahead is not None:
                 current.lookahead[arm.mode.label] = stats.lookahead
+
+    def _measure_perplexity(self, text: EvaluationText, current: Pass, cancel: Callable[[], bool]) -> None:
+        """Measures the perplexity of each mode that verifies drafts with our backend."""
+        self._report([f"Perplexity of {text.name}, in batches of gamma + 1 tokens."])
+        for arm in current.arms:
+            if arm.mode.engine == "moeedge" and arm.session.gamma > 0:
+                measured = measure_perplexity(
+                    arm.session.target, text, batch_tokens=arm.session.gamma + 1, cancel=cancel
+                )
+                if measured is not None:
+                    current.perplexity[arm.mode.label] = measured
 
     def _collect(self, current: Pass, test: str, samples: Iterator[Sample]) -> None:
         kept = current.samples.setdefault(test, [])
@@ -225,7 +240,8 @@ class Bench:
                     prompts=len({sample.prompt for sample in own}) if is_dataset else None,
                     prompts_left_out=self._n_left_out if is_dataset else None,
                 )
-                yield self._row(arm, test, own, reference, is_dataset=is_dataset, setup=setup, checks=current.checks)
+                unbudgeted = [sample for sample in common if sample.mode == unbudgeted_label(arm.mode)]
+                yield self._row(arm, test, own, reference, unbudgeted, current, setup=setup)
 
     def _row(
         self,
@@ -233,27 +249,31 @@ class Bench:
         test: str,
         own: Sequence[Sample],
         reference: Sequence[Sample],
+        unbudgeted: Sequence[Sample],
+        current: Pass,
         *,
-        is_dataset: bool,
         setup: dict[str, Any],
-        checks: dict[str, OutputCheck],
     ) -> BenchRow:
-        output = None
+        mode, output, scores, figures = arm.mode, None, Scores(), None
+        is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
         if is_dataset and reference:
-            output = checks[arm.mode.label] if arm.own_target else self._check(own, reference)
-        scores = Scores()
+            output = current.checks[mode.label] if arm.own_target else self._check(own, reference, mode)
         if is_dataset and self._scorer is not None:
-            own = [self._scorer.scored(sample) for sample in own]
+            own, reference, unbudgeted = (
+                [self._scorer.scored(sample) for sample in samples] for samples in (own, reference, unbudgeted)
+            )
             scores = self._scorer.summary(own)
-        return make_row(arm.mode, test, own, reference, output=output, scores=scores, setup=setup)
+        if is_dataset and self.plan.compares_speculation:
+            figures = budget_figures(mode, own, reference, unbudgeted, current.perplexity.get(mode.label))
+        return make_row(mode, test, own, reference, output=output, scores=scores, setup=setup, figures=figures)
 
     def _text_of(self, sample: Sample) -> str:
         assert self._models is not None
         return answer_text(self._models[0], sample.tokens)
 
-    def _check(self, own: Sequence[Sample], reference: Sequence[Sample]) -> OutputCheck:
-        context = self.arms.stock(REFERENCE).session.target
-        return check_answers(own, reference, _logits_of(context), self._end_tokens)
+    def _check(self, own: Sequence[Sample], reference: Sequence[Sample], mode: BenchMode) -> OutputCheck:
+        logits_at = _logits_of(self.arms.stock(REFERENCE).session.target)
+        return check_answers(own, reference, logits_at, self._end_tokens, lossy=mode.budget is not None)
 
     def _check_split(self, arm: BenchArm, current: Pass) -> OutputCheck:
         """Checks a mode with other layers on the GPU by stock llama.cpp with the same layers there.
@@ -265,7 +285,9 @@ class Bench:
         own = [sample for sample in samples if sample.mode == arm.mode.label]
         reference = [sample for sample in samples if sample.mode == REFERENCE]
         arm.session.set_mode("stock")
-        return check_answers(own, reference, _logits_of(arm.session.target), self._end_tokens, own_split=True)
+        logits_at = _logits_of(arm.session.target)
+        lossy = arm.mode.budget is not None
+        return check_answers(own, reference, logits_at, self._end_tokens, own_split=True, lossy=lossy)
 
     @cached_property
     def _end_tokens(self) -> list[int]:

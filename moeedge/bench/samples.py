@@ -26,6 +26,7 @@ class Sample:
 
     mode: str  # BenchMode.label
     prompt: str  # the prompt's id; "" in a synthetic test
+    category: str = field(default="", kw_only=True)  # the prompt's
     turn: int  # from 0
     repetition: int  # from 0
     order: int  # position of this mode among the modes that took turns, from 0
@@ -41,6 +42,10 @@ class Sample:
     drafted: int = 0
     accepted: int = 0
     experts_sum: float = 0.0  # over steps: distinct experts per layer and verification
+    experts_natural_sum: float = 0.0  # the same before an expert budget
+    experts_max: int = 0  # the most that a layer used in a verification
+    kept_probability_sum: float = 0.0  # over budgeted steps: share of the natural picks' routing probability that stays
+    budgeted_steps: int = 0  # verifications under an expert budget
     draft_s: float = 0.0
     verify_s: float = 0.0
     observe_s: float = 0.0

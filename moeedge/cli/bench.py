@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,14 +10,15 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
+from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
 from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
-from moeedge.data import Dataset, load_dataset
+from moeedge.data import Dataset, EvaluationText, load_dataset
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.bench.config import BenchMode, BenchPlan, Sweep
+    from moeedge.bench.config import BenchMode, BenchPlan, BudgetSweep, Sweep
     from moeedge.bench.records import BenchRow
     from moeedge.engine.types import EngineConfig
 
@@ -104,6 +106,8 @@ def bench(
     no_warmup: NoWarmup = False,
     *,
     engine: EngineOptions,
+    draft_max: DraftMaxima = None,
+    budgets: BudgetSweepOptions,
     policy: Policies = None,
     cache_ratio: CacheRatios = None,
     vram: options.Vram = None,
@@ -121,15 +125,20 @@ def bench(
 
     Answers are greedy. The modes take turns at every prompt, so that drift of the machine affects all alike; ratios to
     stock-ar are medians over neighbouring pairs. --policy and --cache-ratio compare several expert caches with each
-    other and with stock modes, which have none. Exit code 1 if a mode's answers differ from stock-ar's by more than a
-    near-tie.
+    other and with stock modes, which have none; --expert-budget and --draft-max compare speed with quality. Exit code
+    1 if a mode without an expert budget answers otherwise than stock-ar by more than a near-tie.
     """
+    from moeedge.bench.config import BudgetSweep
+
     sweeps = policy is not None or cache_ratio is not None
     engine.limit_openmp_spin(emulate_bundled=sweeps)
     accept_any_text()
     if limit < 0:
         raise InputError(f"--limit must be at least 0, not {limit}.", "0: all prompts.")
-    sweep = _parse_sweep(policy, cache_ratio, plot)
+    gammas = parse_gammas(draft_max)
+    if gammas:
+        engine = replace(engine, draft_max=max(gammas))
+    sweep = _parse_sweep(policy, cache_ratio)
     placement = PlacementOptions(
         vram=vram,
         ablate=ablate,
@@ -141,8 +150,10 @@ def bench(
     base = engine.config(placement.config(), emulate_bundled=sweeps)
     if sweep.asked:
         _check_cache(base, cache_ratio)
+    speculation = BudgetSweep(budgets.parse(base.model), gammas)
+    _check_plot(plot, sweep, speculation)
     if dataset is None:
-        compares = sweeps and n_prompt is None
+        compares = (sweeps or speculation.asked) and n_prompt is None
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_dataset(dataset, offline_sample=offline_sample)
@@ -159,6 +170,8 @@ def bench(
         run_code=run_code,
         warm_up=not no_warmup,
         sweep=sweep,
+        speculation=speculation,
+        text=budgets.text(base.model),
     )
     notes += layer_notes(base)
     raise typer.Exit(_measure(plan, notes, output, verbose=verbose, plot=plot, trace_out=trace_out))
@@ -178,6 +191,8 @@ def make_bench_plan(
     run_code: bool = False,
     warm_up: bool = True,
     sweep: Sweep | None = None,
+    speculation: BudgetSweep | None = None,
+    text: EvaluationText | None = None,
 ) -> tuple[BenchPlan, list[str]]:
     """The work that the options ask for together, and a sentence for each mode that was left out.
 
@@ -189,12 +204,13 @@ def make_bench_plan(
     kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     if not kept:
         raise InputError("No mode is left to measure.", " ".join(notes))
+    swept = kept if sweep is None else sweep.modes(kept)
     length = n_predict
     if length is None:
         length = dataset.answer_tokens if dataset is not None and score else _SYNTHETIC_ANSWER
     plan = BenchPlan(
         base=base,
-        modes=kept if sweep is None else sweep.modes(kept),
+        modes=swept if speculation is None else speculation.modes(swept),
         dataset=None if dataset is None else dataset.limited(limit),
         limit=limit,
         n_predict=_SYNTHETIC_ANSWER if dataset is None else length,
@@ -205,6 +221,7 @@ def make_bench_plan(
         score=score,
         run_code=run_code,
         warm_up=warm_up,
+        text=text,
     )
     return plan, notes
 
@@ -217,18 +234,26 @@ def _default_modes(base: EngineConfig) -> str:
     return f"{DEFAULT_MODES},{GPU_MODES}" if resolve_device(base).kind == "gpu" else DEFAULT_MODES
 
 
-def _parse_sweep(policy: str | None, cache_ratio: str | None, plot: Path | None) -> Sweep:
-    """The comparison that --policy, --cache-ratio and --plot ask for, checked before anything is loaded."""
+def _parse_sweep(policy: str | None, cache_ratio: str | None) -> Sweep:
+    """The comparison that --policy and --cache-ratio ask for, checked before anything is loaded."""
     from moeedge.bench.config import Sweep, parse_policies, parse_ratios
     from moeedge.policies.registry import POLICIES
+
+    return Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
+
+
+def _check_plot(plot: Path | None, sweep: Sweep, speculation: BudgetSweep) -> None:
+    """Raises InputError for a picture that cannot be written, or that would show nothing."""
     from moeedge.ui.console import check_picture
 
-    sweep = Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
-    if plot is not None:
-        check_picture(plot)
-        if not sweep.asked:
-            raise InputError("--plot draws what --policy and --cache-ratio compare.", "Give at least one of them.")
-    return sweep
+    if plot is None:
+        return
+    check_picture(plot)
+    if sweep.asked == speculation.asked:
+        raise InputError(
+            "--plot draws either what --policy and --cache-ratio compare, or what --expert-budget and --draft-max do.",
+            "Give options of one of the two.",
+        )
 
 
 def _check_cache(base: EngineConfig, cache_ratio: str | None) -> None:
@@ -274,6 +299,7 @@ def _measure(
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.plots import draw_sweep
     from moeedge.ui.progress import BenchProgress
+    from moeedge.ui.quality_plots import draw_quality
 
     recorded = _recorded_mode(plan, trace_out)
     if verbose:
@@ -302,7 +328,10 @@ def _measure(
                     trace.save(trace_out)
         finally:  # the measured rows come out, whatever happens
             typer.echo(render([*rows, *replayed], output.value), nl=False)
-    if plot is not None and not draw_sweep(rows, plot):
+    if plot is not None and plan.compares_speculation:
+        if not draw_quality(rows, plot):
+            progress.note("No mode was measured next to stock-ar: there is nothing to draw.")
+    elif plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")
     if not finished:
         progress.note("Interrupted: the rows hold what every mode had done.")

@@ -61,16 +61,24 @@ def output_option(*formats: Output, help: str, flags: tuple[str, ...] = ("-o", "
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as Typer needs it: every field of the dataclasses that it takes is an option of its own."""
+    """`command` as Typer needs it: every field of the dataclasses that it takes is an option of its own.
+
+    Where the command has a parameter of a field's name, that is the option, and the field keeps its default.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters = []
-    for name, parameter in inspect.signature(command).parameters.items():
+    own = inspect.signature(command).parameters
+
+    def fields_of(kind: type) -> list[Any]:
+        return [field for field in fields(kind) if field.name not in own]
+
+    for name, parameter in own.items():
         if name not in groups:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
         field_hints = get_type_hints(groups[name], include_extras=True)
-        for field in fields(groups[name]):
+        for field in fields_of(groups[name]):
             default = field.default if field.default_factory is MISSING else field.default_factory()
             parameters.append(
                 inspect.Parameter(
@@ -81,7 +89,7 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**values: Any) -> None:
         objects = {
-            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            name: kind(**{field.name: values.pop(field.name) for field in fields_of(kind)})
             for name, kind in groups.items()
         }
         command(**objects, **values)

@@ -11,6 +11,7 @@ from rich.console import Console
 from moeedge.bench.scores import different_scores
 from moeedge.policies.base import LookaheadStatus
 from moeedge.ui.figures import lookahead
+from moeedge.ui.quality_views import quality_markdown
 from moeedge.ui.tables import (
     NONE,
     Column,
@@ -48,7 +49,8 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
     if form == "csv":
         return csv_text([{key: value for key, value in record.items() if key != "samples"} for record in records])
     replayed = [row for row in rows if row.is_replayed]
-    return _markdown([row for row in rows if not row.is_replayed]) + (_replayed_markdown(replayed) if replayed else "")
+    measured = [row for row in rows if not row.is_replayed]
+    return _markdown(measured) + quality_markdown(measured) + (_replayed_markdown(replayed) if replayed else "")
 
 
 _REPLAYED_COLUMNS = (
@@ -78,15 +80,16 @@ def _replayed_markdown(rows: Sequence[BenchRow]) -> str:
     )
 
 
-def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool) -> list[Column]:
+def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool, has_budgets: bool) -> list[Column]:
     """As llama-bench's.
 
     has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
-    layers on a GPU.
+    layers on a GPU. has_budgets: expert budgets or draft lengths are compared.
     """
     columns = [
         text_column("test", "test"),
         text_column("mode", "mode"),
+        Column("speculation", lambda row: (row.figures and row.figures.mode.speculation) or None, left=True),
         Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
         Column("cache", "cache_ratio", "g"),
         Column("layers", lambda row: row.setup.get("whole_layers")),
@@ -109,6 +112,7 @@ def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool) -> li
         Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
     left_out = set() if has_cache else {"policy", "cache", "hits", "expert hits", "uploads/step", "MiB moved"}
+    left_out |= set() if has_budgets else {"speculation"}
     left_out |= set() if has_scores else {"score"}
     left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
     return [column for column in columns if column.title not in left_out]
@@ -122,6 +126,8 @@ def _output(row: BenchRow) -> str:
     if row.output is None:
         return NONE
     near_ties = len(row.output.near_ties)
+    if row.is_lossy:
+        return f"{row.output} (lossy)"
     return f"{row.output} ({near_ties} near-ties)" if near_ties else str(row.output)
 
 
@@ -133,6 +139,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         has_cache=any(row.cache_ratio is not None for row in rows),
         has_scores=any(row.scores.n_answers for row in rows),
         has_layers=any(row.setup.get("whole_layers") for row in rows),
+        has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
     )
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
@@ -191,7 +198,8 @@ def score_lines(rows: Sequence[BenchRow]) -> list[str]:
     if len(scores.by_category) > 1:
         each = (f"{part.category} {part.score:.3f} ({part.n_scored})" for part in scores.by_category)
         lines.append(f"score by category: {', '.join(each)}")
-    return [*lines, *different_scores(scored)]
+    exact = [(row.label, row.scores) for row in rows if row.scores.n_answers and not row.is_lossy]
+    return [*lines, *different_scores(exact)]
 
 
 def _shown_token(token: int | None) -> str:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from moeedge.sim.curves import CurvePanel, CurvePoint
 
 _DPI = 130
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
-_MARKERS = "osD^vPX*"
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+MARKERS = "osD^vPX*"
 _SD, _AR, _COLD, _OVERLAP = "#1f77b4", "#d62728", "#7f7f7f", "#2ca02c"
 _SMOOTHING_STEPS = 16
 _DETAIL_LAYERS = 4
@@ -44,7 +44,7 @@ _KINDS = {  # of spans: colour and label
 Point = tuple[float, float]
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """A figure of so many inches on a canvas without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,7 +54,8 @@ def _new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes the picture. Raises InputError where the file cannot be written."""
     try:
         figure.savefig(path, dpi=_DPI)
     except OSError as error:
@@ -86,7 +87,7 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     shown = [row for row in rows if row.test == test]
     if test is None:
         return False
-    figure = _new_figure(8, 8)
+    figure = new_figure(8, 8)
     setup = next(row.setup for row in shown if row.cache_ratio is not None)
     figure.suptitle(f"{setup['model']}, {test}, device {setup['device']}")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -103,14 +104,14 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     lower.set_ylabel("decoding speed / stock-ar's")
     lower.set_xlabel("cache ratio: share of all experts cached on the device")
     lower.legend(loc="best", fontsize="small")
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
 def _draw_lines(axes: Any, lines: dict[str, list[Point]]) -> None:
     for index, (name, points) in enumerate(lines.items()):
         ratios, values = zip(*points, strict=True)
-        style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         axes.plot(ratios, values, label=name, markersize=5, **style)
     axes.grid(alpha=0.3)
 
@@ -123,7 +124,7 @@ def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
     """
     n_columns = min(len(panels), 2 if len(panels) < 5 else 4)
     n_rows = -(-len(panels) // n_columns)
-    figure = _new_figure(5.2 * n_columns, 4.2 * n_rows + 0.9)
+    figure = new_figure(5.2 * n_columns, 4.2 * n_rows + 0.9)
     all_axes = figure.subplots(n_rows, n_columns, squeeze=False).reshape(-1)
     names = list(dict.fromkeys(point.policy for panel in panels for point in panel.points))
     styles = {name: _curve_style(index, name) for index, name in enumerate(names)}
@@ -145,11 +146,11 @@ def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
         fontsize="small",
         frameon=False,
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _curve_style(index: int, name: str) -> dict[str, Any]:
-    style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index // len(_COLOURS) % len(_MARKERS)]}
+    style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index // len(COLOURS) % len(MARKERS)]}
     if name in BOUNDS:
         return {"color": "black", "marker": "*" if name == "oracle" else "+"}
     return style
@@ -199,14 +200,14 @@ def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> N
 
     Raises InputError where the file cannot be written.
     """
-    figure = _new_figure(10, 7.5)
+    figure = new_figure(10, 7.5)
     figure.suptitle(title)
     upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
     if len(profiles) == 1:
         _draw_steps(figure, upper, lower, profiles[0])
     else:
         _draw_layers(figure, upper, lower, profiles)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> None:
@@ -296,7 +297,7 @@ def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
     """
     from matplotlib.patches import Patch
 
-    figure = _new_figure(12, 3.2 * len(charts) + 0.8)
+    figure = new_figure(12, 3.2 * len(charts) + 0.8)
     panels = figure.subplots(len(charts), 2, squeeze=False, width_ratios=(3, 2))
     longest_ms = max((_length_ms(chart.spans) for chart in charts), default=0.0)
     for (entire, detail), chart in zip(panels, charts, strict=True):
@@ -310,7 +311,7 @@ def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
     used = {span.kind for chart in charts for span in chart.spans}
     patches = [Patch(color=colour, label=label) for kind, (colour, label) in _KINDS.items() if kind in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_spans(panel: Any, spans: Sequence[Span], begin_ns: int) -> None:

@@ -111,7 +111,7 @@ def test_the_fastest_mode_with_whole_layers_is_the_measure(tmp_path: Path, tiny_
     layered = [
         replace(stock, mode="stock-ncmoe", ratio=1.5, ratio_pp=0.5),
         replace(stock, mode="stock-ncmoe-sd", ratio=2.0, ratio_pp=0.4),
-        replace(stock, mode="stock-ncmoe", ratio=9.0, ratio_pp=9.0, budget=0.5),  # another amount of memory
+        replace(stock, mode="stock-ncmoe", ratio=9.0, ratio_pp=9.0, asked_ratio=0.5),  # another amount of memory
         replace(stock, mode="stock-ncmoe", ratio=9.0, ratio_pp=9.0, test="other"),
     ]
     compared = compare_with_whole_layers([ours, *layered])

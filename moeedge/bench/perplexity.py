@@ -1,0 +1,89 @@
+"""Perplexity of a fixed text that is decoded in batches as large as a verification, so that an expert budget acts.
+
+Every token is predicted from a KV cache that such batches wrote. An answer differs: its prompt is decoded exactly, and
+its batches end with drafts that may be rejected, which compete for the shortlist, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.data import EvaluationText
+from moeedge.errors import InputError
+from moeedge.llama.context import Context
+from moeedge.native.abi import Phase
+
+_WINDOW_TOKENS = 512  # as llama.cpp's perplexity program by default
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text; `exp(nll)` is the perplexity."""
+
+    text: str  # its name
+    text_sha256: str
+    n_tokens: int  # predicted
+    batch_tokens: int  # decoded together, a verification of gamma + 1
+    window_tokens: int  # after so many tokens the KV cache is emptied
+    nll: float  # mean negative log-likelihood of a token, in nats
+    nll_stderr: float  # standard error of that mean
+
+    @property
+    def value(self) -> float:
+        """The perplexity."""
+        return math.exp(self.nll)
+
+    @property
+    def stderr(self) -> float:
+        """Its standard error, by the derivative of exp."""
+        return self.value * self.nll_stderr
+
+
+def measure_perplexity(
+    context: Context, text: EvaluationText, *, batch_tokens: int, cancel: Callable[[], bool] = lambda: False
+) -> Perplexity | None:
+    """Decodes `text` in batches of `batch_tokens`, as the context's expert budget has them; None if cancelled.
+
+    Overwrites the KV cache, which is empty afterwards. Raises InputError for a text of fewer than two tokens.
+    """
+    tokens = context.model.tokenize(text.text)
+    window = min(_WINDOW_TOKENS, context.n_ctx)
+    losses: list[NDArray[np.float64]] = []
+    try:
+        for start in range(0, len(tokens), window):
+            part = tokens[start : start + window]
+            context.clear()
+            for first in range(0, len(part) - 1, batch_tokens):
+                if cancel():
+                    return None
+                batch = part[first : min(first + batch_tokens, len(part) - 1)]
+                phase = Phase.VERIFY if len(batch) > 1 else Phase.DECODE
+                logits = context.decode(batch, phase=phase, logits="all")
+                losses.append(negative_log_likelihood(logits, part[first + 1 : first + 1 + len(batch)]))
+    finally:
+        context.clear()
+    if not losses:
+        raise InputError(f"The text {text.name} has {len(tokens)} token(s).", "Name a longer text.")
+    nll = np.concatenate(losses)
+    return Perplexity(
+        text=text.name,
+        text_sha256=text.sha256,
+        n_tokens=nll.size,
+        batch_tokens=batch_tokens,
+        window_tokens=window,
+        nll=float(nll.mean()),
+        nll_stderr=float(nll.std(ddof=1) / math.sqrt(nll.size)) if nll.size > 1 else 0.0,
+    )
+
+
+def negative_log_likelihood(logits: NDArray[np.float32], targets: Sequence[int]) -> NDArray[np.float64]:
+    """Returns -log softmax(logits)[target] of each row, in nats: float64 [n] of logits [n, n_vocab]."""
+    rows = logits.astype(np.float64)
+    highest = rows.max(axis=1)
+    total = np.log(np.exp(rows - highest[:, None]).sum(axis=1)) + highest
+    return np.asarray(total - rows[np.arange(len(rows)), list(targets)])

@@ -1,0 +1,121 @@
+"""The options of `moeedge bench` that compare expert budgets and draft lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from moeedge import paths
+from moeedge.cli import options
+from moeedge.cli.budget_options import AUTO, make_budget, parse_budget
+from moeedge.cli.declare import derive, list_of, option
+from moeedge.data import EvaluationText, load_text
+from moeedge.data.texts import TOY_TEXT
+from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.policies.expert_budget import ExpertBudget
+
+_NO_TEXT = "none"
+
+Budgets = Annotated[
+    str | None,
+    derive(
+        options.ExpertBudgetList,
+        metavar="LIST",
+        help="Verify drafts with at most so many experts per layer (MoE-Spec), for instance 16,24,32: moeedge once per "
+        "budget next to moeedge without. Lossy: rows say so, and the output check gives a figure of quality.",
+    ),
+]
+BudgetRankings = Annotated[str | None, list_of(options.BudgetRanking)]
+BudgetPolicies = Annotated[str | None, list_of(options.BudgetPolicy)]
+BudgetLayers = Annotated[str | None, list_of(options.BudgetLayers)]
+DraftMaxima = Annotated[
+    str | None,
+    derive(
+        options.DraftMax,
+        metavar="LIST",
+        help="Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared. Default: the "
+        "catalog's value for the model, otherwise 4.",
+    ),
+]
+PerplexityText = Annotated[
+    str | None,
+    option(
+        options.BUDGET,
+        "--perplexity FILE|toy|none",
+        "A text on which the modes of our backend with drafts are compared by perplexity, decoded in batches of "
+        "gamma + 1 tokens. Default: toy, the bundled pair's, for that with --expert-budget, otherwise none.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSweepOptions:
+    """Expert budgets to compare, and a text to compare them on."""
+
+    expert_budget: Budgets = None
+    budget_ranking: BudgetRankings = None
+    budget_policy: BudgetPolicies = None
+    budget_prefer_resident: options.BudgetPreferResident = None
+    budget_file: options.BudgetFile = None
+    budget_layers: BudgetLayers = None
+    perplexity: PerplexityText = None
+
+    def parse(self, model: Path) -> tuple[ExpertBudget, ...]:
+        """Every budget of the list with every ranking, kind of layers and policy; "off" is none, always measured.
+
+        model: whose ranking the file holds. Raises InputError.
+        """
+        from moeedge.bench.config import parse_list
+
+        hint = "Give experts per layer, separated by commas, for instance 16,24,32."
+        listed = () if self.expert_budget is None else parse_list(self.expert_budget, "--expert-budget", hint)
+        asked = [parse_budget(text) for text in listed]
+        if AUTO in asked:
+            raise InputError("--expert-budget auto measures by itself and is not compared.", hint)
+        numbers = [number for number in asked if isinstance(number, int)]
+        if not numbers and any(getattr(self, field.name) for field in fields(self) if "budget_" in field.name):
+            raise InputError("Options of expert budgets were given without a budget.", "Add --expert-budget LIST.")
+        rankings = _listed(self.budget_ranking, "--budget-ranking")
+        kinds = _listed(self.budget_layers, "--budget-layers")
+        several = len(rankings) * len(kinds) > 1  # then the file is for some of them
+        return tuple(
+            make_budget(
+                number,
+                model,
+                ranking=ranking,
+                policy=policy,
+                prefer_resident=self.budget_prefer_resident,
+                file=None if several and ranking != "static" and kind != "fitted" else self.budget_file,
+                layers=kind,
+            )
+            for ranking in rankings
+            for kind in kinds
+            for policy in _listed(self.budget_policy, "--budget-policy")
+            for number in numbers
+        )
+
+    def text(self, model: Path) -> EvaluationText | None:
+        """The text of --perplexity. Raises DatasetError."""
+        name = self.perplexity
+        if name is None and self.expert_budget is not None and paths.is_bundled(model):
+            name = TOY_TEXT
+        return None if name in (None, _NO_TEXT) else load_text(name)
+
+
+def parse_gammas(text: str | None) -> tuple[int, ...]:
+    """The draft lengths of --draft-max, () for None. Raises InputError."""
+    from moeedge.bench.config import parse_numbers
+
+    gammas = () if text is None else parse_numbers(text, "--draft-max", least=0)
+    if len(gammas) > 1 and 0 in gammas:
+        raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
+    return gammas
+
+
+def _listed(text: str | None, name: str) -> tuple[str | None, ...]:
+    from moeedge.bench.config import parse_list
+
+    return (None,) if text is None else parse_list(text, name, "Separate names by commas.")
