@@ -251,6 +251,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "instance_set_capture": (c_int, c_int64, c_int, c_int, c_int, c_int),
     "instance_get_activations": (c_int, c_int64, c_int, POINTER(ActivationsStruct)),
     "instance_set_hook": (c_int, c_int64, BLOCK_HOOK, c_void_p),
+    "instance_expert_outputs": (c_int, c_int64, c_void_p, c_int64),
     "instance_set_cache": (c_int, c_int64, c_int64),
     "cache_create": (c_int64, POINTER(CacheConfigStruct)),
     "cache_destroy": (c_int, c_int64),

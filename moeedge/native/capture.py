@@ -104,6 +104,23 @@ class ActivationCapture:
 
         return called  # type: ignore[return-value]
 
+    def expert_outputs(self, block: Block) -> npt.NDArray[np.float32]:
+        """What each expert of `block` gives for each token, selected or not: float32 [n_tokens, n_experts, n_embd].
+
+        Before the router's weights. Only within the hook's call for that block. Raises BackendError where the block
+        cannot be computed for all experts: it applies the router's weights before the experts (llama4), has a LoRA, or
+        is of a dense model.
+        """
+        if block.ids is None:
+            raise BackendError("A dense model has no experts.")
+        _, n_embd, n_experts = self._shape
+        outputs = np.empty((len(block.ids), n_experts, n_embd), dtype=np.float32)
+        status = self._library.moeedge_instance_expert_outputs(self._instance, outputs.ctypes.data, outputs.size)
+        if status < 0:
+            reason = self._library.moeedge_last_error().decode(errors="replace")
+            raise BackendError(f"The outputs of layer {block.layer}'s experts are not available: {reason}")
+        return outputs
+
     def raise_error(self) -> None:
         """Raise the exception that the hook has raised since the last call."""
         error, self._error = self._error, None

@@ -142,6 +142,9 @@ MOEEDGE_API int moeedge_instance_get_activations(int64_t id, int flag, struct mo
 // calls the hook before each block of small batches that are not prompts; null removes it. The hook may use caches and must
 // not decode
 MOEEDGE_API int moeedge_instance_set_hook(int64_t id, moeedge_block_hook hook, void * user);
+// During the hook's call for a MoE block: computes what each of the block's experts gives for each token of the batch, selected
+// or not, before the router's weights. out: float32 [n_tokens, n_experts, n_embd], n_values in all
+MOEEDGE_API int moeedge_instance_expert_outputs(int64_t id, float * out, int64_t n_values);
 // returns the number of threads that the instance's context asked for last
 MOEEDGE_API int moeedge_instance_threads(int64_t id);
 

@@ -52,6 +52,8 @@ struct instance {
     std::unique_ptr<activation_capture> capture; // null: no activations are captured
     moeedge_block_hook                  hook      = nullptr;
     void *                              hook_user = nullptr;
+    const ggml_cgraph *                 hooked    = nullptr; // during a call of the hook: the graph, and
+    int                                 i_hooked  = 0;       // its first node of the block that is computed next
 
     std::shared_ptr<expert_cache>    cache;  // null: all experts on the CPU
     std::unique_ptr<hybrid_executor> hybrid; // of the cache

@@ -222,7 +222,10 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
                 return status;
             }
             i_from = block.i_first;
+            self->hooked   = graph;
+            self->i_hooked = block.i_first;
             call_hook(self, &block, input_of(parsed, block));
+            self->hooked = nullptr;
         }
         const bool is_streamed = is_stream && placed && block.ids->ne[1] >= n_min;
         const bool is_split    = is_streamed || (placed && self->cache->has_resident(block.layer));

@@ -8,6 +8,7 @@
 
 #include "c-calls.h"
 #include "dry-run-device.h"
+#include "expert-outputs.h"
 #include "ggml-impl.h"
 #include "memory-breakdown.h"
 
@@ -199,6 +200,21 @@ int moeedge_instance_set_hook(int64_t id, moeedge_block_hook hook, void * user) 
         self.hook      = hook;
         self.hook_user = user;
         return MOEEDGE_STATUS_OK;
+    });
+}
+
+int moeedge_instance_expert_outputs(int64_t id, float * out, int64_t n_values) {
+    return with_instance(id, [&](instance & self) -> int {
+        if (self.hooked == nullptr) {
+            return fail(MOEEDGE_STATUS_NOT_CONFIGURED, "Outputs of experts are computed during the hook's call for a MoE block.");
+        }
+        const int status = moeedge::compute_expert_outputs(self.hooked, self.i_hooked, self.cpu, out, n_values);
+        switch (status) {
+            case MOEEDGE_STATUS_OK:            return status;
+            case MOEEDGE_STATUS_BAD_ARGUMENT:  return fail(status, "The block has other dimensions.");
+            case MOEEDGE_STATUS_OUT_OF_MEMORY: return fail(status, "Out of memory.");
+            default:                           return fail(status, "The block cannot be computed for all experts.");
+        }
     });
 }
 

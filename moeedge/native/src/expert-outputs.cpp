@@ -1,0 +1,92 @@
+#include "expert-outputs.h"
+
+#include <cstring>
+#include <memory>
+
+#include "expert-chain.h"
+#include "ggml-impl.h"
+#include "moeedge.h"
+#include "subgraph-set.h"
+
+namespace moeedge {
+
+struct context_deleter {
+    void operator()(ggml_context * ctx) const { ggml_free(ctx); }
+};
+
+struct buffer_deleter {
+    void operator()(ggml_backend_buffer * buffer) const { ggml_backend_buffer_free(buffer); }
+};
+
+// experts of the chain; each of its matmuls has as many
+static int64_t count_experts(const expert_chain & chain) {
+    for (const chain_step & step : chain.steps) {
+        if (step.node->op == GGML_OP_MUL_MAT_ID) {
+            return step.node->src[0]->ne[2];
+        }
+    }
+    return 0;
+}
+
+// one column per token, the same for all of its experts
+static bool is_shared_input(const ggml_tensor * input) {
+    return input->ne[1] == 1 && input->op != GGML_OP_MUL;
+}
+
+static void fill(const expert_chain & chain, int64_t n_experts, ggml_tensor * input, ggml_tensor * ids) {
+    for (int64_t t = 0; t < chain.n_tokens(); t++) {
+        std::memcpy((char *) input->data + t * input->nb[2], (const char *) chain.input->data + t * chain.input->nb[2],
+                    chain.input->ne[0] * sizeof(float));
+        int32_t * row = (int32_t *) ((char *) ids->data + t * ids->nb[1]);
+        for (int64_t e = 0; e < n_experts; e++) {
+            row[e] = (int32_t) e;
+        }
+    }
+}
+
+int compute_expert_outputs(const ggml_cgraph * graph, int i_first, ggml_backend_t cpu, float * out, int64_t n_values) {
+    const expert_chain chain = find_chain(graph, i_first);
+    if (!chain.is_complete() || !is_shared_input(chain.input)) {
+        return MOEEDGE_STATUS_FAILED;
+    }
+    const int64_t n_experts = count_experts(chain);
+    const int64_t n_tokens  = chain.n_tokens();
+    if (n_values != chain.out->ne[0] * n_experts * n_tokens) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    const size_t n_tensors = chain_tensors_max(chain) + 2; // with input and ids
+    const std::unique_ptr<ggml_context, context_deleter> ctx(
+        ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true }));
+    if (!ctx) {
+        return MOEEDGE_STATUS_OUT_OF_MEMORY;
+    }
+    ggml_tensor * input = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, chain.input->ne[0], 1, n_tokens);
+    ggml_tensor * ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
+    table_list    tables;
+    for (const expert_table & table : chain.tables) {
+        tables.push_back(table.tensor);
+    }
+    std::vector<subgraph::table_use> uses; // of the originals, which stay
+    ggml_tensor * last = build_chain(ctx.get(), chain, tables, input, ids, uses);
+    ggml_cgraph * all  = ggml_new_graph_custom(ctx.get(), n_tensors, false);
+    ggml_build_forward_expand(all, last);
+
+    const ggml_backend_buffer_type_t buft = ggml_backend_cpu_buffer_type();
+    const std::unique_ptr<ggml_backend_buffer, buffer_deleter> buffer(
+        ggml_backend_buft_alloc_buffer(buft, needed_bytes(ctx.get(), buft)));
+    if (!buffer || !place_tensors(ctx.get(), buffer.get())) {
+        return MOEEDGE_STATUS_OUT_OF_MEMORY;
+    }
+    fill(chain, n_experts, input, ids);
+    if (ggml_backend_graph_compute(cpu, all) != GGML_STATUS_SUCCESS) {
+        return MOEEDGE_STATUS_FAILED;
+    }
+    const int64_t n_out = last->ne[0];
+    for (int64_t pair = 0; pair < n_experts * n_tokens; pair++) {
+        std::memcpy(out + pair * n_out, (const char *) last->data + pair % n_experts * last->nb[1] + pair / n_experts * last->nb[2],
+                    n_out * sizeof(float));
+    }
+    return MOEEDGE_STATUS_OK;
+}
+
+} // namespace moeedge
