@@ -44,6 +44,7 @@ def test_routers_on_captured_inputs_select_the_models_experts(model: Model) -> N
         assert inputs.serial == probs.serial == 1
         assert inputs.rows.shape[1] == probs.rows.shape[1] == CAPTURED_TOKENS
         assert (inputs.layer_tokens == len(TOKENS)).all()  # dense layers, too
+        assert (probs.layer_tokens[list(info.expert_layers)] == len(TOKENS)).all()
         for layer in info.expert_layers:
             here = slice(layer, layer + 1)
             scores = routers.scores(here, inputs.rows[here, : len(TOKENS)])

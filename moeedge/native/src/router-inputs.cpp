@@ -35,10 +35,10 @@ static bool is_for_experts(const ggml_tensor * t) {
     return is_rows(t) && t->ne[1] == 1 && t->op != GGML_OP_MUL;
 }
 
-// llama.cpp names the router's nodes
+// llama.cpp names the router's nodes; the name of a reshape of one has something after the number
 static int layer_of_probs(const ggml_tensor * node) {
-    int layer = -1;
-    return std::sscanf(node->name, "ffn_moe_probs-%d", &layer) == 1 ? layer : -1;
+    int layer = -1, n_read = 0;
+    return std::sscanf(node->name, "ffn_moe_probs-%d%n", &layer, &n_read) == 1 && node->name[n_read] == '\0' ? layer : -1;
 }
 
 void read_rows(const ggml_tensor * t, int64_t n_tokens, size_t stride, float * out) {

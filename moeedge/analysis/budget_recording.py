@@ -1,0 +1,397 @@
+"""Runs a model on prompts and gathers what the analyses of expert budgets read (analysis/expert_budget.py).
+
+Two passes over the same prompts. The first gathers the routing of every verification batch: probabilities, pairs, and
+how often each prompt selects each expert. The second computes the outputs of all experts for some of the batches, and
+from them reconstruction errors; a prompt's static order comes from the other prompts' selections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.analysis.expert_budget import (
+    VARIANTS,
+    CoActivation,
+    ErrorTable,
+    RoutedBatch,
+    Router,
+    analyse_pairs,
+    co_activation,
+    cumulative_probability,
+    infer_router,
+    layer_errors,
+    selection_values,
+)
+from moeedge.data.prompts import Prompt
+from moeedge.engine.recording import record_routing
+from moeedge.engine.session import Session
+from moeedge.engine.types import SamplingConfig
+from moeedge.errors import BackendError, ContextTooSmallError, EngineError
+from moeedge.experts import count_ids
+from moeedge.llama.model import Model
+from moeedge.llama.routers import Routers
+from moeedge.native import ActivationCapture, Block, CaptureFlags
+from moeedge.native.abi import Phase
+from moeedge.policies.expert_budget import Ids, router_scores, routing_probabilities, static_order
+from moeedge.scheduler.routing_reader import routing
+from moeedge.scheduler.stats import StepRecord
+
+ERROR_EVERY = 4  # verification batches: one of so many has its errors measured
+_NEAR_TIE = 1e-4  # of selection values
+_LAYERS_AT_ONCE = 8  # bounds the memory of all experts' outputs in float64
+
+OnStep = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+class ProbabilityCurve:
+    """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
+
+    cumulative: float64 [n_layers, n_experts], n = 1..N. unique: float64 [n_layers], experts of the natural picks.
+    """
+
+    category: str  # of the prompts; "all"
+    batches: int
+    tokens: int
+    cumulative: NDArray[np.float64]
+    unique: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetAnalysis:
+    """What an expert budget would cost this model on these prompts.
+
+    errors: None where the outputs of all experts are not available: `no_errors` says why.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+    gamma: int
+    prompts: int
+    skipped: tuple[str, ...]  # ids of prompts that do not fit the context
+    curves: tuple[ProbabilityCurve, ...]  # all prompts first, then each category if there are several
+    pairs: tuple[CoActivation, ...]  # by layer
+    errors: ErrorTable | None
+    no_errors: str = ""
+
+
+def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
+    """Budgets from k to N: multiples of k up to 4 k, then of 2 k up to 8 k, then halves and all of the experts."""
+    multiples = {n_used * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 6, 8)} | {n_experts / 2, n_experts * 3 / 4}
+    return tuple(sorted({int(budget) for budget in multiples if budget < n_experts} | {n_experts}))
+
+
+def analyse_budgets(
+    session: Session,
+    prompts: Sequence[Prompt],
+    layers: Sequence[int],
+    budgets: Sequence[int],
+    *,
+    n_predict: int,
+    sampling: SamplingConfig,
+    raw: bool = False,
+    cancel: Callable[[], bool] = lambda: False,
+    on_step: OnStep = lambda _prompt, _tokens: None,
+    on_pass: Callable[[str], None] = lambda _name: None,
+) -> BudgetAnalysis:
+    """Answers the prompts twice and analyses their verification batches.
+
+    budgets: ascending. cancel: asked between steps; True ends the analysis with what there is. on_step: called with the
+    index of the prompt and the tokens of its step. on_pass: called before each pass with its name. Raises EngineError
+    where no batch had drafts, or for a router of unknown kind.
+    """
+    reader = _BatchReader(session, layers)
+    tally = _RoutingTally(reader, prompts)
+    run = _Run(session, prompts, n_predict, sampling, raw, cancel, on_step)
+    on_pass("routing")
+    skipped = run.answer(tally)
+    if tally.batches == 0:
+        raise EngineError("No verification batch was recorded.", "The analysis needs a draft: -md FILE, --draft-max N.")
+    measured = _ErrorMeter(reader, tally, tuple(budgets))
+    if not cancel():
+        on_pass("reconstruction error")
+        reader.compute_outputs = True
+        run.answer(measured)
+    reader.close()
+    return BudgetAnalysis(
+        layers=reader.layers,
+        n_experts=session.model.info.n_experts,
+        n_used=session.model.info.n_expert_used,
+        gamma=session.gamma,
+        prompts=len(prompts),
+        skipped=tuple(skipped),
+        curves=tuple(tally.curves()),
+        pairs=tuple(tally.pairs()),
+        errors=measured.table(),
+        no_errors=reader.no_outputs,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Answers all prompts, as often as wanted."""
+
+    session: Session
+    prompts: Sequence[Prompt]
+    n_predict: int
+    sampling: SamplingConfig
+    raw: bool
+    cancel: Callable[[], bool]
+    on_step: OnStep
+
+    def answer(self, gatherer: _RoutingTally | _ErrorMeter) -> list[str]:
+        """Returns the ids of the prompts that do not fit the context."""
+        skipped = []
+        for index, prompt in enumerate(self.prompts):
+            gatherer.prompt = index
+            self.session.observers.append(gatherer)
+            try:
+                record_routing(
+                    self.session,
+                    [prompt],
+                    n_predict=self.n_predict,
+                    sampling=self.sampling,
+                    raw=self.raw,
+                    cancel=self.cancel,
+                    on_step=lambda _one, tokens, index=index: self.on_step(index, tokens),  # type: ignore[misc]
+                )
+            except ContextTooSmallError:
+                skipped.append(prompt.id)
+            except EngineError:
+                if not self.cancel():  # stopped before the first token
+                    raise
+            finally:
+                self.session.observers.remove(gatherer)
+            if self.cancel():
+                break
+        return skipped
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Routing of one verification batch in the analysed layers; outputs by layer, empty: not computed."""
+
+    ids: Ids  # [n_layers, T, k]
+    weights: NDArray[np.float32]  # [n_layers, T, k]
+    values: NDArray[np.float32]  # [n_layers, T, N]
+    outputs: dict[int, NDArray[np.float32]]
+
+
+class _BatchReader:
+    """Reads a session's newest verification batch: its routing, the routers' values, the outputs of all experts."""
+
+    def __init__(self, session: Session, layers: Sequence[int]) -> None:
+        context = session.target
+        capture = context.capture_activations()
+        if capture is None or context.sensor is None or session.placement is not None:
+            raise EngineError("The analysis of expert budgets runs on the CPU alone.", "Add -dev none.")
+        self.layers = tuple(layers)
+        self.model: Model = session.model
+        self.compute_outputs = False
+        self.no_outputs = ""  # why the outputs of all experts are not available
+        self._capture: ActivationCapture = capture
+        self._sensor = context.sensor
+        self._serial = 0
+        self._outputs: dict[int, NDArray[np.float32]] = {}
+        self._n_batches = 0
+        capture.enable(CaptureFlags.PROBS)
+        capture.set_hook(self._before_block)
+
+    def _before_block(self, block: Block) -> None:
+        if not self.compute_outputs or block.phase != Phase.VERIFY or self.no_outputs or block.ids is None:
+            return
+        if block.layer == self.layers[0]:
+            self._n_batches += 1
+        if (self._n_batches - 1) % ERROR_EVERY == 0 and block.layer in self.layers and len(block.ids) > 1:
+            try:
+                self._outputs[block.layer] = self._capture.expert_outputs(block)
+            except BackendError as error:
+                self.no_outputs = error.message
+
+    def read(self, n_tokens: int) -> _Batch | None:
+        """The batch of `n_tokens` that was just verified; None where it was computed in several graphs."""
+        outputs, self._outputs = self._outputs, {}
+        frames = [each for each in self._sensor.frames_after(self._serial) if each.phase == Phase.VERIFY]
+        if frames:
+            self._serial = frames[-1].serial
+        captured = self._capture.read(CaptureFlags.PROBS)
+        rows = list(self.layers)
+        if not frames or frames[-1].n_tokens != n_tokens or (captured.layer_tokens[rows] != n_tokens).any():
+            return None
+        ids, weights = routing(frames[-1])
+        return _Batch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], outputs)
+
+    def close(self) -> None:
+        """Ends the capture."""
+        self._capture.close()
+
+
+class _Observer:
+    """Reads each verification batch of two and more tokens."""
+
+    def __init__(self, reader: _BatchReader) -> None:
+        self.prompt = 0  # whose batches come now
+        self._reader = reader
+
+    def __call__(self, record: StepRecord, _session: Session) -> None:
+        if record.n_verified > 1:
+            batch = self._reader.read(record.n_verified)
+            if batch is not None:
+                self._add(batch)
+
+    def _add(self, batch: _Batch) -> None:
+        raise NotImplementedError
+
+
+class _RoutingTally(_Observer):
+    """Sums over the batches of the first pass."""
+
+    def __init__(self, reader: _BatchReader, prompts: Sequence[Prompt]) -> None:
+        super().__init__(reader)
+        info = reader.model.info
+        shape = (len(reader.layers), info.n_experts)
+        self.batches = 0
+        self.tokens = 0
+        self.router: Router | None = None
+        self.selections = np.zeros((len(prompts), *shape), dtype=np.int64)  # per prompt
+        self._n_used = info.n_expert_used
+        self._categories = [prompt.category for prompt in prompts]
+        self._sums = [_CurveSum(shape) for _ in prompts]  # per prompt
+        self._pairs = np.zeros((*shape, info.n_experts), dtype=np.int64)
+
+    def _add(self, batch: _Batch) -> None:
+        n_experts = batch.values.shape[-1]
+        if self.router is None:
+            flat = (-1, n_experts), (-1, self._n_used)
+            self.router = infer_router(
+                batch.values.reshape(flat[0]), batch.ids.reshape(flat[1]), batch.weights.reshape(flat[1])
+            )
+        self.batches += 1
+        self.tokens += batch.ids.shape[1]
+        counts = count_ids(batch.ids, n_experts)
+        self.selections[self.prompt] += counts
+        scores = router_scores(routing_probabilities(batch.values, self.router.kind))
+        self._sums[self.prompt].add(
+            cumulative_probability(scores), np.count_nonzero(counts, axis=1), batch.ids.shape[1]
+        )
+        for index, ids in enumerate(batch.ids):
+            self._pairs[index] += co_activation(ids, n_experts)
+
+    def curves(self) -> list[ProbabilityCurve]:
+        """Of all prompts, then of each category if there are several; those without a batch are left out."""
+        found = dict.fromkeys(self._categories)
+        chosen: list[tuple[str, list[_CurveSum]]] = [("all", self._sums)]
+        if len(found) > 1:
+            by_category = zip(self._categories, self._sums, strict=True)
+            pairs = list(by_category)
+            chosen += [(name, [each for own, each in pairs if own == name]) for name in found]
+        return [_mean_curve(name, sums) for name, sums in chosen if any(each.batches for each in sums)]
+
+    def pairs(self) -> list[CoActivation]:
+        """Of each layer."""
+        return [
+            analyse_pairs(layer, counts, self.tokens, self._n_used)
+            for layer, counts in zip(self._reader.layers, self._pairs, strict=True)
+        ]
+
+
+class _CurveSum:
+    """Sums over the batches of a prompt."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.batches = 0
+        self.tokens = 0
+        self.cumulative = np.zeros(shape)
+        self.unique = np.zeros(shape[0])
+
+    def add(self, cumulative: NDArray[np.float64], unique: NDArray[Any], n_tokens: int) -> None:
+        self.batches += 1
+        self.tokens += n_tokens
+        self.cumulative += cumulative
+        self.unique += unique
+
+
+def _mean_curve(category: str, sums: Sequence[_CurveSum]) -> ProbabilityCurve:
+    batches = sum(each.batches for each in sums)
+    return ProbabilityCurve(
+        category=category,
+        batches=batches,
+        tokens=sum(each.tokens for each in sums),
+        cumulative=np.asarray(sum(each.cumulative for each in sums)) / batches,
+        unique=np.asarray(sum(each.unique for each in sums)) / batches,
+    )
+
+
+class _ErrorMeter(_Observer):
+    """Reconstruction errors of the second pass's batches."""
+
+    def __init__(self, reader: _BatchReader, tally: _RoutingTally, budgets: tuple[int, ...]) -> None:
+        super().__init__(reader)
+        self._tally = tally
+        self._budgets = budgets
+        self._selection = _selection_of(reader.model)
+        self._errors: list[NDArray[np.float64]] = []
+        self._kept: list[NDArray[np.float64]] = []
+        self._unique: list[NDArray[np.int64]] = []
+
+    def _add(self, batch: _Batch) -> None:
+        router = self._tally.router
+        if router is None or len(batch.outputs) < len(self._reader.layers):
+            return
+        others = self._tally.selections.sum(axis=0) - self._tally.selections[self.prompt]
+        static = static_order(others) if others.any() else None
+        layers = self._reader.layers
+        measured = []
+        for start in range(0, len(layers), _LAYERS_AT_ONCE):
+            part = slice(start, start + _LAYERS_AT_ONCE)
+            selection = np.stack([self._selection(batch.values[i], layers[i]) for i in range(len(layers))[part]])
+            _check_selection(selection, batch.ids[part])
+            outputs = np.stack([batch.outputs[layer] for layer in layers[part]])
+            routed = RoutedBatch(batch.values[part], selection, batch.ids[part], batch.weights[part], outputs)
+            measured.append(
+                layer_errors(routed, router, self._budgets, static=None if static is None else static[part])
+            )
+        self._errors.append(np.concatenate([each.errors for each in measured]))
+        self._kept.append(np.concatenate([each.kept for each in measured]))
+        self._unique.append(np.concatenate([each.unique for each in measured]))
+
+    def table(self) -> ErrorTable | None:
+        """All errors so far; None without any."""
+        if not self._errors:
+            return None
+        return ErrorTable(
+            layers=self._reader.layers,
+            variants=VARIANTS,
+            budgets=self._budgets,
+            errors=np.stack(self._errors),
+            kept=np.stack(self._kept),
+            unique=np.stack(self._unique),
+        )
+
+
+def _selection_of(model: Model) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
+    """The function that makes a layer's selection values [T, N] of its router's values [T, N]."""
+    architecture = model.info.architecture
+    n_groups = int(model.metadata(f"{architecture}.expert_group_count") or 1)
+    n_groups_used = int(model.metadata(f"{architecture}.expert_group_used_count") or 1)
+    bias = Routers.read(model).selection_bias
+
+    def select(values: NDArray[np.float32], layer: int) -> NDArray[np.float32]:
+        own = None if bias is None else bias[layer]
+        return selection_values(values, own, n_groups=n_groups, n_groups_used=n_groups_used)
+
+    return select
+
+
+def _check_selection(selection: NDArray[np.float32], ids: Ids) -> None:
+    """Raises EngineError where the natural picks [L, T, k] are not the highest values of selection [L, T, N]."""
+    highest = -np.sort(-selection, axis=-1)[..., : ids.shape[-1]]
+    picked = -np.sort(-np.take_along_axis(selection, ids, axis=-1), axis=-1)
+    if not np.allclose(highest, picked, atol=_NEAR_TIE, rtol=_NEAR_TIE):
+        raise EngineError("This model selects experts by a rule that the analysis does not know.")
