@@ -336,8 +336,10 @@ def oracle_order(outputs: FloatArray, weights: FloatArray, ids: IntArray) -> Ids
     n_tokens, n_experts, _ = outputs.shape
     mixing = np.zeros((n_tokens, n_experts), dtype=np.float64)
     np.put_along_axis(mixing, ids, weights.astype(np.float64), axis=-1)
-    weighted = outputs * mixing[:, :, None]
-    gram = np.tensordot(weighted, weighted, axes=([0, 2], [0, 2]))  # [N, N]
+    used = np.unique(ids)  # the weighted outputs of the others are 0
+    weighted = outputs[:, used] * mixing[:, used, None]
+    gram = np.zeros((n_experts, n_experts), dtype=np.float64)
+    gram[np.ix_(used, used)] = np.tensordot(weighted, weighted, axes=([0, 2], [0, 2]))
     residual = gram.sum(axis=1)
     order = np.empty(n_experts, dtype=np.int32)
     chosen = np.zeros(n_experts, dtype=np.bool_)
