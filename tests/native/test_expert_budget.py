@@ -1,0 +1,270 @@
+"""Expert budgets in llama.cpp's graphs against the reference in NumPy, on the routers of every architecture.
+
+The sensor reads what the backend computed with: the ids and the final weights of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from moeedge.native.budget import LayerRouting
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.experts import Residency
+from moeedge.llama import library
+from moeedge.llama.context import Context, Logits
+from moeedge.llama.model import Model
+from moeedge.native import Frame
+from moeedge.native.abi import Phase, RouterKind
+from moeedge.policies.expert_budget import (
+    BudgetedRouting,
+    Coverage,
+    ExpertBudget,
+    MixingWeights,
+    Probabilities,
+    apply_budget,
+    routing_probabilities,
+    static_order,
+    static_scores,
+)
+from moeedge.policies.expert_budget import (
+    RouterKind as Kind,
+)
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+
+TOKENS = np.random.default_rng(5).integers(0, 256, 9).tolist()
+PROMPT = np.random.default_rng(6).integers(0, 256, 20).tolist()
+KINDS: dict[RouterKind, Kind] = {
+    RouterKind.SOFTMAX: "softmax",
+    RouterKind.LOGITS: "logits",
+    RouterKind.POSITIVE: "sigmoid",
+}
+MIXING = {
+    "qwen3moe": MixingWeights(normalised=True),
+    "qwen2moe": MixingWeights(),
+    "llama": MixingWeights(normalised=True),  # Mixtral
+    "olmoe": MixingWeights(),
+    "deepseek2": MixingWeights(),
+    "deepseek3": MixingWeights(normalised=True, scale=2.5),
+    "gpt-oss": MixingWeights(softmax=True),
+    "llama4": MixingWeights(),
+}
+CASES = ("qwen3moe", "qwen2moe", "mixtral", "olmoe", "deepseek2", "deepseek3", "gpt-oss", "llama4")
+COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
+
+
+@dataclass
+class Case:
+    """A model, a context that can keep to a budget, and how the model weighs its experts."""
+
+    model: Model
+    context: Context
+    mixing: MixingWeights
+
+    def verify(self, budget: ExpertBudget | None, tokens: list[int] = TOKENS) -> tuple[Logits, Frame]:
+        """Logits and routing of a verification after the prompt, under the budget."""
+        self.context.set_budget(budget)
+        self.context.trim(0)
+        self.context.decode(PROMPT, phase=Phase.PREFILL)
+        assert self.context.sensor is not None and self.context.native_budget is not None
+        self.context.native_budget.read()
+        logits = self.context.decode(tokens, phase=Phase.VERIFY, logits="all")
+        assert logits is not None
+        return logits.copy(), self.context.sensor.frames()[-1]
+
+    def routing(self, layer: int) -> LayerRouting:
+        """The router's values in the newest verification."""
+        assert self.context.native_budget is not None
+        found = self.context.native_budget.routing(layer)
+        assert found is not None
+        return found
+
+    def expected(self, layer: int, budget: int, **arguments: Any) -> BudgetedRouting:
+        """The reference on the values that the layer's router gave."""
+        found = self.routing(layer)
+        weights = self.mixing.of(found.values, found.natural_ids)
+        return apply_budget(
+            found.selection, found.natural_ids, self.probabilities(layer), budget, weights=weights, **arguments
+        )
+
+    def probabilities(self, layer: int) -> Probabilities:
+        found = self.routing(layer)
+        return routing_probabilities(found.values, KINDS[found.kind])
+
+    def check(self, frame: Frame, layer: int, expected: BudgetedRouting) -> None:
+        """The backend computed with the reference's experts and weights."""
+        found = self.routing(layer)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_array_equal(frame.ids[layer, : len(expected.ids)], expected.ids)
+        weights = self.mixing.of(found.values, expected.ids) if expected.weights is None else expected.weights
+        np.testing.assert_allclose(frame.weights[layer, : len(weights)], weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Case]:
+    library.start()
+    arch, dimensions = MOE_CASES[request.param]
+    with (
+        Model.load(tiny(arch, **dimensions)) as model,
+        Context(model, n_ctx=64, n_threads=1, has_budget=True) as context,
+    ):
+        assert context.native_budget is not None
+        context.native_budget.set_capture(True)
+        yield Case(model, context, MIXING[request.param if request.param in MIXING else arch])
+
+
+def budgets_of(model: Model) -> list[int]:
+    """The least budget, the one above it, a middle one."""
+    info = model.info
+    return sorted({info.n_expert_used, info.n_expert_used + 1, (info.n_expert_used + info.n_experts) // 2})
+
+
+@pytest.mark.parametrize("coverage", COVERAGES)
+def test_experts_and_weights_are_the_references(case: Case, coverage: Coverage) -> None:
+    info = case.model.info
+    for budget in budgets_of(case.model):
+        _, frame = case.verify(ExpertBudget(budget=budget, coverage=coverage))
+        assert case.context.native_budget is not None
+        sums = case.context.native_budget.read().copy()
+        for layer in info.expert_layers:
+            expected = case.expected(layer, budget, coverage=coverage)
+            case.check(frame, layer, expected)
+            natural = case.routing(layer).natural_ids
+            row = sums[layer]
+            assert (row["batches"], row["tokens"], row["picks"]) == (1, len(TOKENS), natural.size)
+            assert (row["unique_natural"], row["unique"]) == (expected.n_natural, expected.n_kept)
+            assert row["unique_max"] == row["unique"] <= budget
+            assert row["picks_replaced"] == (~expected.shortlist[natural]).sum()
+            assert row["kept"] == pytest.approx(float(expected.kept_probability))
+            assert len(np.unique(frame.ids[layer, : len(TOKENS)])) <= budget
+
+
+@pytest.mark.parametrize("coverage", COVERAGES)
+def test_a_budget_changes_the_logits_and_a_full_one_no_bit(case: Case, coverage: Coverage) -> None:
+    info = case.model.info
+    free, _ = case.verify(None)
+    for budget in (info.n_experts, info.n_experts + 3, tuple([info.n_experts] * info.n_layers)):
+        full, _ = case.verify(ExpertBudget(budget=budget, coverage=coverage))
+        np.testing.assert_array_equal(full, free)
+    tight, _ = case.verify(ExpertBudget(budget=info.n_expert_used, coverage=coverage))
+    assert np.isfinite(tight).all() and np.abs(tight - free).max() > 1e-3
+    again, _ = case.verify(None)
+    np.testing.assert_array_equal(again, free)
+
+
+def test_contexts_without_a_budget_compute_the_same_bits(case: Case) -> None:
+    free, _ = case.verify(None)
+    with Context(case.model, n_ctx=64, n_threads=1) as plain:
+        plain.decode(PROMPT, phase=Phase.PREFILL)
+        logits = plain.decode(TOKENS, phase=Phase.VERIFY, logits="all")
+        np.testing.assert_array_equal(logits, free)
+
+
+def test_prompts_and_single_tokens_keep_all_experts(case: Case) -> None:
+    free: list[NDArray[np.float32]] = []
+    for budget in (None, ExpertBudget(budget=case.model.info.n_expert_used)):
+        case.context.set_budget(budget)
+        case.context.trim(0)
+        for tokens, phase in ((PROMPT, Phase.PREFILL), (TOKENS[:1], Phase.VERIFY), (TOKENS[:1], Phase.DECODE)):
+            logits = case.context.decode(tokens, phase=phase, logits="all")
+            assert logits is not None
+            free.append(logits.copy())
+    for plain, budgeted in zip(free[:3], free[3:], strict=True):
+        np.testing.assert_array_equal(plain, budgeted)
+
+
+@pytest.mark.parametrize("coverage", COVERAGES)
+def test_resident_experts_are_preferred_as_in_the_reference(case: Case, coverage: Coverage) -> None:
+    info = case.model.info
+    rng = np.random.default_rng(3)
+    states = rng.choice([Residency.ABSENT, Residency.RESIDENT, Residency.IN_FLIGHT], (info.n_layers, info.n_experts))
+    residency = states.astype(np.uint8)
+    case.context.residency = lambda: residency
+    try:
+        for prefer in (0.15, 1.0):
+            budget = info.n_expert_used + 1
+            _, frame = case.verify(ExpertBudget(budget=budget, coverage=coverage, prefer_resident=prefer))
+            for layer in info.expert_layers:
+                resident = residency[layer] == Residency.RESIDENT
+                case.check(
+                    frame, layer, case.expected(layer, budget, coverage=coverage, resident=resident, prefer=prefer)
+                )
+    finally:
+        case.context.residency = None
+
+
+@pytest.mark.parametrize("coverage", COVERAGES)
+def test_a_static_order_is_kept(case: Case, coverage: Coverage) -> None:
+    info = case.model.info
+    order = static_order(np.random.default_rng(4).integers(0, 9, (info.n_layers, info.n_experts)))
+    for budget in budgets_of(case.model):
+        _, frame = case.verify(ExpertBudget(budget=budget, ranking="static", coverage=coverage, order=order))
+        for layer in info.expert_layers:
+            scores = static_scores(order[layer])
+            case.check(frame, layer, case.expected(layer, budget, coverage=coverage, scores=scores))
+
+
+def test_each_layer_keeps_to_its_own_budget(case: Case) -> None:
+    info = case.model.info
+    budgets = tuple(
+        min(info.n_expert_used + layer, info.n_experts) if layer in info.expert_layers else 0
+        for layer in range(info.n_layers)
+    )
+    _, frame = case.verify(ExpertBudget(budget=budgets))
+    for layer in info.expert_layers:
+        case.check(frame, layer, case.expected(layer, budgets[layer]))
+
+
+def test_budgets_that_do_not_suit_the_model_are_refused(case: Case) -> None:
+    info = case.model.info
+    order = static_order(np.zeros((info.n_layers + 1, info.n_experts)))
+    for budget in (
+        ExpertBudget(budget=tuple([info.n_experts] * (info.n_layers + 1))),
+        ExpertBudget(budget=info.n_experts, ranking="static", order=order),
+        *([ExpertBudget(budget=info.n_expert_used - 1)] if info.n_expert_used > 1 else []),
+    ):
+        with pytest.raises(InputError):
+            case.context.set_budget(budget)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
+    """Batches of any length, with any budget, coverage, residency and preference."""
+    info = case.model.info
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    n_tokens = data.draw(st.integers(2, 32))
+    budget = data.draw(st.integers(info.n_expert_used, info.n_experts))
+    coverage: Coverage = data.draw(st.sampled_from(COVERAGES))
+    prefer = data.draw(st.sampled_from([0.0, 0.15, 0.5]))
+    residency = rng.choice([Residency.ABSENT, Residency.RESIDENT], (info.n_layers, info.n_experts)).astype(np.uint8)
+    case.context.residency = lambda: residency
+    try:
+        _, frame = case.verify(
+            ExpertBudget(budget=budget, coverage=coverage, prefer_resident=prefer),
+            tokens=rng.integers(0, 256, n_tokens).tolist(),
+        )
+    finally:
+        case.context.residency = None
+    for layer in info.expert_layers:
+        resident = residency[layer] == Residency.RESIDENT
+        case.check(frame, layer, case.expected(layer, budget, coverage=coverage, resident=resident, prefer=prefer))
+
+
+def test_groups_that_exclude_the_shortlist_are_overruled(case: Case) -> None:
+    """DeepSeek-V3 masks groups of experts; where too few of the shortlist are left, masked ones are taken."""
+    if not any(np.isneginf(case.routing(layer).selection).any() for layer in case.model.info.expert_layers):
+        pytest.skip("this router has no groups")
+    budget = case.model.info.n_expert_used
+    case.verify(ExpertBudget(budget=budget))
+    n_masked = 0
+    for layer in case.model.info.expert_layers:
+        found = case.routing(layer)
+        n_masked += int(np.isneginf(np.take_along_axis(found.selection, found.ids, axis=-1)).sum())
+    assert n_masked > 0
