@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from moeedge.analysis.expert_ranking import ExpertRanking, fit_layers, rank_experts, step_masses
 
+from moeedge.analysis.expert_ranking import ExpertRanking, fit_layers, rank_experts, step_masses
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import schedules, texts_of
