@@ -84,8 +84,8 @@ def load_draft(
     )
 
 
-def make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
-    """A context for decoding, of the target or of the draft."""
+def make_context(config: EngineConfig, model: Model, n_ctx: int, *, has_budget: bool = False) -> Context:
+    """A context for decoding, of the target or of the draft; has_budget: verifications can keep to an expert budget."""
     return Context(
         model,
         n_ctx=n_ctx,
@@ -94,6 +94,7 @@ def make_context(config: EngineConfig, model: Model, n_ctx: int) -> Context:
         n_ubatch=config.n_ubatch,
         n_outputs=MAX_OUTPUTS,
         op_offload=config.op_offload or model.info.n_experts == 0,
+        has_budget=has_budget,
         mode=config.mode,
     )
 

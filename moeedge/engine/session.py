@@ -108,7 +108,8 @@ class Session:
             draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = _context_size(config, device, models, notes)
-            target = stack.enter_context(make_context(config, model, n_ctx))
+            has_budget = config.expert_budget is not None and config.mode == "moeedge"
+            target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
             draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
             draft_context = None
             if draft_model is not None:
@@ -133,6 +134,9 @@ class Session:
                 )
             if placement is not None:
                 stack.callback(placement.close)
+                target.residency = placement.cache.copy_residency
+            if budget is not None and has_budget:
+                target.set_budget(budget)
             info = _describe(config, target, draft_name, gamma, budget, placement, notes)
             return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
 
@@ -147,7 +151,11 @@ class Session:
         return self._loop.counts if self._loop is not None else None
 
     def set_expert_budget(self, budget: ExpertBudget | None) -> None:
-        """Limits the experts of later verifications; None: no limit. Between answers, where it began with a limit."""
+        """Limits the experts of later verifications; None: no limit. Between answers.
+
+        Raises InputError if the budget does not suit the model, and ValueError where the session began without one.
+        """
+        self.target.set_budget(budget)
         self.info = replace(self.info, expert_budget=budget)
 
     def set_mode(self, mode: Mode) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeedge.engine.drafts import DraftSource, Proposal
 from moeedge.engine.sampling import Sampler
@@ -116,15 +118,24 @@ class SpeculativeLoop:
         """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
         start_s = time.perf_counter()
         self.counts = self._read_counts()
-        experts_unique = 0.0
+        experts_unique = experts_natural = 0.0
+        experts_max, kept_probability = 0, None
         if verified.batch and self.counts is not None and self._n_expert_layers:
             experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
+        layers = self._read_budget()
+        if layers is not None:
+            experts_natural = float((layers["unique_natural"] / layers["batches"]).mean())
+            experts_max = int(layers["unique_max"].max())
+            kept_probability = float((layers["kept"] / layers["batches"]).mean())
         record = StepRecord(
             tokens=verified.emitted,
             n_drafted=len(proposal.tokens),
             n_accepted=verified.n_accepted,
             n_verified=len(verified.batch),
             experts_unique=experts_unique,
+            experts_natural=experts_natural,
+            experts_max=experts_max,
+            kept_probability=kept_probability,
             draft_s=draft_s,
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,
@@ -137,6 +148,14 @@ class SpeculativeLoop:
 
     def _read_counts(self) -> Counts | None:
         return None if self.target.sensor is None else self.target.sensor.read_counts()
+
+    def _read_budget(self) -> NDArray[Any] | None:
+        """Figures of the layers that kept to a budget in this step (BUDGET_LAYER); None where none did."""
+        if self.target.native_budget is None:
+            return None
+        layers = self.target.native_budget.read()
+        layers = layers[layers["batches"] > 0]
+        return layers if len(layers) else None
 
     # before, between and after the steps
 

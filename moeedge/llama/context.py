@@ -106,7 +106,7 @@ class Context:
         parameters.n_threads_batch = self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
-        self._budget = None
+        self._budget: NativeBudget | None = None
         if has_budget and model.info.n_experts > 0:
             self._budget = NativeBudget(model.info.n_layers, model.info.n_experts, model.info.n_expert_used)
             parameters.cb_eval = ctypes.cast(self._budget.callback, lib.ggml_backend_sched_eval_callback)
@@ -116,7 +116,8 @@ class Context:
         native.keep_activations_near(None if model.header_only else model.gpu)
         self._handle = lib.llama_init_from_model(model.handle, parameters)
         if not self._handle:
-            self._close_budget()
+            if self._budget is not None:
+                self._budget.close()
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens: "
                 f"{library.first_error()}.",
@@ -218,22 +219,20 @@ class Context:
 
     @property
     def native_budget(self) -> NativeBudget | None:
-        """The native side of the budget, with its figures; None without one."""
+        """The native side of budgets, with its figures; None where the context can keep to none."""
         return self._budget
 
     def _begin_budget(self, n_tokens: int, phase: Phase) -> bool:
         """Whether this decode keeps to the budget: a verification, of more than one token."""
         if self._budget is None or self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
             return False
-        prefers = self.budget.prefer_resident > 0 and self.residency is not None
-        self._budget.set_active(True, self.residency() if prefers and self.residency is not None else None)
+        is_preferring = self.residency is not None and self.budget.prefer_resident > 0
+        self._budget.set_active(True, self.residency() if is_preferring and self.residency is not None else None)
         return True
 
-    def _close_budget(self) -> None:
-        """Frees the native budget; llama.cpp's context, which would call it, is gone."""
+    def _end_budget(self) -> None:
         if self._budget is not None:
-            self._budget.close()
-            self._budget = None
+            self._budget.set_active(False)
 
     @property
     def n_past(self) -> int:
@@ -279,8 +278,8 @@ class Context:
             try:
                 self._run(n, wait=n_out > 0)
             finally:
-                if has_budget and self._budget is not None:
-                    self._budget.set_active(False)
+                if has_budget:
+                    self._end_budget()
             self.tokens.extend(tokens)
             if self._capture is not None:
                 self._capture.raise_error()
@@ -463,7 +462,8 @@ class Context:
                 self._capture = None
             lib.llama_free(self._handle)
             self._handle = None
-            self._close_budget()
+            if self._budget is not None:
+                self._budget.close()  # llama.cpp's context, which would call it, is gone
 
     def __enter__(self) -> Context:
         return self

@@ -268,6 +268,12 @@ class ExpertCache:
         _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency_address))
         return self._residency
 
+    def copy_residency(self) -> NDArray[np.uint8]:
+        """The same in an array of its own, for another thread than the one that plans."""
+        copy = np.empty_like(self._residency)
+        _check(self._library, self._library.moeedge_cache_residency(self._cache, copy.ctypes.data))
+        return copy
+
     def stats(self) -> CacheStats:
         """The figures since the cache was opened."""
         _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
