@@ -113,6 +113,7 @@ def test_sigterm_within_an_answer_saves_the_conversation(endless: list[str], cac
     assert "tell me" in (cache / "chat_history").read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_at_the_prompt_saves_the_conversation(pair: list[str], cache: Path) -> None:
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
         terminal.expect(PROMPT)

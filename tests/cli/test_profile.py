@@ -138,6 +138,7 @@ def test_a_signal_reports_what_there_is(pair: list[str], tmp_path: Path, signum:
     assert report["steps"] >= 0
 
 
+@pytest.mark.slow
 def test_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
     report = run_json("profile", "--layer", "47", "-n", "12", "--limit", "1")
     assert (report["layer"], report["n_layers"], report["n_experts"]) == (47, 48, 128)

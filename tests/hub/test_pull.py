@@ -110,6 +110,7 @@ def test_a_broken_connection_is_resumed_in_the_same_run(place: HubMachine) -> No
     assert place.hub.ranges() == [None, f"bytes={2**20}-"]
 
 
+@pytest.mark.slow
 def test_a_second_run_fetches_only_the_rest(place: HubMachine) -> None:
     place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
     body = place.hub.files[BIG]
@@ -260,6 +261,7 @@ def test_gated_repository(place: HubMachine) -> None:
     )  # another host
 
 
+@pytest.mark.slow
 def test_no_network(place: HubMachine) -> None:
     result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
     assert result.returncode == 1

@@ -29,6 +29,7 @@ def test_rm_of_an_unfinished_download(place: HubMachine) -> None:
     assert not place.blobs("me/big-GGUF")
 
 
+@pytest.mark.slow
 def test_rm_keeps_shared_blobs(place: HubMachine) -> None:
     place.hub.files["me/small-GGUF", "copy-Q8_0.gguf"] = place.hub.files[SMALL]
     for name in ("small-Q8_0.gguf", "copy-Q8_0.gguf"):

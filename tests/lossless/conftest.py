@@ -33,12 +33,17 @@ class Loaded:
 
 
 def each_case(
-    names: Iterable[str], name: str = "", values: Iterable[object] = (), *, quick: Collection[object] = ()
+    names: Iterable[str],
+    name: str = "",
+    values: Iterable[object] = (),
+    *,
+    quick: Collection[object] = (),
+    slow: Collection[str] = (),
 ) -> pytest.MarkDecorator:
     """Runs a test for those of MOE_CASES, whose models stay loaded from one test of a module to the next.
 
     name, values: another parameter. The first case runs with all of its values, the others with those in `quick`; the
-    other pairs are slow.
+    other pairs are slow, and so are all of the cases in `slow`.
     """
     first, *others = names
     if not name:
@@ -48,7 +53,7 @@ def each_case(
             case,
             value,
             id=f"{value}-{case}",
-            marks=() if case == first or value in quick else pytest.mark.slow,
+            marks=() if case == first or (value in quick and case not in slow) else pytest.mark.slow,
         )
         for case in (first, *others)
         for value in values

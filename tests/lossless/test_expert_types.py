@@ -29,7 +29,11 @@ KINDS = pytest.mark.parametrize(
     "dims",
     [
         pytest.param({"expert_scales": True}, id="a factor per expert"),
-        pytest.param({"expert_type": "IQ1_M", "embd": 256, "expert_ff": 256, "layers": 2}, id="IQ1_M"),
+        pytest.param(
+            {"expert_type": "IQ1_M", "embd": 256, "expert_ff": 256, "layers": 2},
+            id="IQ1_M",
+            marks=pytest.mark.slow,  # the quantization takes many seconds
+        ),
     ],
 )
 

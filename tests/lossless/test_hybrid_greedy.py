@@ -20,7 +20,7 @@ from tests.support.stock import StockContext
 N_PREDICT = 64  # more than gpt-oss's sliding window holds together with the prompt
 
 
-@each_case(MOE_CASES, "ratio", RATIOS, quick=(0.17,))
+@each_case(MOE_CASES, "ratio", RATIOS, quick=(0.17,), slow=("qwen3moe-mixed", "deepseek2-merged", "gpt-oss-q8"))
 def test_greedy_equals_stock(ratio: float, loaded: Loaded) -> None:
     """All draft lengths in one session, twice: while the cache fills and when it is warm."""
     config = hybrid_config(loaded.path, loaded.draft_path, ratio)

@@ -28,8 +28,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("ratio", [0.17, 0.5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        pytest.param(name, ratio, marks=pytest.mark.slow if ratio > 0.17 and name != "plain" else ())
+        for name in MODELS
+        for ratio in (0.17, 0.5)
+    ],
+)
 def test_answers_while_experts_move(name: str, ratio: float, tiny: TinyFactory) -> None:
     arch, dimensions = MODELS[name]
     path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))

@@ -82,6 +82,7 @@ def test_repacked_kernels_are_in_use(tiny_moe: Path) -> None:
     assert np.allclose(rows, other, rtol=0, atol=0.2)
 
 
+@pytest.mark.slow
 def test_bundled_target(bundled_pair: tuple[Path, Path]) -> None:
     rows = []
     for scope in OffloadScope:

@@ -134,7 +134,7 @@ def slots_of_another_policy(shape: CacheShape, rng: np.random.Generator) -> Slot
 
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(shape=shapes(), config=configs(), seed=st.integers(0, 1000))
 def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig, seed: int) -> None:
     """Every plan passes `check_plan`, and carried out it never fills more slots than there are."""

@@ -208,9 +208,8 @@ def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "type_", [pytest.param([], id="copied"), pytest.param(["--type", "q8_0"], id="quantised", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", [pytest.param([], id="copied"), pytest.param(["--type", "q8_0"], id="quantised")])
 def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tmp_path: Path) -> None:
     """Files of more than 5 GB; they are sparse, but every byte of theirs passes through memory."""
     out = tmp_path / "wide.gguf"
