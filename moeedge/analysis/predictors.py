@@ -78,11 +78,16 @@ class AveragePredictor:
         self.average = self._beta * self.average + (1.0 - self._beta) * counts
 
 
+def utility_config(gamma: int, boundaries: utility.Boundaries) -> utility.UtilityConfig:
+    """Algorithm 1 for verifications of gamma drafts: K = 4, but at most gamma."""
+    return utility.UtilityConfig(gamma=gamma, cap=min(4, max(gamma, 1)), boundaries=boundaries)
+
+
 def speculative_predictors(gamma: int) -> dict[str, Factory]:
     """Predictors that read verification steps of gamma drafts, by name; the first is the paper's."""
 
     def alg1(boundaries: utility.Boundaries) -> Factory:
-        config = utility.UtilityConfig(gamma=gamma, cap=min(4, max(gamma, 1)), boundaries=boundaries)  # K <= gamma
+        config = utility_config(gamma, boundaries)
         return lambda shape: UtilityPredictor(shape, config)
 
     return {

@@ -1,4 +1,4 @@
-"""Statistics of a routing trace per layer, and their JSON (`moeedge profile -o json`, keys in docs/traces.md).
+"""Statistics of a routing trace per layer (`moeedge profile`).
 
 The speculative sensor (sd) reads the counts of every verification step, rejected drafts included. The sensor of single
 tokens (ar) reads the accepted tokens of the same run, one after the other: speculation is lossless, so plain decoding
@@ -10,13 +10,11 @@ so that accuracy cannot be compared with the other; it is reported as well, with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis import expert_counts
 from moeedge.analysis.predictors import (
     TAU,
     BoolArray,
@@ -31,18 +29,15 @@ from moeedge.analysis.predictors import (
     single_token_predictors,
     speculative_predictors,
 )
+from moeedge.analysis.routing_curves import RoutingCurves, persistence
+from moeedge.analysis.utility_curves import VARIANTS, UtilityCurves, replay_utility, utility_curves
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import Steps, activation_counts, recorded_steps
 
-if TYPE_CHECKING:
-    from moeedge.engine.recording import Recording
-
-BATCHES = (1, 2, 4, 8, 16)  # tokens per batch of the unique-expert comparison
 N_HOTTEST = 10
 HEADLINE = "alg1-printed"
 _LAYERS_AT_ONCE = 16  # bounds the memory of the replays: 5,000 tokens x 16 layers x 128 experts are 10 MB an array
-_DIGITS = 6  # of figures in JSON
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class HotExpert:
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class LayerProfile:
-    """Statistics of one layer. `B` below is a number of consecutive tokens."""
+    """Statistics of one layer."""
 
     layer: int
     n_experts: int
@@ -72,14 +67,13 @@ class LayerProfile:
     step_cold_share: float | None  # of the experts in the judged steps: the accuracy of always saying "cold"
     token_cold_share: float | None  # the same for single tokens
     accuracy_curve: NDArray[np.float64]  # [steps], of the first score, NaN in first steps of texts
-    overlap: float | None  # of adjacent accepted tokens
-    overlap_uniform: float
-    overlap_independence: float
-    unique_empirical: dict[int, float | None]  # by B, over accepted tokens
-    unique_uniform: dict[int, float]
-    unique_independence: dict[int, float]
+    curves: RoutingCurves  # of the accepted tokens
     unique_per_step: float | None  # over the tokens of each step, rejected drafts included
     hottest: list[HotExpert]
+    token_ids: NDArray[np.int32]  # [tokens, k], experts of the accepted tokens, -1 where not recorded
+    persistence_sd: float | None  # of activations from step to step; None without speculation
+    persistence_ar: float | None  # from token to token
+    utility: list[UtilityCurves]  # of Algorithm 1's variants; empty without speculation
 
     def score(self, predictor: str, sensor: Sensor, predicts: str) -> PredictorScore | None:
         """The score of that predictor, None if there is none."""
@@ -116,9 +110,20 @@ def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int)
         step_counts = activation_counts(trace, steps, chunk)
         token_counts = activation_counts(trace, text, chunk)
         replays = _replay_predictors(step_counts, token_counts, steps, text, gamma if speculative else 0)
+        is_first = steps.is_first()
+        scores = {
+            name: replay_utility(step_counts, is_first, gamma, boundaries)
+            for name, boundaries in (VARIANTS.items() if speculative else ())
+        }
         for column, layer in enumerate(chunk):
+            counts = step_counts[:, column]
+            curves = [
+                utility_curves(name, replayed[:, column], counts, is_first, gamma) for name, replayed in scores.items()
+            ]
             profiles.append(
-                _profile_layer(trace, layer, column, steps, text, step_counts[:, column], replays, speculative)
+                _profile_layer(
+                    trace, layer, column, steps, text, counts, token_counts[:, column], replays, curves, speculative
+                )
             )
     return profiles
 
@@ -190,37 +195,37 @@ def _profile_layer(
     steps: Steps,
     text: Steps,
     counts: NDArray[np.uint16],
+    token_counts: NDArray[np.uint16],
     replays: list[_Replay],
+    utility: list[UtilityCurves],
     speculative: bool,
 ) -> LayerProfile:
     n_experts, n_used = trace.meta.n_experts, trace.meta.n_expert_used
     rows = text.rows[:, 0]
-    ids, sequence = trace.layer_ids(layer)[rows], trace.sequence[rows]
-    p = expert_counts.activation_probability(ids, n_experts)
-    n_recorded = int((ids >= 0).any(axis=1).sum())
+    ids = trace.layer_ids(layer)[rows]
+    curves = RoutingCurves.measure(layer, ids, trace.sequence[rows], n_experts, n_used)
     is_first = steps.is_first()
     return LayerProfile(
         layer=layer,
         n_experts=n_experts,
         n_used=n_used,
         steps=len(steps),
-        tokens=n_recorded,
+        tokens=curves.tokens,
         counts=counts,
         step_tokens=steps.n_tokens,
         is_first=is_first,
         speculative=speculative,
         scores=[replayed.score(column) for replayed in replays],
         step_cold_share=float((counts[~is_first] == 0).mean()) if (~is_first).any() else None,
-        token_cold_share=float(1.0 - p.mean()) if n_recorded else None,
+        token_cold_share=float(1.0 - curves.popularity.mean()) if curves.tokens else None,
         accuracy_curve=_accuracy_curve(replays[0], column, len(steps)),
-        overlap=expert_counts.empirical_overlap(ids, n_experts, sequence),
-        overlap_uniform=expert_counts.uniform_overlap(n_experts, n_used),
-        overlap_independence=expert_counts.independence_overlap(p),
-        unique_empirical={b: expert_counts.empirical_unique(ids, n_experts, b, sequence) for b in BATCHES},
-        unique_uniform={b: expert_counts.uniform_unique(n_experts, n_used, b) for b in BATCHES},
-        unique_independence={b: expert_counts.independence_unique(p, b) for b in BATCHES},
+        curves=curves,
         unique_per_step=float((counts > 0).sum(axis=1).mean()) if len(steps) else None,
-        hottest=_hottest(trace, layer, rows, p, n_recorded),
+        hottest=_hottest(trace, layer, rows, curves.popularity, curves.tokens),
+        token_ids=ids,
+        persistence_sd=persistence(counts, is_first) if speculative else None,
+        persistence_ar=persistence(token_counts, text.is_first()),
+        utility=utility,
     )
 
 
@@ -245,57 +250,3 @@ def _hottest(
             mean_weight = float(np.nanmean(weights[ids == expert]))
         hottest.append(HotExpert(int(expert), round(float(p[expert]) * n_recorded), float(p[expert]), mean_weight))
     return hottest
-
-
-def layer_report(profile: LayerProfile, recording: Recording) -> dict[str, Any]:
-    """The profile as one JSON object: first the measurements, then the model and the run."""
-    meta = recording.trace.meta
-    next_token = profile.score(HEADLINE, "ar", "token")
-    measured = {
-        "layer": profile.layer,
-        "steps": profile.steps,
-        "tokens": profile.tokens,
-        "hot_cold_accuracy": {
-            "sd": profile.sd_accuracy,
-            "ar": profile.ar_accuracy,
-            "always_cold": profile.step_cold_share,
-            "ar_next_token": next_token.accuracy if next_token else None,
-            "always_cold_next_token": profile.token_cold_share,
-            "predictors": [asdict(score) for score in profile.scores],
-        },
-        "overlap": profile.overlap,
-        "overlap_uniform": profile.overlap_uniform,
-        "overlap_independence": profile.overlap_independence,
-        "unique_experts": {
-            "empirical": profile.unique_empirical,
-            "uniform": profile.unique_uniform,
-            "independence": profile.unique_independence,
-        },
-        "unique_experts_per_step": profile.unique_per_step,
-        "hottest": [asdict(hot) for hot in profile.hottest],
-        "activation_counts": {
-            "step_tokens": profile.step_tokens.tolist(),
-            "total": profile.counts.sum(axis=0, dtype=int).tolist(),
-            "per_step": profile.counts.tolist(),
-        },
-        "model": meta.model,
-        "architecture": meta.architecture,
-        "n_layers": meta.n_layers,
-        "n_experts": meta.n_experts,
-        "n_experts_used": meta.n_expert_used,
-        "gamma": meta.gamma,
-        "draft": meta.draft,
-        "acceptance_rate": recording.acceptance_rate,
-        "answers": recording.answers,
-        "skipped": recording.skipped,
-    }
-    return {**{name: _rounded(value) for name, value in measured.items()}, **meta.parameters}
-
-
-def _rounded(value: Any) -> Any:
-    """The value with all its floats rounded and the keys of its dictionaries as strings."""
-    if isinstance(value, float):
-        return round(value, _DIGITS)
-    if isinstance(value, dict):
-        return {str(key): _rounded(entry) for key, entry in value.items()}
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,153 @@
+"""The profile of a model: curves of all its layers, groups of texts, and what speculation can gain from them.
+
+`profile_model` is a function of a trace alone; the similarity of draft and target, which needs both models, is added
+by the caller (`PairSimilarity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeedge.analysis.groups import GroupProfile, profile_groups
+from moeedge.analysis.profile import LayerProfile, profile_steps
+from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
+from moeedge.engine.pair_similarity import PairSimilarity
+from moeedge.native.abi import Phase
+from moeedge.speculation import expected_tokens
+from moeedge.trace.format import Trace
+from moeedge.trace.steps import DraftStats, Steps, draft_stats, recorded_steps
+
+GAMMAS = tuple(range(13))  # draft lengths of Figure 7
+PAPER_ACCEPTANCE = 0.8  # alpha of Figure 7
+
+
+@dataclass(frozen=True)
+class SpeculationGain:
+    """Whether a verification's tokens outweigh its experts (MoE-SpAc, Appendix A.1, Eq. 16 and Figure 7).
+
+    a/b is the number of distinct experts of gamma + 1 tokens over that of one token. Where experts dominate the time
+    and drafting is free, speculation pays if a/b < Omega. Lists are by draft length, GAMMAS; None: no text is so long.
+    """
+
+    acceptance: float  # alpha: the chance of a draft after accepted ones
+    measured: bool  # whether alpha was measured, not the paper's 0.8
+    omega: list[float]  # expected tokens per verification
+    a_over_b: list[float | None]
+    a_over_b_independence: list[float]
+    a_over_b_uniform: list[float]
+
+
+def speculation_gain(curves: RoutingCurves, drafts: DraftStats | None) -> SpeculationGain:
+    """Figure 7 from the distinct experts of consecutive tokens."""
+    alpha = PAPER_ACCEPTANCE if drafts is None else drafts.acceptance_chance
+    one = curves.unique[1]
+    return SpeculationGain(
+        acceptance=alpha,
+        measured=drafts is not None,
+        omega=[expected_tokens(gamma, alpha) for gamma in GAMMAS],
+        a_over_b=[_over(curves.unique[gamma + 1], one) for gamma in GAMMAS],
+        a_over_b_independence=[
+            curves.unique_independence[gamma + 1] / curves.unique_independence[1] for gamma in GAMMAS
+        ],
+        a_over_b_uniform=[curves.unique_uniform[gamma + 1] / curves.unique_uniform[1] for gamma in GAMMAS],
+    )
+
+
+def _over(value: float | None, one: float | None) -> float | None:
+    return value / one if value is not None and one else None
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+class ModelProfile:
+    """A model's routing on some texts."""
+
+    trace: Trace
+    layers: list[LayerProfile]  # those asked for, in detail
+    curves: list[RoutingCurves]  # of all layers with recorded experts
+    mean: RoutingCurves | None  # over these layers; None where no token of text was recorded
+    gain: SpeculationGain | None
+    groups: list[GroupProfile]
+    drafts: DraftStats | None
+    pair: PairSimilarity | None = None
+    agreement: float | None = None  # with the profile that it is compared with (`routing_agreement`)
+
+
+def profile_model(
+    trace: Trace,
+    layers: Sequence[int],
+    *,
+    steps: Steps | None = None,
+    gamma: int | None = None,
+    pair: PairSimilarity | None = None,
+    on_layer: Callable[[int], None] = lambda _done: None,
+    cancel: Callable[[], bool] = lambda: False,
+) -> ModelProfile:
+    """The profile of a trace; `layers` in detail.
+
+    steps, gamma: other steps than the recorded ones, such as simulated verifications. on_layer: called with the number
+    of layers done. cancel: True leaves out the layers that are not done yet.
+    """
+    steps = recorded_steps(trace) if steps is None else steps
+    gamma = trace.meta.gamma if gamma is None else gamma
+    detailed: list[LayerProfile] = profile_steps(trace, steps, layers, gamma)
+    known = {profile.layer: profile.curves for profile in detailed}
+    place = np.arange(steps.rows.shape[1])
+    rows = steps.rows[(place < steps.n_text[:, None]) & (steps.rows >= 0)]
+    meta = trace.meta
+    curves = []
+    for done, layer in enumerate(trace.expert_layers()):
+        if cancel():
+            break
+        if layer not in known:
+            known[layer] = RoutingCurves.measure(
+                layer, trace.layer_ids(layer)[rows], trace.sequence[rows], meta.n_experts, meta.n_expert_used
+            )
+        curves.append(known[layer])
+        on_layer(done + 1)
+    drafts = draft_stats(trace)
+    mean = mean_curves(curves)
+    return ModelProfile(
+        trace=trace,
+        layers=detailed,
+        curves=curves,
+        mean=mean,
+        gain=None if mean is None else speculation_gain(mean, drafts),
+        groups=profile_groups(trace, steps, [each.layer for each in curves if each.layer is not None]),
+        drafts=drafts,
+        pair=pair,
+    )
+
+
+def routing_agreement(first: Trace, second: Trace) -> float | None:
+    """Share of a token's experts that both traces name, over the tokens at the start of each text that both read.
+
+    Texts are matched by number; their tokens, prompt and accepted, are compared up to the first one that differs.
+    None where shapes or texts differ, or no token is recorded in both. Two quantisations of a model, for example.
+    """
+    same_shape = (first.meta.n_layers, first.meta.n_experts) == (second.meta.n_layers, second.meta.n_experts)
+    if not same_shape:
+        return None
+    shared = used = 0
+    for sequence in np.intersect1d(np.unique(first.sequence), np.unique(second.sequence)):
+        rows = [_text(trace, int(sequence)) for trace in (first, second)]
+        n = min(map(len, rows))
+        a, b = rows[0][:n], rows[1][:n]
+        same = (first.token[a] == second.token[b]) & (first.position[a] == second.position[b]) & (first.token[a] >= 0)
+        n = n if same.all() else int(same.argmin())
+        for layer in first.expert_layers():
+            ids, other = first.layer_ids(layer)[a[:n]], second.layer_ids(layer)[b[:n]]
+            known = (ids >= 0) & (other >= 0).any(axis=1, keepdims=True)
+            shared += int(((ids[:, :, None] == other[:, None, :]).any(axis=2) & known).sum())
+            used += int(known.sum())
+    return shared / used if used else None
+
+
+def _text(trace: Trace, sequence: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Rows of the prompt and of the accepted tokens of one text, in order."""
+    rows = np.flatnonzero((trace.sequence == sequence) & trace.accepted & (trace.phase != Phase.DRAFT))
+    return np.asarray(rows, dtype=np.int64)
+
+

@@ -1,0 +1,170 @@
+"""Curves of one layer's routing: how skewed its experts are, and how its tokens share them.
+
+The production study of MoE speculation, section "Expert routing and verification cost", with its three views of each
+curve (`expert_counts`): measured on consecutive tokens, independence, uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.analysis import expert_counts
+from moeedge.analysis.expert_counts import FloatArray, IntArray
+
+DISTANCES = tuple(range(1, 9))  # j, tokens apart
+BATCHES = tuple(range(1, 65))  # B, consecutive tokens
+_HOT_SHARE = 0.1  # of the experts: "the hottest tenth"
+
+Curve = dict[int, float | None]
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How unequal the popularity p_e of a layer's experts is; all 0 where no token was recorded."""
+
+    top_ratio: float  # the largest p_e over k/N
+    gini: float  # of p_e: 0 all equal, towards 1 few experts take all tokens
+    entropy_bits: float  # of p_e / k; log2(N) if all are equal
+    effective_experts: float  # 2^entropy: as many equally likely experts have the same entropy
+    hot_share: float  # of the activations, of the hottest tenth of the experts
+    unused: int  # experts that no token used
+
+    @classmethod
+    def of(cls, p: FloatArray, n_used: int) -> Skew:
+        """The skew of popularity p [N] where each token uses `n_used` experts."""
+        total = float(p.sum())
+        unused = int(np.count_nonzero(p == 0))
+        if total == 0:
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0, unused)
+        ordered = np.sort(p)
+        ranks = np.arange(1, p.size + 1)
+        share = p[p > 0] / total
+        entropy_bits = float(-(share * np.log2(share)).sum())
+        n_hot = max(round(_HOT_SHARE * p.size), 1)
+        return cls(
+            top_ratio=float(p.max()) * p.size / n_used,
+            gini=float(2.0 * (ranks * ordered).sum() / (p.size * total) - (p.size + 1) / p.size),
+            entropy_bits=entropy_bits,
+            effective_experts=float(2.0**entropy_bits),
+            hot_share=float(ordered[-n_hot:].sum() / total),
+            unused=unused,
+        )
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+class RoutingCurves:
+    """The curves of one layer over the tokens of a text, or the mean of several layers (`mean_curves`).
+
+    None: no two tokens are so far apart, or no text is so long.
+    """
+
+    layer: int | None  # None: a mean of layers
+    tokens: int  # recorded ones
+    popularity: FloatArray  # p_e [N]; in a mean, of each layer's experts from the most to the least popular
+    skew: Skew
+    overlap: Curve  # by distance j
+    overlap_independence: float
+    overlap_uniform: float
+    unique: Curve  # by number of tokens B
+    unique_independence: dict[int, float]
+    unique_uniform: dict[int, float]
+
+    @classmethod
+    def measure(
+        cls, layer: int, ids: IntArray, sequence: IntArray, n_experts: int, n_used: int
+    ) -> RoutingCurves:
+        """The curves of the experts `ids` [T, k] of a text's tokens; `sequence` [T] numbers the texts."""
+        p = expert_counts.activation_probability(ids, n_experts)
+        return cls(
+            layer=layer,
+            tokens=int((ids >= 0).any(axis=1).sum()),
+            popularity=p,
+            skew=Skew.of(p, n_used),
+            overlap={j: expert_counts.empirical_overlap(ids, n_experts, sequence, lag=j) for j in DISTANCES},
+            overlap_independence=expert_counts.independence_overlap(p),
+            overlap_uniform=expert_counts.uniform_overlap(n_experts, n_used),
+            unique=unique_curve(ids, n_experts, BATCHES, sequence),
+            unique_independence={b: expert_counts.independence_unique(p, b) for b in BATCHES},
+            unique_uniform={b: expert_counts.uniform_unique(n_experts, n_used, b) for b in BATCHES},
+        )
+
+
+def mean_curves(curves: Sequence[RoutingCurves]) -> RoutingCurves | None:
+    """The mean over layers, each with the same weight; None without a layer that recorded tokens.
+
+    A point that some layer lacks is None.
+    """
+    recorded = [each for each in curves if each.tokens]
+    if not recorded:
+        return None
+    names = ("top_ratio", "gini", "entropy_bits", "effective_experts", "hot_share")
+    return RoutingCurves(
+        layer=None,
+        tokens=max(each.tokens for each in recorded),
+        popularity=np.mean([np.sort(each.popularity)[::-1] for each in recorded], axis=0),
+        skew=Skew(
+            **{name: float(np.mean([getattr(each.skew, name) for each in recorded])) for name in names},
+            unused=round(float(np.mean([each.skew.unused for each in recorded]))),
+        ),
+        overlap={j: mean_or_none([each.overlap[j] for each in recorded]) for j in DISTANCES},
+        overlap_independence=float(np.mean([each.overlap_independence for each in recorded])),
+        overlap_uniform=recorded[0].overlap_uniform,
+        unique={b: mean_or_none([each.unique[b] for each in recorded]) for b in BATCHES},
+        unique_independence={b: float(np.mean([each.unique_independence[b] for each in recorded])) for b in BATCHES},
+        unique_uniform=recorded[0].unique_uniform,
+    )
+
+
+def mean_or_none(values: Sequence[float | None]) -> float | None:
+    """The mean; None where a value is missing or there are none."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def unique_curve(
+    ids: IntArray, n_experts: int, batches: Sequence[int], sequence: IntArray | None = None
+) -> dict[int, float | None]:
+    """`expert_counts.empirical_unique` for many numbers of tokens B at once, by B.
+
+    A window of B tokens has as many distinct experts as first occurrences in it. The use of an expert at token t, whose
+    last use before was at token q of the same run of recorded tokens, is the first occurrence in the windows that start
+    after q, at t at the latest, and end at t at the earliest: their number follows without looking at the windows.
+    """
+    used = expert_counts.membership(ids, n_experts)
+    n_tokens = len(used)
+    recorded = used.any(axis=1)
+    same_run = recorded[1:] & recorded[:-1]
+    if sequence is not None:
+        same_run &= sequence[1:] == sequence[:-1]
+    starts = np.flatnonzero(np.r_[True, ~same_run][:n_tokens])
+    ends = np.r_[starts[1:], n_tokens][: starts.size]
+    run = np.repeat(np.arange(starts.size), ends - starts)  # [T]
+    experts, tokens = np.nonzero(used.T)  # by expert, then by token
+    begin, end = starts[run[tokens]], ends[run[tokens]]
+    repeats = np.r_[False, experts[1:] == experts[:-1]][: experts.size]
+    last_use = np.where(repeats, np.r_[-1, tokens[:-1]][: tokens.size], -1)
+    earliest = np.maximum(last_use + 1, begin)
+    lengths = (ends - starts)[recorded[starts]] if n_tokens else starts
+    curve: dict[int, float | None] = {}
+    for b in batches:
+        n_windows = int(np.maximum(lengths - b + 1, 0).sum())
+        firsts = np.minimum(tokens, end - b) - np.maximum(earliest, tokens - b + 1) + 1
+        curve[b] = int(np.maximum(firsts, 0).sum()) / n_windows if n_windows else None
+    return curve
+
+
+def persistence(counts: NDArray[np.uint16], is_first: NDArray[np.bool_]) -> float | None:
+    """Correlation of an expert's activations in a step with those in the next step of the same text (Figure 8).
+
+    counts [n_steps, N], is_first [n_steps]: first steps of texts. None without two steps of one text, or where the
+    activations do not vary. MoE-SpAc, Appendix B.1: "tighter correlation across steps".
+    """
+    follows = ~is_first[1:]
+    before, after = counts[:-1][follows].astype(np.float64), counts[1:][follows].astype(np.float64)
+    if not before.size or before.std() == 0 or after.std() == 0:
+        return None
+    return float(np.corrcoef(before.reshape(-1), after.reshape(-1))[0, 1])
