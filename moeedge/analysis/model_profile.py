@@ -18,7 +18,7 @@ from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.native.abi import Phase
 from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import DraftStats, Steps, draft_stats, recorded_steps
+from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
 
 GAMMAS = tuple(range(13))  # draft lengths of Figure 7
 PAPER_ACCEPTANCE = 0.8  # alpha of Figure 7
@@ -107,7 +107,7 @@ def profile_model(
             )
         curves.append(known[layer])
         on_layer(done + 1)
-    drafts = draft_stats(trace)
+    drafts = drafts_of(steps)
     mean = mean_curves(curves)
     return ModelProfile(
         trace=trace,

@@ -168,7 +168,7 @@ def _object(fields: object, number: int, where: str) -> Row:
 def parse_custom(row: Row) -> Prompt:
     """Parses a user's own record: "messages" (answered once), "turns" (answered one after another) or "prompt".
 
-    "reference" belongs to the only turn; "references" has one item per turn, null for none.
+    "category" and "language" are kept as they are. "reference" belongs to the only turn; "references" has one item per turn, null for none.
     """
     if "messages" in row.fields:
         turns: Turns = (_messages(row),)
@@ -179,7 +179,13 @@ def parse_custom(row: Row) -> Prompt:
     else:
         raise DatasetError(f'{row.where}: none of "prompt", "turns", "messages" is present.', "Add one of them.")
     identity = row.identity("id", "question_id", "task_id")
-    return Prompt(identity, str(row.fields.get("category") or "custom"), turns, _own_references(row, len(turns)))
+    return Prompt(
+        identity,
+        str(row.fields.get("category") or "custom"),
+        turns,
+        _own_references(row, len(turns)),
+        language=str(row.fields.get("language") or ""),
+    )
 
 
 def parse_turns(row: Row) -> Prompt:

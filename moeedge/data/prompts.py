@@ -37,6 +37,14 @@ class Prompt:
     category: str
     turns: tuple[tuple[PromptMessage, ...], ...]
     references: tuple[Reference | None, ...] = ()
+    language: str = ""  # as the data names it; empty where it does not say
+    dataset: str = ""  # name of the set; filled in where prompts of several sets are put together
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What a trace says about the prompt's texts: id, and category, language and dataset where they are known."""
+        named = {"id": self.id, "dataset": self.dataset, "category": self.category, "language": self.language}
+        return {name: value for name, value in named.items() if value}
 
     def reference(self, turn: int) -> Reference | None:
         """Returns the reference for the answer to `turn` (from 0), or None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class Recording:
     drafted: int
     accepted: int
     skipped: list[str]  # ids of the prompts that do not fit the context
+    conversations: list[list[int]] = field(default_factory=list)  # token ids of each prompt with all its answers
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -65,6 +66,7 @@ def record_routing(
     model = session.model
     answers = steps = drafted = accepted = 0
     skipped: list[str] = []
+    conversations: list[list[int]] = []
     session.observers.append(collector)
     try:
         for index, prompt in enumerate(prompts):
@@ -83,7 +85,7 @@ def record_routing(
                     break
                 if session.target.sensor is not None:
                     session.target.sensor.frames()  # drop those of an earlier answer
-                collector.begin(tokens)
+                collector.begin(tokens, prompt.description)
                 n_tokens = 0
                 for _ in answer.pieces():
                     on_step(index, len(answer.tokens) - n_tokens)
@@ -95,11 +97,14 @@ def record_routing(
                 if answer.stop_reason == "interrupted":
                     break
                 messages.append({"role": "assistant", "content": answer.text})
+            if collector.text:
+                conversations.append(collector.text)
+            collector.text = []
             if cancel():
                 break
     finally:
         session.observers.remove(collector)
-    return Recording(collector.trace(), answers, steps, drafted, accepted, skipped)
+    return Recording(collector.trace(), answers, steps, drafted, accepted, skipped, conversations)
 
 
 def describe(info: EngineInfo, source: str, parameters: dict[str, Any] | None = None) -> TraceMeta:
@@ -131,19 +136,21 @@ class TraceCollector:
         self._sequence = -1
         self._step = 0
         self._position = 0  # of the first row of the next step
-        self._text: list[int] = []  # prompt and emitted tokens of this sequence
+        self.text: list[int] = []  # prompt and emitted tokens of this sequence
+        self._descriptions: list[dict[str, str]] = []  # by sequence
         # per graph: its rows, and the draft's hidden states of the first ones
         self._hidden_states: list[tuple[int, NDArray[np.float32] | None]] = []
         self._columns: dict[str, list[NDArray[Any]]] = {
             name: [] for name in ("ids", "weights", "phase", "sequence", "step", "accepted", "token", "position")
         }
 
-    def begin(self, prompt: list[int]) -> None:
-        """A new text starts; the observer is called with its prefill next."""
+    def begin(self, prompt: list[int], description: dict[str, str] | None = None) -> None:
+        """A new text starts; the observer is called with its prefill next. description: for the trace's "texts"."""
         self._sequence += 1
         self._step = 0
         self._position = 0
-        self._text = list(prompt)
+        self.text = list(prompt)
+        self._descriptions.append(description or {})
 
     def __call__(self, record: StepRecord, session: Session) -> None:
         """Adds the frames of the step that just ran."""
@@ -156,22 +163,22 @@ class TraceCollector:
         else:
             self._step += 1
             self._add_step(frames, record)
-        self._text.extend(record.tokens)
+        self.text.extend(record.tokens)
 
     def _add_prefill(self, frames: list[Frame]) -> None:
         """The rows end with the prompt's last token; of a very long prompt the sensor keeps the last frames only."""
         frames = [frame for frame in frames if frame.phase == Phase.PREFILL]
-        n_prompt = len(self._text)
+        n_prompt = len(self.text)
         start = n_prompt - sum(frame.n_tokens for frame in frames)
         for frame in frames:
             stop = start + frame.n_tokens
-            self._append(frame, start, self._text[start:stop], np.ones(frame.n_tokens, dtype=np.bool_))
+            self._append(frame, start, self.text[start:stop], np.ones(frame.n_tokens, dtype=np.bool_))
             start = stop
         self._position = n_prompt
 
     def _add_step(self, frames: list[Frame], record: StepRecord) -> None:
         frames = [frame for frame in frames if frame.phase != Phase.PREFILL]
-        batch = [self._text[self._position], *record.drafts]
+        batch = [self.text[self._position], *record.drafts]
         accepted = np.arange(len(batch)) <= record.n_accepted
         start = 0
         for frame in frames:  # more than one where the batch is larger than a graph may be
@@ -211,7 +218,10 @@ class TraceCollector:
         if not self._columns["ids"]:
             raise EngineError(_NO_ROUTING)
         columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        trace = Trace(meta=self.meta, **columns, hidden_states=self._stacked_hidden_states())
+        meta = self.meta
+        if any(self._descriptions):
+            meta = replace(meta, parameters=meta.parameters | {"texts": self._descriptions})
+        trace = Trace(meta=meta, **columns, hidden_states=self._stacked_hidden_states())
         if not trace.expert_layers():
             raise EngineError(_NO_ROUTING)
         return trace

@@ -63,6 +63,11 @@ def predicted_experts(prediction: ExpertPrediction | None, n_layers: int, n_expe
     return mask[:, :-1]
 
 
+def matching_layers(n_layers: int, n_draft_layers: int) -> NDArray[np.intp]:
+    """The draft layer at the relative depth of each target layer, [n_layers]: what it is predicted from."""
+    return ((np.arange(n_layers) + 0.5) * n_draft_layers / n_layers).astype(np.intp)
+
+
 class DraftRouterPredictor:
     """Predicts the next batch, token by token, while the draft model works.
 
@@ -74,8 +79,7 @@ class DraftRouterPredictor:
         self._capture = capture
         self._n_used = target.info.n_expert_used
         n_layers, n_draft_layers = target.info.n_layers, draft.model.info.n_layers
-        # [n_layers], the draft layer that each target layer is predicted from
-        self.draft_layer_of = ((np.arange(n_layers) + 0.5) * n_draft_layers / n_layers).astype(np.intp)
+        self.draft_layer_of = matching_layers(n_layers, n_draft_layers)
         predicted = list(target.host_expert_layers)[:n_predicted_layers]
         self._n_layers = max(predicted, default=-1) + 1  # no prediction after them
         self._unpredicted = np.setdiff1d(np.arange(self._n_layers), predicted)  # layers without experts

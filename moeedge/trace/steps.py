@@ -127,12 +127,16 @@ class DraftStats:
 
 
 def draft_stats(trace: Trace) -> DraftStats | None:
-    """The drafts of the verifications; None without any.
+    """The drafts of the recorded verifications; None without any."""
+    return drafts_of(recorded_steps(trace, (Phase.VERIFY,)))
+
+
+def drafts_of(steps: Steps) -> DraftStats | None:
+    """The drafts of these steps; None without any.
 
     The chance is accepted drafts over those that the target judged: of a step's rejected drafts, it judged only the
     first on its own.
     """
-    steps = recorded_steps(trace, (Phase.VERIFY,))
     n_drafted = steps.n_tokens - 1
     if not n_drafted.any():
         return None

@@ -257,7 +257,7 @@ def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerPr
         ("Alg. 1, fed with verification steps", _SD, "o-", [profile.sd_accuracy for profile in profiles]),
         ("Alg. 1, fed with one token at a time", _AR, "s--", [profile.ar_accuracy for profile in profiles]),
         ("always cold", _COLD, ":", [profile.step_cold_share for profile in profiles]),
-        ("overlap of adjacent tokens", _OVERLAP, "-", [profile.overlap for profile in profiles]),
+        ("overlap of adjacent tokens", _OVERLAP, "-", [profile.curves.overlap[1] for profile in profiles]),
     )
     for label, colour, style, values in lines:
         if any(value is not None for value in values):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moeedge.trace.summary import TraceSummary
 
 _MIB = 2**20
+_SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
 _STRIP_STEPS = 36  # steps in the strip after each of the hottest experts
 
 PREDICTOR_NAMES = {
@@ -48,8 +49,8 @@ def _print_layers(profiles: Sequence[LayerProfile], console: Console) -> None:
         "sd, ar: share of experts correctly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "
         "verification steps or with one token at a time; cold: accuracy of always predicting cold. overlap: of "
         "adjacent tokens; chance: with this popularity and no order "
-        f"(k/N is {first.overlap_uniform:.3f}). B=4: distinct experts of 4 tokens (uniform "
-        f"{first.unique_uniform[4]:.1f}); step: of a step.",
+        f"(k/N is {first.curves.overlap_uniform:.3f}). B=4: distinct experts of 4 tokens (uniform "
+        f"{first.curves.unique_uniform[4]:.1f}); step: of a step.",
         style="dim",
     )
 
@@ -67,20 +68,28 @@ def _print_layer(profile: LayerProfile, console: Console) -> None:
     )
     console.print(_ACCURACY_LEGEND, style="dim")
     console.print()
+    curves = profile.curves
     print_table(
         console,
         [
             Column("B", str, left=True),
-            Column("empirical", profile.unique_empirical.get, ".2f"),
-            Column("independence", profile.unique_independence.get, ".2f"),
-            Column("uniform", profile.unique_uniform.get, ".2f"),
+            Column("empirical", curves.unique.get, ".2f"),
+            Column("independence", curves.unique_independence.get, ".2f"),
+            Column("uniform", curves.unique_uniform.get, ".2f"),
         ],
-        list(profile.unique_uniform),
+        _SHOWN_BATCHES,
         title="distinct experts of B consecutive tokens",
     )
+    distances = " ".join(_number(overlap) for overlap in curves.overlap.values())
     console.print(
-        f"overlap of adjacent tokens {_number(profile.overlap)}, "
-        f"independence {_number(profile.overlap_independence)}, uniform (k/N) {_number(profile.overlap_uniform)}"
+        f"overlap of tokens 1-{max(curves.overlap)} apart {distances}; independence "
+        f"{_number(curves.overlap_independence)}, uniform (k/N) {_number(curves.overlap_uniform)}"
+    )
+    skew = curves.skew
+    console.print(
+        f"popularity: the hottest expert {skew.top_ratio:.1f} times k/N, the hottest tenth has "
+        f"{_percent(skew.hot_share)} of the activations; as skewed as {skew.effective_experts:.1f} equal experts; "
+        f"{skew.unused} unused"
     )
     console.print()
     print_table(console, _hottest_columns(profile), profile.hottest, title="hottest experts")
@@ -120,9 +129,9 @@ _LAYER_COLUMNS = (
     Column("sd", "sd_accuracy", _percent),
     Column("ar", "ar_accuracy", _percent),
     Column("cold", "step_cold_share", _percent),
-    Column("overlap", "overlap", ".3f"),
-    Column("chance", "overlap_independence", ".3f"),
-    Column("B=4", lambda profile: profile.unique_empirical[4], ".1f"),
+    Column("overlap", lambda profile: profile.curves.overlap[1], ".3f"),
+    Column("chance", lambda profile: profile.curves.overlap_independence, ".3f"),
+    Column("B=4", lambda profile: profile.curves.unique[4], ".1f"),
     Column("step", "unique_per_step", ".1f"),
     Column("hottest", _hottest),
 )

@@ -1,0 +1,198 @@
+"""Pictures with their numbers: as SVG inside a page, where they take the page's colours, or as files.
+
+A picture is drawn by Matplotlib without a display. In SVG its colours become CSS variables: text is `currentColor`,
+the grid `--grid`, the n-th line `--line-n`; so one picture suits light and dark pages. Text stays text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.ui.tables import Column
+
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")  # lines of light pages
+DARK_COLOURS = ("#6cb6ff", "#ff7b72", "#56d364", "#d2a8ff", "#ffa657", "#56d4dd", "#d8a28f")
+_TEXT, _GRID = "#0a0b0c", "#d0d1d2"  # in SVG replaced by the page's; legible on white
+_SIZE = (4.8, 3.3)  # inches: text is legible on a phone's width
+_DPI = 150
+_FONT_SIZE = 9
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture and the numbers in it.
+
+    key: unique in a report, and the name of its file. draw: draws on a Matplotlib figure. columns, rows: the numbers as
+    a table; no rows: they are in the report's JSON alone, as those of a map.
+    """
+
+    key: str
+    section: str
+    title: str
+    caption: str
+    draw: Callable[[Any], None]
+    columns: Sequence[Column] = ()
+    rows: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a picture: a value or None per x."""
+
+    label: str
+    values: Sequence[float | None]
+    style: str = "-"  # of Matplotlib: line and marker
+    colour: int = -1  # index of COLOURS; -1: by its place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What a picture is called and where it belongs."""
+
+    key: str
+    section: str
+    title: str
+    caption: str
+
+
+def line_picture(
+    frame: Frame,
+    x_label: str,
+    x: Sequence[float],
+    y_label: str,
+    lines: Sequence[Line],
+    *,
+    form: str = ".3f",
+    log_x: bool = False,
+    bottom: float | None = None,
+) -> Picture:
+    """Lines over one x axis. form: of the values in the table. bottom: of the y axis."""
+    shown = [line for line in lines if any(value is not None for value in line.values)]
+
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for place, line in enumerate(shown):
+            colour = COLOURS[(place if line.colour < 0 else line.colour) % len(COLOURS)]
+            values = [np.nan if value is None else value for value in line.values]
+            axes.plot(x, values, line.style, color=colour, label=line.label, markersize=3.5, linewidth=1.4)
+        if log_x:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+        if bottom is not None:
+            axes.set_ylim(bottom=bottom)
+        if all(float(value).is_integer() for value in x) and not log_x:
+            axes.locator_params(axis="x", integer=True)
+        _label(axes, x_label, y_label)
+        if shown:
+            figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+
+    columns = [Column(x_label, 0, "g", left=True)]
+    columns += [Column(line.label, index, form) for index, line in enumerate(shown, start=1)]
+    rows = list(zip(x, *(line.values for line in shown), strict=True))
+    return Picture(frame.key, frame.section, frame.title, frame.caption, draw, columns, rows)
+
+
+def bar_picture(frame: Frame, x_label: str, names: Sequence[str], lines: Sequence[Line], *, form: str) -> Picture:
+    """Points on one line per name, from top to bottom, for groups that have no order."""
+    shown = [line for line in lines if any(value is not None for value in line.values)]
+
+    def draw(figure: Any) -> None:
+        figure.set_figheight(max(1.6 + 0.24 * len(names), _SIZE[1]))
+        axes = figure.add_subplot()
+        where = np.arange(len(names))[::-1]
+        for place, line in enumerate(shown):
+            values = [np.nan if value is None else value for value in line.values]
+            axes.plot(values, where, line.style, color=COLOURS[place], label=line.label, markersize=5)
+        axes.set_yticks(where, names)
+        axes.set_xlim(left=0)
+        _label(axes, x_label, "")
+        if shown:
+            figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+
+    columns = [Column("", 0, left=True), *(Column(line.label, i, form) for i, line in enumerate(shown, start=1))]
+    rows = list(zip(names, *(line.values for line in shown), strict=True))
+    return Picture(frame.key, frame.section, frame.title, frame.caption, draw, columns, rows)
+
+
+def map_picture(
+    frame: Frame, x_label: str, y_label: str, values: NDArray[Any], value_label: str, *, y: Sequence[int] | None = None
+) -> Picture:
+    """A map of `values` [n_y, n_x]; y: labels of the rows, by default their numbers."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        image = axes.imshow(values, aspect="auto", origin="lower", interpolation="nearest", cmap="magma")
+        figure.colorbar(image, ax=axes, label=value_label)
+        if y is not None:
+            shown = np.unique(np.linspace(0, len(y) - 1, min(len(y), 9)).astype(int))
+            axes.set_yticks(shown, [str(y[place]) for place in shown])
+        _label(axes, x_label, y_label, grid=False)
+
+    return Picture(frame.key, frame.section, frame.title, frame.caption, draw)
+
+
+def _label(axes: Any, x_label: str, y_label: str, *, grid: bool = True) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(not grid)
+    if grid:
+        axes.grid(color=_GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+
+
+def svg_of(picture: Picture) -> str:
+    """The picture as an <svg> element whose ids begin with its key, without size."""
+    stream = io.StringIO()
+    _render(picture, stream, "svg", transparent=True)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    head, _, body = text.partition(">")
+    view = re.search(r'viewBox="[^"]*"', head)
+    assert view is not None
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'\bid="', f'id="{picture.key}-', body)
+    body = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{picture.key}-", body)
+    for place, colour in enumerate(COLOURS, start=1):
+        body = body.replace(colour, f"var(--line-{place})")
+    body = body.replace(_TEXT, "currentColor").replace(_GRID, "var(--grid)")
+    namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f"<svg {namespaces} {view[0]} role=\"img\">{body.strip()}"
+
+
+def save_picture(picture: Picture, path: Path) -> None:
+    """Writes a file; the suffix selects the format. Raises InputError where it cannot be written."""
+    try:
+        _render(picture, path, path.suffix.removeprefix("."), transparent=False)
+    except OSError as error:
+        reason = error.strerror or "write error"
+        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None
+
+
+def _render(picture: Picture, target: io.StringIO | Path, form: str, *, transparent: bool) -> None:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    settings = {
+        **{f"{part}.color": _TEXT for part in ("text", "xtick", "ytick")},
+        **{f"axes.{part}": _TEXT for part in ("edgecolor", "labelcolor", "titlecolor")},
+        "font.size": _FONT_SIZE,
+        "svg.fonttype": "none",
+        "svg.hashsalt": picture.key,  # the same picture gives the same ids
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        FigureCanvasAgg(figure)
+        picture.draw(figure)
+        metadata = {"Date": None} if form == "svg" else None
+        figure.savefig(target, format=form, dpi=_DPI, transparent=transparent, metadata=metadata)

@@ -1,0 +1,313 @@
+"""The pictures of a model's profile, each after a figure of one of the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS, GroupProfile
+from moeedge.analysis.model_profile import GAMMAS, ModelProfile
+from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
+from moeedge.engine.pair_similarity import PairSimilarity
+from moeedge.ui.layer_pictures import layer_pictures
+from moeedge.ui.pictures import Frame, Line, Picture, bar_picture, line_picture, map_picture
+
+DETAILED_LAYERS = 3  # of those asked for: more have too many pictures
+_POPULARITY, _SHARING, _SPECULATION = "Popularity of experts", "Experts shared by tokens", "What speculation gains"
+_TEXTS, _PAIR = "By kind of text", "Draft and target"
+
+
+def profile_pictures(profile: ModelProfile, other: ModelProfile | None = None) -> list[Picture]:
+    """All pictures of the profile, with lines of the one that it is compared with."""
+    mean = profile.mean
+    if mean is None:
+        return []
+    pictures = [*_popularity(profile, mean, other), *_sharing(profile, mean, other), *_gain(profile)]
+    for kind in KINDS:
+        groups = [group for group in profile.groups if group.kind == kind]
+        if groups:
+            pictures.append(_groups(kind, groups))
+    for layer in profile.layers[:DETAILED_LAYERS]:
+        pictures += layer_pictures(layer)
+    if profile.pair is not None:
+        pictures += _pair(profile.pair, profile)
+    return pictures
+
+
+def _name(profile: ModelProfile) -> str:
+    return profile.trace.meta.model
+
+
+
+def _popularity(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | None) -> list[Picture]:
+    n_experts, n_used = profile.trace.meta.n_experts, profile.trace.meta.n_expert_used
+    ranks = list(range(1, n_experts + 1))
+    lines = [
+        Line(f"layer {curves.layer}", np.sort(curves.popularity)[::-1].tolist())
+        for curves in (layer.curves for layer in profile.layers[:DETAILED_LAYERS])
+    ]
+    lines.append(Line(f"mean of {len(profile.curves)} layers", mean.popularity.tolist()))
+    if other is not None and other.mean is not None and other.mean.popularity.size == n_experts:
+        lines.append(Line(f"mean, {_name(other)}", other.mean.popularity.tolist(), "--"))
+    lines.append(Line("uniform, k/N", [n_used / n_experts] * n_experts, ":"))
+    by_layer = np.stack([curves.popularity for curves in profile.curves]) * n_experts / n_used
+    layers = [curves.layer for curves in profile.curves if curves.layer is not None]
+    skews = [
+        Line("effective experts, 2^entropy", [curves.skew.effective_experts for curves in profile.curves], "o-"),
+        Line("hottest expert, multiple of k/N", [curves.skew.top_ratio for curves in profile.curves], "s-"),
+    ]
+    if other is not None:
+        skews.append(
+            Line(f"effective experts, {_name(other)}", _aligned(other, layers, "effective_experts"), "--", colour=4)
+        )
+    return [
+        line_picture(
+            Frame(
+                key="popularity",
+                section=_POPULARITY,
+                title="Popularity of experts",
+                caption="Share of the tokens of text that use each expert, from the most to the least popular. The "
+                "steeper the line, the fewer experts serve most tokens.",
+            ),
+            "rank of the expert",
+            ranks,
+            "share of tokens",
+            lines,
+            form=".4f",
+            bottom=0,
+        ),
+        map_picture(
+            Frame(
+                key="popularity-map",
+                section=_POPULARITY,
+                title="Popularity by layer and expert",
+                caption="Multiples of k/N: 1 is an expert as popular as the average one.",
+            ),
+            "expert",
+            "layer",
+            by_layer,
+            "multiple of k/N",
+            y=layers,
+        ),
+        line_picture(
+            Frame(
+                key="skew",
+                section=_POPULARITY,
+                title="Skew by layer",
+                caption=f"As many equally popular experts would have the same entropy (of {n_experts}); and how much "
+                "more popular than the average the hottest expert is.",
+            ),
+            "layer",
+            layers,
+            "experts; multiple",
+            skews,
+            form=".2f",
+            bottom=0,
+        ),
+    ]
+
+
+def _aligned(other: ModelProfile, layers: Sequence[int], name: str) -> list[float | None]:
+    found = {curves.layer: getattr(curves.skew, name) for curves in other.curves}
+    return [found.get(layer) for layer in layers]
+
+
+def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | None) -> list[Picture]:
+    own = [layer.curves for layer in profile.layers[:DETAILED_LAYERS]]
+    n_layers = len(profile.curves)
+    overlap = [Line(f"layer {curves.layer}", list(curves.overlap.values()), "o-") for curves in own]
+    overlap.append(Line(f"mean of {n_layers} layers", list(mean.overlap.values()), "s-"))
+    unique = [Line(f"layer {curves.layer}", list(curves.unique.values())) for curves in own]
+    unique.append(Line(f"mean of {n_layers} layers", list(mean.unique.values())))
+    others = []
+    if other is not None and other.mean is not None:
+        overlap.append(Line(f"mean, {_name(other)}", list(other.mean.overlap.values()), "^--"))
+        unique.append(Line(f"mean, {_name(other)}", list(other.mean.unique.values()), "--"))
+        found = {curves.layer: curves.overlap[1] for curves in other.curves}
+        others = [Line(_name(other), [found.get(curves.layer) for curves in profile.curves], "^--")]
+    layers = [curves.layer for curves in profile.curves if curves.layer is not None]
+    return [
+        line_picture(
+            Frame(
+                key="overlap",
+                section=_SHARING,
+                title="Overlap of tokens j apart",
+                caption="Share of a token's experts that the j-th next token uses too. Independence: with this "
+                "popularity and no order; uniform: k/N (the production study of MoE speculation).",
+            ),
+            "distance j in tokens",
+            DISTANCES,
+            "overlap",
+            [
+                *overlap,
+                Line("independence, mean", [mean.overlap_independence] * len(DISTANCES), "--"),
+                Line("uniform", [mean.overlap_uniform] * len(DISTANCES), ":"),
+            ],
+            bottom=0,
+        ),
+        line_picture(
+            Frame(
+                key="unique",
+                section=_SHARING,
+                title="Distinct experts of B tokens",
+                caption="Experts that B consecutive tokens of text use together in a layer: what a verification of B "
+                "tokens reads. Independence and uniform as before (the production study; MoESD, Eq. 8; SP-MoE, "
+                "Figure 2(a)).",
+            ),
+            "tokens B",
+            BATCHES,
+            "distinct experts",
+            [
+                *unique,
+                Line("independence, mean", list(mean.unique_independence.values()), "--"),
+                Line("uniform", list(mean.unique_uniform.values()), ":"),
+            ],
+            form=".2f",
+            log_x=True,
+            bottom=0,
+        ),
+        line_picture(
+            Frame(
+                key="overlap-by-layer",
+                section=_SHARING,
+                title="Overlap of adjacent tokens by layer",
+                caption="What is above independence comes from the order of the tokens.",
+            ),
+            "layer",
+            layers,
+            "overlap",
+            [
+                Line("measured", [curves.overlap[1] for curves in profile.curves], "o-"),
+                Line("independence", [curves.overlap_independence for curves in profile.curves], "--"),
+                Line("uniform", [curves.overlap_uniform for curves in profile.curves], ":"),
+                *others,
+            ],
+            bottom=0,
+        ),
+        line_picture(
+            Frame(
+                key="unique-by-layer",
+                section=_SHARING,
+                title=f"Distinct experts of {UNIQUE_TOKENS} tokens by layer",
+                caption=f"A verification of {UNIQUE_TOKENS - 1} drafts.",
+            ),
+            "layer",
+            layers,
+            "distinct experts",
+            [
+                Line("measured", [curves.unique[UNIQUE_TOKENS] for curves in profile.curves], "o-"),
+                Line("independence", [curves.unique_independence[UNIQUE_TOKENS] for curves in profile.curves], "--"),
+                Line("uniform", [curves.unique_uniform[UNIQUE_TOKENS] for curves in profile.curves], ":"),
+            ],
+            form=".2f",
+            bottom=0,
+        ),
+    ]
+
+
+def _gain(profile: ModelProfile) -> list[Picture]:
+    gain = profile.gain
+    if gain is None:
+        return []
+    origin = "measured" if gain.measured else "assumed, as in the paper"
+    return [
+        line_picture(
+            Frame(
+                key="gain",
+                section=_SPECULATION,
+                title="Tokens gained against experts used",
+                caption=f"Omega: expected tokens of a verification of gamma drafts, each accepted with a chance of "
+                f"{gain.acceptance:.2f} ({origin}). a/b: its distinct experts over those of one token. Where experts "
+                "take all the time and drafting none, speculation pays while a/b is below Omega (MoE-SpAc, Figure 7).",
+            ),
+            "draft length gamma",
+            GAMMAS,
+            "multiple of one token",
+            [
+                Line("Omega", gain.omega, "o-"),
+                Line("a/b, measured", gain.a_over_b, "s-"),
+                Line("a/b, independence", gain.a_over_b_independence, "--"),
+                Line("a/b, uniform", gain.a_over_b_uniform, ":"),
+            ],
+            form=".2f",
+            bottom=0,
+        )
+    ]
+
+
+def _groups(kind: str, groups: list[GroupProfile]) -> Picture:
+    return bar_picture(
+        Frame(
+            key=f"by-{kind}",
+            section=_TEXTS,
+            title=f"Overlap of adjacent tokens by {kind}",
+            caption="Means over the layers. Independence uses the popularity in the group's own tokens. Groups of few "
+            "tokens vary by chance.",
+        ),
+        "overlap",
+        [f"{group.name} ({group.tokens})" for group in groups],
+        [
+            Line("measured", [group.overlap for group in groups], "o"),
+            Line("independence", [group.overlap_independence for group in groups], "D"),
+        ],
+        form=".3f",
+    )
+
+
+def _pair(pair: PairSimilarity, profile: ModelProfile) -> list[Picture]:
+    n_experts = profile.trace.meta.n_experts
+    popularity = {curves.layer: curves.skew.entropy_bits for curves in profile.curves}
+    k = len(pair.top_n[0])
+    shown = sorted({1, 2, 4, k} & set(range(1, k + 1)))
+    read = f"Both models read the same {pair.tokens} tokens; each layer with the draft layer at its relative depth."
+    return [
+        line_picture(
+            Frame(
+                key="pair-cosine",
+                section=_PAIR,
+                title="Similarity of draft and target",
+                caption=f"Cosine similarity of what the layer's router and the draft's layer read. {read} (SP-MoE, "
+                "Figure 7(a))",
+            ),
+            "layer of the target",
+            pair.layers,
+            "cosine similarity",
+            [Line("mean over tokens", pair.cosine, "o-")],
+            bottom=min(0.0, *pair.cosine),
+        ),
+        line_picture(
+            Frame(
+                key="pair-accuracy",
+                section=_PAIR,
+                title="Experts predicted by the draft",
+                caption="Share of the n experts ranked first by the target's router, reading the draft's layer, that "
+                "the token uses (SP-MoE, Figure 7(b): n = 1).",
+            ),
+            "layer of the target",
+            pair.layers,
+            "share used",
+            [Line(f"top {n}", [found[n - 1] for found in pair.top_n]) for n in shown],
+            bottom=0,
+        ),
+        line_picture(
+            Frame(
+                key="pair-entropy",
+                section=_PAIR,
+                title="Entropy of predictors",
+                caption="Of the probabilities that each predictor gives the experts of a token: the fewer bits, the "
+                "more it commits itself. Popularity is MoE-Infinity's predictor (SP-MoE, Figure 2(c)).",
+            ),
+            "layer of the target",
+            pair.layers,
+            "bits",
+            [
+                Line("target's router", pair.entropy_target_bits),
+                Line("draft through the router", pair.entropy_draft_bits),
+                Line("popularity", [popularity.get(layer) for layer in pair.layers]),
+                Line("random", [float(np.log2(n_experts))] * len(pair.layers), ":"),
+            ],
+            form=".2f",
+            bottom=0,
+        ),
+    ]
