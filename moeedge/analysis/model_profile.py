@@ -149,5 +149,3 @@ def _text(trace: Trace, sequence: int) -> np.ndarray[tuple[int], np.dtype[np.int
     """Rows of the prompt and of the accepted tokens of one text, in order."""
     rows = np.flatnonzero((trace.sequence == sequence) & trace.accepted & (trace.phase != Phase.DRAFT))
     return np.asarray(rows, dtype=np.int64)
-
-

@@ -52,7 +52,7 @@ def layer_report(profile: LayerProfile, run: dict[str, Any]) -> dict[str, Any]:
         },
         "token_experts": profile.token_ids.tolist(),
     }
-    return rounded(measured) | run
+    return {**rounded(measured), **run}
 
 
 def _curve_figures(curves: RoutingCurves) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.analysis import expert_counts
-from moeedge.analysis.expert_counts import FloatArray, IntArray
+from moeedge.analysis.expert_counts import BoolArray, FloatArray, IntArray
 
 DISTANCES = tuple(range(1, 9))  # j, tokens apart
 BATCHES = tuple(range(1, 65))  # B, consecutive tokens
@@ -74,9 +74,7 @@ class RoutingCurves:
     unique_uniform: dict[int, float]
 
     @classmethod
-    def measure(
-        cls, layer: int, ids: IntArray, sequence: IntArray, n_experts: int, n_used: int
-    ) -> RoutingCurves:
+    def measure(cls, layer: int, ids: IntArray, sequence: IntArray, n_experts: int, n_used: int) -> RoutingCurves:
         """The curves of the experts `ids` [T, k] of a text's tokens; `sequence` [T] numbers the texts."""
         p = expert_counts.activation_probability(ids, n_experts)
         return cls(
@@ -136,7 +134,7 @@ def unique_curve(
     """
     used = expert_counts.membership(ids, n_experts)
     n_tokens = len(used)
-    recorded = used.any(axis=1)
+    recorded: BoolArray = np.asarray(used.any(axis=1))
     same_run = recorded[1:] & recorded[:-1]
     if sequence is not None:
         same_run &= sequence[1:] == sequence[:-1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,19 +12,47 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import show_log, valid_text
-from moeedge.cli.declare import Output, flatten, option
+from moeedge.cli.declare import Output, flatten, list_of, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
+from moeedge.cli.profile_output import Profiled, ProfileOutput, profile_trace
 from moeedge.data import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EmptyPromptError, EngineError, InputError
 
 if TYPE_CHECKING:
+    from moeedge.engine.pair_similarity import PairSimilarity
     from moeedge.engine.recording import Recording
+    from moeedge.engine.session import Session
+    from moeedge.ui.chat.interrupt import Interrupt
 
 Layer = Annotated[str | None, option(options.WORK, "--layer N", "Layer to profile, from 0. Default: the last.")]
 Layers = Annotated[
     str | None, option(options.WORK, "--layers LIST|all", "Layers to profile, such as 0,5,40-47, or all.")
+]
+Datasets = Annotated[str | None, list_of(options.Dataset)]
+ProfiledTrace = Annotated[
+    Path | None,
+    option(options.WORK, "--trace FILE", "Profile this routing trace (docs/traces.md) without running a model."),
+]
+AcceptanceChance = Annotated[
+    float | None,
+    option(
+        options.WORK,
+        "--acceptance-chance X",
+        "With --trace: cut the text into verifications of --draft-max drafts, each accepted with this chance.",
+    ),
+]
+Report = Annotated[
+    Path | None,
+    option(options.OUTPUT, "--report FILE.html|FILE.json", "Write all pictures and numbers as one page, or as JSON."),
+]
+Pictures = Annotated[
+    Path | None, option(options.OUTPUT, "--pictures FOLDER", "Write every picture of the report as a PNG.")
+]
+Compare = Annotated[
+    Path | None,
+    option(options.OUTPUT, "--compare FILE", "Compare with this trace in the report: another model, file or data set."),
 ]
 
 
@@ -33,16 +61,21 @@ def profile(
     layer: Layer = None,
     layers: Layers = None,
     prompt: options.Prompt = None,
-    dataset: options.Dataset = None,
+    dataset: Datasets = None,
     limit: options.Limit = 8,
     offline_sample: options.OfflineSample = False,
     n_predict: options.NPredict = 128,
     raw: options.Raw = False,
+    trace: ProfiledTrace = None,
+    acceptance_chance: AcceptanceChance = None,
     *,
     engine: EngineOptions,
     placement: PlacementOptions,
     temp: options.Temp = 0.0,
     seed: options.Seed = -1,
+    report: Report = None,
+    pictures: Pictures = None,
+    compare: Compare = None,
     plot: options.Plot = None,
     trace_out: options.TraceOut = None,
     save_ranking: options.SaveRanking = None,
@@ -56,17 +89,32 @@ def profile(
     """
     engine.limit_openmp_spin()
     from moeedge.ui.chat.settings import seed_or_random
-    from moeedge.ui.console import check_output, check_picture
+    from moeedge.ui.console import check_output
 
     if layer is not None and layers is not None:
         raise InputError("--layer and --layers exclude each other.", "Give one of them.")
     if n_predict == 0 or n_predict < -1:
         raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {n_predict}")
-    if plot is not None:
-        check_picture(plot)
     for path in (trace_out, save_ranking):
         if path is not None:
             check_output(path)
+    results = ProfileOutput(
+        as_json=output is Output.JSON,
+        single=layers is None,
+        plot=plot,
+        report=report,
+        pictures=pictures,
+        compare=compare,
+        save_ranking=save_ranking,
+    )
+    if trace is not None:
+        if prompt is not None or dataset is not None or engine.model is not None or trace_out is not None:
+            raise InputError("--trace takes no model, prompt or data set, and no --trace-out.", "Leave them out.")
+        gamma = engine.draft_max
+        results.write(profile_trace(trace, layer, layers, gamma=gamma, acceptance_chance=acceptance_chance, seed=seed))
+        return
+    if acceptance_chance is not None:
+        raise InputError("--acceptance-chance needs --trace.", "A model's own drafts are accepted or not.")
     prompts, source = _prompts(prompt, dataset, limit, offline_sample)
     config = engine.config(placement.config())
     seed_used = seed_or_random(seed)
@@ -75,16 +123,20 @@ def profile(
     sampling = SamplingConfig(temperature=temp, seed=seed_used)
     if verbose:
         show_log()
-    recording, chosen, code = _record(
-        config, prompts, source, sampling, n_predict=n_predict, raw=raw, layer=layer, layers=layers
+    profiled, code = _record(
+        config,
+        prompts,
+        source,
+        sampling,
+        n_predict=n_predict,
+        raw=raw,
+        layer=layer,
+        layers=layers,
+        with_pair=results.wants_model,
     )
     if trace_out is not None:
-        recording.trace.save(trace_out)
-    if save_ranking is not None:
-        from moeedge.analysis.expert_ranking import rank_experts, write_ranking
-
-        write_ranking(rank_experts(recording.trace), save_ranking)
-    _report(recording, chosen, as_json=output is Output.JSON, single=layers is None, plot=plot)
+        profiled.trace.save(trace_out)
+    results.write(profiled)
     if code:
         raise typer.Exit(code)
 
@@ -101,13 +153,16 @@ def _prompts(
         return [Prompt("prompt", "", user_turns(valid_text(prompt)))], {"dataset": "prompt", "prompts": 1}
     if limit < 0:
         raise ValueError(f"--limit must be >= 0, not {limit}")
-    loaded = load_dataset(dataset or "sample", offline_sample=offline_sample).limited(limit or None)
-    if not loaded.prompts:
-        raise InputError(f'The prompt set "{loaded.name}" is empty.')
-    return list(loaded.prompts), {
-        "dataset": loaded.name,
-        "prompts": len(loaded.prompts),
-        "dataset_sha256": loaded.sha256,
+    names = [name.strip() for name in (dataset or "sample").split(",") if name.strip()]
+    sets = [load_dataset(name, offline_sample=offline_sample).limited(limit or None) for name in names]
+    empty = next((found.name for found in sets if not found.prompts), None)
+    if empty is not None or not sets:
+        raise InputError(f'The prompt set "{empty or dataset}" is empty.')
+    prompts = [replace(prompt, dataset=found.name) for found in sets for prompt in found.prompts]
+    return prompts, {
+        "dataset": ",".join(found.name for found in sets),
+        "prompts": len(prompts),
+        "dataset_sha256": ",".join(found.sha256 for found in sets),
     }
 
 
@@ -121,8 +176,12 @@ def _record(
     raw: bool,
     layer: str | None,
     layers: str | None,
-) -> tuple[Recording, list[int], int]:
-    """Answers the prompts: the recording, the layers to report, the exit code (not 0 after an interruption)."""
+    with_pair: bool,
+) -> tuple[Profiled, int]:
+    """Answers the prompts: what is to be profiled, and the exit code (not 0 after an interruption).
+
+    with_pair: the draft model is compared with the target, too.
+    """
     from moeedge.engine.recording import check_layers, parse_layers, record_routing, unseen_layers
     from moeedge.engine.session import Session
     from moeedge.ui.chat.greeting import print_header
@@ -158,25 +217,30 @@ def _record(
                 if interrupt.exit_code:  # stopped before there was anything to report
                     raise typer.Exit(interrupt.exit_code) from None
                 raise
+            progress.update(completed=len(prompts))
+            pair = _compare_pair(session, recording, interrupt) if with_pair else None
     if recording.skipped:
         say(err, f"Longer than the context, left out: {', '.join(recording.skipped)}.", style="yellow")
     if interrupt.exit_code:
         say(err, "Stopped: the profile covers the tokens until then.", style="yellow")
-    return recording, chosen, interrupt.exit_code
+    return Profiled(trace=recording.trace, layers=chosen, recording=recording, pair=pair), interrupt.exit_code
 
 
-def _report(recording: Recording, layers: list[int], *, as_json: bool, single: bool, plot: Path | None) -> None:
-    from moeedge.analysis.profile import layer_report, profile_layers
-    from moeedge.ui.console import stdout_console
-    from moeedge.ui.plots import draw_profiles
-    from moeedge.ui.trace_views import print_profiles
+def _compare_pair(session: Session, recording: Recording, interrupt: Interrupt) -> PairSimilarity | None:
+    """How similar draft and target are on the recorded texts; None, with a note, where they cannot be compared."""
+    from moeedge.engine.pair_similarity import MAX_TOKENS, compare_pair
+    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.progress import count_bar
 
-    profiles = profile_layers(recording.trace, layers)
-    if as_json:
-        reports = [layer_report(layer, recording) for layer in profiles]
-        typer.echo(json.dumps(reports[0] if single else reports, ensure_ascii=False))
-    else:
-        print_profiles(profiles, stdout_console())
-    if plot is not None:
-        meta = recording.trace.meta
-        draw_profiles(profiles, f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}", plot)
+    if interrupt() or session.draft_context is None:
+        return None
+    err = stderr_console()
+    n_tokens = min(sum(map(len, recording.conversations)), MAX_TOKENS)
+    try:
+        with count_bar(err, "comparing draft and target", "tokens", n_tokens) as bar:
+            pair, reason = compare_pair(session, recording.conversations, cancel=interrupt, on_tokens=bar.add)
+    except EngineError as error:  # the recording is complete
+        pair, reason = None, error.message
+    if pair is None and not interrupt():
+        say(err, f"Draft and target are not compared: {reason.rstrip('.')}.")
+    return pair

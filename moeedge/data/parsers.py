@@ -168,7 +168,8 @@ def _object(fields: object, number: int, where: str) -> Row:
 def parse_custom(row: Row) -> Prompt:
     """Parses a user's own record: "messages" (answered once), "turns" (answered one after another) or "prompt".
 
-    "category" and "language" are kept as they are. "reference" belongs to the only turn; "references" has one item per turn, null for none.
+    "reference" belongs to the only turn; "references" has one item per turn, null for none. "category" and "language"
+    are kept as they are.
     """
     if "messages" in row.fields:
         turns: Turns = (_messages(row),)

@@ -166,7 +166,7 @@ def svg_of(picture: Picture) -> str:
         body = body.replace(colour, f"var(--line-{place})")
     body = body.replace(_TEXT, "currentColor").replace(_GRID, "var(--grid)")
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f"<svg {namespaces} {view[0]} role=\"img\">{body.strip()}"
+    return f'<svg {namespaces} {view[0]} role="img">{body.strip()}'
 
 
 def save_picture(picture: Picture, path: Path) -> None:

@@ -39,7 +39,6 @@ def _name(profile: ModelProfile) -> str:
     return profile.trace.meta.model
 
 
-
 def _popularity(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | None) -> list[Picture]:
     n_experts, n_used = profile.trace.meta.n_experts, profile.trace.meta.n_expert_used
     ranks = list(range(1, n_experts + 1))
@@ -49,8 +48,8 @@ def _popularity(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile 
     ]
     lines.append(Line(f"mean of {len(profile.curves)} layers", mean.popularity.tolist()))
     if other is not None and other.mean is not None and other.mean.popularity.size == n_experts:
-        lines.append(Line(f"mean, {_name(other)}", other.mean.popularity.tolist(), "--"))
-    lines.append(Line("uniform, k/N", [n_used / n_experts] * n_experts, ":"))
+        lines.append(Line(f"mean, {_name(other)}", other.mean.popularity.tolist(), "--", colour=4))
+    lines.append(Line("uniform, k/N", [n_used / n_experts] * n_experts, ":", colour=3))
     by_layer = np.stack([curves.popularity for curves in profile.curves]) * n_experts / n_used
     layers = [curves.layer for curves in profile.curves if curves.layer is not None]
     skews = [
@@ -122,10 +121,10 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
     unique.append(Line(f"mean of {n_layers} layers", list(mean.unique.values())))
     others = []
     if other is not None and other.mean is not None:
-        overlap.append(Line(f"mean, {_name(other)}", list(other.mean.overlap.values()), "^--"))
-        unique.append(Line(f"mean, {_name(other)}", list(other.mean.unique.values()), "--"))
+        overlap.append(Line(f"mean, {_name(other)}", list(other.mean.overlap.values()), "^--", colour=4))
+        unique.append(Line(f"mean, {_name(other)}", list(other.mean.unique.values()), "--", colour=4))
         found = {curves.layer: curves.overlap[1] for curves in other.curves}
-        others = [Line(_name(other), [found.get(curves.layer) for curves in profile.curves], "^--")]
+        others = [Line(_name(other), [found.get(curves.layer) for curves in profile.curves], "^--", colour=4)]
     layers = [curves.layer for curves in profile.curves if curves.layer is not None]
     return [
         line_picture(
@@ -141,8 +140,8 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
             "overlap",
             [
                 *overlap,
-                Line("independence, mean", [mean.overlap_independence] * len(DISTANCES), "--"),
-                Line("uniform", [mean.overlap_uniform] * len(DISTANCES), ":"),
+                Line("independence, mean", [mean.overlap_independence] * len(DISTANCES), "--", colour=2),
+                Line("uniform", [mean.overlap_uniform] * len(DISTANCES), ":", colour=3),
             ],
             bottom=0,
         ),
@@ -160,8 +159,8 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
             "distinct experts",
             [
                 *unique,
-                Line("independence, mean", list(mean.unique_independence.values()), "--"),
-                Line("uniform", list(mean.unique_uniform.values()), ":"),
+                Line("independence, mean", list(mean.unique_independence.values()), "--", colour=2),
+                Line("uniform", list(mean.unique_uniform.values()), ":", colour=3),
             ],
             form=".2f",
             log_x=True,
@@ -179,8 +178,8 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
             "overlap",
             [
                 Line("measured", [curves.overlap[1] for curves in profile.curves], "o-"),
-                Line("independence", [curves.overlap_independence for curves in profile.curves], "--"),
-                Line("uniform", [curves.overlap_uniform for curves in profile.curves], ":"),
+                Line("independence", [curves.overlap_independence for curves in profile.curves], "--", colour=2),
+                Line("uniform", [curves.overlap_uniform for curves in profile.curves], ":", colour=3),
                 *others,
             ],
             bottom=0,
@@ -197,8 +196,13 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
             "distinct experts",
             [
                 Line("measured", [curves.unique[UNIQUE_TOKENS] for curves in profile.curves], "o-"),
-                Line("independence", [curves.unique_independence[UNIQUE_TOKENS] for curves in profile.curves], "--"),
-                Line("uniform", [curves.unique_uniform[UNIQUE_TOKENS] for curves in profile.curves], ":"),
+                Line(
+                    "independence",
+                    [curves.unique_independence[UNIQUE_TOKENS] for curves in profile.curves],
+                    "--",
+                    colour=2,
+                ),
+                Line("uniform", [curves.unique_uniform[UNIQUE_TOKENS] for curves in profile.curves], ":", colour=3),
             ],
             form=".2f",
             bottom=0,
@@ -218,7 +222,7 @@ def _gain(profile: ModelProfile) -> list[Picture]:
                 section=_SPECULATION,
                 title="Tokens gained against experts used",
                 caption=f"Omega: expected tokens of a verification of gamma drafts, each accepted with a chance of "
-                f"{gain.acceptance:.2f} ({origin}). a/b: its distinct experts over those of one token. Where experts "
+                f"{gain.acceptance:.3f} ({origin}). a/b: its distinct experts over those of one token. Where experts "
                 "take all the time and drafting none, speculation pays while a/b is below Omega (MoE-SpAc, Figure 7).",
             ),
             "draft length gamma",

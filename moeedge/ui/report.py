@@ -37,7 +37,7 @@ h1 {{ font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; }}
 h2 {{ font-size: 1.2rem; margin: 2rem 0 .75rem; }}
 h3 {{ font-size: 1rem; margin: 0 0 .25rem; }}
 p, ul {{ max-width: 46rem; }}
-.grid {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
+.grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 0; padding: .75rem; background: var(--card); border-radius: .5rem; min-width: 0; }}
 figure svg {{ display: block; width: 100%; height: auto; }}
 figcaption, .faint {{ color: var(--faint); font-size: .875rem; }}
@@ -92,7 +92,8 @@ def report_html(
 def _figure(picture: Picture) -> str:
     title = html.escape(picture.title)
     drawn = svg_of(picture).replace("<svg ", f'<svg aria-label="{title}" ', 1)
-    return f"<figure><h3>{title}</h3>{drawn}<figcaption>{html.escape(picture.caption)}</figcaption>{_table(picture)}</figure>"
+    caption = f"<figcaption>{html.escape(picture.caption)}</figcaption>"
+    return f"<figure><h3>{title}</h3>{drawn}{caption}{_table(picture)}</figure>"
 
 
 def _table(picture: Picture) -> str:

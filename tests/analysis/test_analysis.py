@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.analysis.profile import LayerProfile, layer_report, profile_layers, profile_steps
+from moeedge.analysis.profile import LayerProfile, profile_layers, profile_steps
+from moeedge.analysis.profile_json import layer_report, run_facts
 from moeedge.engine.recording import Recording
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
@@ -29,7 +30,7 @@ def test_profile_of_a_speculative_trace() -> None:
         ("ar", "token"),
     }
     assert profile.sd_accuracy is not None and profile.ar_accuracy is not None
-    assert profile.unique_empirical[1] == 2.0 and profile.unique_empirical[16] is None
+    assert profile.curves.unique[1] == 2.0 and profile.curves.unique[16] is None
     assert sum(hot.activations for hot in profile.hottest) == 20
     assert [hot.share for hot in profile.hottest] == sorted((hot.share for hot in profile.hottest), reverse=True)
     assert all(hot.mean_weight is not None for hot in profile.hottest)
@@ -56,15 +57,16 @@ def test_without_speculation_there_is_no_sd() -> None:
     assert profile.ar_accuracy == profile.score("alg1-printed", "ar", "token").accuracy  # type: ignore[union-attr]
     assert {score.sensor for score in profile.scores} == {"ar"}
     # k of N are hot: the last token's experts are wrong wherever it differs from the next one's
-    assert profile.overlap is not None
-    assert profile.ar_accuracy == pytest.approx(1 - 2 * 2 * (1 - profile.overlap) / 8)
+    overlap = profile.curves.overlap[1]
+    assert overlap is not None
+    assert profile.ar_accuracy == pytest.approx(1 - 2 * 2 * (1 - overlap) / 8)
 
 
 def test_constant_routing_is_predicted() -> None:
     trace = two_texts()
     trace.ids[:] = np.array([3, 5], dtype=np.uint8)
     profile = profile_layers(trace, [0])[0]
-    assert profile.overlap == 1.0 and profile.unique_empirical[4] == 2.0
+    assert profile.curves.overlap[1] == 1.0 and profile.curves.unique[4] == 2.0
     assert profile.score("last-step", "sd", "step").accuracy == 1.0  # type: ignore[union-attr]
     assert profile.ar_accuracy == 1.0
     assert [hot.expert for hot in profile.hottest] == [3, 5]
@@ -83,26 +85,32 @@ def test_profiles_do_not_depend_on_their_neighbours() -> None:
 @pytest.mark.parametrize("rows", [[], [(Phase.PREFILL, 0, 0, True)] * 3])
 def test_profile_of_a_trace_without_steps(rows: list[tuple[int, int, int, bool]]) -> None:
     profile = profile_layers(make_trace(rows), [0])[0]
-    assert profile.steps == 0 and profile.overlap is None and profile.sd_accuracy is None and profile.hottest == []
+    assert (
+        profile.steps == 0
+        and profile.curves.overlap[1] is None
+        and profile.sd_accuracy is None
+        and profile.hottest == []
+    )
 
 
 def test_layer_without_experts() -> None:
     trace = two_texts()
     trace.ids[:, 0] = trace.sentinel
     profile = profile_layers(trace, [0])[0]
-    assert profile.tokens == 0 and profile.overlap is None and profile.hottest == []
+    assert profile.tokens == 0 and profile.curves.overlap[1] is None and profile.hottest == []
 
 
 def test_report_is_json_with_the_documented_keys() -> None:
     trace = two_texts(weights=True, parameters={"dataset": "sample", "seed": 1})
     profile = profile_layers(trace, [1])[0]
-    report = layer_report(profile, Recording(trace, answers=2, steps=6, drafted=10, accepted=4, skipped=[]))
+    recording = Recording(trace, answers=2, steps=6, drafted=10, accepted=4, skipped=[])
+    report = layer_report(profile, run_facts(trace, recording))
     decoded = json.loads(json.dumps(report, allow_nan=False))
     assert decoded["layer"] == 1 and decoded["steps"] == 6 and decoded["dataset"] == "sample"
     assert decoded["acceptance_rate"] == 0.4
     assert set(decoded["unique_experts"]) == {"empirical", "uniform", "independence"}
     for by_batch in decoded["unique_experts"].values():
-        assert list(by_batch) == ["1", "2", "4", "8", "16"]
+        assert list(by_batch) == [str(n_tokens) for n_tokens in range(1, 65)]
     assert {"sd", "ar", "always_cold", "ar_next_token", "always_cold_next_token"} < set(decoded["hot_cold_accuracy"])
     assert np.array(decoded["activation_counts"]["per_step"]).shape == (6, 8)
     assert decoded["activation_counts"]["total"] == np.array(decoded["activation_counts"]["per_step"]).sum(0).tolist()

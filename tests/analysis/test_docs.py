@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.analysis.profile import layer_report, profile_layers
+from moeedge.analysis.model_profile import profile_model
+from moeedge.analysis.profile import profile_layers
+from moeedge.analysis.profile_json import complete_report, layer_report, run_facts
+from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.engine.recording import Recording
 from moeedge.sim.replay import ReplayRow
 from tests.support.traces import two_texts
@@ -38,6 +41,12 @@ def test_tables_name_every_array_and_key(tmp_path: Path) -> None:
     for column in fields(ReplayRow):
         assert f"`{column.name}`" in TEXT, column.name
     trace = two_texts()
-    report = layer_report(profile_layers(trace, [0])[0], Recording(trace, 1, 1, 1, 1, []))
-    for key_name in (*report, *report["hot_cold_accuracy"], *report["unique_experts"], *report["activation_counts"]):
+    report = layer_report(profile_layers(trace, [0])[0], run_facts(trace, Recording(trace, 1, 1, 1, 1, [])))
+    inner = ("hot_cold_accuracy", "unique_experts", "activation_counts", "skew", "persistence")
+    for key_name in (*report, *(key for name in inner for key in report[name]), *report["utility"][0]):
+        assert f"`{key_name}`" in TEXT, key_name
+    profile = profile_model(trace, [0])
+    complete = complete_report(profile, {}, (profile, {}))
+    model = complete["model_profile"]
+    for key_name in (*complete, *model, *model["speculation"], *(field.name for field in fields(PairSimilarity))):
         assert f"`{key_name}`" in TEXT, key_name

@@ -1,0 +1,201 @@
+"""The outputs of `moeedge profile`: text or JSON, pictures, the report, a ranking; of a run or of a recorded trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from moeedge.errors import InputError, LayerRangeError
+
+if TYPE_CHECKING:
+    from moeedge.analysis.model_profile import ModelProfile
+    from moeedge.engine.pair_similarity import PairSimilarity
+    from moeedge.engine.recording import Recording
+    from moeedge.trace.format import Trace
+    from moeedge.trace.steps import Steps
+
+_GAMMA = 8  # drafts of simulated verifications, where the user does not say: MoE-SpAc's
+_REPORTS = (".html", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What is profiled: a trace and what is known beside it."""
+
+    trace: Trace
+    layers: list[int]  # in detail
+    recording: Recording | None = None  # None: the trace was read from a file
+    pair: PairSimilarity | None = None
+    steps: Steps | None = None  # simulated verifications; None: those of the trace
+    gamma: int | None = None  # of the simulated ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOutput:
+    """Where the results go. Raises InputError for a place that cannot be written."""
+
+    as_json: bool
+    single: bool  # one object instead of an array
+    plot: Path | None
+    report: Path | None
+    pictures: Path | None  # a folder
+    compare: Path | None  # a trace
+    save_ranking: Path | None
+
+    def __post_init__(self) -> None:
+        from moeedge.ui.console import check_output, check_picture
+
+        if self.plot is not None:
+            check_picture(self.plot)
+        if self.report is not None:
+            if self.report.suffix.lower() not in _REPORTS:
+                raise InputError(f"--report cannot write {self.report.name}.", "End the name in .html or .json.")
+            check_output(self.report)
+        if self.pictures is not None and self.pictures.exists() and not self.pictures.is_dir():
+            raise InputError(f"{self.pictures} is not a folder.", "Name a folder for --pictures.")
+        if self.compare is not None and self.report is None and self.pictures is None:
+            raise InputError("--compare shows the two profiles in a report.", "Add --report FILE.html.")
+
+    @property
+    def wants_model(self) -> bool:
+        """Whether more than the layers asked for is profiled."""
+        return self.report is not None or self.pictures is not None or (self.as_json and self.single)
+
+    def write(self, profiled: Profiled) -> None:
+        """Computes what is asked for, and writes it."""
+        if self.save_ranking is not None:
+            from moeedge.analysis.expert_ranking import rank_experts, write_ranking
+
+            write_ranking(rank_experts(profiled.trace), self.save_ranking)
+        self._print(profiled)
+        if self.report is not None or self.pictures is not None:
+            self._write_report(profiled)
+
+    def _print(self, profiled: Profiled) -> None:
+        """The layers' profiles on standard output, and their picture."""
+        from moeedge.analysis.profile import profile_layers, profile_steps
+        from moeedge.analysis.profile_json import layer_report, model_report, run_facts
+        from moeedge.ui.console import stdout_console
+        from moeedge.ui.plots import draw_profiles
+        from moeedge.ui.trace_views import print_profiles
+
+        trace = profiled.trace
+        if profiled.steps is None:
+            layers = profile_layers(trace, profiled.layers)
+        else:
+            layers = profile_steps(trace, profiled.steps, profiled.layers, profiled.gamma or 0)
+        if self.as_json:
+            run = run_facts(trace, profiled.recording)
+            reports = [layer_report(layer, run) for layer in layers]
+            if self.single:
+                reports[0]["model_profile"] = model_report(_model_profile(profiled))
+            typer.echo(json.dumps(reports[0] if self.single else reports, ensure_ascii=False))
+        else:
+            print_profiles(layers, stdout_console())
+        if self.plot is not None:
+            meta = trace.meta
+            draw_profiles(layers, f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}", self.plot)
+
+    def _write_report(self, profiled: Profiled) -> None:
+        """The page or its JSON, and the pictures as files."""
+        from moeedge.analysis.model_profile import routing_agreement
+        from moeedge.analysis.profile_json import complete_report, run_facts
+        from moeedge.ui.console import say, stderr_console
+        from moeedge.ui.pictures import save_picture
+        from moeedge.ui.profile_findings import findings, page_title, run_lines
+        from moeedge.ui.profile_pictures import profile_pictures
+        from moeedge.ui.progress import count_bar
+        from moeedge.ui.report import report_html, write_report
+
+        err = stderr_console()
+        profile = _model_profile(profiled)
+        other, compared = None, None
+        run = run_facts(profiled.trace, profiled.recording)
+        if self.compare is not None:
+            other_trace = _read(self.compare)
+            chosen = [layer for layer in profiled.layers if layer in other_trace.expert_layers()]
+            other = _model_profile(Profiled(trace=other_trace, layers=chosen))
+            profile = replace(profile, agreement=routing_agreement(profile.trace, other.trace))
+            compared = (other, run_facts(other.trace))
+        numbers: dict[str, Any] = complete_report(profile, run, compared)
+        pictures = profile_pictures(profile, other)
+        if self.report is not None and self.report.suffix.lower() == ".json":
+            write_report(self.report, json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n")
+        elif self.report is not None:
+            facts, sentences = run_lines(profile, other), findings(profile, other)
+            write_report(self.report, report_html(page_title(profile, other), facts, sentences, pictures, numbers))
+        if self.pictures is not None:
+            self.pictures.mkdir(parents=True, exist_ok=True)
+            with count_bar(err, "drawing", "pictures", len(pictures)) as bar:
+                for picture in pictures:
+                    save_picture(picture, self.pictures / f"{picture.key}.png")
+                    bar.add()
+        written = [str(path) for path in (self.report, self.pictures) if path is not None]
+        say(err, f"Written: {', '.join(written)}.")
+
+
+def _model_profile(profiled: Profiled) -> ModelProfile:
+    from moeedge.analysis.model_profile import profile_model
+
+    with _layer_bar(len(profiled.trace.expert_layers())) as on_layer:
+        return profile_model(
+            profiled.trace,
+            profiled.layers,
+            steps=profiled.steps,
+            gamma=profiled.gamma,
+            pair=profiled.pair,
+            on_layer=on_layer,
+        )
+
+
+@contextmanager
+def _layer_bar(n_layers: int) -> Iterator[Callable[[int], None]]:
+    from moeedge.ui.console import stderr_console
+    from moeedge.ui.progress import count_bar
+
+    with count_bar(stderr_console(), "profiling", "layers", n_layers) as bar:
+        yield lambda done: bar.update(completed=done)
+
+
+def profile_trace(
+    path: Path, layer: str | None, layers: str | None, *, gamma: int | None, acceptance_chance: float | None, seed: int
+) -> Profiled:
+    """A recorded trace to profile; with an acceptance chance, its text cut into verifications of `gamma` drafts.
+
+    Raises InputError for an unusable file, LayerRangeError for a layer that does not exist or was not recorded.
+    """
+    import numpy as np
+
+    from moeedge.engine.recording import parse_layers
+    from moeedge.trace.steps import simulated_steps
+
+    trace = _read(path)
+    recorded = trace.expert_layers()
+    if not recorded:
+        raise InputError(f"{path} has no recorded experts.", "Name another trace.")
+    n_layers = trace.meta.n_layers
+    if layers is None:
+        asked = parse_layers(str(recorded[-1]) if layer is None else layer, n_layers, single=True)
+    else:
+        asked = parse_layers(layers, n_layers)
+    chosen = [each for each in asked if each in recorded]
+    if not chosen:
+        raise LayerRangeError(f"{path} has no recorded experts in layer {asked[0]}.", "Name another layer.")
+    if acceptance_chance is None:
+        return Profiled(trace=trace, layers=chosen)
+    gamma = _GAMMA if gamma is None else gamma
+    rng = np.random.default_rng(max(seed, 0))
+    steps = simulated_steps(trace, gamma=gamma, acceptance_chance=acceptance_chance, rng=rng)
+    return Profiled(trace=trace, layers=chosen, steps=steps, gamma=gamma)
+
+
+def _read(path: Path) -> Trace:
+    from moeedge.trace.importers import read_trace
+
+    return read_trace(path)
