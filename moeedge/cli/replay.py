@@ -12,8 +12,10 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import names, numbers
-from moeedge.cli.declare import Output, derive, option
+from moeedge.cli.declare import Output, derive, flatten, option
+from moeedge.cli.trace_budgets import TraceBudgets
 from moeedge.errors import InputError
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.sim.curves import LIMITS, CurveConfig, CurveInput, CurvePanel, trace_curves
 from moeedge.sim.noisy_predictor import PredictorAccuracy
@@ -111,6 +113,7 @@ Plot = Annotated[Path | None, derive(options.Plot, help="Draw the curves (.png, 
 Processes = Annotated[int, derive(options.Threads, help="Processes for --curve; 0: one per core.")]
 
 
+@flatten
 def replay(
     traces: Traces,
     cache_ratio: options.CacheRatioList = "0.17",
@@ -129,6 +132,8 @@ def replay(
     n_experts: options.NExperts = None,
     expert_bytes: options.ExpertBytes = None,
     seed: options.Seed = 0,
+    *,
+    expert_budgets: TraceBudgets,
     curve: Curve = False,
     plot: Plot = None,
     threads: Processes = 0,
@@ -157,6 +162,8 @@ def replay(
         )
     if link is not None and (curve or limits is not None):
         raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
+    if curve and expert_budgets.expert_budget is not None:
+        raise InputError("--curve has no expert budgets.", "Leave out one of them.")
     ranges = _ranges(texts, len(traces))
     jobs = []
     for path, chosen in zip(traces, ranges, strict=True):
@@ -172,7 +179,8 @@ def replay(
             rejected_token_models=None if rejected_token_model is None else rejected_token_model.models,
             seed=seed,
         ):
-            jobs.append(_Job(path.name, about, schedule, profile, _expert_bytes(recorded, expert_bytes)))
+            budgets = expert_budgets.budgets(profile)
+            jobs.append(_Job(path.name, about, schedule, profile, _expert_bytes(recorded, expert_bytes), budgets))
     accuracy = _accuracy(predictor_accuracy)
     if curve:
         config = CurveConfig(
@@ -216,6 +224,7 @@ class _Job:
     schedule: Schedule
     profile: np.ndarray | None
     expert_bytes: np.ndarray | None
+    budgets: tuple[ExpertBudget | None, ...] | None
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -309,7 +318,7 @@ def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
     n_steps = sum(job.schedule.prefill.size for job in jobs)
     with count_bar(stderr_console(), "replaying", "steps", n_steps) as bar:
         for job in jobs:
-            own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes)
+            own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
             if config.link is not None:
                 if job.expert_bytes is None:
                     raise InputError(

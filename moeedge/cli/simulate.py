@@ -13,7 +13,8 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import integers, names, numbers
-from moeedge.cli.declare import Output, derive, option
+from moeedge.cli.declare import Output, derive, flatten, option
+from moeedge.cli.trace_budgets import TraceBudgets
 from moeedge.errors import InputError
 from moeedge.policies.registry import expand_names
 from moeedge.sim import simulate as simulation
@@ -33,7 +34,7 @@ Hardware = Annotated[
         options.HARDWARE,
         "--hardware NAME|FILE",
         "rtx4090-pcie4, rtx3090, rtx-a5000, a100, h200, a JSON file with the same fields, a file that moeedge "
-        'calibrate wrote, or "this": the newest such file for the model.',
+        'calibrate wrote, or "this": the newest such file for the model. With ":cpu" after it: without its GPU.',
     ),
 ]
 Model = Annotated[
@@ -80,6 +81,7 @@ Gantt = Annotated[
 EventLog = Annotated[Path | None, option(options.OUTPUT, "--event-log FILE", "Write all events of the last row.")]
 
 
+@flatten
 def simulate(
     hardware: Hardware = "rtx4090-pcie4",
     model: Model = "qwen3-30b-a3b",
@@ -94,6 +96,8 @@ def simulate(
     draft_max: options.DraftMaxList = "8",
     utility_cap: options.UtilityCapList = "4",
     link: LinkFactor = "1",
+    *,
+    expert_budgets: TraceBudgets,
     ranges: Ranges = True,
     ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
     gantt: Gantt = None,
@@ -114,8 +118,11 @@ def simulate(
     if event_log is not None:
         check_output(event_log)
     routing, shape = _trace(trace, model, n_tokens, seed)
+    if hardware.endswith(":cpu") and any(numbers(cache_ratio, "--cache-ratio")):
+        raise InputError("A machine without GPU caches no experts.", "Add --cache-ratio 0 --policy none.")
     costs_of, machine_name = _machine(hardware, model, shape)
     about = {"hardware": machine_name, "model": shape.name, "trace": trace.name if trace else "stand-in"}
+    budgets = expert_budgets.budgets()
     configs = [
         simulation.SimulationConfig(
             policy=name,
@@ -127,13 +134,15 @@ def simulate(
             ablations=options.ablations(ablate),
             seed=seed,
             max_steps=max_steps,
+            budget=budget,
         )
-        for name, ratio, gamma, cap, link_factor in itertools.product(
+        for name, ratio, gamma, cap, link_factor, budget in itertools.product(
             expand_names(names(policy, "--policy")),
             numbers(cache_ratio, "--cache-ratio"),
             integers(draft_max, "--draft-max"),
             integers(utility_cap, "--utility-cap"),
             numbers(link, "--link"),
+            budgets or (None,),
         )
     ]
     configs = [
@@ -154,7 +163,7 @@ def simulate(
                 results.append(simulation.Range(*(found[side] for side in sides)))
                 bar.add()
     finally:  # Ctrl-C keeps the rows so far
-        rows = [result.row(**about) for result in results]
+        rows = [result.row(**about) | ({} if budgets is None else result.chosen.budget_row()) for result in results]
         if rows and output is Output.JSON:
             typer.echo(json.dumps(rows, indent=1))
         elif rows:

@@ -22,7 +22,7 @@ way its copies to the device wait for a chunk, and the CPU shares its memory wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, observation_of
 from moeedge.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_ns
+from moeedge.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.sim.mover import Demand, Mover
 from moeedge.sim.noisy_predictor import NoisyPredictor
 from moeedge.sim.step_costs import StepCosts
@@ -66,7 +67,7 @@ class Execution:
     """Runs `batches` under one policy. The first `warm_steps` verifications are not in the time breakdown.
 
     execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers more, all of whose experts are
-    on the device, use experts as the others do on average.
+    on the device, use experts as the others do on average. budgeted: the expert budget of verifications.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Execution:
         warm_steps: int = 0,
         keep_log: bool = False,
         n_whole_layers: int = 0,
+        budgeted: BudgetedTrace | None = None,
     ) -> None:
         self.clock = Clock()
         self.log = Log(kept=keep_log)
@@ -94,7 +96,7 @@ class Execution:
         self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
         self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_blocks = "block-inputs" in policy.required_inputs
-        self._n_whole_layers = n_whole_layers
+        self._n_whole_layers, self._budgeted = n_whole_layers, budgeted
         self._n_slots = int(shape.capacity.sum()) // costs.n_layouts
         self._n_tokens = 1  # of the batch that is being verified
         self._n_verified = 0  # the number of the verification
@@ -124,7 +126,7 @@ class Execution:
         limit = self.execution_model.cached_tokens_max
         self._n_tokens = batch.n_tokens
         self._bypasses_cache = limit is not None and batch.n_tokens > limit
-        yield from self._verify(batch.counts)
+        batch = yield from self._verify(batch)
         yield from self._end(batch, following)
         time, step_ns = self.time, self.clock.now_ns - start_ns
         time.hits.uploads += self.mover.n_uploads - n_uploads
@@ -136,6 +138,8 @@ class Execution:
         if self._n_verified == self._warm_steps:
             self.time = TimeBreakdown()
             self.step_ns.clear()
+            if self._budgeted is not None:
+                self._budgeted.stats = BudgetStats()
 
     def _draft(self, batch: Batch) -> Process:
         """Drafts tokens one by one, and plans for the batch that they make."""
@@ -156,17 +160,25 @@ class Execution:
         if self._reads_draft:  # predicted experts must be there before verification begins (SP-MoE, section 3.2)
             yield from self._wait_for_link(self.mover.drained())
 
-    def _verify(self, counts: NDArray[np.int32]) -> Process:
-        yield from self._whole_layers(counts)
+    def _verify(self, batch: Batch) -> Generator[int | Signal, None, Batch]:
+        """Computes the batch, and returns it under the expert budget."""
+        yield from self._whole_layers(batch.counts)
+        by_layer = self._budgeted is not None and self._budgeted.prefers_resident
+        if self._budgeted is not None and not by_layer:
+            batch = self._budgeted.limited(batch)
         for layer in range(self.shape.n_layers):
             yield from self._on_gpu("dense", self.costs.dense_ns, layer)
             if self.shape.group[layer] >= 0:
                 if self.driver.plans_layers:
                     self.driver.push_layer(layer, self._predictor.of_gates(layer) if self._reads_blocks else None)
-                yield from self._experts(layer, counts[layer])
+                if self._budgeted is not None and by_layer:
+                    is_resident = self.mover.resident == Residency.RESIDENT
+                    batch = self._budgeted.limited(batch, is_resident, np.array([layer]))
+                yield from self._experts(layer, batch.counts[layer])
         if self.costs.head_demand_ns:
             yield from self._loaded(self.mover.demand(-1, [], self.costs.head_demand_ns))
         yield from self._on_gpu("dense", self.costs.head_ns)
+        return batch
 
     def _whole_layers(self, counts: NDArray[np.int32]) -> Process:
         n, n_others = self._n_whole_layers, np.count_nonzero(self.shape.group >= 0)

@@ -28,6 +28,7 @@ from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, ch
 from moeedge.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
 from moeedge.scheduler.driver import StepDriver
 from moeedge.sim.batches import HitStats, observation_of
+from moeedge.sim.expert_budgets import BudgetedTrace
 from moeedge.sim.noisy_predictor import GatePrediction
 from moeedge.sim.slots import Slots
 from moeedge.trace.schedule import Batch, Chunk
@@ -48,6 +49,7 @@ class ReplayStats:
     judged_right: int = 0
     pairs_hit_by_batch: list[int] = field(default_factory=list)  # 0 for prompts
     uploads_until: list[int] = field(default_factory=list)  # the sum of uploads as each batch ended
+    budgeted: BudgetedTrace | None = None  # the expert budget that limited the batches, with its figures
 
     def add(self, chunk: Chunk, resident: NDArray[np.bool_]) -> None:
         """Adds the hits of a chunk; resident [n_batches, n_layers, n_experts] as each batch began."""
@@ -64,6 +66,7 @@ class PolicyReplay:
 
     max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. checked_cap: check every plan against this K.
     fresh_policy: makes the policy that each text begins with; None: `policy` goes through all of them.
+    budgeted: an expert budget that prefers resident experts, so that every policy has experts of its own.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class PolicyReplay:
         expert_bytes: NDArray[np.int64] | None = None,
         checked_cap: int | None = None,
         fresh_policy: Callable[[], Policy] | None = None,
+        budgeted: BudgetedTrace | None = None,
     ) -> None:
         self.slots = Slots(shape)
         self.stats = ReplayStats()
@@ -87,6 +91,7 @@ class PolicyReplay:
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
         self._fresh_policy = fresh_policy
+        self.budgeted = budgeted
         self._uploads_per_batch = None if max_uploads is None else max_uploads * self._expert_layers.size
         self._credit = 0.0  # uploads that the link could have carried until now and did not
         self._plan: Plan | None = None  # the newest
@@ -97,17 +102,23 @@ class PolicyReplay:
         """Replays all batches of the chunk; `predictions` has an entry for each."""
         resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        if self.budgeted is not None:
+            chunk = replace(chunk, counts=chunk.counts.copy())
         for index, batch in enumerate(chunk.batches):
             self._begin_batch(batch)
             if not batch.prefill:
                 prediction = None if predictions is None else predictions[index]
                 plan = self._plan_draft(batch, prediction)
                 if self._driver.keeps_loads:
-                    self._keep_loads(batch, resident[index])
-                elif self._driver.plans_layers and (prediction is not None or not self._reads_gates):
-                    self._plan_layers(resident[index], prediction)
+                    batch = self._keep_loads(batch, resident[index])
                 else:
-                    np.copyto(resident[index], self.slots.resident, casting="unsafe")
+                    if self._driver.plans_layers and (prediction is not None or not self._reads_gates):
+                        self._plan_layers(resident[index], prediction)
+                    else:
+                        np.copyto(resident[index], self.slots.resident, casting="unsafe")
+                    batch = self._limited(batch, resident[index])
+                if self.budgeted is not None:
+                    chunk.counts[index] = batch.counts
                 if plan.expected is None:
                     np.greater_equal(plan.utility, 1.0, out=hot[index])
                 else:
@@ -182,15 +193,23 @@ class PolicyReplay:
             self._driver.push_layer(layer, gates)
             np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
 
-    def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
-        """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found."""
+    def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> Batch:
+        """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found.
+
+        Returns the batch under the expert budget.
+        """
         if self._cached_tokens_max is not None and batch.n_tokens > self._cached_tokens_max:
-            return
+            return self._limited(batch, resident)
         for layer in self._expert_layers.tolist():
             np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
+            batch = self._limited(batch, resident, np.array([layer]))
             plan = self._driver.plan_load(layer, np.flatnonzero(batch.counts[layer]))
             if plan is not None:
                 self.slots.push(plan)
+        return batch
+
+    def _limited(self, batch: Batch, resident: NDArray[np.bool_], layers: NDArray[np.intp] | None = None) -> Batch:
+        return batch if self.budgeted is None else self.budgeted.limited(batch, resident, layers)
 
     def _load_on_demand(self, missing: NDArray[np.bool_]) -> None:
         self._loaded = missing

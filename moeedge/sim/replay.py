@@ -6,16 +6,19 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.engine.budgets import budget_record
 from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.bounds import NextUse
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.sim.batches import cache_shape
+from moeedge.sim.expert_budgets import BudgetedTrace
 from moeedge.sim.noisy_predictor import (
     NO_PREDICTOR,
     NoisyPredictor,
@@ -64,10 +67,12 @@ class ReplayRow:
     without_predictor: bool  # its predictor reads what a trace lacks, and nothing took its place: not to be ranked
     seed: int
     model: str
+    expert_budget: dict[str, Any] | None = None  # the row's budget and its figures; None: no budgets were asked for
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
-        return asdict(self)
+        row = asdict(self)
+        return row | (row.pop("expert_budget") or {})
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class ReplayArm:
     policy: str  # or a bound: oracle, belady
     cache_ratio: float
     max_uploads: float | None = None  # per layer and batch, of what plans move
+    budget: ExpertBudget | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,7 @@ class ReplayConfig:
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
     accuracy: PredictorAccuracy = NO_PREDICTOR
+    budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
 
     def __post_init__(self) -> None:
         if not self.ratios:
@@ -126,20 +133,21 @@ def replay(
     on_batches: called with the number of batches that are done. Raises ValueError for an unknown policy.
     """
     arms = [
-        ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads)
+        ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads, budget)
         for ratio in config.ratios
+        for budget in config.budgets or (None,)
         for name in (*config.policies, *BOUNDS)
     ]
     found = replay_arms(schedule, arms, config, on_batches=on_batches)
-    bounds = {(arm.cache_ratio, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
+    bounds = {(arm.cache_ratio, arm.budget, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
     return [
         _row(
             schedule,
             config,
             arm,
             stats,
-            oracle=bounds[arm.cache_ratio, "oracle"],
-            belady=bounds[arm.cache_ratio, "belady"],
+            oracle=bounds[arm.cache_ratio, arm.budget, "oracle"],
+            belady=bounds[arm.cache_ratio, arm.budget, "belady"],
         )
         for arm, stats in zip(arms, found, strict=True)
     ]
@@ -152,27 +160,46 @@ def replay_arms(
     *,
     on_batches: Callable[[int], None] = lambda _n: None,
 ) -> list[ReplayStats]:
-    """What each arm found; of `config` what all arms share: seed, bytes, profile, predictors, memory between texts."""
+    """What each arm found; of `config` what all arms share: seed, bytes, profile, predictors, memory between texts.
+
+    Arms of the same expert budget go through the same experts, unless it prefers resident ones; bounds then go through
+    those without the preference. Predictors predict what the router chooses.
+    """
     predictor = NoisyPredictor(popularity_of(schedule.trace), config.accuracy, config.seed)
-    next_use = None
-    if any(arm.policy == "belady" for arm in arms):
-        next_use = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
+    budgeted = {
+        arm.budget: BudgetedTrace(
+            schedule.trace, None if arm.budget is None else replace(arm.budget, prefer_resident=0)
+        )
+        for arm in arms
+        if arm.budget is not None or config.budgets is not None
+    }
+    next_use: dict[ExpertBudget | None, NextUse] = {}
+    for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
+        if budget is None:
+            next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
+        else:
+            next_use[budget] = NextUse(budgeted[budget].limited_counts(schedule))
     replays: list[PolicyReplay | BoundReplay] = []
     for arm in arms:
         if arm.policy in BOUNDS:
             shape = cache_shape(schedule.trace, arm.cache_ratio)
-            replays.append(BoundReplay(shape, next_use if arm.policy == "belady" else None))
+            replays.append(BoundReplay(shape, next_use[arm.budget] if arm.policy == "belady" else None))
         else:
             replays.append(_policy_replay(schedule, arm, config))
     sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
     for chunk in schedule.chunks():
         predictions = {source: predictor.predict_chunk(chunk, source) for source in sources if source is not None}
-        for source, arm_replay in zip(sources, replays, strict=True):
+        limited = {budget: trace.limited_chunk(chunk) for budget, trace in budgeted.items()}
+        for arm, source, arm_replay in zip(arms, sources, replays, strict=True):
             if isinstance(arm_replay, BoundReplay):
-                arm_replay.run(chunk)
+                arm_replay.run(limited.get(arm.budget, chunk))
             else:
-                arm_replay.run(chunk, None if source is None else predictions[source])
+                own = chunk if arm_replay.budgeted is not None else limited.get(arm.budget, chunk)
+                arm_replay.run(own, None if source is None else predictions[source])
         on_batches(chunk.first + len(chunk.batches))
+    for arm, arm_replay in zip(arms, replays, strict=True):
+        own_budget = None if isinstance(arm_replay, BoundReplay) else arm_replay.budgeted
+        arm_replay.stats.budgeted = own_budget or budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]
 
 
@@ -187,12 +214,14 @@ def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> 
     def make() -> Policy:
         return make_policy(arm.policy, shape, policy_config)
 
+    budgeted = BudgetedTrace(schedule.trace, arm.budget)
     return PolicyReplay(
         make(),
         shape,
         max_uploads=arm.max_uploads,
         expert_bytes=config.expert_bytes,
         fresh_policy=make if config.fresh_memory else None,
+        budgeted=budgeted if budgeted.prefers_resident else None,
     )
 
 
@@ -256,4 +285,7 @@ def _row(
         without_predictor=lacks_predictor(arm.policy, config.accuracy),
         seed=config.seed,
         model=schedule.trace.meta.model,
+        expert_budget=None
+        if config.budgets is None or stats.budgeted is None
+        else budget_record(arm.budget) | stats.budgeted.row(),
     )

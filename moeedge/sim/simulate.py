@@ -8,12 +8,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.engine.budgets import budget_record
 from moeedge.native.abi import Phase
 from moeedge.policies.base import CacheShape, Policy, PolicyConfig
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, make_policy
 from moeedge.sim.batches import cache_shape
 from moeedge.sim.clock import Log
 from moeedge.sim.execution import Execution, TimeBreakdown
+from moeedge.sim.expert_budgets import BudgetedTrace
 from moeedge.sim.model_shape import ModelShape
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.sim.step_costs import StepCosts
@@ -40,6 +43,7 @@ class SimulationConfig:
     seed: int = 0
     max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
     n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
+    budget: ExpertBudget | None = None  # of verifications
     options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
 
     def __post_init__(self) -> None:
@@ -53,6 +57,8 @@ class SimulationConfig:
             raise ValueError(f"the utility cap (-K) must be in 1..64, not {self.cap}")
         if not self.link_factor > 0:
             raise ValueError(f"the link factor must be > 0, not {self.link_factor}")
+        if self.n_whole_layers and self.budget is not None:
+            raise ValueError("whole layers have no expert budget")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +72,7 @@ class SimulationResult:
     step_s: NDArray[np.float64]  # of every verification in the breakdown
     log: Log
     n_expert_layers: int
+    experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
     first_step: int = 0  # number of the first verification in the breakdown
 
     @property
@@ -107,6 +114,10 @@ class SimulationResult:
             "tokens": time.tokens,
             **{f"busy_{stream}_s": self.log.busy_ns[stream] * 1e-9 for stream in ("gpu", "cpu", "link")},
         }
+
+    def budget_row(self) -> dict[str, Any]:
+        """The expert budget and its figures, flat."""
+        return budget_record(self.config.budget) | self.experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +180,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     batches = _batches(trace, config, gamma, recorded)
     shape = cache_shape(trace, cache_ratio)
     warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
+    budgeted = BudgetedTrace(trace, config.budget)
     execution = Execution(
         costs,
         shape,
@@ -178,6 +190,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         warm_steps=warm_steps,
         keep_log=keep_log,
         n_whole_layers=n_whole,
+        budgeted=budgeted,
     )
     time = execution.run()
     return SimulationResult(
@@ -188,6 +201,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         step_s=np.array(execution.step_ns) * 1e-9,
         log=execution.log,
         n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
+        experts=budgeted.row(),
         first_step=warm_steps,
     )
 

@@ -26,6 +26,7 @@ from moeedge.sim.model_shape import ModelShape, only_known, read_data, read_json
 
 TOKENS_MAX = 256  # of one expert: where the curves end
 _EXPERT_TENSORS = 3  # gate, up, down
+_CPU_ONLY = ":cpu"  # after the name of a machine
 _DENSE_TENSORS = 9  # four of attention and two norms of it, two norms of the layer, the router
 NsArray = NDArray[np.int64]
 
@@ -44,6 +45,7 @@ class HardwareSpec:
     link_latency_s: float  # of one transfer of any size
     layer_overhead_s: float  # of a layer's launches, in addition to its memory traffic
     sync_s: float  # handing a layer's hidden states to the CPU and back
+    has_gpu: bool = True
 
     def __post_init__(self) -> None:
         for name in ("gpu_bytes_per_s", "gpu_flops", "cpu_bytes_per_s", "cpu_flops", "link_bytes_per_s"):
@@ -52,6 +54,18 @@ class HardwareSpec:
         for name in ("gpu_memory_bytes", "link_latency_s", "layer_overhead_s", "sync_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0")
+
+    def cpu_only(self) -> HardwareSpec:
+        """The machine without its GPU: the CPU computes all. A layer starts as many threads as it launched kernels."""
+        return replace(
+            self,
+            name=self.name + _CPU_ONLY,
+            gpu_bytes_per_s=self.cpu_bytes_per_s,
+            gpu_flops=self.cpu_flops,
+            gpu_memory_bytes=0.0,
+            sync_s=0.0,
+            has_gpu=False,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +165,12 @@ def builtin_hardware(side: Side = "chosen") -> dict[str, HardwareSpec]:
 
 
 def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
-    """A built-in machine, or one from a JSON file of the same fields. Raises InputError for anything else."""
+    """A built-in machine, or one from a JSON file of the same fields; with ":cpu" after it, without its GPU.
+
+    Raises InputError for anything else.
+    """
+    if text.endswith(_CPU_ONLY):
+        return find_hardware(text.removesuffix(_CPU_ONLY), side).cpu_only()
     known = builtin_hardware(side)
     if text in known:
         return known[text]
@@ -183,6 +202,8 @@ def find_program(name: str, side: Side = "chosen") -> Framework:
 def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framework | None = None) -> StepCosts:
     """Costs from sizes: the longer of bytes over bandwidth and operations over speed, plus stated overheads."""
     framework = framework or Framework()
+    if not hardware.has_gpu:
+        framework = replace(framework, handoff=None, block_s=0.0, tile_s=0.0, reread=0.0)
     tokens = np.arange(TOKENS_MAX + 1)
 
     def curve(bytes_per_s: float, flops: float, reread: float = 0.0) -> NsArray:

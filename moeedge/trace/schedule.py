@@ -53,6 +53,7 @@ class Batch:
     is_first: bool  # of its text
     hidden_states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens; None: unknown
     drafts_known: bool = True  # before the verification; False: of a cut window
+    rows: NDArray[np.int64] | None = None  # [n_tokens], of the trace
 
     @property
     def n_tokens(self) -> int:
@@ -176,6 +177,7 @@ class Schedule:
                 is_first=bool(self.is_first[first + index]),
                 hidden_states=self._hidden_states(rows[part]) if self.drafts_known else None,
                 drafts_known=self.drafts_known or prefill,
+                rows=rows[part],
             )
             batches.append(batch)
         return Chunk(first, batches, counts, ~self.prefill[first:last])

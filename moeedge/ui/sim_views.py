@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,19 @@ _REPLAY_COLUMNS = (
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
     Column("of oracle", "share_of_oracle", ".3f"),
 )
-
+_BUDGET_COLUMNS = (
+    Column("natural", "experts_natural", ".1f"),
+    Column("kept", "experts_kept", ".1f"),
+    Column("weight", "kept_probability", ".3f"),
+)
+_BUDGET_LEGEND = (
+    "natural, kept: distinct experts per layer and step that the router chose, and under the budget. weight: share of "
+    "the router's weight that is on kept experts"
+)
+_WEIGHT_SOURCES = {
+    "weights": "the trace's weights of the experts that tokens use",
+    "counts": "counts, since the trace has no weights",
+}
 
 _DEFAULT = "spac"
 _UNRANKED = {*BOUNDS, "offline bound", *(f"({name})" for name in TABLE)}
@@ -55,18 +68,33 @@ def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
     """A table per model of rejected tokens and cache ratio, the best policy first and the bounds last."""
     has_bytes = any(row.bytes_per_step is not None for row in rows)
     columns = [column for column in _REPLAY_COLUMNS if has_bytes or column.title != "MiB/step"]
-    for (model, ratio), group in groupby(rows, key=lambda row: (row.rejected_token_model, row.cache_ratio)):
+    if any(row.expert_budget is not None for row in rows):
+        columns += [replace(column, value=_of_budget(str(column.value))) for column in _BUDGET_COLUMNS]
+    for (model, ratio, budget), group in groupby(
+        rows, key=lambda row: (row.rejected_token_model, row.cache_ratio, _budget_of(row))
+    ):
         entries = list(group)
         ranked = sorted(
             (row for row in entries if row.policy not in BOUNDS),
             key=lambda row: (row.without_predictor, -row.hit_rate_pairs),
         )
         ranked += [row for row in entries if row.policy in BOUNDS]
-        title = _replay_title(ranked[0], model, ratio)
+        title = _replay_title(ranked[0], model, ratio) + budget
         print_table(console, columns, ranked, title=title, style=_row_style)
         console.print()
     if rows:
         console.print(_replay_legend(rows), style="dim")
+
+
+def _of_budget(name: str) -> Callable[[ReplayRow], Any]:
+    return lambda row: row.as_dict()[name]
+
+
+def _budget_of(row: ReplayRow) -> str:
+    """The budget of a row for the title; empty where no budgets were asked for."""
+    if row.expert_budget is None:
+        return ""
+    return f"; {row.expert_budget['budget'] or 'no expert budget'}"
 
 
 def _row_style(row: ReplayRow) -> str:
@@ -100,6 +128,9 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
         lines.append(
             f"* needs what layers read, which a trace lacks: a predictor of stated accuracy replaces it ({names})."
         )
+    if any(row.expert_budget is not None for row in rows):
+        source = rows[0].as_dict()["budget_weights"]
+        lines.append(f"{_BUDGET_LEGEND}; ranked by {_WEIGHT_SOURCES[source]}.")
     return "\n".join(lines + shortcomings(rows))
 
 
@@ -209,6 +240,7 @@ _VARIED = {
     "utility_cap": "K",
     "link_factor": "link",
     "rejected_token_model": "rejected tokens",
+    "budget": "expert budget",
 }
 _PARTS = {
     "draft_s": "draft",
@@ -232,13 +264,18 @@ _SIMULATE_COLUMNS = (
 
 def print_simulation(rows: Sequence[Row], console: Console) -> None:
     """Speed, parts of the time per token in ms, hits and transfers; the title names what all rows have in common."""
-    varied = [key for key in _VARIED if key == "policy" or len({row[key] for row in rows}) > 1]
-    same = [f"{name} {_short(rows[0][key])}" for key, name in _VARIED.items() if key not in varied]
+    has_budgets = "budget" in rows[0]
+    known = {key: name for key, name in _VARIED.items() if has_budgets or key != "budget"}
+    varied = [key for key in known if key == "policy" or len({row[key] for row in rows}) > 1]
+    same = [f"{name} {_short(rows[0][key])}" for key, name in known.items() if key not in varied]
     about = [str(rows[0][key]) for key in ("model", "hardware", "trace")]
     title = ", ".join([*about, *(text for text in same if text not in ("without ", "link 1"))])
     columns = [Column(_VARIED[key], key, _short, left=True) for key in varied]
-    print_table(console, [*columns, *_SIMULATE_COLUMNS], rows, title=title, n_keys=len(varied))
+    columns += [*_SIMULATE_COLUMNS, *(_BUDGET_COLUMNS if has_budgets else ())]
+    print_table(console, columns, rows, title=title, n_keys=len(varied))
     note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
+    if has_budgets:
+        note += f" {_BUDGET_LEGEND}; ranked by {_WEIGHT_SOURCES[rows[0]['budget_weights']]}."
     console.print(note, soft_wrap=not console.is_terminal)
 
 

@@ -1,0 +1,175 @@
+"""Expert budgets on the batches of a trace (moeedge/policies/expert_budget.py): what MoE-Spec's verification computes.
+
+A trace holds a token's experts and, if it was recorded with them, their weights as the model applies them, but not the
+probabilities of the other experts. So the router ranking (Eq. 5) sums the weights of the tokens' own experts: what a
+token gives to experts that it does not use is left out, and a model that normalises the weights of a token gives every
+token the same say. A token whose expert is not shortlisted gets the shortlisted experts with the highest scores of the
+batch in its place, where the engine takes those with the token's own next probabilities. How many experts a batch uses
+and which are shortlisted hardly depends on this; who computes a replaced pair does. Without weights all experts of a
+token count alike (`WeightSource`).
+
+As in the engine, verifications of two tokens and more have the budget, prompts and single tokens have none, and
+truncation leaves a zeroed place with another expert of the shortlist, which is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.experts import count_ids
+from moeedge.policies.expert_budget import ExpertBudget, apply_budget, router_scores, static_scores
+from moeedge.trace.format import Trace
+from moeedge.trace.schedule import Batch, Chunk, Schedule
+
+WeightSource = Literal["weights", "counts"]  # of the trace; counts: it has none, every expert of a token weighs alike
+_UNUSED = 1e-9  # share of the batch's score that stands for a token's unknown probability of an expert
+
+
+@dataclass
+class BudgetStats:
+    """Experts of verifications, summed over layers with experts and steps that are not prompts."""
+
+    layer_steps: int = 0
+    natural: int = 0  # distinct experts that the router chose
+    kept: int = 0  # that were computed
+    kept_max: int = 0  # the largest number of a layer and step
+    kept_probability: float = 0.0  # share of the weight of the router's choices that is on shortlisted experts
+
+    def row(self) -> dict[str, float | int]:
+        """Means by layer and step, as -o json prints them."""
+        n = max(self.layer_steps, 1)
+        return {
+            "experts_natural": round(self.natural / n, 6),
+            "experts_kept": round(self.kept / n, 6),
+            "experts_max": self.kept_max,
+            "kept_probability": round(self.kept_probability / n, 6),
+        }
+
+
+@dataclass
+class BudgetedTrace:
+    """Limits the verifications of one trace, and counts what that keeps. budget None: counts alone.
+
+    Raises InputError for a budget that does not suit the trace's model, and for the oracle ranking, which reads
+    outputs of experts.
+    """
+
+    trace: Trace
+    budget: ExpertBudget | None
+    stats: BudgetStats = field(default_factory=BudgetStats)
+
+    def __post_init__(self) -> None:
+        meta = self.trace.meta
+        self._layers = np.array(self.trace.expert_layers(), dtype=np.intp)
+        self._budgets = np.full(meta.n_layers, meta.n_experts, dtype=np.int32)
+        self._static: NDArray[np.float64] | None = None
+        if self.budget is None:
+            return
+        if self.budget.ranking == "oracle":
+            raise InputError("A trace lacks the experts' outputs, which the oracle ranking reads.", "Choose router.")
+        self._budgets = self.budget.per_layer(self._layers, meta.n_layers, meta.n_experts, meta.n_expert_used)
+        if self.budget.ranking == "static" and self.budget.order is not None:
+            self._static = static_scores(self.budget.order)
+
+    @property
+    def prefers_resident(self) -> bool:
+        """Whether the shortlist depends on what is resident."""
+        return self.budget is not None and self.budget.prefer_resident > 0
+
+    @property
+    def source(self) -> WeightSource:
+        """What the scores are made of."""
+        return "counts" if self.trace.weights is None else "weights"
+
+    def row(self) -> dict[str, Any]:
+        """The figures of `stats`, and what they were made of."""
+        return {**self.stats.row(), "budget_weights": self.source}
+
+    def limited(
+        self, batch: Batch, resident: NDArray[Any] | None = None, layers: NDArray[np.intp] | None = None
+    ) -> Batch:
+        """The batch under the budget in these layers (default: all); a prompt is unchanged.
+
+        resident: [n_layers, n_experts], not 0: on the device.
+        """
+        if batch.prefill:
+            return batch
+        layers = self._layers if layers is None else layers
+        n_natural = np.count_nonzero(batch.counts[layers], axis=1)
+        is_over = n_natural > self._budgets[layers]
+        self._count(n_natural[~is_over])
+        changed = layers[is_over]
+        if not changed.size:
+            return batch
+        ids, counts = batch.ids.copy(), batch.counts.copy()
+        is_recorded = (ids[changed] >= 0).all(axis=2)  # [n_changed, n_tokens]
+        groups = [changed] if is_recorded.all() else np.split(changed, np.arange(1, changed.size))
+        for group in groups:
+            tokens = np.flatnonzero((ids[group[0]] >= 0).all(axis=1))
+            at = np.ix_(group, tokens)
+            ids[at] = self._apply(batch, group, tokens, None if resident is None else resident[group] != 0)
+        counts[changed] = count_ids(ids[changed], self.trace.meta.n_experts)
+        return replace(batch, ids=ids, counts=counts)
+
+    def limited_chunk(self, chunk: Chunk) -> Chunk:
+        """All batches of a chunk, without regard to what is resident."""
+        batches = [self.limited(batch) for batch in chunk.batches]
+        return replace(chunk, batches=batches, counts=np.stack([batch.counts for batch in batches]))
+
+    def limited_counts(self, schedule: Schedule) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Counts and `counted` of each chunk of a schedule under the budget; `stats` stay as they are."""
+        uncounted = BudgetedTrace(self.trace, self.budget)
+        for chunk in schedule.chunks():
+            yield uncounted.limited_chunk(chunk).counts, chunk.counted
+
+    def _apply(
+        self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp], resident: NDArray[np.bool_] | None
+    ) -> NDArray[np.int32]:
+        """Ids of these layers and tokens, all of them recorded: int32 [len(layers), len(tokens), k]."""
+        assert self.budget is not None
+        ids = batch.ids[np.ix_(layers, tokens)]
+        weights = self._weights(batch, layers, tokens)
+        probabilities = np.zeros((*ids.shape[:2], self.trace.meta.n_experts), dtype=np.float64)
+        np.put_along_axis(probabilities, ids, weights, axis=-1)
+        scores = router_scores(probabilities)
+        np.copyto(probabilities, _UNUSED * scores[:, None], where=probabilities == 0)
+        routing = apply_budget(
+            probabilities,
+            ids,
+            probabilities,
+            self._budgets[layers],
+            weights=weights.astype(np.float32),
+            coverage=self.budget.coverage,
+            scores=scores if self._static is None else self._static[layers],
+            resident=resident,
+            prefer=self.budget.prefer_resident,
+        )
+        self._count(routing.n_natural, routing.n_kept, routing.kept_probability)
+        return routing.ids
+
+    def _weights(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Weights of the router's choices, float64 [len(layers), len(tokens), k]."""
+        k = self.trace.meta.n_expert_used
+        if self.trace.weights is None or batch.rows is None:
+            return np.full((layers.size, tokens.size, k), 1.0 / k)
+        recorded = self.trace.weights[np.ix_(batch.rows[tokens], layers)].astype(np.float64).transpose(1, 0, 2)
+        return np.maximum(np.where(np.isfinite(recorded), recorded, 1.0 / k), 0.0)
+
+    def _count(
+        self,
+        n_natural: NDArray[Any],
+        n_kept: NDArray[Any] | None = None,
+        kept_probability: NDArray[np.float64] | None = None,
+    ) -> None:
+        kept = n_natural if n_kept is None else n_kept
+        self.stats.layer_steps += n_natural.size
+        self.stats.natural += int(n_natural.sum())
+        self.stats.kept += int(kept.sum())
+        self.stats.kept_max = max(self.stats.kept_max, int(kept.max(initial=0)))
+        self.stats.kept_probability += n_natural.size if kept_probability is None else float(kept_probability.sum())
