@@ -141,7 +141,10 @@ def budget_figures(
     unbudgeted: Sequence[Sample],
     perplexity: Perplexity | None,
 ) -> BudgetFigures:
-    """Returns the figures of a row of scored samples; as in `budget_point`."""
+    """Returns the figures of a row of scored samples, as in `budget_point`; modes that no budget acts on have no base."""
+
+    if not (mode.engine == "moeedge" and mode.drafts):
+        unbudgeted = ()
 
     def point(category: str) -> BudgetPoint:
         parts = ([s for s in group if category in (ALL, s.category)] for group in (own, reference, unbudgeted))

@@ -144,7 +144,8 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
     drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
-    draft = f"draft {drafted['draft']} (gamma {drafted['gamma']})" if drafted else "no draft"
+    gammas = ", ".join(str(gamma) for gamma in dict.fromkeys(row.setup["gamma"] for row in rows) if gamma)
+    draft = f"draft {drafted['draft']} (gamma {gammas})" if drafted else "no draft"
     cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
     if cached is not None:
         draft += f"; device {cached['device']}"

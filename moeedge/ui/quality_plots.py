@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from moeedge.bench.records import BenchRow
 
 _N_COLUMNS = 3
+_SCORED = "score / stock-ar's, mean of the categories"
+_AGREED = "agreement with stock-ar"
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,17 @@ def draw_quality(rows: Sequence[BenchRow], path: Path) -> bool:
         f"{setup['model']}, draft {drafted['draft']}, {rows[0].test}: expert budgets (lossy), numbers: the budget"
     )
     axes = figure.subplots(-(-n_panels // n_columns), n_columns, squeeze=False).reshape(-1)
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    handles: dict[str, Any] = {}
     for panel, (title, curves) in zip(axes, panels.items(), strict=False):
-        _draw_curves(panel, title, curves)
+        handles |= _draw_curves(panel, title, curves, names)
     for panel, lengths in zip(axes[len(panels) :], by_length, strict=False):
         _draw_lengths(panel, lengths)
     for panel in axes[n_panels:]:
         panel.axis("off")
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=3, fontsize="small", frameon=False
+    )
     save_figure(figure, path)
     return True
 
@@ -82,8 +89,8 @@ def quality_panels(rows: Sequence[BenchRow]) -> dict[str, Curves]:
         _add(whole, row, figures.total.ratio, *mean)
         for point in figures.by_category if scored else ():
             _add(panels.setdefault(point.category, {}), row, point.ratio, point.score, point.score_stderr)
-    first = "score / stock-ar's, mean of the categories" if scored else "agreement with stock-ar"
-    return {title: curves for title, curves in {first: whole, **panels}.items() if curves}
+    panels = {_SCORED if scored else _AGREED: whole, **panels}
+    return {title: curves for title, curves in panels.items() if curves}
 
 
 def _scored(row: BenchRow) -> bool:
@@ -114,15 +121,19 @@ def _family(row: BenchRow) -> str:
     mode = row.figures.mode
     choices = [mode.name, "" if mode.gamma is None else f"gamma {mode.gamma}"]
     if mode.budget is not None:
-        choices += [mode.budget.ranking, mode.budget.coverage]
+        several = "fitted budgets" if isinstance(mode.budget.budget, tuple) else "budgets"
+        choices += [several, mode.budget.ranking, mode.budget.coverage]
     return " ".join(filter(None, choices))
 
 
-def _draw_curves(axes: Any, title: str, curves: Curves) -> None:
-    for index, (name, points) in enumerate(curves.items()):
-        points = sorted(points, key=lambda point: -1.0 if point.budget is None else point.budget)
+def _draw_curves(axes: Any, title: str, curves: Curves, names: Sequence[str]) -> dict[str, Any]:
+    """Draws one panel; returns what the legend shows of each curve. names: of all panels, which agree in colours."""
+    handles = {}
+    for name, unsorted in curves.items():
+        index = names.index(name)
+        points = sorted(unsorted, key=lambda point: -1.0 if point.budget is None else point.budget)
         single = all(point.budget is None for point in points)
-        axes.errorbar(
+        handles[name] = axes.errorbar(
             [point.ratio for point in points],
             [point.quality for point in points],
             yerr=[point.error for point in points],
@@ -132,7 +143,6 @@ def _draw_curves(axes: Any, title: str, curves: Curves) -> None:
             markersize=5,
             linewidth=1.2,
             elinewidth=0.6,
-            label=name,
         )
         for point in points:
             axes.annotate(
@@ -140,9 +150,10 @@ def _draw_curves(axes: Any, title: str, curves: Curves) -> None:
             )
     axes.set_title(title, fontsize="small")
     axes.set_xlabel("decoding speed / stock-ar's")
-    axes.set_ylabel("score" if "/" not in title else "quality")
+    axes.set_ylabel("quality" if title in (_SCORED, _AGREED) else "score")
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize=7)
+    return handles
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,7 @@ def length_panels(rows: Sequence[BenchRow]) -> list[LengthPanel]:
 def _draw_lengths(axes: Any, panel: LengthPanel) -> None:
     for index, (name, points) in enumerate(panel.lines.items()):
         axes.plot(
-            *zip(*points, strict=True),
+            *zip(*sorted(points), strict=True),
             label=name,
             color=COLOURS[index % len(COLOURS)],
             marker=MARKERS[index % len(MARKERS)],
