@@ -141,8 +141,10 @@ def budget_figures(
     unbudgeted: Sequence[Sample],
     perplexity: Perplexity | None,
 ) -> BudgetFigures:
-    """Returns the figures of a row of scored samples, as in `budget_point`; modes that no budget acts on have no base."""
+    """Returns the figures of a row of scored samples, as in `budget_point`.
 
+    A mode that no budget acts on is compared with stock-ar alone.
+    """
     if not (mode.engine == "moeedge" and mode.drafts):
         unbudgeted = ()
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moeedge.bench.records import BenchRow
 
 _N_COLUMNS = 3
+_LEAST_RANGE = 0.05  # of a panel's qualities
 _SCORED = "score / stock-ar's, mean of the categories"
 _AGREED = "agreement with stock-ar"
 
@@ -151,7 +152,9 @@ def _draw_curves(axes: Any, title: str, curves: Curves, names: Sequence[str]) ->
     axes.set_title(title, fontsize="small")
     axes.set_xlabel("decoding speed / stock-ar's")
     axes.set_ylabel("quality" if title in (_SCORED, _AGREED) else "score")
-    axes.set_ylim(bottom=0)
+    values = [point.quality for points in curves.values() for point in points]
+    if max(values) - min(values) < _LEAST_RANGE:  # or else rounding would fill the panel
+        axes.set_ylim(min(values) - _LEAST_RANGE, max(values) + _LEAST_RANGE)
     axes.grid(alpha=0.3)
     return handles
 

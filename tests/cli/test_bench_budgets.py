@@ -42,7 +42,23 @@ def test_budgets_and_draft_lengths(pair: list[str], own: Path, tmp_path: Path) -
     assert [row["ratio_unbudgeted"] for row in ours[::2]] == [1.0, 1.0]
     assert all(row["agreement"] == 1.0 and row["score_change"] == 0.0 for row in ours[::2])
     assert all([point["category"] for point in row["points_by_category"]] == ["a", "b"] for row in rows)
+    for row in ours[1::2]:
+        assert row["experts_max"] <= 6 < row["experts_natural"]
+        assert row["experts_per_verification"] <= 6
+        assert 0 < row["kept_probability"] < 1
     assert "<svg" in picture.read_text()
+
+
+def test_as_many_as_there_are_changes_nothing(pair: list[str], own: Path) -> None:
+    rows = run_json(
+        "bench", *pair, "--dataset", own, "-n", "8", "--no-warmup", "-r", "1", "-dev", "none", "--expert-budget", "16",
+        "--modes", "stock-ar,moeedge",
+    )  # fmt: skip
+    off, most = rows[1:]
+    assert (most["budget"], most["agreement"], most["output_check"]) == ("budget 16 (lossy)", 1.0, "2/2")
+    assert [sample["generated_tokens"] for sample in most["samples"]] == [
+        sample["generated_tokens"] for sample in off["samples"]
+    ]
 
 
 @pytest.mark.parametrize(
