@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -80,12 +81,16 @@ class Conversation:
         """All messages joined without a template, for --raw."""
         return "".join(message.content for message in self.messages)
 
-    def to_json(self, *, model: str = "") -> str:
-        """The conversation as a JSON document. model: the file name of the model that answered."""
+    def to_json(self, *, model: str = "", budgets: Sequence[str] = ()) -> str:
+        """The conversation as a JSON document.
+
+        model: the file name of the model that answered; budgets: the expert budgets under which it did, in words.
+        """
         document = {
             "schema": SCHEMA,
             "version": VERSION,
             "model": model,
+            "budgets": list(budgets),
             "system": self.system,
             "messages": [{"role": message.role, "content": message.content} for message in self.messages],
         }
@@ -108,11 +113,11 @@ class Conversation:
             raise InputError('The conversation lacks "system" (text) or "messages" (a list).')
         return cls(system, [read_message(item, index) for index, item in enumerate(items)])
 
-    def save(self, path: Path, *, model: str = "") -> None:
+    def save(self, path: Path, *, model: str = "", budgets: Sequence[str] = ()) -> None:
         """Write the conversation to `path`; a failure leaves an old file as it is. Raises InputError then."""
         try:
             with replace_file(path) as new_file:
-                new_file.write_text(self.to_json(model=model), encoding="utf-8")
+                new_file.write_text(self.to_json(model=model, budgets=budgets), encoding="utf-8")
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}.") from None
 

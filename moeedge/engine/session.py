@@ -153,9 +153,11 @@ class Session:
     def set_expert_budget(self, budget: ExpertBudget | None) -> None:
         """Limits the experts of later verifications; None: no limit. Between answers.
 
-        Raises InputError if the budget does not suit the model, and ValueError where the session began without one.
+        The target's KV cache is emptied, since what verifications under another budget left there is not exact. Raises
+        InputError if the budget does not suit the model, and ValueError where the session began without one.
         """
         self.target.set_budget(budget)
+        self.target.clear()
         self.info = replace(self.info, expert_budget=budget)
 
     def set_mode(self, mode: Mode) -> None:

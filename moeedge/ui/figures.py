@@ -193,9 +193,12 @@ def turn_parts(
 
 
 def total_parts(
-    info: EngineInfo, answers: Sequence[GenerationStats], caches: Sequence[PlacementStats] = ()
+    info: EngineInfo,
+    answers: Sequence[GenerationStats],
+    caches: Sequence[PlacementStats] = (),
+    budgets: Sequence[str] = (),
 ) -> list[str]:
-    """The parts of the stats line over several answers: sums, rates of the sums, and the mean TTFT."""
+    """The parts of the stats line over several answers: sums, rates of the sums, the mean TTFT, and their budgets."""
     decoded = sum(max(stats.generated_tokens - 1, 0) for stats in answers)
     decode_s = sum(stats.decode_s for stats in answers)
     prefilled = sum(stats.prefill_tokens for stats in answers)
@@ -211,8 +214,7 @@ def total_parts(
     if drafted:
         parts.append(f"accepted {percent(accepted / drafted)} ({accepted}/{drafted})")
         parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens/step")
-    if info.expert_budget is not None:
-        parts.append(budget(info))
+    parts += budgets
     pairs = sum(cache.pairs for cache in caches)
     if pairs:
         parts.append(f"hit rate {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")

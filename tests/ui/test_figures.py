@@ -57,7 +57,7 @@ def test_a_budget_is_named_with_every_figure_that_it_changes() -> None:
     parts = figures.turn_parts(info, stats, "eos")
     assert "budget 16 (lossy): 24.5 without it, 92 % of probability kept" in parts
     assert "budget 16 (lossy)" in figures.turn_parts(info, STATS, "eos")  # no draft yet: nothing was left out
-    assert "budget 16 (lossy)" in figures.total_parts(info, [stats, stats])
+    assert "budget 16 (lossy)" in figures.total_parts(INFO, [STATS, stats], budgets=["budget 16 (lossy)"])
     live = figures.live_figures(info, stats, ram_bytes=1 << 30, elapsed_s=1.0)
     console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
     console.print(render_panel(live, columns=40, rows=4, hint=""))

@@ -20,6 +20,7 @@ from moeedge.engine.autosave import Autosave, UnfinishedChat, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
 from moeedge.ui.chat import repl
 from moeedge.ui.chat.repl import Repl, origin_of
@@ -134,6 +135,51 @@ def test_set_reaches_the_engine(session: Session, tmp_path: Path) -> None:
     assert 0 < speculative.drafted <= 2 * speculative.steps
     assert plain.generated_tokens == speculative.generated_tokens == 3
     assert "gamma = 2" in talk.err
+
+
+def test_a_budget_is_changed_and_switched_off(session: Session, tiny: TinyFactory, tmp_path: Path) -> None:
+    """Off, the chat answers as one without a budget: nothing of the lossy answers is left in the KV cache."""
+    config = replace(session.config, expert_budget=ExpertBudget(budget=4))
+    with Session.open(config, model=session.model) as budgeted:
+        settings = replace(GREEDY, budget=4)
+        lines: list[Line] = ["tell me", "/set budget 6", "/regen", "/set budget off", "/regen", "/stats", "and?"]
+        talk = Talk(budgeted, lines, tmp_path, settings=settings)
+        first, second, third, last = (turn.stats for turn in talk.repl.turns)
+        assert 0 < first.experts_max <= 4 < second.experts_max <= 6
+        assert first.experts_natural is not None and first.experts_natural > 4
+        assert (third.budgeted_steps, third.experts_natural, last.kept_probability) == (0, None, None)
+        assert third.prefill_tokens == third.prompt_tokens
+        assert "budget 4 (lossy)" in talk.err and "budget 6 (lossy)" in talk.err and "budget = off" in talk.err
+        after = talk.err.split("budget = off")[1]
+        assert "(lossy)" not in after.split("last answer")[0]
+        assert "budget 4 (lossy), budget 6 (lossy)" in after.split("all 3 answers")[1]
+    exact = Talk(session, ["tell me", "and?"], tmp_path)
+    assert talk.messages == exact.messages
+
+
+@pytest.mark.parametrize("text", ["3", "0", "many"])
+def test_a_bad_budget_changes_nothing(text: str, session: Session, tmp_path: Path) -> None:
+    config = replace(session.config, expert_budget=ExpertBudget(budget=(4, 5, 6)))
+    with Session.open(config, model=session.model) as budgeted:
+        talk = Talk(budgeted, [f"/set budget {text}"], tmp_path, settings=replace(GREEDY, budget=5))
+        assert talk.repl.settings.budget == 5
+        assert budgeted.info.expert_budget is config.expert_budget
+
+
+def test_a_chat_without_a_budget_gets_none(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["/set budget 8", "tell me"], tmp_path)
+    assert "--expert-budget" in talk.err
+    assert talk.repl.settings.budget is None
+    assert talk.repl.turns[0].stats.budgeted_steps == 0
+
+
+def test_the_first_budget_comes_back(session: Session, tmp_path: Path) -> None:
+    first = ExpertBudget(budget=(4, 5, 6), coverage="truncation")
+    with Session.open(replace(session.config, expert_budget=first), model=session.model) as budgeted:
+        lines: list[Line] = ["/set budget 8", "/set gamma 0", "/set budget 5"]
+        talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, budget=5))
+        assert budgeted.info.expert_budget is first
+    assert talk.err.count("idle") == 2
 
 
 def test_gamma_without_a_draft_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:

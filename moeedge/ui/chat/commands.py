@@ -17,7 +17,7 @@ from moeedge.engine.conversation import Conversation, read_text
 from moeedge.errors import InputError
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.figures import Figure, cache_rows, total_parts, turn_parts
+from moeedge.ui.figures import Figure, budget, cache_rows, total_parts, turn_parts
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -39,6 +39,7 @@ class Turn:
 
     stats: GenerationStats
     stop_reason: StopReason | None
+    info: EngineInfo  # as it was then
     cache: PlacementStats | None = None  # while the answer was decoded
 
 
@@ -145,7 +146,7 @@ def _stats(chat: Chat, _argument: str) -> Result:
     if not chat.turns:
         return Result(["No answer yet."])
     last = chat.turns[-1]
-    table = [Figure("last answer", ", ".join(turn_parts(chat.info, last.stats, last.stop_reason, last.cache)))]
+    table = [Figure("last answer", ", ".join(turn_parts(last.info, last.stats, last.stop_reason, last.cache)))]
     if last.cache is not None:
         table += cache_rows(last.cache)
     if len(chat.turns) > 1:
@@ -153,9 +154,15 @@ def _stats(chat: Chat, _argument: str) -> Result:
             chat.info,
             [turn.stats for turn in chat.turns],
             [turn.cache for turn in chat.turns if turn.cache is not None],
+            _budgets(chat),
         )
         table.append(Figure(f"all {len(chat.turns)} answers", ", ".join(parts)))
     return Result(table=table)
+
+
+def _budgets(chat: Chat) -> list[str]:
+    """The expert budgets under which answers were given, each once."""
+    return list(dict.fromkeys(label for turn in chat.turns if (label := budget(turn.info))))
 
 
 def _read(chat: Chat, argument: str) -> Result:
@@ -168,7 +175,7 @@ def _read(chat: Chat, argument: str) -> Result:
 
 def _save(chat: Chat, argument: str) -> Result:
     path = _path(argument, "/save")
-    chat.conversation.save(path, model=chat.info.model)
+    chat.conversation.save(path, model=chat.info.model, budgets=_budgets(chat))
     return Result([f"{len(chat.conversation.messages)} messages saved to {path}."])
 
 

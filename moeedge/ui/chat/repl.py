@@ -254,7 +254,7 @@ class Repl:
             finally:
                 self._interrupt.disarm()
             if answer is not None:
-                self.turns.append(Turn(answer.stats, answer.stop_reason or "interrupted", meter()))
+                self.turns.append(Turn(answer.stats, answer.stop_reason or "interrupted", self.info, meter()))
                 print_turn(self._err, answer, self.info, meter)
                 self._say("")
         finally:
