@@ -58,6 +58,8 @@ class BudgetOptions:
             layers=self.budget_layers,
             notify=notify,
         )
+        if asked == AUTO:
+            raise InputError("--expert-budget auto cannot measure yet.", "Give a number of experts per layer.")
         return replace(base, expert_budget=budget)
 
     def _expect_no_companion(self) -> None:
