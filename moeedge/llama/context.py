@@ -22,6 +22,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 _WITHOUT_GPU = "Start without the GPU: -dev none."
+_RANKINGS = {"router": BudgetRanking.ROUTER, "picks": BudgetRanking.PICKS, "static": BudgetRanking.ORDER}
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
 
@@ -210,7 +211,7 @@ class Context:
             budgets[budgets == 0] = info.n_experts  # layers without experts
             self._budget.configure(
                 budgets,
-                ranking=BudgetRanking.ORDER if budget.ranking == "static" else BudgetRanking.ROUTER,
+                ranking=_RANKINGS[budget.ranking],
                 coverage=BudgetCoverage[budget.coverage.upper()],
                 prefer_resident=budget.prefer_resident,
                 order=budget.order if budget.ranking == "static" else None,

@@ -75,6 +75,7 @@ class BudgetRanking(IntEnum):
 
     ROUTER = 0  # by the routing probability that the batch's tokens give them
     ORDER = 1  # by a given order
+    PICKS = 2  # by the shares that the tokens' selected experts have of their probability
 
 
 class BudgetCoverage(IntEnum):

@@ -4,8 +4,9 @@ This module defines what the native code computes, and serves replay, simulator 
 them per token; every array may have leading dimensions, e.g. layers, which are independent. The graph nodes that the
 values come from are those of llama.cpp's `build_moe_ffn` (src/llama-graph.cpp).
 
-1. Scores of the experts: the sum of the tokens' routing probabilities (Eq. 5), a calibrated order (Eq. 4), or the
-   oracle, which knows the experts' outputs (Eq. 6).
+1. Scores of the experts: the sum of the tokens' routing probabilities (Eq. 5; "router"), the same of their natural
+   picks alone ("picks"; not in the paper), a calibrated order (Eq. 4; "static"), or the oracle, which knows the
+   experts' outputs (Eq. 6).
 2. The shortlist: the B experts with the highest scores. Resident experts may be preferred (not in the paper).
 3. Coverage of tokens whose experts are outside: truncation (Eq. 7) or substitution (Eq. 8).
 
@@ -28,7 +29,7 @@ from moeedge.policies.base import BoolArray, FloatArray, IntArray
 Probabilities = NDArray[np.float64]
 Ids = NDArray[np.int32]
 
-Ranking = Literal["router", "static", "oracle"]
+Ranking = Literal["router", "picks", "static", "oracle"]
 Coverage = Literal["substitution", "truncation"]
 RouterKind = Literal["softmax", "logits", "sigmoid"]
 
@@ -182,6 +183,19 @@ def router_scores(probabilities: Probabilities) -> Probabilities:
     """Scores float64 [N]: the sum over the tokens of probabilities [T, N] (Eq. 5)."""
     scores: Probabilities = probabilities.sum(axis=-2)
     return scores
+
+
+def pick_scores(probabilities: Probabilities, ids: IntArray) -> Probabilities:
+    """Scores float64 [N]: the sum over the tokens of their natural picks' shares, ids [T, k] (not in the paper).
+
+    A token's shares are its picks' probabilities divided by their sum: the mixing weights of models that normalise.
+    Eq. 5 also sums what tokens give to experts that they do not pick, which does not reach the output.
+    """
+    picked = np.take_along_axis(probabilities, ids, axis=-1)
+    shares = picked / np.maximum(picked.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    scores = np.zeros_like(probabilities)
+    np.put_along_axis(scores, ids, shares, axis=-1)
+    return router_scores(scores)
 
 
 def static_order(counts: NDArray[Any]) -> Ids:

@@ -29,7 +29,9 @@ from moeedge.policies.expert_budget import (
     ExpertBudget,
     MixingWeights,
     Probabilities,
+    Ranking,
     apply_budget,
+    pick_scores,
     routing_probabilities,
     static_order,
     static_scores,
@@ -242,6 +244,7 @@ def test_random_verifications_are_the_references(case: Case, data: st.DataObject
     info = case.model.info
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     n_tokens = data.draw(st.integers(2, 32))
+    ranking: Ranking = data.draw(st.sampled_from(["router", "picks"]))
     budget = data.draw(st.integers(info.n_expert_used, info.n_experts))
     coverage: Coverage = data.draw(st.sampled_from(COVERAGES))
     prefer = data.draw(st.sampled_from([0.0, 0.15, 0.5]))
@@ -249,14 +252,16 @@ def test_random_verifications_are_the_references(case: Case, data: st.DataObject
     case.context.residency = lambda: residency
     try:
         _, frame = case.verify(
-            ExpertBudget(budget=budget, coverage=coverage, prefer_resident=prefer),
+            ExpertBudget(budget=budget, ranking=ranking, coverage=coverage, prefer_resident=prefer),
             tokens=rng.integers(0, 256, n_tokens).tolist(),
         )
     finally:
         case.context.residency = None
     for layer in info.expert_layers:
         resident = residency[layer] == Residency.RESIDENT
-        case.check(frame, layer, case.expected(layer, budget, coverage=coverage, resident=resident, prefer=prefer))
+        scores = pick_scores(case.probabilities(layer), case.routing(layer).natural_ids) if ranking == "picks" else None
+        expected = case.expected(layer, budget, coverage=coverage, scores=scores, resident=resident, prefer=prefer)
+        case.check(frame, layer, expected)
 
 
 def test_groups_that_exclude_the_shortlist_are_overruled(case: Case) -> None:

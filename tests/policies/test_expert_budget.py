@@ -19,6 +19,7 @@ from moeedge.policies.expert_budget import (
     kept_probability,
     moe_output,
     oracle_shortlist,
+    pick_scores,
     reconstruction_error,
     router_scores,
     routing_probabilities,
@@ -104,6 +105,17 @@ def test_router_shortlist_is_equation_5(case: Case) -> None:
     assert found == pytest.approx(scores)
     chosen = shortlist(found, case.budget)
     assert set(np.flatnonzero(chosen)) == top(found.tolist(), case.budget)
+
+
+@FEW
+@given(cases())
+def test_picks_share_one_vote_per_token(case: Case) -> None:
+    scores = [0.0] * case.values.shape[1]
+    for token, ids in enumerate(case.ids):
+        total = sum(float(case.probabilities[token, expert]) for expert in ids)
+        for expert in ids:
+            scores[expert] += float(case.probabilities[token, expert]) / total
+    assert pick_scores(case.probabilities, case.ids) == pytest.approx(scores)
 
 
 @FEW

@@ -293,6 +293,7 @@ struct moeedge_budget;
 enum moeedge_budget_ranking {
     MOEEDGE_BUDGET_RANKING_ROUTER = 0, // by the routing probability that the batch's tokens give them (Eq. 5)
     MOEEDGE_BUDGET_RANKING_ORDER  = 1, // by a given order: static (Eq. 4), or one that was computed for this batch (Eq. 6)
+    MOEEDGE_BUDGET_RANKING_PICKS  = 2, // by the shares that the tokens' selected experts have of their probability
 };
 
 // what becomes of a token's experts outside the shortlist

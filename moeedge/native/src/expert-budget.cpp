@@ -20,7 +20,7 @@ expert_budget::expert_budget(int n, int n_exp, int n_sel) :
 
 int expert_budget::configure(const moeedge_budget_config & config) {
     const bool is_ordered = config.ranking == MOEEDGE_BUDGET_RANKING_ORDER;
-    if (config.ranking < 0 || config.ranking > MOEEDGE_BUDGET_RANKING_ORDER || config.coverage < 0 ||
+    if (config.ranking < 0 || config.ranking > MOEEDGE_BUDGET_RANKING_PICKS || config.coverage < 0 ||
         config.coverage > MOEEDGE_BUDGET_COVERAGE_TRUNCATION || config.budgets == nullptr ||
         is_ordered != (config.order != nullptr) || !(config.prefer_resident >= 0.0) ||
         *std::min_element(config.budgets, config.budgets + n_layers) < n_used) {
@@ -188,6 +188,14 @@ void expert_budget::make_shortlist(int layer) {
     }
     for (int token = 0; !given && token < now.n_tokens; token++) {
         const double * row = now.probabilities.data() + (size_t) token * n_experts;
+        if (ranking == MOEEDGE_BUDGET_RANKING_PICKS) {
+            const int32_t * ids = now.sorted.data() + (size_t) token * n_experts;
+            const double    sum = std::accumulate(ids, ids + n_used, 0.0, [row](double a, int32_t id) { return a + row[id]; });
+            for (int i = 0; i < n_used && sum > 0.0; i++) {
+                scores[ids[i]] += row[ids[i]] / sum;
+            }
+            continue;
+        }
         for (int i = 0; i < n_experts; i++) {
             scores[i] += row[i];
         }
