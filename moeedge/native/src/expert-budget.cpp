@@ -93,6 +93,14 @@ bool expert_budget::is_layer_of(const ggml_tensor * node, const char * name, int
     return true;
 }
 
+// the name of the node that computes a tensor: where another backend does, the tensor is a copy named "BACKEND#NAME#NUMBER"
+static std::string name_of_source(const ggml_tensor * t) {
+    const std::string name  = t->name;
+    const size_t      begin = name.find('#');
+    const size_t      end   = name.rfind('#');
+    return begin == end ? name : name.substr(begin + 1, end - begin - 1);
+}
+
 bool expert_budget::wants(const ggml_tensor * node) {
     const bool is_truncation = coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION;
     if ((!is_active && !is_truncation) || std::strncmp(node->name, "ffn_moe_", 8) != 0) {
@@ -111,7 +119,7 @@ bool expert_budget::wants(const ggml_tensor * node) {
     }
     // every graph before the first verification shows which node has the final weights
     if (node->op == GGML_OP_MUL && is_layer_of(node, "weighted-", layer)) {
-        layers[layer].weights_name = node->src[1]->name;
+        layers[layer].weights_name = name_of_source(node->src[1]);
         return false;
     }
     for (layer_state & state : layers) {

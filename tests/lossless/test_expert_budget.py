@@ -1,0 +1,154 @@
+"""An expert budget in whole sessions: the cap holds in every layer, on every division between GPU and CPU.
+
+tests/native/test_expert_budget.py compares the shortlists with their definition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+from moeedge.native.cache import ExpertCache
+from moeedge.policies.expert_budget import Coverage, ExpertBudget
+from moeedge.scheduler.stats import StepRecord
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.counting import DEVICE, CountingDevice
+from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
+from tests.support.stock import StockContext
+
+ALL = 99
+BUDGET = 6
+PROMPT = np.random.default_rng(5).integers(0, 256, 40).tolist()
+DRAFTED = np.random.default_rng(6).integers(0, 256, 9).tolist()
+N_PREDICT = 24
+COVERAGES = pytest.mark.parametrize("coverage", ["substitution", "truncation"])
+
+
+def with_budget(config: EngineConfig, budget: ExpertBudget, **changes: object) -> EngineConfig:
+    return dataclasses.replace(config, expert_budget=budget, **changes)  # type: ignore[arg-type]
+
+
+def steps_of(config: EngineConfig) -> tuple[list[StepRecord], list[int]]:
+    """The verifications of an answer, and the most experts that our backend counted in a layer of each."""
+    steps, counted = [], []
+    with Session.open(config) as session:
+
+        def observe(record: StepRecord, session: Session) -> None:
+            if record.n_verified > 1:
+                assert session.counts is not None
+                steps.append(record)
+                counted.append(int(np.count_nonzero(session.counts, axis=1).max()))
+
+        session.observers.append(observe)
+        assert len(greedy_answer(session, PROMPT, N_PREDICT)) == N_PREDICT
+    return steps, counted
+
+
+def check_cap(config: EngineConfig) -> None:
+    steps, counted = steps_of(config)
+    assert steps and max(counted) <= BUDGET
+    assert all(step.experts_max <= BUDGET and step.kept_probability is not None for step in steps)
+    assert max(step.experts_natural for step in steps) > BUDGET  # else there was nothing to do
+    assert min(step.kept_probability or 1.0 for step in steps) < 1.0
+
+
+@COVERAGES
+@pytest.mark.parametrize("case", ["qwen3moe", "deepseek3", "gpt-oss"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_no_layer_uses_more(ratio: float, case: str, coverage: Coverage, tiny: TinyFactory, tiny_draft: Path) -> None:
+    arch, dimensions = MOE_CASES[case]
+    model = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    check_cap(with_budget(hybrid_config(model, tiny_draft, ratio), ExpertBudget(budget=BUDGET, coverage=coverage)))
+
+
+@COVERAGES
+@pytest.mark.parametrize("n_gpu_layers", [1, ALL])
+def test_beside_a_gpu(
+    n_gpu_layers: int, coverage: Coverage, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    """The router is computed on the GPU, the experts in part on each."""
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = hybrid_config(model, tiny_draft, 0.5, device=DEVICE)
+    check_cap(with_budget(config, ExpertBudget(budget=BUDGET, coverage=coverage), n_gpu_layers=n_gpu_layers))
+    counting.check()
+
+
+@COVERAGES
+@pytest.mark.parametrize("case", ["qwen3moe", "deepseek3", "gpt-oss"])
+def test_a_gpu_computes_the_same(case: str, coverage: Coverage, tiny: TinyFactory, counting: CountingDevice) -> None:
+    """All layers whole on the GPU: our backend sees no block, the budget acts all the same."""
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    rows = []
+    for gpu in ({}, {"n_gpu_layers": ALL, "experts_on_cpu": True, "n_cpu_moe": 0, "device": DEVICE}):
+        with Model.load(path, **gpu) as model, Context(model, n_ctx=128, n_threads=1, has_budget=True) as context:
+            context.set_budget(ExpertBudget(budget=BUDGET, coverage=coverage))
+            context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
+            rows.append(context.decode(DRAFTED, phase=Phase.VERIFY, logits="all").copy())
+            assert context.native_budget is not None
+            layers = context.native_budget.read()[list(model.info.expert_layers)]
+            assert (layers["batches"] == 1).all() and (layers["unique_max"] <= BUDGET).all()
+            assert layers["unique_natural"].max() > BUDGET
+    assert np.abs(rows[0] - rows[1]).max() < 0.05 * rows[0].std()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_budget_of_all_experts_is_lossless(ratio: float, tiny: TinyFactory, tiny_draft: Path) -> None:
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = with_budget(hybrid_config(model, tiny_draft, ratio), ExpertBudget(budget=MANY_EXPERTS))
+    with StockContext(model, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        tokens = greedy_answer(session, PROMPT, N_PREDICT)
+        assert_greedy(stock, PROMPT, tokens, expected, "all experts")
+
+
+def test_the_budget_changes_between_answers(tiny: TinyFactory, tiny_draft: Path) -> None:
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = with_budget(hybrid_config(model, tiny_draft, 0.0), ExpertBudget(budget=BUDGET))
+    with StockContext(model, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        limited = greedy_answer(session, PROMPT, N_PREDICT)
+        session.set_expert_budget(None)
+        unlimited = greedy_answer(session, PROMPT, N_PREDICT)
+        assert_greedy(stock, PROMPT, unlimited, expected, "off again")
+        session.set_expert_budget(ExpertBudget(budget=BUDGET))
+        assert greedy_answer(session, PROMPT, N_PREDICT) == limited
+
+
+def test_resident_experts_are_preferred(tiny: TinyFactory) -> None:
+    """A resident expert takes the place of another one whose score is not much higher."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with Model.load(path) as model, Context(model, n_ctx=128, n_threads=1, has_budget=True) as context:
+        info, resident = model.info, np.zeros((model.info.n_layers, MANY_EXPERTS), dtype=np.uint8)
+        resident[:, ::2] = 1
+        context.residency = lambda: resident
+        shares = []
+        for preference in (0.0, 0.5, 1.0):
+            context.clear()
+            context.set_budget(ExpertBudget(budget=BUDGET, prefer_resident=preference))
+            context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
+            assert context.sensor is not None
+            context.sensor.read_counts()
+            context.decode(DRAFTED, phase=Phase.VERIFY, logits="all")
+            counts = context.sensor.read_counts()
+            shares.append(counts[:, ::2].sum() / counts.sum())
+        assert info.n_expert_used <= BUDGET and shares[0] < shares[1] <= shares[2] == 1.0
+
+
+def test_residency_of_a_session_reaches_the_budget(tiny: TinyFactory, tiny_draft: Path) -> None:
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    budget = ExpertBudget(budget=BUDGET, prefer_resident=1.0)
+    with Session.open(with_budget(hybrid_config(model, tiny_draft, 0.5), budget)) as session:
+        assert session.placement is not None and isinstance(session.placement.cache, ExpertCache)
+        greedy_answer(session, PROMPT, N_PREDICT)
+        assert session.target.residency is not None
+        assert np.array_equal(session.target.residency(), session.placement.cache.residency())
