@@ -228,19 +228,19 @@ def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def parse_ratios(text: str | None) -> tuple[float, ...]:
-    """Reads a comma-separated list of cache ratios, each kept once, in order; () for None. Raises InputError."""
+def parse_ratios(text: str | None, option: str = "--cache-ratio", quantity: str = "cache ratio") -> tuple[float, ...]:
+    """Reads a comma-separated list of numbers in [0, 1], each kept once, in order; () for None. Raises InputError."""
     if text is None:
         return ()
     hint = "Give numbers between 0 and 1, separated by commas."
     ratios = []
-    for name in parse_list(text, "--cache-ratio", hint):
+    for name in parse_list(text, option, hint):
         try:
             ratio = float(name)
         except ValueError:
             ratio = math.nan
         if not 0 <= ratio <= 1:  # also rejects NaN
-            raise InputError(f"The cache ratio must be a number in [0, 1], not '{name}'.", hint)
+            raise InputError(f"The {quantity} must be a number in [0, 1], not '{name}'.", hint)
         ratios.append(ratio)
     return tuple(dict.fromkeys(ratios))
 

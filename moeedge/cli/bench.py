@@ -249,10 +249,10 @@ def _check_plot(plot: Path | None, sweep: Sweep, speculation: BudgetSweep) -> No
     if plot is None:
         return
     check_picture(plot)
-    if sweep.asked == speculation.asked:
+    if not sweep.asked and not speculation.asked:
         raise InputError(
-            "--plot draws either what --policy and --cache-ratio compare, or what --expert-budget and --draft-max do.",
-            "Give options of one of the two.",
+            "--plot draws what --policy, --cache-ratio, --expert-budget and --draft-max compare.",
+            "Give at least one of them.",
         )
 
 

@@ -30,6 +30,7 @@ Budgets = Annotated[
 ]
 BudgetRankings = Annotated[str | None, list_of(options.BudgetRanking)]
 BudgetPolicies = Annotated[str | None, list_of(options.BudgetPolicy)]
+BudgetPreferences = Annotated[str | None, list_of(options.BudgetPreferResident)]
 BudgetLayers = Annotated[str | None, list_of(options.BudgetLayers)]
 DraftMaxima = Annotated[
     str | None,
@@ -58,13 +59,13 @@ class BudgetSweepOptions:
     expert_budget: Budgets = None
     budget_ranking: BudgetRankings = None
     budget_policy: BudgetPolicies = None
-    budget_prefer_resident: options.BudgetPreferResident = None
+    budget_prefer_resident: BudgetPreferences = None
     budget_file: options.BudgetFile = None
     budget_layers: BudgetLayers = None
     perplexity: PerplexityText = None
 
     def parse(self, model: Path) -> tuple[ExpertBudget, ...]:
-        """Every budget of the list with every ranking, kind of layers and policy; "off" is none, always measured.
+        """Every budget with every combination of the other lists; "off" is none of them, and always measured.
 
         model: whose ranking the file holds. Raises InputError.
         """
@@ -87,12 +88,13 @@ class BudgetSweepOptions:
                 model,
                 ranking=ranking,
                 policy=policy,
-                prefer_resident=self.budget_prefer_resident,
+                prefer_resident=preference,
                 file=None if several and ranking != "static" and kind != "fitted" else self.budget_file,
                 layers=kind,
             )
             for ranking in rankings
             for kind in kinds
+            for preference in _preferences(self.budget_prefer_resident)
             for policy in _listed(self.budget_policy, "--budget-policy")
             for number in numbers
         )
@@ -113,6 +115,12 @@ def parse_gammas(text: str | None) -> tuple[int, ...]:
     if len(gammas) > 1 and 0 in gammas:
         raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
     return gammas
+
+
+def _preferences(text: str | None) -> tuple[float | None, ...]:
+    from moeedge.bench.config import parse_ratios
+
+    return (None,) if text is None else parse_ratios(text, "--budget-prefer-resident", "preference")
 
 
 def _listed(text: str | None, name: str) -> tuple[str | None, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -120,11 +120,12 @@ def _family(row: BenchRow) -> str:
     """Returns what a row has in common with those that differ in the budget only."""
     assert row.figures is not None
     mode = row.figures.mode
-    choices = [mode.name, "" if mode.gamma is None else f"gamma {mode.gamma}"]
+    choices = [replace(mode, budget=None).label]
     if mode.budget is not None:
         several = "fitted budgets" if isinstance(mode.budget.budget, tuple) else "budgets"
         choices += [several, mode.budget.ranking, mode.budget.coverage]
-    return " ".join(filter(None, choices))
+        choices += [f"resident {mode.budget.prefer_resident:g}"] if mode.budget.prefer_resident else []
+    return " ".join(choices)
 
 
 def _draw_curves(axes: Any, title: str, curves: Curves, names: Sequence[str]) -> dict[str, Any]:
