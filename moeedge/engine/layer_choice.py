@@ -132,7 +132,7 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
         "schema": _SCHEMA,
         "moeedge": __version__,
         "llama_cpp": version("llama-cpp-python"),
-        "models": [_identity(path) for path in (config.model, config.draft) if path is not None],
+        "models": [file_identity(path) for path in (config.model, config.draft) if path is not None],
         "device": device.label,
         "threads": config.n_threads,
         "n_ctx": config.n_ctx,
@@ -153,7 +153,8 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
     return paths.cache_dir() / "calibration" / f"{config.model.name}-layers-{digest[:16]}.json"
 
 
-def _identity(path: Path | str) -> list[Any]:
+def file_identity(path: Path | str) -> list[Any]:
+    """What tells a model's file from others, without reading it: name, size and time; a word such as "ngram" is itself."""
     if isinstance(path, str):
         return [path]
     status = path.stat()
