@@ -1,8 +1,8 @@
 """Which expert budget a model's answers get with --expert-budget auto: the rule, and the choice kept for later runs.
 
 The rule is that of MoE-Spec, Section 4.2: the budget with the highest speed whose score stays within one standard
-deviation of unbudgeted verification's. The paper takes the deviation from runs with five seeds; here answers are greedy,
-so it is that of the mean over the tasks, or over the tokens of a text: what another choice of them would change.
+deviation of unbudgeted verification's. The paper takes the deviation from runs with five seeds; here answers are
+greedy, so it is that of the mean over the tasks, or over the tokens of a text: what choosing others would change.
 """
 
 from __future__ import annotations
@@ -85,10 +85,14 @@ class BudgetChoice:
             found = f"{best.ratio:.2f} times the speed of unbudgeted verification, {self._compared(best)}"
             return f"Expert budget {best.budget} (lossy), chosen by auto: {found}; {when}."
         if len(self.trials) == 1:
-            reason = f"a verification uses {self.unbudgeted.experts or 0:.1f} experts per layer, too few to leave some out"
+            reason = (
+                f"a verification uses {self.unbudgeted.experts or 0:.1f} experts per layer, too few to leave some out"
+            )
         elif not self.kept:
             least = max(self.trials[1:], key=lambda trial: trial.score)
-            reason = f"no budget keeps the score within one standard deviation; with {least.budget} {self._compared(least)}"
+            reason = (
+                f"no budget keeps the score within one standard deviation; with {least.budget} {self._compared(least)}"
+            )
         else:
             fastest = max(self.kept, key=lambda trial: trial.ratio or 0.0)
             reason = (

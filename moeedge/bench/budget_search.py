@@ -84,10 +84,9 @@ def choose_budget(
     if config.draft is None or config.gamma == 0:
         raise InputError("An expert budget limits verifications of drafts, and there are none.", "Name a draft: -md.")
     notify(Notification("Measuring expert budgets: score and speed of each; this takes a while, once."))
-    n_ctx = config.n_ctx or _CONTEXT
     # the session must begin with a budget; the trials set theirs
-    config_on = replace(config, n_ctx=n_ctx, expert_budget=replace(template, budget=1 << 20), cpu_fallback=False)
-    with open_session(config_on, notify=notify) as session:
+    config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
+    with open_session(config_of_trials, notify=notify) as session:
         if session.model.info.n_experts == 0:
             raise InputError("The model is dense: it has no experts to leave out.", "Name a model with experts: -m.")
         choice = Trials(session, template, on_progress).run()

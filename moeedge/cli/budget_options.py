@@ -15,7 +15,7 @@ from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ranking
 OFF = "off"
 AUTO: Literal["auto"] = "auto"
 _LAYERS = ("uniform", "fitted")
-_EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
+EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class BudgetOptions:
                 "auto looks for one budget for all layers.", "Give --expert-budget B, or leave out fitted."
             )
         budget = make_budget(
-            _EXPERTS_OF_TEMPLATE if asked == AUTO else asked,
+            EXPERTS_OF_TEMPLATE if asked == AUTO else asked,
             base.model,
             ranking=self.budget_ranking,
             policy=self.budget_policy,
@@ -58,9 +58,11 @@ class BudgetOptions:
             layers=self.budget_layers,
             notify=notify,
         )
-        if asked == AUTO:
-            raise InputError("--expert-budget auto cannot measure yet.", "Give a number of experts per layer.")
-        return replace(base, expert_budget=budget)
+        if asked != AUTO:
+            return replace(base, expert_budget=budget)
+        from moeedge.bench.budget_search import find_budget
+
+        return replace(base, expert_budget=find_budget(base, budget, notify=notify))
 
     def _expect_no_companion(self) -> None:
         given = [

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
 from moeedge.cli import options
+from moeedge.cli.budget_options import EXPERTS_OF_TEMPLATE, make_budget
 from moeedge.cli.common import show_log
-from moeedge.cli.declare import Output, flatten
+from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
+from moeedge.policies.expert_budget import ExpertBudget
+
+ChooseBudget = Annotated[
+    bool,
+    option(
+        options.BUDGET,
+        "--expert-budget",
+        "Measure expert budgets instead, and keep the choice for --expert-budget auto: the fastest whose score on a "
+        "calibration set stays within one standard deviation.",
+    ),
+]
 
 
 @flatten
@@ -21,6 +35,12 @@ def calibrate(
     cache_ratio: options.CacheRatio = None,
     policy: options.Policy = "spac",
     utility_cap: options.UtilityCap = 4,
+    *,
+    expert_budget: ChooseBudget = False,
+    budget_ranking: options.BudgetRanking = None,
+    budget_policy: options.BudgetPolicy = None,
+    budget_prefer_resident: options.BudgetPreferResident = None,
+    budget_file: options.BudgetFile = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -28,6 +48,7 @@ def calibrate(
 
     chat and bench do this by themselves the first time that a model meets a device; this command measures again and
     shows the result: unit times, shares of the work at each threshold, steps with and without the cache, prompts.
+    With --expert-budget it tries expert budgets of verification instead.
     """
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.engine.layer_search import open_session
@@ -39,6 +60,19 @@ def calibrate(
     if verbose:
         show_log()
     err = stderr_console()
+    if expert_budget:
+        template = make_budget(
+            EXPERTS_OF_TEMPLATE,
+            config.model,
+            ranking=budget_ranking,
+            policy=budget_policy,
+            prefer_resident=budget_prefer_resident,
+            file=budget_file,
+            notify=notifier(err),
+        )
+        config = replace(config, placement=placement.config())  # only the budgets are measured again
+        _choose_budget(config, template, output)
+        return
     with open_session(config, notify=notifier(err)) as session:
         info, calibration, choice = session.info, session.calibration, session.layer_choice
     for note in info.notes:
@@ -63,6 +97,27 @@ def calibrate(
     measured = {} if calibration is None else json.loads(calibration.to_json())
     layers = None if choice is None else json.loads(choice.to_json())
     typer.echo(json.dumps(about | measured | {"layer_choice": layers}))
+
+
+def _choose_budget(config: EngineConfig, template: ExpertBudget, output: Output) -> None:
+    from moeedge.bench.budget_search import choose_budget
+    from moeedge.ui.bench_views import print_budget_choice
+    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.progress import count_bar
+
+    err = stderr_console()
+    with count_bar(err, "measuring", "parts", 0) as bar:
+        choice = choose_budget(
+            config,
+            template,
+            measure_anew=True,
+            notify=notifier(err),
+            on_progress=lambda done, total: bar.update(completed=done, total=total),
+        )
+    if output is Output.JSON:
+        typer.echo(choice.to_json())
+    else:
+        print_budget_choice(choice, stdout_console())
 
 
 def _hint(config: EngineConfig, info: EngineInfo) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeedge.data.datasets import CATALOG, dataset_names, load_calibration, load_dataset, load_sample, load_toy
 from moeedge.data.prompts import Dataset, Prompt, PromptMessage
-from moeedge.data.texts import EvaluationText, load_text
+from moeedge.data.texts import EvaluationText, load_calibration_text, load_text
 
 __all__ = [
     "CATALOG",
@@ -14,6 +14,7 @@ __all__ = [
     "PromptMessage",
     "dataset_names",
     "load_calibration",
+    "load_calibration_text",
     "load_dataset",
     "load_sample",
     "load_text",

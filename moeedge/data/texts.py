@@ -10,6 +10,7 @@ from pathlib import Path
 from moeedge.errors import DatasetError
 
 TOY_TEXT = "toy"
+CALIBRATION_TEXT = "calibration"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ def load_text(name: str) -> EvaluationText:
             return _read(TOY_TEXT, path)
     path = Path(name).expanduser()
     return _read(path.name, path)
+
+
+def load_calibration_text() -> EvaluationText:
+    """Loads the text by which expert budgets of models other than the bundled pair are chosen: letters, code, tables.
+
+    Figures about a chosen budget must come from other texts.
+    """
+    with as_file(files("moeedge.data") / "calibration.txt") as path:
+        return _read(CALIBRATION_TEXT, path)
 
 
 def _read(name: str, path: Path) -> EvaluationText:

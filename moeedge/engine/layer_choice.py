@@ -154,7 +154,7 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
 
 
 def file_identity(path: Path | str) -> list[Any]:
-    """What tells a model's file from others, without reading it: name, size and time; a word such as "ngram" is itself."""
+    """What tells a model's file from others, without reading it; a word such as "ngram" is itself."""
     if isinstance(path, str):
         return [path]
     status = path.stat()

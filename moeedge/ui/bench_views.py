@@ -26,6 +26,7 @@ from moeedge.ui.tables import (
 
 if TYPE_CHECKING:
     from moeedge.bench.ablation import AblationRow
+    from moeedge.bench.budget_choice import BudgetChoice
     from moeedge.bench.records import BenchRow
     from moeedge.bench.samples import Spread
     from moeedge.engine.types import EngineInfo
@@ -293,3 +294,20 @@ def _print_steps(calibration: Calibration, console: Console) -> None:
         [text_column("ms per step, tokens", 0), *value_columns(sizes, ".2f")],
         [("without the cache", *plain_ms), ("with the cache", *cached_ms), ("speed", *speeds)],
     )
+
+
+def print_budget_choice(choice: BudgetChoice, console: Console) -> None:
+    """A line per budget that was tried, and the choice with its reason."""
+    is_text = choice.score_kind == "likelihood"
+    columns = [
+        text_column("expert budget", lambda trial: "off" if trial.budget is None else str(trial.budget)),
+        Column("log-likelihood" if is_text else "score", "score", ".3f"),
+        Column("+-", "score_stddev", ".3f"),
+        Column("tokens" if is_text else "tasks", "n_scored", ",d"),
+        Column("t/s", "tg_ts", ".1f"),
+        Column("speed", "ratio", ".3f"),
+        Column("tokens/step", "tokens_per_step", ".2f"),
+        Column("experts/layer", "experts", ".1f"),
+    ]
+    print_table(console, columns, choice.trials)
+    console.print(choice.sentence(), soft_wrap=True)
