@@ -1,0 +1,152 @@
+"""MoESD's model of a step's time: ten parameters, from which speed-ups at any batch size and draft length follow.
+
+"MoESD: Unveil Speculative Decoding's Potential for Accelerating Sparse MoE", section 3.3 and Algorithm 1. For t tokens
+in one batch, E experts of which K per token are active:
+
+  T_T(t)   = bias + k1 * G(t) + k2 * N(t) + k3 * G(t * K / N(t))
+  T_D(t)   = draft_bias + draft_k * G(t)
+  T_rej(t) = reject_bias + reject_k * t
+  G(t)     = s^t up to the ridge lambda * RP, from there on its tangent: a roofline with a soft knee (Eq. 11)
+  N(t)     = E * (1 - (1 - K/E)^t), experts in use (Eq. 8)
+
+RP is the ridge point of the hardware, here in tokens: how many must share a loaded weight until computing takes as long
+as loading. A plain step of B sequences has t = B, its verification t = B * (gamma + 1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import speculation
+from moeedge.analysis.expert_counts import tokens_per_expert, uniform_unique
+
+FloatArray = NDArray[np.float64]
+
+
+def roofline(n_tokens: float | FloatArray, ridge_tokens: float, growth: float) -> FloatArray:
+    """G(t) of MoESD, Eq. 11, of any shape: growth^t, and its tangent beyond `ridge_tokens`; 0 for no tokens."""
+    tokens = np.asarray(n_tokens, dtype=np.float64)
+    log_growth = math.log(growth)
+    bent = np.exp(np.minimum(tokens, ridge_tokens) * log_growth)
+    values = bent * (1 + np.maximum(tokens - ridge_tokens, 0.0) * log_growth)
+    return np.asarray(np.where(tokens > 0, values, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a model runs on."""
+
+    name: str
+    bytes_per_s: float  # of memory, for weights
+    flops: float  # operations per second, as its kernels reach them
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.flops > 0):
+            raise ValueError("bytes_per_s and flops must be > 0")
+
+    def ridge_tokens(self, bytes_per_weight: float) -> float:
+        """RP: tokens at which two operations per weight and token take as long as loading the weight."""
+        return self.flops / self.bytes_per_s * bytes_per_weight / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """The fitted parameters, times in seconds, of one model with its draft on one machine."""
+
+    n_experts: int  # E
+    n_used: int  # K
+    ridge_point: float  # RP, tokens
+    bias_s: float
+    k1_s: float
+    k2_s: float
+    k3_s: float
+    draft_bias_s: float
+    draft_k_s: float
+    reject_bias_s: float
+    reject_k_s: float
+    ridge_share: float  # lambda
+    growth: float  # s
+
+    @property
+    def ridge_tokens(self) -> float:
+        """lambda * RP."""
+        return self.ridge_share * self.ridge_point
+
+    def with_used(self, n_used: int) -> StepModel:
+        """The same with another number of active experts per token (MoESD, section 4.2)."""
+        return replace(self, n_used=n_used)
+
+    def parts_s(self, n_tokens: float) -> dict[str, float]:
+        """T_T(t) by its four terms: fixed, dense (k1), experts (k2), load (k3)."""
+        n_active = uniform_unique(self.n_experts, self.n_used, n_tokens)
+        load = tokens_per_expert(self.n_experts, self.n_used, n_tokens)
+        return {
+            "fixed": self.bias_s,
+            "dense": self.k1_s * self._g(n_tokens),
+            "experts": self.k2_s * n_active,
+            "load": self.k3_s * self._g(load),
+        }
+
+    def _g(self, n_tokens: float) -> float:
+        return float(roofline(n_tokens, self.ridge_tokens, self.growth))
+
+    def target_s(self, n_tokens: float) -> float:
+        """T_T(t)."""
+        return sum(self.parts_s(n_tokens).values())
+
+    def draft_s(self, n_tokens: float) -> float:
+        """T_D(t): one pass of the draft over t sequences."""
+        return self.draft_bias_s + self.draft_k_s * self._g(n_tokens)
+
+    def reject_s(self, n_tokens: float) -> float:
+        """T_rej(t)."""
+        return self.reject_bias_s + self.reject_k_s * n_tokens
+
+    def target_efficiency(self, batch_size: int, gamma: int) -> float:
+        """T_T(B, 1) / T_T(B, gamma)."""
+        return speculation.target_efficiency(self.target_s(batch_size), self.target_s(batch_size * (gamma + 1)))
+
+    def speed_up(self, n_tokens: float, gamma: int, batch_size: int = 1) -> float:
+        """Speculative over plain decoding of `batch_size` sequences; n_tokens: of one sequence and step (Eq. 4)."""
+        n_verified = batch_size * (gamma + 1)
+        return speculation.speed_up(
+            n_tokens,
+            gamma,
+            target_s=self.target_s(batch_size),
+            verify_s=self.target_s(n_verified),
+            draft_s=self.draft_s(batch_size),
+            reject_s=self.reject_s(n_verified),
+        )
+
+    def on(self, machine: Machine, measured: Machine) -> StepModel:
+        """The same model on another machine: loading scales with bandwidth, computing beyond the ridge with operations.
+
+        measured: the machine of this fit. The slope of G beyond the ridge is the time to compute a token; k1, k3 and
+        draft_k keep it in proportion to the operations per second, while the ridge moves. Rejection sampling, which the
+        host does, stays.
+        """
+        loading = measured.bytes_per_s / machine.bytes_per_s
+        computing = measured.flops / machine.flops
+        ridge_point = self.ridge_point * loading / computing
+        moved = replace(self, ridge_point=ridge_point)
+        # exponents are subtracted before exp, which a far ridge would overflow
+        slope = computing * math.exp((self.ridge_tokens - moved.ridge_tokens) * math.log(self.growth))
+        # what G adds to a single token is loading and stays with the bias
+        here, there = self._g(1), moved._g(1)
+
+        def bias(fixed_s: float, k_s: float) -> float:
+            return max(0.0, loading * (fixed_s + k_s * here) - slope * k_s * there)
+
+        return replace(
+            moved,
+            bias_s=bias(self.bias_s, self.k1_s + self.k3_s),
+            k1_s=slope * self.k1_s,
+            k2_s=loading * self.k2_s,
+            k3_s=slope * self.k3_s,
+            draft_bias_s=bias(self.draft_bias_s, self.draft_k_s),
+            draft_k_s=slope * self.draft_k_s,
+        )
