@@ -225,7 +225,7 @@ class _Problem:
         found[target, 3] = roofline(self._load, ridge_tokens, growth)
         found[draft, 5] = roofline(self._tokens[draft], ridge_tokens, growth)
         found[reject, 7] = self._tokens[reject]
-        return found * self.scale[:_N_LINEAR] / self._measured_s[:, None]
+        return np.asarray(found * self.scale[:_N_LINEAR] / self._measured_s[:, None])
 
     def residuals(self, values: FloatArray) -> FloatArray:
         """Predicted over measured, minus 1, by scaled parameters."""

@@ -47,7 +47,14 @@ def load_target(
     model that does not fit stays on the CPU.
     """
     device = device or resolve_device(config)
-    load = partial(Model.load, config.model, device=device.llama_device, header_only=header_only, free_bytes=free_bytes)
+    load = partial(
+        Model.load,
+        config.model,
+        device=device.llama_device,
+        header_only=header_only,
+        free_bytes=free_bytes,
+        n_expert_used=config.n_expert_used,
+    )
     is_split = config.n_cpu_moe is not None
     if is_split:
         load = partial(load, n_cpu_moe=config.n_cpu_moe)

@@ -63,6 +63,7 @@ class EngineConfig:
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
     n_cpu_moe: int | None = None  # experts of so many first layers stay in host memory; None: chosen by measuring
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
+    n_expert_used: int | None = None  # experts per token of the target instead of the file's number, for measuring
     device: str = "auto"  # for experts, as -dev names it
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,43 @@ def _check_readable(path: Path) -> None:
         raise ModelFileError(f"{path} is not a GGUF file.", "Give a model in llama.cpp's GGUF format.")
 
 
-def read_tensors(path: Path) -> list[GgufTensor]:
-    """Returns all tensors of one file in its order. Raises ModelFileError for an unreadable header."""
+@contextmanager
+def _open_header(path: Path) -> Iterator[Any]:
+    """A gguf_context * of one file. Raises ModelFileError for an unreadable header."""
     _check_readable(path)
     library.start()
-    c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
+    c_gguf = ctypes.c_void_p
     read: Callable[..., Any] = library.ggml_function("gguf_init_from_file", c_gguf, ctypes.c_char_p, _InitParams)
     free = library.ggml_function("gguf_free", None, c_gguf)
+    library.clear_errors()
+    header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
+    if not header:
+        reason = library.first_error("its header is malformed")
+        raise ModelFileError(f"Cannot read {path}: {reason}.", f"It may be truncated. {_REPLACE_HINT}")
+    try:
+        yield header
+    finally:
+        free(header)
+
+
+def read_experts_used(path: Path) -> tuple[str, int]:
+    """Returns the metadata key and number of experts per token, 0 for a dense model. Raises ModelFileError."""
+    c_gguf, c_key = ctypes.c_void_p, ctypes.c_int64
+    find = library.ggml_function("gguf_find_key", c_key, c_gguf, ctypes.c_char_p)
+    text = library.ggml_function("gguf_get_val_str", ctypes.c_char_p, c_gguf, c_key)
+    number = library.ggml_function("gguf_get_val_u32", ctypes.c_uint32, c_gguf, c_key)
+    with _open_header(path) as header:
+        architecture = find(header, b"general.architecture")
+        if architecture < 0:
+            raise ModelFileError(f"{path} does not name its architecture.", _REPLACE_HINT)
+        name = f"{text(header, architecture).decode('utf-8', 'replace')}.expert_used_count"
+        key = find(header, name.encode())
+        return name, int(number(header, key)) if key >= 0 else 0
+
+
+def read_tensors(path: Path) -> list[GgufTensor]:
+    """Returns all tensors of one file in its order. Raises ModelFileError for an unreadable header."""
+    c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
     n_tensors = library.ggml_function("gguf_get_n_tensors", ctypes.c_int64, c_gguf)
     data_offset = library.ggml_function("gguf_get_data_offset", ctypes.c_size_t, c_gguf)
     name = library.ggml_function("gguf_get_tensor_name", ctypes.c_char_p, c_gguf, c_index)
@@ -115,12 +146,7 @@ def read_tensors(path: Path) -> list[GgufTensor]:
     offset = library.ggml_function("gguf_get_tensor_offset", ctypes.c_size_t, c_gguf, c_index)
     size = library.ggml_function("gguf_get_tensor_size", ctypes.c_size_t, c_gguf, c_index)
 
-    library.clear_errors()
-    header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
-    if not header:
-        reason = library.first_error("its header is malformed")
-        raise ModelFileError(f"Cannot read {path}: {reason}.", f"It may be truncated. {_REPLACE_HINT}")
-    try:
+    with _open_header(path) as header:
         start = data_offset(header)
         return [
             GgufTensor(
@@ -132,8 +158,6 @@ def read_tensors(path: Path) -> list[GgufTensor]:
             )
             for i in range(n_tensors(header))
         ]
-    finally:
-        free(header)
 
 
 def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[ExpertTensor], list[Path]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
 import psutil
 
-from moeedge.errors import EngineError, ModelFileError
+from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.llama import gguf_file, library
 from moeedge.llama.text import ChatFormat
 
@@ -88,6 +88,7 @@ class Model:
         repack: bool = True,
         header_only: bool = False,
         free_bytes: int | None = None,
+        n_expert_used: int | None = None,
     ) -> Model:
         """Loads a GGUF file, or all parts of a split one given the first.
 
@@ -100,6 +101,7 @@ class Model:
         header_only: shape and vocabulary without weights; such a model cannot compute.
         free_bytes: of host memory, measured by default. A larger model stays mapped from the file, because repacked
             copies would not fit.
+        n_expert_used: experts per token, at most the file's number, for measuring.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -120,6 +122,8 @@ class Model:
             # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
             # repacked and compute 1.7 times slower
             parameters.no_host = fits and repack
+        if n_expert_used is not None:
+            parameters.kv_overrides = _override_experts_used(path, n_expert_used)
         if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         library.clear_errors()
@@ -130,6 +134,8 @@ class Model:
             )
         uses_gpu = chosen[0] is not None
         info = _read_info(handle, summary)
+        if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
+            info = replace(info, n_expert_used=n_expert_used)
         in_ram = 0 if n_gpu_layers < 0 else max(info.n_layers + 1 - n_gpu_layers, 0)  # llama.cpp's first layers
         if experts_on_cpu:
             in_ram = max(in_ram, info.n_layers if n_cpu_moe is None else n_cpu_moe)
@@ -256,6 +262,23 @@ def _experts_of_first(n_layers: int | None, expert_layers: tuple[int, ...]) -> b
         return _EXPERT_TENSORS.encode()
     layers = "|".join(map(str, range(n_layers)))
     return rf"^blk\.({layers})\.{_EXPERT_TENSORS}".encode() if n_layers else b"^$"
+
+
+def _override_experts_used(path: Path, n_expert_used: int) -> Any:
+    """A list of one metadata override and its end. Raises InputError for a number that the model does not allow."""
+    key, n_of_file = gguf_file.read_experts_used(path)
+    if n_of_file == 0:
+        raise InputError(f"{path.name} has no experts.", "Name a Mixture-of-Experts model.")
+    if not 1 <= n_expert_used <= n_of_file:  # llama.cpp's graphs have no room for many more, and end the process
+        raise InputError(
+            f"{path.name} uses {n_of_file} experts per token: it cannot use {n_expert_used}.",
+            f"Choose 1 to {n_of_file}.",
+        )
+    overrides = (lib.llama_model_kv_override * 2)()
+    overrides[0].tag = lib.LLAMA_KV_OVERRIDE_TYPE_INT
+    overrides[0].key = key.encode()
+    overrides[0].value.val_i64 = n_expert_used
+    return overrides
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

@@ -11,10 +11,12 @@ import psutil
 import pytest
 
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
+from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, kv_bytes_per_token
 from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
 from moeedge.llama.text import ChatFormat
+from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
 from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 
@@ -31,9 +33,26 @@ def test_info(tiny_moe: Path) -> None:
         assert model.can_roll_back
 
 
+def test_fewer_experts_per_token(tiny_moe: Path) -> None:
+    """llama.cpp's override of expert_used_count: the router chooses so many."""
+    with Model.load(tiny_moe, n_expert_used=2) as model, Context(model, n_ctx=64, n_threads=1) as context:
+        assert model.info.n_expert_used == 2
+        context.decode([65, 66, 67], phase=Phase.VERIFY, logits="all")
+        assert context.sensor is not None
+        assert context.sensor.read_counts().sum(axis=1).tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("n_expert_used", [0, 5])
+def test_experts_per_token_are_checked(tiny_moe: Path, n_expert_used: int) -> None:
+    with pytest.raises(InputError, match="4 experts"):
+        Model.load(tiny_moe, n_expert_used=n_expert_used)
+
+
 def test_dense_models_have_no_experts(tiny_draft: Path) -> None:
     with Model.load(tiny_draft) as model:
         assert (model.info.n_experts, model.info.expert_layers) == (0, ())
+    with pytest.raises(InputError, match="no experts"):
+        Model.load(tiny_draft, n_expert_used=1)
 
 
 @pytest.mark.parametrize("text", ["", "Hello there", "naïve 🦙 日本", "a\nb\tc", "x" * 5000])
