@@ -34,7 +34,7 @@ _RIDGE_SHARE = (0.2, 1.0)  # MoESD: lambda in [0.2, 1]
 _GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep
 _GROWTH_GRID = (1.001, 1.01, 1.03, 1.1, 1.3, 1.7)
 _RIDGE_GRID = (0.2, 0.5, 1.0)
-_EVALUATIONS = 200
+_EVALUATIONS = 100
 
 FloatArray = NDArray[np.float64]
 
@@ -282,7 +282,7 @@ def _bounds(times: StepTimes) -> tuple[FloatArray, FloatArray]:
     lower = [min(times.dense_bytes / bandwidth, 0.999 * shortest_s), 0.0]
     lower += [min(times.expert_bytes / bandwidth, 0.999 * expert_s), 0.0]
     lower += [min(times.draft_bytes / bandwidth, 0.999 * draft_s), 0.0, 0.0, 0.0, _RIDGE_SHARE[0], _GROWTH[0]]
-    upper = [shortest_s, math.inf, expert_s, math.inf, draft_s, math.inf]
+    upper = [shortest_s, math.inf, expert_s, math.inf, draft_s, math.inf if times.draft else 0.0]
     upper += [reject_s, reject_s, _RIDGE_SHARE[1], _GROWTH[1]]
     # SciPy needs room between the bounds, also where a part was not measured
     return np.array(lower), np.maximum(upper, np.array(lower) + 1e-12)

@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": ("bench", "Measure speed, acceptance and equality of the output: one row per test and mode."),
     "profile": ("profile", "Show which experts a model's tokens use, and how well the next step's can be predicted."),
     "replay": ("replay", "Replay routing traces under many policies: hit rates, uploads and bounds."),
+    "fit": ("fit", "Measure what a step of a model and its draft takes, and predict what speculation gains."),
     "calibrate": ("calibrate", "Measure how long experts take on CPU, device and link, and keep it for later runs."),
     "ablate": (
         "ablate",

@@ -113,6 +113,25 @@ class ProfileProgress(Bar):
         self.update(completed=prompt, prompt=prompt + 1, tokens=self._tokens)
 
 
+class PartsProgress(Bar):
+    """Work of several parts, one bar after the other; without a bar, a line per part."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+
+    def part_of(self, label: str, total: int) -> None:
+        """A part of so many passes comes next."""
+        if not self.is_shown:
+            self.note(f"{label}: {total} passes")
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self.start(label, total)
+
+    def one(self) -> None:
+        """A pass is done."""
+        self.add()
+
+
 class BenchProgress(Bar):
     """Samples of a benchmark; without a bar, a line per test and repetition."""
 

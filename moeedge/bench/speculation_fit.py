@@ -1,0 +1,420 @@
+"""`moeedge fit`: measures a model with its draft, fits MoESD's model of a step, and predicts what speculation gains.
+
+1. The prompts are answered with the longest drafts: which share is accepted, and a text to measure on.
+2. The parts of a step are timed on windows of that text (step_times.py), once for each number of active experts.
+3. The times are fitted (analysis/step_fit.py).
+4. If asked for, plain and speculative decoding of the same prompts take turns: the speed-ups that were predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import moeedge
+from moeedge import speculation
+from moeedge.analysis.step_fit import (
+    AmdahlRow,
+    StepFit,
+    StepTimes,
+    amdahl,
+    expert_share,
+    expert_share_measured,
+    fit_steps,
+)
+from moeedge.analysis.step_model import Machine, StepModel
+from moeedge.analysis.what_if import Acceptance, Outlook, count_acceptance, outlooks
+from moeedge.bench.harness import GREEDY, never, rotated
+from moeedge.bench.step_times import StepTimer, read_weights, this_machine
+from moeedge.data.prompts import Prompt
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, EngineInfo
+from moeedge.errors import ContextTooSmallError, InputError
+from moeedge.notifications import Notify, ignore
+from moeedge.scheduler.stats import StepRecord
+
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_MIN_TIMES = 6  # of the target, for a fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """What `moeedge fit` measures and predicts."""
+
+    tokens: tuple[int, ...] = TOKENS  # in a batch
+    gammas: tuple[int, ...] = GAMMAS
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    n_used: tuple[int, ...] = ()  # experts per token; empty: the model's, and half of them
+    repetitions: int = 5
+    n_predict: int = 128  # tokens per answer
+    measure_speed_up: bool = True
+    what_if_used: tuple[int, ...] = ()  # experts per token; empty: powers of two
+    others: tuple[Machine, ...] = ()  # to predict for; they hold the entire model
+    acceptance_chance: float | None = None  # of each draft; None: counted
+
+    def __post_init__(self) -> None:
+        if len(set(self.tokens)) < _MIN_TIMES or min(self.tokens) != 1:
+            raise ValueError(f"--batch-tokens must be at least {_MIN_TIMES} numbers, the first of them 1")
+        if max(self.tokens) > 64:
+            raise ValueError("--batch-tokens must be at most 64, the tokens of the longest verification but one")
+        if not self.gammas or min(self.gammas) < 1:
+            raise ValueError("--draft-max must be at least 1 here")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError("--batch-sizes must be at least 1")
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Speculative over plain decoding of one sequence at one draft length."""
+
+    gamma: int
+    tokens_per_step: float  # predicted from the acceptance of the longest drafts
+    target_efficiency: float
+    predicted: float  # by the fit
+    from_times: float | None  # by Eq. 4 with the measured times themselves; None where one was not measured
+    measured: float | None = None  # None: not asked for
+    measured_tokens_per_step: float | None = None
+    pairs: tuple[float, ...] = ()  # measured, prompt by prompt
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, minus 1."""
+        return None if self.measured is None else self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Everything that was measured, fitted and predicted."""
+
+    info: EngineInfo
+    times: StepTimes
+    fit: StepFit
+    acceptance: Acceptance
+    share_fitted: float  # f of the production study, by the fit
+    share_measured: float | None  # f by the slope over the active experts
+    amdahl: tuple[AmdahlRow, ...]
+    speed_ups: tuple[SpeedUp, ...]
+    outlooks: tuple[Outlook, ...]
+    interrupted: bool = False
+
+    @property
+    def share(self) -> float:
+        """f: measured where that was possible."""
+        return self.share_fitted if self.share_measured is None else self.share_measured
+
+    @property
+    def spread(self) -> float:
+        """Median over the target's times of the largest over the smallest sample: 1 on a quiet machine."""
+        return median(max(point.samples_s) / min(point.samples_s) for point in self.times.target)
+
+    @property
+    def speed_up_error(self) -> float | None:
+        """Largest absolute error of a predicted speed-up; None where none was measured."""
+        return max((abs(row.error) for row in self.speed_ups if row.error is not None), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in seconds."""
+        model = self.fit.model
+        return {
+            "version": moeedge.__version__,
+            "model": self.info.model,
+            "draft": self.info.draft,
+            "device": self.info.device,
+            "threads": self.info.n_threads,
+            "interrupted": self.interrupted,
+            "times": asdict(self.times),
+            "acceptance": asdict(self.acceptance),
+            "parameters": {name: getattr(model, name) for name in self.fit.lower},
+            "lower_bounds": self.fit.lower,
+            "upper_bounds": {name: value for name, value in self.fit.upper.items() if value != float("inf")},
+            "ridge_point_tokens": model.ridge_point,
+            "fit_error": self.fit.fit_error,
+            "left_out_error": self.fit.left_out_error,
+            "draft_error": self.fit.draft_error,
+            "reject_error": self.fit.reject_error,
+            "spread": self.spread,
+            "speed_up_error": self.speed_up_error,
+            "evaluations": self.fit.n_evaluations,
+            "fitted": [asdict(point) | {"error": point.error} for point in self.fit.fitted],
+            "left_out": [asdict(point) | {"error": point.error} for point in self.fit.left_out],
+            "parts_s": {str(n): model.parts_s(n) for n in sorted({point.n_tokens for point in self.times.target})},
+            "expert_share_fitted": self.share_fitted,
+            "expert_share_measured": self.share_measured,
+            "amdahl": [asdict(row) for row in self.amdahl],
+            "speed_up": [asdict(row) | {"error": row.error} for row in self.speed_ups],
+            "outlook": [asdict(row) for row in self.outlooks],
+        }
+
+
+def run_fit(
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    plan: FitPlan,
+    *,
+    notify: Notify = ignore,
+    cancel: Callable[[], bool] = never,
+    on_part: Callable[[str, int], None] = lambda _label, _total: None,
+    on_pass: Callable[[], None] = lambda: None,
+) -> FitReport:
+    """Measures, fits and predicts. config.n_expert_used is ignored.
+
+    cancel: True ends the measurement; what was measured is fitted if it suffices. on_part: called with what is measured
+    next and the number of its passes, on_pass: after each. Raises InputError for a model without experts or where too
+    little was measured.
+    """
+    most_drafts = max(plan.gammas)
+    with ExitStack() as stack:
+        session = stack.enter_context(_open(config, most_drafts, None, notify))
+        info, weights = session.info, read_weights(config.model)
+        if info.draft == "none" and plan.acceptance_chance is None:
+            raise InputError(
+                "There is no draft: which share would be accepted is not known.",
+                "Name a draft with -md, or give --acceptance-chance.",
+            )
+        used = _experts_used(plan, info)
+        on_part("answering", len(prompts))
+        steps, text = _answer(session, prompts, most_drafts, plan.n_predict, cancel, on_pass)
+        machine = this_machine(session, weights, text)
+        timer = StepTimer(
+            session, text, tokens=plan.tokens, repetitions=plan.repetitions, cancel=cancel, on_pass=on_pass
+        )
+        n_passes = plan.repetitions * len(set(plan.tokens))
+        on_part(f"timing, {info.n_expert_used} experts per token", 2 * n_passes)
+        target, draft, reject = timer.target(), timer.draft(), timer.reject()
+        measured: list[tuple[int, SpeedUpSample]] = []
+        if plan.measure_speed_up and info.draft != "none" and not cancel():
+            gammas = (0, *plan.gammas)
+            on_part("decoding, plain and speculative", len(prompts) * len(gammas))
+            measured = list(_decode(session, prompts, gammas, plan.n_predict, cancel, on_pass))
+    for n_used in used:
+        if n_used == info.n_expert_used or cancel():
+            continue
+        with _open(config, 0, n_used, notify) as other:
+            on_part(f"timing, {n_used} experts per token", n_passes)
+            target += StepTimer(
+                other, text, tokens=plan.tokens, repetitions=plan.repetitions, cancel=cancel, on_pass=on_pass
+            ).target()
+    if len(target) < _MIN_TIMES or not reject:
+        raise InputError("The measurement was stopped before there was anything to fit.")
+    times = StepTimes(
+        n_experts=info.n_experts,
+        n_used=info.n_expert_used,
+        target=tuple(target),
+        draft=tuple(draft),
+        reject=tuple(reject),
+        machine=machine,
+        dense_bytes=weights.dense_bytes,
+        expert_bytes=weights.expert_bytes,
+        draft_bytes=_draft_bytes(config),
+        bytes_per_weight=weights.bytes_per_weight,
+    )
+    acceptance = count_acceptance(steps, most_drafts)
+    if plan.acceptance_chance is not None:
+        acceptance = Acceptance(tuple(plan.acceptance_chance**n for n in range(1, most_drafts + 1)), 0)
+    return _report(info, times, acceptance, measured, plan, interrupted=cancel())
+
+
+@dataclass(frozen=True)
+class SpeedUpSample:
+    """One answer at one draft length."""
+
+    gamma: int
+    decode_s: float
+    tokens: int
+    steps: int
+
+
+def _report(
+    info: EngineInfo,
+    times: StepTimes,
+    acceptance: Acceptance,
+    measured: Sequence[tuple[int, SpeedUpSample]],
+    plan: FitPlan,
+    *,
+    interrupted: bool,
+) -> FitReport:
+    fit = fit_steps(times)
+    fitted, sloped = expert_share(fit.model), expert_share_measured(times)
+    n_used = plan.what_if_used or _powers_of_two(info.n_experts, info.n_expert_used)
+    return FitReport(
+        info=info,
+        times=times,
+        fit=fit,
+        acceptance=acceptance,
+        share_fitted=fitted,
+        share_measured=sloped,
+        amdahl=tuple(amdahl(times, fitted if sloped is None else sloped)),
+        speed_ups=tuple(_speed_up(gamma, fit.model, times, acceptance, measured) for gamma in plan.gammas),
+        outlooks=tuple(
+            outlooks(
+                fit.model,
+                acceptance,
+                gammas=plan.gammas,
+                batch_sizes=plan.batch_sizes,
+                n_used=n_used,
+                measured=times.machine,
+                others=plan.others,
+                max_tokens=max(point.n_tokens for point in times.target),
+            )
+        ),
+        interrupted=interrupted,
+    )
+
+
+def _speed_up(
+    gamma: int,
+    model: StepModel,
+    times: StepTimes,
+    acceptance: Acceptance,
+    measured: Sequence[tuple[int, SpeedUpSample]],
+) -> SpeedUp:
+    n_tokens = acceptance.tokens(gamma)
+    plain = {prompt: sample for prompt, sample in measured if sample.gamma == 0}
+    own = {prompt: sample for prompt, sample in measured if sample.gamma == gamma and prompt in plain}
+    row = SpeedUp(
+        gamma,
+        n_tokens,
+        model.target_efficiency(1, gamma),
+        model.speed_up(n_tokens, gamma),
+        _from_times(gamma, n_tokens, times),
+    )
+    if not own:
+        return row
+
+    def speed(samples: Sequence[SpeedUpSample]) -> float:
+        return sum(sample.tokens for sample in samples) / sum(sample.decode_s for sample in samples)
+
+    return replace(
+        row,
+        measured=speed(list(own.values())) / speed([plain[prompt] for prompt in own]),
+        measured_tokens_per_step=sum(s.tokens for s in own.values()) / sum(s.steps for s in own.values()),
+        pairs=tuple(speed([sample]) / speed([plain[prompt]]) for prompt, sample in own.items()),
+    )
+
+
+def _from_times(gamma: int, n_tokens: float, times: StepTimes) -> float | None:
+    """Eq. 4 of MoESD with measured times of one sequence."""
+    plain, verify = times.target_at(1), times.target_at(gamma + 1)
+    draft = next((point.seconds for point in times.draft if point.n_tokens == 1), None)
+    reject = next((point.seconds for point in times.reject if point.n_tokens == gamma + 1), None)
+    if plain is None or verify is None or draft is None or reject is None:
+        return None
+    return speculation.speed_up(
+        n_tokens, gamma, target_s=plain.seconds, verify_s=verify.seconds, draft_s=draft, reject_s=reject
+    )
+
+
+def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
+    session = Session.open(replace(config, gamma=gamma, n_expert_used=n_used), notify=notify)
+    if session.info.n_experts == 0 or not session.model.can_roll_back:
+        session.close()
+        why = "has no experts" if session.info.n_experts == 0 else "cannot take tokens back"
+        raise InputError(f"{config.model.name} {why}: there is nothing to fit.", "Name a Mixture-of-Experts model.")
+    return session
+
+
+def _answer(
+    session: Session,
+    prompts: Sequence[Prompt],
+    gamma: int,
+    n_predict: int,
+    cancel: Callable[[], bool],
+    on_pass: Callable[[], None],
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """(drafted, accepted) of every step, and prompts and answers one after the other."""
+    session.gamma = gamma if session.info.draft != "none" else 0
+    steps: list[tuple[int, int]] = []
+    text: list[int] = []
+    for prompt in prompts:
+        if cancel():
+            break
+        found = list(_generate(session, prompt, n_predict, cancel, text))
+        steps += [(record.n_drafted, record.n_accepted) for record in found if record.n_verified]
+        on_pass()
+    if not text:
+        raise InputError("No prompt fits the context.", "Use a larger -c.")
+    return steps, text
+
+
+def _generate(
+    session: Session, prompt: Prompt, n_predict: int, cancel: Callable[[], bool], text: list[int]
+) -> Iterator[StepRecord]:
+    """Answers the first turn of a prompt; `text` gets prompt and answer."""
+    session.reset()
+    tokens = _prompt_tokens(session, prompt)
+    try:
+        generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, cancel=cancel)
+    except ContextTooSmallError:
+        return
+    yield from generation
+    text += [*tokens, *generation.tokens]
+
+
+def _decode(
+    session: Session,
+    prompts: Sequence[Prompt],
+    gammas: Sequence[int],
+    n_predict: int,
+    cancel: Callable[[], bool],
+    on_pass: Callable[[], None],
+) -> Iterator[tuple[int, SpeedUpSample]]:
+    """Answers each prompt with every draft length in turn: (prompt, sample). An answer of one token gives none."""
+    for index, prompt in enumerate(prompts):
+        for gamma in rotated(gammas, index):
+            if cancel():
+                return
+            session.gamma = gamma if session.info.draft != "none" else 0
+            session.reset()
+            try:
+                generation = session.generate(
+                    _prompt_tokens(session, prompt), n_predict=n_predict, sampling=GREEDY, cancel=cancel
+                )
+            except ContextTooSmallError:
+                continue
+            for _ in generation:
+                pass
+            stats = generation.stats
+            on_pass()
+            if stats.steps and stats.generated_tokens > 1 and not cancel():
+                yield index, SpeedUpSample(gamma, stats.decode_s, stats.generated_tokens - 1, stats.steps)
+
+
+def _prompt_tokens(session: Session, prompt: Prompt) -> list[int]:
+    messages = [message.as_dict() for message in prompt.turns[0]]
+    return session.model.tokenize(session.model.render_chat(messages))
+
+
+def _experts_used(plan: FitPlan, info: EngineInfo) -> tuple[int, ...]:
+    """Experts per token to measure with, the model's own first. Raises InputError for numbers it does not allow."""
+    own = info.n_expert_used
+    for asked, most in ((plan.n_used, own), (plan.what_if_used, info.n_experts)):
+        for n_used in asked:
+            if not 1 <= n_used <= most:
+                raise InputError(
+                    f"{info.model} has {info.n_experts} experts, {own} per token: {n_used} per token are not possible.",
+                    f"Choose from 1 to {most}.",
+                )
+    return tuple(dict.fromkeys((own, *(plan.n_used or (max(1, own // 2),)))))
+
+
+def _draft_bytes(config: EngineConfig) -> float:
+    """That one pass of the draft reads."""
+    return read_weights(config.draft).dense_bytes if isinstance(config.draft, Path) else 0.0
+
+
+def _powers_of_two(n_experts: int, n_used: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to twice the model's number, which is among them."""
+    found = {n_used}
+    used = 1
+    while used <= min(n_experts, 2 * n_used):
+        found.add(used)
+        used *= 2
+    return tuple(sorted(found))
