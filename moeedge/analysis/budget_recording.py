@@ -26,6 +26,7 @@ from moeedge.analysis.expert_budget import (
     infer_router,
     layer_errors,
     selection_values,
+    summed_weights,
 )
 from moeedge.data.prompts import Prompt
 from moeedge.engine.recording import record_routing
@@ -52,13 +53,15 @@ OnStep = Callable[[int, int], None]
 class ProbabilityCurve:
     """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
 
-    cumulative: float64 [n_layers, n_experts], n = 1..N. unique: float64 [n_layers], experts of the natural picks.
+    cumulative: float64 [n_layers, n_experts], n = 1..N. cumulative_weights: the same of the weights that the natural
+    picks have, which are 0 for all other experts. unique: float64 [n_layers], experts of the natural picks.
     """
 
     category: str  # of the prompts; "all"
     batches: int
     tokens: int
     cumulative: NDArray[np.float64]
+    cumulative_weights: NDArray[np.float64]
     unique: NDArray[np.float64]
 
 
@@ -262,7 +265,7 @@ class _RoutingTally(_Observer):
         self.selections = np.zeros((len(prompts), *shape), dtype=np.int64)  # per prompt
         self._n_used = info.n_expert_used
         self._categories = [prompt.category for prompt in prompts]
-        self._sums = [_CurveSum(shape) for _ in prompts]  # per prompt
+        self._sums = [_CurveSum(*shape) for _ in prompts]  # per prompt
         self._pairs = np.zeros((*shape, info.n_experts), dtype=np.int64)
 
     def _add(self, batch: _Batch) -> None:
@@ -277,8 +280,10 @@ class _RoutingTally(_Observer):
         counts = count_ids(batch.ids, n_experts)
         self.selections[self.prompt] += counts
         scores = router_scores(routing_probabilities(batch.values, self.router.kind))
+        weights = summed_weights(batch.ids, batch.weights, n_experts)
         self._sums[self.prompt].add(
-            cumulative_probability(scores), np.count_nonzero(counts, axis=1), batch.ids.shape[1]
+            batch.ids.shape[1],
+            (cumulative_probability(scores), cumulative_probability(weights), np.count_nonzero(counts, axis=1)),
         )
         for index, ids in enumerate(batch.ids):
             self._pairs[index] += co_activation(ids, n_experts)
@@ -302,30 +307,26 @@ class _RoutingTally(_Observer):
 
 
 class _CurveSum:
-    """Sums over the batches of a prompt."""
+    """Sums over the batches of a prompt: cumulative probabilities, cumulative weights, distinct experts."""
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, n_layers: int, n_experts: int) -> None:
         self.batches = 0
         self.tokens = 0
-        self.cumulative = np.zeros(shape)
-        self.unique = np.zeros(shape[0])
+        self.parts = [np.zeros((n_layers, n_experts)), np.zeros((n_layers, n_experts)), np.zeros(n_layers)]
 
-    def add(self, cumulative: NDArray[np.float64], unique: NDArray[Any], n_tokens: int) -> None:
+    def add(self, n_tokens: int, parts: Sequence[NDArray[Any]]) -> None:
         self.batches += 1
         self.tokens += n_tokens
-        self.cumulative += cumulative
-        self.unique += unique
+        for total, part in zip(self.parts, parts, strict=True):
+            total += part
 
 
 def _mean_curve(category: str, sums: Sequence[_CurveSum]) -> ProbabilityCurve:
     batches = sum(each.batches for each in sums)
-    return ProbabilityCurve(
-        category=category,
-        batches=batches,
-        tokens=sum(each.tokens for each in sums),
-        cumulative=np.asarray(sum(each.cumulative for each in sums)) / batches,
-        unique=np.asarray(sum(each.unique for each in sums)) / batches,
+    cumulative, weights, unique = (
+        np.stack(part).sum(axis=0) / batches for part in zip(*(each.parts for each in sums), strict=True)
     )
+    return ProbabilityCurve(category, batches, sum(each.tokens for each in sums), cumulative, weights, unique)
 
 
 class _ErrorMeter(_Observer):

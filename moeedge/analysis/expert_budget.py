@@ -149,6 +149,13 @@ def cumulative_probability(scores: Probabilities) -> Probabilities:
     return share
 
 
+def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probabilities:
+    """Sum of the tokens' weights of each expert, float64 [..., N] of ids and weights [..., T, k]."""
+    spread = np.zeros((*ids.shape[:-1], n_experts), dtype=np.float64)
+    np.put_along_axis(spread, ids, weights.astype(np.float64), axis=-1)
+    return router_scores(spread)
+
+
 def co_activation(ids: IntArray, n_experts: int) -> NDArray[np.int64]:
     """Tokens that used both experts of each pair, int64 [N, N] of ids [T, k]; the diagonal: that used the expert.
 
@@ -266,13 +273,11 @@ def layer_errors(
 
 def _scores(batch: RoutedBatch, probabilities: Probabilities, static: Ids | None) -> dict[str, Probabilities]:
     """Scores [L, N] of the experts by ranking."""
-    weights = np.zeros_like(probabilities)
-    np.put_along_axis(weights, batch.ids, batch.weights.astype(np.float64), axis=-1)
     parts = zip(batch.outputs, batch.weights, batch.ids, strict=True)
     scores = {
         "router": router_scores(probabilities),
         "oracle": static_scores(np.stack([oracle_order(*part) for part in parts])),
-        "weights": router_scores(weights),
+        "weights": summed_weights(batch.ids, batch.weights, probabilities.shape[-1]),
     }
     return scores if static is None else scores | {"static": static_scores(static)}
 

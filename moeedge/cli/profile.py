@@ -55,6 +55,17 @@ Compare = Annotated[
     option(options.OUTPUT, "--compare FILE", "Compare with this trace in the report: another model, file or data set."),
 ]
 
+BudgetAnalysis = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--budget-analysis LIST|auto",
+        "Instead of the profile: what expert budgets such as 8,16,32 would cost. Routing probability on the best "
+        "experts, pairs of experts, and the error of each layer's output, by ranking and coverage. On the CPU.",
+        show_default=False,
+    ),
+]
+
 
 @flatten
 def profile(
@@ -79,6 +90,7 @@ def profile(
     plot: options.Plot = None,
     trace_out: options.TraceOut = None,
     save_ranking: options.SaveRanking = None,
+    budget_analysis: BudgetAnalysis = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -123,6 +135,27 @@ def profile(
     sampling = SamplingConfig(temperature=temp, seed=seed_used)
     if verbose:
         show_log()
+    if budget_analysis is not None:
+        if any(path is not None for path in (trace_out, save_ranking, report, pictures, compare)):
+            raise InputError(
+                "--budget-analysis has a report of its own.",
+                "Leave out --trace-out, --save-ranking, --report, --pictures and --compare.",
+            )
+        from moeedge.cli.budget_analysis import run_budget_analysis
+
+        run_budget_analysis(
+            budget_analysis,
+            config,
+            prompts,
+            source,
+            sampling,
+            n_predict=n_predict,
+            raw=raw,
+            layers=layers or layer or "all",
+            output=output,
+            plot=plot,
+        )
+        return
     profiled, code = _record(
         config,
         prompts,

@@ -1,0 +1,68 @@
+"""The JSON of `moeedge profile --budget-analysis` (keys in docs/expert-budget.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeedge.analysis.budget_recording import BudgetAnalysis, ProbabilityCurve
+from moeedge.analysis.expert_budget import CoActivation
+
+_DIGITS = 6
+
+
+def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, Any]:
+    """All figures of the analysis as one JSON object; run: the model, the prompts and the settings."""
+    errors = analysis.errors
+    report = {
+        "layers": list(analysis.layers),
+        "n_experts": analysis.n_experts,
+        "n_experts_used": analysis.n_used,
+        "gamma": analysis.gamma,
+        "routing": [_curve(curve) for curve in analysis.curves],
+        "co_activation": [_pairs(pairs) for pairs in analysis.pairs],
+        "reconstruction_error": None
+        if errors is None
+        else {
+            "batches": errors.n_batches,
+            "budgets": list(errors.budgets),
+            "unique_by_layer": errors.unique.mean(axis=0).tolist(),
+            "rows": list(errors.rows()),
+        },
+        "no_reconstruction_error": analysis.no_errors or None,
+        "skipped": list(analysis.skipped),
+    }
+    rounded: dict[str, Any] = _rounded(report)
+    return {**rounded, **run}
+
+
+def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
+    return {
+        "category": curve.category,
+        "batches": curve.batches,
+        "tokens": curve.tokens,
+        "unique_experts": float(curve.unique.mean()),
+        "unique_by_layer": curve.unique.tolist(),
+        "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
+        "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
+        "cumulative_by_layer": curve.cumulative.tolist() if curve.category == "all" else None,
+    }
+
+
+def _pairs(pairs: CoActivation) -> dict[str, Any]:
+    return {
+        "layer": pairs.layer,
+        "tokens": pairs.tokens,
+        "concentration": pairs.concentration,
+        "lift_over_independence": pairs.lift,
+        "most_frequent_pair": None if pairs.pair is None else list(pairs.pair),
+        "order": pairs.order.tolist(),
+        "counts": pairs.counts.tolist(),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, _DIGITS)
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list) else value

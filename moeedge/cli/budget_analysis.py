@@ -1,0 +1,144 @@
+"""`moeedge profile --budget-analysis`: what an expert budget would cost a model, without using one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from moeedge import paths
+from moeedge.cli.declare import Output
+from moeedge.data.prompts import Prompt
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.analysis.budget_recording import BudgetAnalysis
+    from moeedge.llama.model import ModelInfo
+
+AUTO = "auto"
+
+
+def run_budget_analysis(
+    text: str,
+    config: EngineConfig,
+    prompts: list[Prompt],
+    source: dict[str, object],
+    sampling: SamplingConfig,
+    *,
+    n_predict: int,
+    raw: bool,
+    layers: str,
+    output: Output,
+    plot: Path | None,
+) -> None:
+    """Runs the analysis for budgets such as "8,16,32" or "auto" and reports it.
+
+    The model runs on the CPU alone, where the outputs of all experts can be computed. layers: as --layers has them.
+    """
+    from moeedge.analysis.budget_report import budget_report
+    from moeedge.ui.budget_plots import draw_budgets
+    from moeedge.ui.budget_views import print_budgets
+    from moeedge.ui.console import stdout_console
+
+    analysis, run, code = _analyse(
+        text,
+        replace(config, device="none", n_gpu_layers=0, expert_budget=None),
+        prompts,
+        sampling,
+        n_predict=n_predict,
+        raw=raw,
+        layers=layers,
+    )
+    run |= source | {"n_predict": n_predict, "temperature": sampling.temperature, "seed": sampling.seed}
+    if output is Output.JSON:
+        typer.echo(json.dumps(budget_report(analysis, run), ensure_ascii=False))
+    else:
+        print_budgets(analysis, stdout_console())
+    if plot is not None:
+        draw_budgets(analysis, f"{run['model']}, {run['dataset']}, gamma {analysis.gamma}", plot)
+    if code:
+        raise typer.Exit(code)
+
+
+def _analyse(
+    text: str,
+    config: EngineConfig,
+    prompts: list[Prompt],
+    sampling: SamplingConfig,
+    *,
+    n_predict: int,
+    raw: bool,
+    layers: str,
+) -> tuple[BudgetAnalysis, dict[str, Any], int]:
+    """The analysis, its JSON's fields about the model, and the exit code (not 0 after an interruption)."""
+    from moeedge.analysis.budget_recording import analyse_budgets
+    from moeedge.engine.recording import check_layers, parse_layers
+    from moeedge.engine.session import Session
+    from moeedge.ui.chat.greeting import print_header
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.console import notifier, say, stderr_console
+    from moeedge.ui.progress import ProfileProgress
+
+    err = stderr_console()
+    with Session.open(config, notify=notifier(err)) as session:
+        info = session.model.info
+        chosen = sorted(check_layers(session, parse_layers(layers, info.n_layers)))
+        budgets = parse_budgets(text, info)
+        print_header(err, session.info, toy=paths.is_bundled(config.model))
+        with Interrupt() as interrupt, ProfileProgress(2 * len(prompts), err) as progress:
+            interrupt.arm()
+            passes = 0
+
+            def begin_pass(_name: str) -> None:
+                nonlocal passes
+                passes += 1
+
+            analysis = analyse_budgets(
+                session,
+                prompts,
+                chosen,
+                budgets,
+                n_predict=n_predict,
+                sampling=sampling,
+                raw=raw,
+                cancel=interrupt,
+                on_step=lambda prompt, tokens: progress.step(prompt + (passes - 1) * len(prompts), tokens),
+                on_pass=begin_pass,
+            )
+        run = {
+            "model": session.info.model,
+            "architecture": session.info.architecture,
+            "draft": session.info.draft,
+            "n_layers": info.n_layers,
+        }
+    if analysis.skipped:
+        say(err, f"Longer than the context, left out: {', '.join(analysis.skipped)}.", style="yellow")
+    if interrupt.exit_code:
+        say(err, "Stopped: the analysis covers the batches until then.", style="yellow")
+    return analysis, run, interrupt.exit_code
+
+
+def parse_budgets(text: str, info: ModelInfo) -> tuple[int, ...]:
+    """Budgets of a comma-separated list, ascending, or those of "auto" for the model.
+
+    Raises InputError for a text that is no such list, or a budget that is not between k and N.
+    """
+    from moeedge.analysis.budget_recording import default_budgets
+
+    if text.strip().lower() == AUTO:
+        return default_budgets(info.n_experts, info.n_expert_used)
+    try:
+        budgets = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise InputError(f'"{text}" is not a list of budgets.', 'Write it as 8,16,32 or as "auto".') from None
+    if budgets[0] < info.n_expert_used or budgets[-1] > info.n_experts:
+        raise InputError(
+            f"An expert budget of this model is a number from {info.n_expert_used} (experts per token) to "
+            f"{info.n_experts}.",
+            f"Choose from this range, or {AUTO}.",
+        )
+    return tuple(budgets)
