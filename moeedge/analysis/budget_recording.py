@@ -87,7 +87,7 @@ class BudgetAnalysis:
 def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
     """Budgets from k to N: multiples of k up to 4 k, then of 2 k up to 8 k, then halves and all of the experts."""
     multiples = {n_used * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 6, 8)} | {n_experts / 2, n_experts * 3 / 4}
-    return tuple(sorted({int(budget) for budget in multiples if budget < n_experts} | {n_experts}))
+    return tuple(sorted({int(budget) for budget in multiples if n_used <= budget < n_experts} | {n_experts}))
 
 
 def analyse_budgets(

@@ -1,0 +1,101 @@
+"""`moeedge profile --budget-analysis`: figures equal to a recomputation from the trace of the same run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
+from tests.conftest import TinyFactory
+from tests.support.commands import refused, run, run_json
+
+
+@pytest.fixture
+def pair(tiny_moe: Path, tiny_draft: Path) -> list[str]:
+    """The tiny target and draft, greedy and short, on two prompts of a file."""
+    prompts = tiny_moe.with_name("prompts.jsonl")
+    prompts.write_text('{"prompt": "one two three four"}\n{"prompt": "five six"}\n')
+    options = ["-c", "512", "-n", "24", "-t", "1", "--raw", "--draft-max", "4", "--dataset", str(prompts)]
+    return ["-m", str(tiny_moe), "-md", str(tiny_draft), *options]
+
+
+def test_figures_against_the_trace(pair: list[str], tmp_path: Path) -> None:
+    report = run_json("profile", *pair, "--budget-analysis", "4,8,16")
+    run_json("profile", *pair, "--trace-out", str(tmp_path / "trace.npz"))
+    trace = Trace.load(tmp_path / "trace.npz")
+    assert trace.weights is not None
+    is_verified = trace.phase == Phase.VERIFY
+    steps = sorted(
+        {(int(s), int(n)) for s, n in zip(trace.sequence[is_verified], trace.step[is_verified], strict=True)}
+    )
+    batches = [np.flatnonzero(is_verified & (trace.sequence == s) & (trace.step == n)) for s, n in steps]
+    batches = [rows for rows in batches if len(rows) > 1]
+    rows = np.concatenate(batches)
+    routing = report["routing"][0]
+    assert (routing["category"], routing["batches"], routing["tokens"]) == ("all", len(batches), len(rows))
+    for layer in range(3):
+        unique = np.mean([len(set(trace.ids[batch, layer].reshape(-1).tolist())) for batch in batches])
+        assert routing["unique_by_layer"][layer] == pytest.approx(unique, abs=1e-5)
+        together = Counter(p for row in trace.ids[rows, layer].tolist() for p in combinations(sorted(row), 2))
+        found = report["co_activation"][layer]
+        counts = np.array(found["counts"])
+        assert all(counts[a, b] == n for (a, b), n in together.items())
+        assert np.triu(counts, 1).sum() == sum(together.values())
+        expected = len(rows) * 4 * 3 / (16 * 15)
+        assert found["concentration"] == pytest.approx(max(together.values()) / expected, abs=1e-5)
+    shares = []
+    for batch in batches:
+        for layer in range(3):
+            weight = np.zeros(16)
+            np.add.at(weight, trace.ids[batch, layer], trace.weights[batch, layer].astype(float))
+            shares.append(np.cumsum(np.sort(weight)[::-1]) / weight.sum())
+    np.testing.assert_allclose(routing["cumulative_weights"], np.mean(shares, axis=0), atol=2e-3)
+
+
+def test_errors(pair: list[str]) -> None:
+    """No error with all experts; static ranks by the other prompt; the error falls with the budget."""
+    report = run_json("profile", *pair, "--budget-analysis", "auto", "--layers", "1-2")
+    assert report["layers"] == [1, 2]
+    errors = report["reconstruction_error"]
+    assert errors["batches"] >= 2 and errors["budgets"] == [4, 6, 8, 10, 12, 16]
+    rows = {(row["ranking"], row["coverage"], row["keeps_union"], row["budget"]): row for row in errors["rows"]}
+    assert {key[0] for key in rows} == {"router", "static", "oracle", "weights"}
+    for key, row in rows.items():
+        assert row["error"] >= 0 and 0 <= row["kept_probability"] <= 1 + 1e-6
+        assert np.mean(row["error_by_layer"]) == pytest.approx(row["error"], abs=1e-5)
+        if key[-1] == 16:
+            assert row["error"] == 0 and row["kept_probability"] == pytest.approx(1)
+    for coverage in ("substitution", "truncation"):
+        assert rows["router", coverage, True, 4]["error"] > rows["router", coverage, True, 12]["error"]
+    assert rows["oracle", "truncation", True, 6]["error"] < rows["router", "truncation", True, 6]["error"]
+    assert rows["router", "substitution", True, 4]["minus_default"] is None
+
+
+@pytest.mark.parametrize("plot", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_text_and_pictures(pair: list[str], tmp_path: Path, plot: bool) -> None:
+    picture = ["--plot", str(tmp_path / "b.png")] if plot else []
+    result = run("profile", *pair, "--budget-analysis", "4,8", *picture)
+    assert result.exit_code == 0
+    for part in ("router, subst.", "oracle, trunc.", "B=8", "Eq. 9", "routing probability"):
+        assert part in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert {path.name for path in tmp_path.glob("*.png")} == ({"b.png", "b-pairs.png"} if plot else set())
+
+
+def test_what_cannot_be_analysed(pair: list[str], tiny: TinyFactory) -> None:
+    for budgets in ("3", "17", "many", ""):
+        refused("profile", *pair, "--budget-analysis", budgets)
+    refused("profile", *pair, "--budget-analysis", "8", "--trace-out", "t.npz")
+    assert run("profile", *pair, "--budget-analysis", "8", "-md", "none").exit_code == 1  # nothing to verify
+
+
+def test_weights_before_the_experts(tiny: TinyFactory) -> None:
+    """llama4: routing is analysed, the errors are not, and the report says why."""
+    options = ["-md", "ngram", "-c", "256", "-n", "40", "-t", "1", "--raw", "-p", "a b a b a b a b"]
+    report = run_json("profile", "-m", str(tiny("llama4")), *options, "--budget-analysis", "auto")
+    assert report["reconstruction_error"] is None and "layer" in report["no_reconstruction_error"]
