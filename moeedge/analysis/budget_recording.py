@@ -57,7 +57,7 @@ class ProbabilityCurve:
     picks have, which are 0 for all other experts. unique: float64 [n_layers], experts of the natural picks.
     """
 
-    category: str  # of the prompts; "all"
+    group: str  # of prompts: a data set, or a category where there is one data set; "all"
     batches: int
     tokens: int
     cumulative: NDArray[np.float64]
@@ -78,7 +78,7 @@ class BudgetAnalysis:
     gamma: int
     prompts: int
     skipped: tuple[str, ...]  # ids of prompts that do not fit the context
-    curves: tuple[ProbabilityCurve, ...]  # all prompts first, then each category if there are several
+    curves: tuple[ProbabilityCurve, ...]  # all prompts first, then each group if there are several
     pairs: tuple[CoActivation, ...]  # by layer
     errors: ErrorTable | None
     no_errors: str = ""
@@ -264,7 +264,8 @@ class _RoutingTally(_Observer):
         self.router: Router | None = None
         self.selections = np.zeros((len(prompts), *shape), dtype=np.int64)  # per prompt
         self._n_used = info.n_expert_used
-        self._categories = [prompt.category for prompt in prompts]
+        by_dataset = len({prompt.dataset for prompt in prompts}) > 1
+        self._groups = [prompt.dataset if by_dataset else prompt.category for prompt in prompts]
         self._sums = [_CurveSum(*shape) for _ in prompts]  # per prompt
         self._pairs = np.zeros((*shape, info.n_experts), dtype=np.int64)
 
@@ -289,12 +290,12 @@ class _RoutingTally(_Observer):
             self._pairs[index] += co_activation(ids, n_experts)
 
     def curves(self) -> list[ProbabilityCurve]:
-        """Of all prompts, then of each category if there are several; those without a batch are left out."""
-        found = dict.fromkeys(self._categories)
+        """Of all prompts, then of each group if there are several; those without a batch are left out."""
+        found = dict.fromkeys(self._groups)
         chosen: list[tuple[str, list[_CurveSum]]] = [("all", self._sums)]
         if len(found) > 1:
-            by_category = zip(self._categories, self._sums, strict=True)
-            pairs = list(by_category)
+            by_group = zip(self._groups, self._sums, strict=True)
+            pairs = list(by_group)
             chosen += [(name, [each for own, each in pairs if own == name]) for name in found]
         return [_mean_curve(name, sums) for name, sums in chosen if any(each.batches for each in sums)]
 
@@ -321,12 +322,12 @@ class _CurveSum:
             total += part
 
 
-def _mean_curve(category: str, sums: Sequence[_CurveSum]) -> ProbabilityCurve:
+def _mean_curve(group: str, sums: Sequence[_CurveSum]) -> ProbabilityCurve:
     batches = sum(each.batches for each in sums)
     cumulative, weights, unique = (
         np.stack(part).sum(axis=0) / batches for part in zip(*(each.parts for each in sums), strict=True)
     )
-    return ProbabilityCurve(category, batches, sum(each.tokens for each in sums), cumulative, weights, unique)
+    return ProbabilityCurve(group, batches, sum(each.tokens for each in sums), cumulative, weights, unique)
 
 
 class _ErrorMeter(_Observer):

@@ -37,14 +37,14 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
 
 def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
     return {
-        "category": curve.category,
+        "group": curve.group,
         "batches": curve.batches,
         "tokens": curve.tokens,
         "unique_experts": float(curve.unique.mean()),
         "unique_by_layer": curve.unique.tolist(),
         "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
         "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
-        "cumulative_by_layer": curve.cumulative.tolist() if curve.category == "all" else None,
+        "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
     }
 
 

@@ -45,8 +45,8 @@ def draw_budgets(analysis: BudgetAnalysis, title: str, path: Path) -> None:
 def _draw_curves(axes: Any, analysis: BudgetAnalysis) -> None:
     n = np.arange(1, analysis.n_experts + 1)
     for place, curve in enumerate(analysis.curves):
-        width, colour = (2.4, "black") if curve.category == "all" else (1.2, _COLOURS[(place - 1) % len(_COLOURS)])
-        axes.plot(n, curve.cumulative.mean(axis=0), color=colour, linewidth=width, label=curve.category)
+        width, colour = (2.4, "black") if curve.group == "all" else (1.2, _COLOURS[(place - 1) % len(_COLOURS)])
+        axes.plot(n, curve.cumulative.mean(axis=0), color=colour, linewidth=width, label=curve.group)
     weights = analysis.curves[0].cumulative_weights.mean(axis=0)
     axes.plot(n, weights, "--", color="black", linewidth=1.2, label="all, weights of the natural top-k")
     axes.axvline(analysis.n_used, color="0.5", linestyle=":", linewidth=1)

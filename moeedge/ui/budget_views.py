@@ -19,7 +19,7 @@ _LETTER = "Eq. 5"
 
 
 def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
-    """Routing probability by category, pairs, and reconstruction errors by variant and budget."""
+    """Routing probability by group, pairs, and reconstruction errors by variant and budget."""
     first = analysis.curves[0]
     console.print(
         f"{analysis.n_experts} experts, top-{analysis.n_used}, {len(analysis.layers)} layers; {first.batches} "
@@ -54,7 +54,7 @@ def _curve_columns(analysis: BudgetAnalysis) -> list[Column]:
         return Column(f"{share:.0%}".replace("%", " %"), lambda curve: experts_for(curve, share), ".1f")
 
     return [
-        text_column("prompts", "category"),
+        text_column("prompts", "group"),
         Column("batches", "batches"),
         Column("experts", lambda curve: curve.unique.mean(), ".1f"),
         *(on_best(n) for n in _best(analysis)),

@@ -37,7 +37,7 @@ def test_figures_against_the_trace(pair: list[str], tmp_path: Path) -> None:
     batches = [rows for rows in batches if len(rows) > 1]
     rows = np.concatenate(batches)
     routing = report["routing"][0]
-    assert (routing["category"], routing["batches"], routing["tokens"]) == ("all", len(batches), len(rows))
+    assert (routing["group"], routing["batches"], routing["tokens"]) == ("all", len(batches), len(rows))
     for layer in range(3):
         unique = np.mean([len(set(trace.ids[batch, layer].reshape(-1).tolist())) for batch in batches])
         assert routing["unique_by_layer"][layer] == pytest.approx(unique, abs=1e-5)
