@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.bench.validation import Comparison
+    from moeedge.sim.moe_spec import Figure4, Gains
     from moeedge.sim.predictions import BreakEven, Prediction
 
 _MS, _US = 1e3, 1e6  # from seconds
@@ -74,6 +75,20 @@ _BREAK_EVEN_COLUMNS = (
     Column("g us", "g_s", ".0f", _US),
     Column("break-even", "break_even_hit_rate", ".3f"),
     Column("over share", "over_share", "+.3f"),
+)
+_MOE_SPEC_COLUMNS = (
+    text_column("", "reading"),
+    Column("tokens", "tokens"),
+    Column("experts", "experts", ".1f"),
+    Column("plain ms", "plain_step_s", ".1f", _MS),
+    Column("step ms", "step_s", ".1f", _MS),
+    Column("of it draft", "draft_s", ".1f", _MS),
+    Column("EAGLE", "eagle_speedup", ".2f"),
+    Column("published", "eagle_speedup_published", ".2f"),
+)
+_MOE_SPEC_GAINS = (
+    Column("published", "gain_published", ".2f"),
+    Column("at B", "budget_at_published_gain", ".1f"),
 )
 _MEASURED_COLUMNS = (
     text_column("policy", "policy"),
@@ -211,3 +226,38 @@ def _print_freeze(freeze: Freeze, console: Console) -> None:
     console.print(
         f"Constants frozen on {freeze.constants_frozen}, SHA-256 {freeze.constants_sha256[:12]}", soft_wrap=True
     )
+
+
+def print_moe_spec(rows: Sequence[Gains], figure: Sequence[Figure4], console: Console) -> None:
+    """A table per model: the time of a step and the speed of EAGLE, then the gains over it by budget."""
+    for model, group in groupby(rows, key=lambda row: row.model):
+        entries = list(group)
+        budgets = [budget for budget, _ in entries[0].gains]
+        print_table(console, _MOE_SPEC_COLUMNS, entries, title=f"MoE-Spec, {model}: speed over plain decoding")
+        console.print()
+        columns = [
+            _MOE_SPEC_COLUMNS[0],
+            _MOE_SPEC_COLUMNS[1],
+            *(Column(f"B {budget}", _gain_at(index), ".2f") for index, budget in enumerate(budgets)),
+            *_MOE_SPEC_GAINS,
+        ]
+        print_table(console, columns, entries, title=f"MoE-Spec, {model}: speed with a budget over EAGLE's")
+        console.print()
+    columns = [
+        text_column("", "reading"),
+        Column("tokens", "tokens"),
+        Column("B", "budget"),
+        Column("gain", "gain", ".2f"),
+        Column("published", "gain_published", ".2f"),
+    ]
+    print_table(console, columns, figure, title="MoE-Spec, Figure 4: OLMoE in large trees")
+    console.print()
+    note = (
+        "Gains at equal tokens per step. The draft's time is fitted on EAGLE's published speed, but for bandwidth "
+        "alone. The published gain is the mean of ten rows, whose budgets are not published; it is reached at B."
+    )
+    console.print(note, style="dim")
+
+
+def _gain_at(index: int) -> Callable[[Gains], float]:
+    return lambda row: row.gains[index][1]
