@@ -39,6 +39,13 @@ def usable_budget(
     return budget, notes
 
 
+def preference_notes(budget: ExpertBudget | None, *, has_cache: bool) -> list[Notification]:
+    """A note where resident experts are preferred and there are none."""
+    if budget is None or budget.prefer_resident == 0 or has_cache:
+        return []
+    return [_warning("--budget-prefer-resident has no effect: there is no expert cache.")]
+
+
 def mean_budget(budget: ExpertBudget | None) -> int | None:
     """Experts per layer, rounded, over the layers that have some; None without a budget."""
     if budget is None:

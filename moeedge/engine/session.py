@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from moeedge.engine.budgets import usable_budget
+from moeedge.engine.budgets import preference_notes, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
@@ -117,7 +117,8 @@ class Session:
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
             gamma = 0 if draft_name == "none" else config.gamma
-            budget, budget_notes = usable_budget(config.expert_budget, model.info, gamma=gamma, draft=draft_name)
+            asked = config.expert_budget if has_budget else None  # stock mode has none
+            budget, budget_notes = usable_budget(asked, model.info, gamma=gamma, draft=draft_name)
             notes.extend(budget_notes)
             placement, calibration = None, None
             no_cache = config.layers_measured and config.placement.cache_ratio == 0
@@ -135,8 +136,9 @@ class Session:
             if placement is not None:
                 stack.callback(placement.close)
                 target.residency = placement.cache.copy_residency
-            if budget is not None and has_budget:
+            if budget is not None:
                 target.set_budget(budget)
+            notes.extend(preference_notes(budget, has_cache=placement is not None))
             info = _describe(config, target, draft_name, gamma, budget, placement, notes)
             return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
 

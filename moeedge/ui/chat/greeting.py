@@ -120,7 +120,7 @@ def _budget_line(info: EngineInfo) -> str:
     if info.expert_budget is None:
         return ""
     label = figures.budget(info)
-    return f"{label[0].upper()}{label[1:]}: fewer experts verify a draft, and answers may differ from the model's."
+    return f"{label[0].upper()}{label[1:]}: answers may differ from the model's own."
 
 
 def _speculates(info: EngineInfo) -> bool:
