@@ -15,6 +15,7 @@ from moeedge.errors import InputError, LayerRangeError
 
 if TYPE_CHECKING:
     from moeedge.analysis.model_profile import ModelProfile
+    from moeedge.analysis.profile import LayerProfile
     from moeedge.engine.pair_similarity import PairSimilarity
     from moeedge.engine.recording import Recording
     from moeedge.trace.format import Trace
@@ -69,40 +70,32 @@ class ProfileOutput:
 
     def write(self, profiled: Profiled) -> None:
         """Computes what is asked for, and writes it."""
-        if self.save_ranking is not None:
-            from moeedge.analysis.expert_ranking import rank_experts, write_ranking
-
-            write_ranking(rank_experts(profiled.trace), self.save_ranking)
-        self._print(profiled)
-        if self.report is not None or self.pictures is not None:
-            self._write_report(profiled)
-
-    def _print(self, profiled: Profiled) -> None:
-        """The layers' profiles on standard output, and their picture."""
-        from moeedge.analysis.profile import profile_layers, profile_steps
         from moeedge.analysis.profile_json import layer_report, model_report, run_facts
         from moeedge.ui.console import stdout_console
         from moeedge.ui.plots import draw_profiles
         from moeedge.ui.trace_views import print_profiles
 
-        trace = profiled.trace
-        if profiled.steps is None:
-            layers = profile_layers(trace, profiled.layers)
-        else:
-            layers = profile_steps(trace, profiled.steps, profiled.layers, profiled.gamma or 0)
+        if self.save_ranking is not None:
+            from moeedge.analysis.expert_ranking import rank_experts, write_ranking
+
+            write_ranking(rank_experts(profiled.trace), self.save_ranking)
+        run = run_facts(profiled.trace, profiled.recording)
+        model = _model_profile(profiled) if self.wants_model else None
+        layers = _layer_profiles(profiled) if model is None else model.layers
         if self.as_json:
-            run = run_facts(trace, profiled.recording)
             reports = [layer_report(layer, run) for layer in layers]
-            if self.single:
-                reports[0]["model_profile"] = model_report(_model_profile(profiled))
+            if self.single and model is not None:
+                reports[0]["model_profile"] = model_report(model)
             typer.echo(json.dumps(reports[0] if self.single else reports, ensure_ascii=False))
         else:
             print_profiles(layers, stdout_console())
         if self.plot is not None:
-            meta = trace.meta
+            meta = profiled.trace.meta
             draw_profiles(layers, f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}", self.plot)
+        if model is not None and (self.report is not None or self.pictures is not None):
+            self._write_report(model, run)
 
-    def _write_report(self, profiled: Profiled) -> None:
+    def _write_report(self, profile: ModelProfile, run: dict[str, Any]) -> None:
         """The page or its JSON, and the pictures as files."""
         from moeedge.analysis.model_profile import routing_agreement
         from moeedge.analysis.profile_json import complete_report, run_facts
@@ -114,12 +107,10 @@ class ProfileOutput:
         from moeedge.ui.report import report_html, write_report
 
         err = stderr_console()
-        profile = _model_profile(profiled)
         other, compared = None, None
-        run = run_facts(profiled.trace, profiled.recording)
         if self.compare is not None:
             other_trace = _read(self.compare)
-            chosen = [layer for layer in profiled.layers if layer in other_trace.expert_layers()]
+            chosen = [each.layer for each in profile.layers if each.layer in other_trace.expert_layers()]
             other = _model_profile(Profiled(trace=other_trace, layers=chosen))
             profile = replace(profile, agreement=routing_agreement(profile.trace, other.trace))
             compared = (other, run_facts(other.trace))
@@ -138,6 +129,14 @@ class ProfileOutput:
                     bar.add()
         written = [str(path) for path in (self.report, self.pictures) if path is not None]
         say(err, f"Written: {', '.join(written)}.")
+
+
+def _layer_profiles(profiled: Profiled) -> list[LayerProfile]:
+    from moeedge.analysis.profile import profile_layers, profile_steps
+
+    if profiled.steps is None:
+        return profile_layers(profiled.trace, profiled.layers)
+    return profile_steps(profiled.trace, profiled.steps, profiled.layers, profiled.gamma or 0)
 
 
 def _model_profile(profiled: Profiled) -> ModelProfile:

@@ -16,6 +16,7 @@ from moeedge.ui.plots import smoothed
 from moeedge.ui.trace_views import PREDICTOR_NAMES
 
 _SMOOTHING_STEPS = 16
+_SHOWN_STEPS = 1000  # of the first ones: more are finer than a pixel
 
 
 def layer_pictures(profile: LayerProfile) -> list[Picture]:
@@ -38,9 +39,10 @@ def _activations(profile: LayerProfile) -> list[Picture]:
         section=_section(profile),
         title=f"Experts of single tokens, layer {profile.layer}",
         caption="Without speculation: one token per step, each expert used or not. "
+        + _shown(profile.tokens)
         + _persistence(profile.persistence_ar),
     )
-    members = expert_counts.membership(profile.token_ids, profile.n_experts)
+    members = expert_counts.membership(profile.token_ids[:_SHOWN_STEPS], profile.n_experts)
     pictures = [map_picture(single, "token of text", "expert", members.T.astype(float), "used")]
     if profile.speculative:
         steps = Frame(
@@ -48,10 +50,16 @@ def _activations(profile: LayerProfile) -> list[Picture]:
             section=_section(profile),
             title=f"Activations of verifications, layer {profile.layer}",
             caption="Tokens of each verification step that use the expert, rejected drafts included (MoE-SpAc, Figure "
-            f"8). {_persistence(profile.persistence_sd)}",
+            f"8). {_shown(profile.steps)}{_persistence(profile.persistence_sd)}",
         )
-        pictures.insert(0, map_picture(steps, "verification step", "expert", profile.counts.T, "activations"))
+        pictures.insert(
+            0, map_picture(steps, "verification step", "expert", profile.counts[:_SHOWN_STEPS].T, "activations")
+        )
     return pictures
+
+
+def _shown(n_steps: int) -> str:
+    return f"The first {_SHOWN_STEPS:,} of {n_steps:,}. " if n_steps > _SHOWN_STEPS else ""
 
 
 def _persistence(correlation: float | None) -> str:
@@ -61,7 +69,7 @@ def _persistence(correlation: float | None) -> str:
 
 
 def _accuracy(profile: LayerProfile) -> Picture:
-    curve = profile.accuracy_curve
+    curve = profile.accuracy_curve[:_SHOWN_STEPS]
     steps = list(range(1, curve.size + 1))
     known = [None if np.isnan(value) else value for value in curve.tolist()]
     smooth = [None if np.isnan(value) else value for value in smoothed(curve, _SMOOTHING_STEPS).tolist()]
@@ -79,7 +87,8 @@ def _accuracy(profile: LayerProfile) -> Picture:
             section=_section(profile),
             title=f"Hot-or-cold accuracy, layer {profile.layer}",
             caption="Share of the experts that Algorithm 1 as printed predicts correctly as used or unused, before the "
-            "step (MoE-SpAc, Figure 4, tau = 1). An answer that is always cold has the dotted line's accuracy.",
+            "step (MoE-SpAc, Figure 4, tau = 1). An answer that is always cold has the dotted line's accuracy. "
+            + _shown(profile.accuracy_curve.size).strip(),
         ),
         "step",
         steps,
@@ -97,9 +106,9 @@ def _utility(profile: LayerProfile, curves: UtilityCurves) -> list[Picture]:
             Frame(
                 key=f"utility-{curves.predictor}-{profile.layer}",
                 section=_section(profile),
-                title=f"Utility against frequency, layer {profile.layer}",
-                caption=f"Tokens of the next verification step that use an expert of each utility score ({name}; "
-                "MoE-SpAc, Figure 9(b)).",
+                title=f"Utility against frequency, {name}, layer {profile.layer}",
+                caption="Tokens of the next verification step that use an expert of each utility score (MoE-SpAc, "
+                "Figure 9(b)).",
             ),
             "utility score",
             scores,
@@ -116,9 +125,9 @@ def _utility(profile: LayerProfile, curves: UtilityCurves) -> list[Picture]:
             Frame(
                 key=f"ratios-{curves.predictor}-{profile.layer}",
                 section=_section(profile),
-                title=f"Work on either side of tau, layer {profile.layer}",
+                title=f"Work on either side of tau, {name}, layer {profile.layer}",
                 caption="r_c: share of the (token, expert) pairs whose expert has a utility below tau, the CPU's. r_g: "
-                f"share of the step's distinct experts with tau or more, the GPU's ({name}; MoE-SpAc, Eq. 7 and 8, "
+                "share of the step's distinct experts with tau or more, the GPU's (MoE-SpAc, Eq. 7 and 8, "
                 "Figure 9(a)). The deviation is between steps: a small one lets a warm-up tell the ratio.",
             ),
             "threshold tau",

@@ -16,6 +16,7 @@ from moeedge.errors import InputError
 from moeedge.paths import replace_file
 from moeedge.ui.pictures import COLOURS, DARK_COLOURS, Picture, svg_of
 
+_MAX_ROWS = 200  # of a table: longer ones are in the JSON alone
 Facts = Sequence[tuple[str, str]]
 
 
@@ -97,7 +98,7 @@ def _figure(picture: Picture) -> str:
 
 
 def _table(picture: Picture) -> str:
-    if not picture.rows:
+    if not picture.rows or len(picture.rows) > _MAX_ROWS:
         return ""
     head = "".join(f"<th>{html.escape(column.title)}</th>" for column in picture.columns)
     rows = "".join(

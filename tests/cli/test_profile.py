@@ -16,6 +16,7 @@ from moeedge.analysis.expert_ranking import read_ranking
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from tests.support.commands import SIGNALS, refused, run, run_json
+from tests.support.traces import plain_text, two_texts
 
 
 @pytest.fixture
@@ -153,3 +154,47 @@ def test_a_ranking_for_expert_budgets(pair: list[str], tmp_path: Path) -> None:
     assert (ranking.n_layers, ranking.n_experts, ranking.n_expert_used) == (3, 16, 4)
     assert ranking.measured == "weights" and ranking.source["gamma"] == 3
     assert "r.json" in refused("profile", *pair, "-p", "one", "--save-ranking", tmp_path / "absent" / "r.json")
+
+
+def test_what_a_report_cannot_be(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.npz"
+    two_texts().save(trace)
+    assert ".html or .json" in refused("profile", "--trace", trace, "--report", tmp_path / "out.pdf")
+    assert "cannot be written" in refused("profile", "--trace", trace, "--report", tmp_path / "no" / "out.html")
+    assert "not a folder" in refused("profile", "--trace", trace, "--pictures", trace)
+    assert "--report" in refused("profile", "--trace", trace, "--compare", trace)
+    assert "--trace" in refused("profile", "--acceptance-chance", "0.5")
+    assert "prompt" in refused("profile", "--trace", trace, "-p", "one")
+    assert "0 to 1" in refused("profile", "--trace", trace, "--layer", "2")
+    assert "does not exist" in refused("profile", "--trace", tmp_path / "none.npz")
+    assert "acceptance" in refused("profile", "--trace", trace, "--acceptance-chance", "2")
+
+
+def test_report_and_pictures_of_two_traces(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
+    two_texts().save(first)
+    two_texts(seed=5).save(second)
+    page, folder = tmp_path / "out.html", tmp_path / "pictures"
+    result = run("profile", "--trace", first, "--compare", second, "--report", page, "--pictures", folder)
+    assert result.exit_code == 0, result.output
+    assert "compared with" in page.read_text()
+    assert {"overlap.png", "unique.png", "gain.png", "steps-1.png"} <= {path.name for path in folder.iterdir()}
+
+
+def test_text_is_cut_into_verifications(tmp_path: Path) -> None:
+    trace = tmp_path / "text.npz"
+    plain_text(60).save(trace)
+    report = run_json("profile", "--trace", trace, "--acceptance-chance", "0.5", "--draft-max", "3")
+    assert report["hot_cold_accuracy"]["sd"] is not None and report["utility"][0]["predictor"] == "alg1-printed"
+    assert set(report["activation_counts"]["step_tokens"]) == {4}
+    assert 0 < report["model_profile"]["drafts"]["acceptance_chance"] < 1
+
+
+def test_several_data_sets(pair: list[str]) -> None:
+    report = run_json("profile", *pair, "--dataset", "sample,toy", "--limit", "2", "-n", "4")
+    assert (report["dataset"], report["prompts"]) == ("sample,toy", 4)
+    assert [group["name"] for group in report["model_profile"]["groups"] if group["kind"] == "dataset"] == [
+        "sample",
+        "toy",
+    ]
+    assert report["model_profile"]["pair"]["layers"] == [0, 1, 2]

@@ -1,0 +1,129 @@
+"""The report is one well-formed page that loads nothing, and its pictures take the page's colours."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from moeedge.analysis.model_profile import ModelProfile, profile_model
+from moeedge.analysis.profile_json import complete_report, run_facts
+from moeedge.engine.pair_similarity import PairSimilarity
+from moeedge.errors import InputError
+from moeedge.ui.pictures import COLOURS, DARK_COLOURS, save_picture, svg_of
+from moeedge.ui.profile_findings import findings, page_title, run_lines
+from moeedge.ui.profile_pictures import profile_pictures
+from moeedge.ui.report import report_html, write_report
+from tests.support.traces import make_trace, plain_text, two_texts
+
+VOID = {"meta", "br", "img", "link"}
+PAIR = PairSimilarity("draft.gguf", 10, [0, 1], [0.9, 0.8], [[0.5, 0.4], [0.6, 0.5]], [1.0, 1.1], [1.2, 1.3])
+TEXTS = [{"category": "a <b>"}, {"category": "c"}]
+
+
+class Page(HTMLParser):
+    """Collects ids and addresses, and checks that every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href"):
+                self.addresses.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def profiled() -> ModelProfile:
+    return profile_model(two_texts(parameters={"texts": TEXTS}), [0, 1], pair=PAIR)
+
+
+def page_of(profile: ModelProfile, *, n_pictures: int = 1) -> str:
+    """The page with the first pictures: each takes a while to draw."""
+    numbers = complete_report(profile, run_facts(profile.trace), None)
+    pictures = profile_pictures(profile)[:n_pictures]
+    return report_html(page_title(profile, None), run_lines(profile, None), findings(profile), pictures, numbers)
+
+
+@pytest.mark.parametrize("n_pictures", [2, pytest.param(99, marks=pytest.mark.slow)])
+def test_page(n_pictures: int) -> None:
+    text = page_of(profiled(), n_pictures=n_pictures)
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids)) > 20
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    loads = re.findall(r"https?://[^\"' ]+", text)
+    assert all(address.startswith("http://www.w3.org/") for address in loads)  # names of XML, never fetched
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    assert not set(COLOURS) & set(re.findall(r"#[0-9a-f]{6}", text[text.index("<body>") :]))
+    assert len(COLOURS) == len(DARK_COLOURS)
+    sections = {picture.section for picture in profile_pictures(profiled())}
+    assert {"By kind of text", "Draft and target"} < sections
+    assert n_pictures == 2 or sections < set(page.text)
+
+
+def test_names_cannot_end_an_element() -> None:
+    profile = profiled()
+    meta = replace(profile.trace.meta, model="</script><script>alert(1)</script>")
+    text = page_of(replace(profile, trace=replace(profile.trace, meta=meta)))
+    assert "alert(1)" in text and "<script>alert" not in text
+    Page(text)
+
+
+def test_pictures_are_xml_and_files(tmp_path: Path) -> None:
+    pictures = profile_pictures(profiled(), profiled())
+    assert len({picture.key for picture in pictures}) == len(pictures)
+    for picture in pictures:
+        cells = {len(picture.columns)} | {len(row) for row in picture.rows}
+        assert len(cells) == 1 or not picture.rows
+    for picture in pictures[:2]:  # lines and a map
+        root = ElementTree.fromstring(svg_of(picture))
+        assert root.tag.endswith("svg") and "width" not in root.attrib
+    assert svg_of(pictures[0]) == svg_of(pictures[0])
+    save_picture(pictures[0], tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("trace", [plain_text(30), make_trace([(1, 0, 0, True)] * 3)])
+def test_pages_without_speculation_and_without_text(trace: object) -> None:
+    Page(page_of(profile_model(trace, [0])))  # type: ignore[arg-type]
+
+
+def test_models_of_other_shapes_are_compared() -> None:
+    profile, other = profiled(), profile_model(two_texts(n_layers=4, n_experts=16, n_used=3), [0])
+    for picture in profile_pictures(profile, other):
+        assert picture.columns or not picture.rows
+        if picture.key in ("overlap", "skew"):
+            svg_of(picture)
+    assert "compared with random" in page_title(profile, other)
+    assert run_lines(profile, other)[-1][0].endswith("(2)")
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Cannot write the report"):
+        write_report(tmp_path / "no" / "out.html", "")
+    with pytest.raises(InputError, match="Cannot write the picture"):
+        save_picture(profile_pictures(profiled())[0], tmp_path / "no" / "one.png")
