@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,12 @@ from moeedge.policies.expert_budget import (
     Ids,
     MixingWeights,
     Probabilities,
+    Ranking,
     RouterKind,
     kept_probability,
     moe_output,
     oracle_order,
+    pick_scores,
     router_scores,
     routing_probabilities,
     shortlist,
@@ -37,8 +39,6 @@ from moeedge.policies.expert_budget import (
     used_experts,
 )
 
-# "weights": summed weights of the natural top-k instead of all probabilities; no engine uses it
-AnalysedRanking = Literal["router", "static", "oracle", "weights"]
 _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
 
 
@@ -49,7 +49,7 @@ class Variant:
     keeps_union: batches whose natural picks fit the budget stay as they are; else Eq. 5 by the letter.
     """
 
-    ranking: AnalysedRanking
+    ranking: Ranking
     coverage: Coverage
     keeps_union: bool = True
 
@@ -67,8 +67,8 @@ VARIANTS = (
     Variant("router", "truncation"),
     Variant("static", "truncation"),
     Variant("oracle", "truncation"),
-    Variant("weights", "substitution"),
-    Variant("weights", "truncation"),
+    Variant("picks", "substitution"),
+    Variant("picks", "truncation"),
     Variant("router", "substitution", keeps_union=False),
     Variant("router", "truncation", keeps_union=False),
 )
@@ -277,7 +277,7 @@ def _scores(batch: RoutedBatch, probabilities: Probabilities, static: Ids | None
     scores = {
         "router": router_scores(probabilities),
         "oracle": static_scores(np.stack([oracle_order(*part) for part in parts])),
-        "weights": summed_weights(batch.ids, batch.weights, probabilities.shape[-1]),
+        "picks": pick_scores(probabilities, batch.ids),
     }
     return scores if static is None else scores | {"static": static_scores(static)}
 

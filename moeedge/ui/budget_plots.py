@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moeedge.analysis.expert_budget import CoActivation, ErrorTable
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
-_RANKINGS = {"router": "#1f77b4", "static": "#7f7f7f", "oracle": "#2ca02c", "weights": "#d62728"}
+_RANKINGS = {"router": "#1f77b4", "static": "#7f7f7f", "oracle": "#2ca02c", "picks": "#d62728"}
 _MOST_MAPS = 16
 
 

@@ -100,7 +100,7 @@ def _print_errors(errors: ErrorTable, console: Console) -> None:
     )
     console.print(
         "Squared distance to the output without a budget, by its square. subst.: substitution; trunc.: truncation. "
-        "static: calibrated on the other prompts. weights: ranked by summed weights of the natural top-k. "
+        "static: calibrated on the other prompts. picks: ranked by the probabilities of the natural top-k alone. "
         f"{_LETTER}: also where the natural top-k fit the budget. The oracle minimises the error of truncation.",
         style="dim",
     )

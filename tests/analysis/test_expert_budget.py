@@ -94,7 +94,7 @@ def defined_error(
         score = {
             "router": lambda e: p[:, e].sum(),
             "static": lambda e: -static.index(e),
-            "weights": lambda e: sum(row.get(e, 0.0) for row in natural),
+            "picks": lambda e: sum(row.get(e, 0.0) for row in natural),
         }[variant.ranking]
         best = set(sorted(range(N), key=lambda e: (-score(e), e))[:budget])
     if variant.keeps_union and len(union) <= budget:
@@ -195,7 +195,7 @@ def table() -> ErrorTable:
 
 def test_means_and_differences() -> None:
     errors = table()
-    other = Variant("weights", "truncation")
+    other = Variant("picks", "truncation")
     i = VARIANTS.index(other)
     assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
     paired = [errors.errors[b, :, i, 1].mean() - errors.errors[b, :, 0, 1].mean() for b in range(4)]

@@ -64,7 +64,7 @@ def test_errors(pair: list[str]) -> None:
     errors = report["reconstruction_error"]
     assert errors["batches"] >= 2 and errors["budgets"] == [4, 6, 8, 10, 12, 16]
     rows = {(row["ranking"], row["coverage"], row["keeps_union"], row["budget"]): row for row in errors["rows"]}
-    assert {key[0] for key in rows} == {"router", "static", "oracle", "weights"}
+    assert {key[0] for key in rows} == {"router", "static", "oracle", "picks"}
     for key, row in rows.items():
         assert row["error"] >= 0 and 0 <= row["kept_probability"] <= 1 + 1e-6
         assert np.mean(row["error_by_layer"]) == pytest.approx(row["error"], abs=1e-5)
