@@ -39,11 +39,6 @@ class BudgetOptions:
         if asked is None:
             self._expect_no_companion()
             return base
-        if self.budget_ranking == "oracle":
-            raise InputError(
-                "The oracle ranking computes all experts before it chooses some: it would save nothing here.",
-                "Use router or static; moeedge bench and profile compare them with the oracle.",
-            )
         if asked == AUTO and self.budget_layers == "fitted":
             raise InputError(
                 "auto looks for one budget for all layers.", "Give --expert-budget B, or leave out fitted."
@@ -110,6 +105,11 @@ def make_budget(
     """
     from moeedge.analysis.expert_ranking import fit_layers, read_ranking
 
+    if ranking == "oracle":
+        raise InputError(
+            "The oracle ranking computes all experts before it chooses some: it saves nothing.",
+            "Use router, picks or static; moeedge profile --budget-analysis compares them with the oracle.",
+        )
     if layers not in (None, *_LAYERS):
         raise InputError(f'--budget-layers takes uniform or fitted, not "{layers}".')
     readers = [name for name, reads in (("static", ranking == "static"), ("fitted", layers == "fitted")) if reads]

@@ -303,7 +303,7 @@ BudgetRanking = Annotated[
         "--budget-ranking router|picks|static|oracle",
         "Which experts stay: those with the highest routing probability over the batch (router), the same over the "
         "experts that its tokens select (picks), the first of a fixed order (static, from --budget-file), or those "
-        "that reproduce the layer's output best (oracle: for analysis, not in chat). Default: router.",
+        "that reproduce the layer's output best (oracle: only in profile --budget-analysis). Default: router.",
         show_default=False,
     ),
 ]
