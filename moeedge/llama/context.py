@@ -216,6 +216,8 @@ class Context:
                 prefer_resident=budget.prefer_resident,
                 order=budget.order if budget.ranking == "static" else None,
             )
+        if self.sensor is not None:
+            self.sensor.skip_unweighted(budget is not None and budget.coverage == "truncation")
         self.budget = budget
 
     @property

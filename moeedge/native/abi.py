@@ -254,6 +254,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "instance_set_hook": (c_int, c_int64, BLOCK_HOOK, c_void_p),
     "instance_expert_outputs": (c_int, c_int64, c_void_p, c_int64),
     "instance_set_cache": (c_int, c_int64, c_int64),
+    "instance_skip_unweighted": (c_int, c_int64, c_int),
     "cache_create": (c_int64, POINTER(CacheConfigStruct)),
     "cache_destroy": (c_int, c_int64),
     "cache_get_info": (c_int, c_int64, c_void_p),

@@ -89,6 +89,10 @@ class Sensor:
         """Change the operations that the backend takes, from the next graph that llama.cpp builds on."""
         _check(self._library.moeedge_instance_set_offload_scope(self.instance, int(scope)))
 
+    def skip_unweighted(self, on: bool) -> None:
+        """Whether experts with weight 0 are left out of verifications where our backend computes them on the CPU."""
+        _check(self._library.moeedge_instance_skip_unweighted(self.instance, int(on)))
+
     def set_phase(self, phase: int) -> None:
         """Tag the next graphs with a `Phase`."""
         _check(self._library.moeedge_instance_set_phase(self.instance, int(phase)))

@@ -152,3 +152,20 @@ def test_residency_of_a_session_reaches_the_budget(tiny: TinyFactory, tiny_draft
         greedy_answer(session, PROMPT, N_PREDICT)
         assert session.target.residency is not None
         assert np.array_equal(session.target.residency(), session.placement.cache.residency())
+
+
+@pytest.mark.parametrize("case", ["qwen3moe", "qwen3moe-f32", "deepseek3", "gpt-oss", "llama4"])
+def test_truncated_experts_are_not_computed(case: str, tiny: TinyFactory) -> None:
+    """Leaving out the pairs without weight changes no bit."""
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    with Model.load(path) as model, Context(model, n_ctx=128, n_threads=1, has_budget=True) as context:
+        context.set_budget(ExpertBudget(budget=BUDGET, coverage="truncation"))
+        assert context.sensor is not None
+        rows = []
+        for skips in (True, False):
+            context.clear()
+            context.sensor.skip_unweighted(skips)
+            context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
+            rows.append(context.decode(DRAFTED, phase=Phase.VERIFY, logits="all").copy())
+        assert np.array_equal(*rows)

@@ -283,6 +283,10 @@ MOEEDGE_API int moeedge_cache_read(int64_t cache, int layer, int expert, const c
 // from the next graph on; cache 0 detaches
 MOEEDGE_API int moeedge_instance_set_cache(int64_t instance, int64_t cache);
 
+// Whether (token, expert) pairs whose weight is zero are left out of verifications where our backend computes the experts on
+// the CPU: those that a budget truncates
+MOEEDGE_API int moeedge_instance_skip_unweighted(int64_t id, int on);
+
 // expert budget: a verification uses at most so many experts per layer (MoE-Spec). It works through
 // llama.cpp's eval callback: moeedge_budget_on_node and the budget go into llama_context_params.cb_eval and
 // cb_eval_user_data. Calls must not overlap with a decode of that context, which must be freed before the budget

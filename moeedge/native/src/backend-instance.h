@@ -24,7 +24,7 @@ namespace moeedge {
 // findings of one of llama.cpp's graphs
 struct parsed_graph {
     std::vector<moe_block>    blocks;
-    std::vector<placed_chain> placed; // one per block while a cache is attached
+    std::vector<placed_chain> placed; // one per block while a cache is attached or pairs without weight are left out
     std::vector<router_input> inputs; // while activations are captured or a hook is set
 };
 
@@ -57,6 +57,7 @@ struct instance {
 
     std::shared_ptr<expert_cache>    cache;  // null: all experts on the CPU
     std::unique_ptr<hybrid_executor> hybrid; // of the cache
+    std::unique_ptr<pair_columns>    pairs;  // null: pairs without weight are computed as well
 
     // inputs of the next graph whose copies from a GPU are under way
     std::vector<arriving_tensor> arriving;

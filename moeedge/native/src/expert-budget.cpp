@@ -46,7 +46,8 @@ int expert_budget::configure(const moeedge_budget_config & config) {
 }
 
 void expert_budget::set_active(bool on, const uint8_t * now_resident) {
-    is_active = on;
+    is_active     = on;
+    knows_weights = true;
     if (on && now_resident) {
         resident.assign(now_resident, now_resident + (size_t) n_layers * n_experts);
     } else {
@@ -103,7 +104,7 @@ static std::string name_of_source(const ggml_tensor * t) {
 
 bool expert_budget::wants(const ggml_tensor * node) {
     const bool is_truncation = coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION;
-    if ((!is_active && !is_truncation) || std::strncmp(node->name, "ffn_moe_", 8) != 0) {
+    if ((!is_active && knows_weights) || std::strncmp(node->name, "ffn_moe_", 8) != 0) {
         return false;
     }
     int layer = -1;
@@ -114,12 +115,12 @@ bool expert_budget::wants(const ggml_tensor * node) {
     if (is_layer_of(node, "argsort-", layer)) {
         return is_active && node->ne[0] == n_experts && node->ne[1] >= 2 && node->ne[1] <= n_tokens_max && layers[layer].probs;
     }
-    if (!is_truncation) {
-        return false;
-    }
-    // every graph before the first verification shows which node has the final weights
+    // the prompt's graph, before the first verification, shows which node has the final weights
     if (node->op == GGML_OP_MUL && is_layer_of(node, "weighted-", layer)) {
         layers[layer].weights_name = name_of_source(node->src[1]);
+        return false;
+    }
+    if (!is_truncation) {
         return false;
     }
     for (layer_state & state : layers) {

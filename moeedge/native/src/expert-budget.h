@@ -64,6 +64,7 @@ class expert_budget {
 
     const int                n_layers, n_experts, n_used;
     bool                     is_active = false, is_capturing = false;
+    bool                     knows_weights = false; // weights_name of the layers, where a graph has them
     int                      ranking   = MOEEDGE_BUDGET_RANKING_ROUTER;
     int                      coverage  = MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION;
     double                   prefer_resident = 0.0;

@@ -122,7 +122,7 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
     if (reads_inputs(self)) {
         find_router_inputs(graph, found.inputs);
     }
-    if (self->hybrid) {
+    if (self->hybrid || self->pairs) {
         for (const moe_block & block : found.blocks) {
             placed_chain placed;
             placed.chain = find_chain(graph, block.i_first);
@@ -130,8 +130,11 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
             if (placed.sum.weights != block.weights) { // they are not computed before the block
                 placed.sum = {};
             }
+            for (const expert_table & table : placed.chain.tables) {
+                placed.host_tables.push_back(table.tensor);
+            }
             found.placed.push_back(std::move(placed));
-            if (!self->hybrid->place(found.placed.back())) {
+            if (self->hybrid && !self->hybrid->place(found.placed.back())) {
                 self->cache->records.add_unknown();
             }
         }
@@ -201,6 +204,7 @@ struct graph_paths {
     bool is_hybrid;  // the executor gets the blocks
     bool has_hook;   // the hook is called before each block
     bool sense_here; // ids do not outlive the block
+    bool skips_unweighted; // pairs without weight are not computed
 };
 
 // Stops the graph before the experts of each block that needs it, calls the hook, gives the block to the executor and
@@ -230,6 +234,19 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
         const bool is_streamed = is_stream && placed && block.ids->ne[1] >= n_min;
         const bool is_split    = is_streamed || (placed && self->cache->has_resident(block.layer));
         self->is_split[b]      = is_split;
+        if (!is_split && paths.skips_unweighted && parsed.placed[b].sum.is_complete()) {
+            status = compute_part(self, graph, i_from, block.i_first);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+            i_from = block.i_first;
+            switch (self->pairs->compute_weighted(parsed.placed[b])) {
+                case BLOCK_DONE:    i_from = parsed.placed[b].chain.i_end; break;
+                case BLOCK_ABORTED: return self->pairs->status();
+                default:            break;
+            }
+            continue;
+        }
         if (!is_split && !paths.sense_here) {
             continue;
         }
@@ -321,6 +338,7 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
                             parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
     const bool is_hybrid = !no_device && !parsed.blocks.empty() &&
                            (!is_prompt || self->cache->prefill_path.load() != MOEEDGE_PREFILL_PATH_CPU);
+    const bool skips_unweighted = self->pairs && self->phase == MOEEDGE_PHASE_VERIFY && is_after && !parsed.blocks.empty();
     const bool has_hook = self->hook && self->phase != MOEEDGE_PHASE_PREFILL && is_small(parsed.inputs);
     self->sense_ns += now_ns() - begin_ns;
     const bool          may_be_ahead = is_hybrid && is_after && !has_hook;
@@ -337,8 +355,8 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
         status = compute_part(self, graph, parsed.placed.front().sum.i_end, graph->n_nodes);
     } else if (has_hook && parsed.blocks.empty()) {
         status = compute_dense_in_parts(self, parsed, graph);
-    } else if (has_hook || is_hybrid) {
-        status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after });
+    } else if (has_hook || is_hybrid || skips_unweighted) {
+        status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
     } else {
         status = ggml_backend_graph_compute(self->cpu, graph);
     }

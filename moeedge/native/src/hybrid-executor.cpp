@@ -14,8 +14,6 @@ namespace moeedge {
 // while timing is on, one block in this many is timed alone; it costs the time in which its two parts would have run at once
 static constexpr int64_t n_blocks_per_timing = 11;
 
-// Up to this many values of all pairs' columns, one thread sums them faster than the CPU backend's threads start.
-static constexpr int64_t n_values_summed_here = 32 * 1024;
 // with more pairs a device's matrix-matrix kernels win
 static constexpr size_t n_pairs_as_columns = 256;
 
@@ -56,18 +54,13 @@ static moeedge_block_record new_record(const expert_chain & chain, int phase, en
     return record;
 }
 
-static bool run_here(const std::function<void()> & work) {
-    work();
-    return true;
-}
-
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
-    : cache(std::move(c)), cpu_dev(dev), cpu(cpu_backend), worker(std::make_shared<device_worker>(cache)),
-      cpu_graphs(new subgraph_set(dev, ggml_backend_cpu_buffer_type(), run_here)),
+    : pair_columns(cpu_backend, dev), cache(std::move(c)), cpu_dev(dev), worker(std::make_shared<device_worker>(cache)),
       device_graphs(new subgraph_set(ggml_backend_get_device(cache->device().compute), cache->device().buft,
                                      [c = cache.get()](std::function<void()> work) { return c->run_on_device(std::move(work)); })) {
     if (cache->device().n_threads > 0) {
         cpu_part = ggml_backend_dev_init(cpu_dev, nullptr);
+        cpu      = cpu_part;
     }
     ahead.reset(new ahead_launch(cache));
     all_experts.resize((size_t) cache->n_experts());
@@ -118,7 +111,6 @@ bool hybrid_executor::place(placed_chain & placed) const {
             placed.group = -1;
             return false;
         }
-        placed.host_tables.push_back(table.tensor);
         placed.device_tables.push_back(pool);
         placed.stage_tables.push_back(cache->stage(placed.group, table.role.c_str()));
     }
@@ -140,106 +132,10 @@ int hybrid_executor::count_unique(const index_list & pairs) {
     return n;
 }
 
-// ggml may give the output the memory of the input, since the graph has read the input when it writes the output
-void hybrid_executor::read_input(const expert_chain & chain, bool keep) {
-    input_data = (const char *) chain.input->data;
-    if (keep) {
-        input_copy.assign(input_data, input_data + ggml_nbytes(chain.input));
-        input_data = input_copy.data();
-    }
-}
-
-// copies the pairs' columns of the block's input, one after the other
-void hybrid_executor::gather(const expert_chain & chain, const index_list & pairs, const subgraph & sub, float * input) const {
-    const ggml_tensor * x      = chain.input;
-    const int64_t       n_used = chain.n_used();
-    const size_t        bytes  = x->ne[0] * sizeof(float);
-    const size_t        stride = x->ne[1] > 1 ? x->nb[1] : 0;
-    const int64_t       n      = ggml_nrows(sub.input); // one when all pairs share the token's column
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t t = pairs[i] / n_used;
-        std::memcpy((char *) input + i * bytes, input_data + t * x->nb[2] + pairs[i] % n_used * stride, bytes);
-    }
-}
-
-void hybrid_executor::scatter(const expert_chain & chain, const index_list & pairs, const float * columns) const {
-    const ggml_tensor * out    = chain.out;
-    const int64_t       n_used = chain.n_used();
-    const size_t        bytes  = out->ne[0] * sizeof(float);
-    for (size_t i = 0; i < pairs.size(); i++) {
-        const int64_t t = pairs[i] / n_used;
-        std::memcpy((char *) out->data + t * out->nb[2] + pairs[i] % n_used * out->nb[1], (const char *) columns + i * bytes, bytes);
-    }
-}
-
-// A block with few values is summed by the calling thread, which spares the CPU backend's threads a second start.
-bool hybrid_executor::sums_here(const placed_chain & placed) const {
-    return placed.sum.is_complete() && ggml_nelements(placed.chain.out) <= n_values_summed_here;
-}
-
-// notes where the pairs' columns [n_out, n pairs] are
-void hybrid_executor::name_columns(const index_list & pairs, const float * first, int64_t n_out) {
-    for (size_t i = 0; i < pairs.size(); i++) {
-        column_of[pairs[i]] = first + (int64_t) i * n_out;
-    }
-}
-
-// Writes the weighted sum of the named columns in the order of the places, as ggml's nodes compute it; a product is rounded
-// before it is added, as theirs is. start: added first; null: nothing.
-void hybrid_executor::sum_columns(const placed_chain & placed, const float * start) {
-    const int64_t n_used = placed.chain.n_used();
-    const int64_t n_out  = placed.chain.out->ne[0];
-    for (int64_t t = 0; t < placed.chain.n_tokens(); t++) {
-        float * out      = (float *) ((char *) placed.sum.out->data + t * placed.sum.out->nb[1]);
-        bool    is_empty = start == nullptr;
-        if (start) {
-            std::memcpy(out, start + t * n_out, (size_t) n_out * sizeof(float));
-        }
-        for (int64_t p = t * n_used; p < (t + 1) * n_used; p++) {
-            const float * column = column_of[(size_t) p];
-            const float   weight = weights[(size_t) p];
-            for (int64_t i = 0; column && is_empty && i < n_out; i++) {
-                out[i] = column[i] * weight;
-            }
-            for (int64_t i = 0; column && !is_empty && i < n_out; i++) {
-                const float product = column[i] * weight;
-                out[i] += product;
-            }
-            is_empty = is_empty && column == nullptr;
-        }
-    }
-}
-
-// The pairs' columns, valid until the next call; null: the backend stopped or failed. Adds to record.cpu_ns. gathered: the
-// pairs' input columns, null if not gathered yet.
-const float * hybrid_executor::columns_of_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
-                                              const float * gathered) {
-    const expert_chain & chain  = placed.chain;
-    const pair_layout    layout = chain.n_tokens() == 1 ? LAYOUT_TOKEN : LAYOUT_PAIRS;
-    subgraph *           sub    = cpu_graphs->get(chain, (int64_t) pairs.size(), layout, placed.host_tables);
-    if (sub == nullptr) {
-        last_status = GGML_STATUS_ALLOC_FAILED;
-        return nullptr;
-    }
-    if (gathered) {
-        std::memcpy(sub->input->data, gathered, ggml_nbytes(sub->input));
-    } else {
-        gather(chain, pairs, *sub, (float *) sub->input->data);
-    }
-    int32_t * ids = (int32_t *) sub->ids->data;
-    for (size_t i = 0; i < pairs.size(); i++) {
-        ids[i] = experts[pairs[i]];
-    }
-    const int64_t begin_ns = now_ns();
-    last_status            = ggml_backend_graph_compute(cpu_part ? cpu_part : cpu, sub->graph);
-    record.cpu_ns += now_ns() - begin_ns;
-    return last_status == GGML_STATUS_SUCCESS ? (const float *) sub->out->data : nullptr;
-}
-
 // writes the pairs' columns to the chain's output; false: the backend stopped or failed
 bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
                                      const float * gathered) {
-    const float * found = columns_of_cpu(placed, pairs, record, gathered);
+    const float * found = columns_of_cpu(placed, pairs, record.cpu_ns, gathered);
     if (found) {
         scatter(placed.chain, pairs, found);
     }
@@ -316,25 +212,20 @@ bool hybrid_executor::compute_on_device(const placed_chain & placed, const index
     return ok;
 }
 
-// sorts the pairs by whether their expert has a slot, and counts them
-void hybrid_executor::split_pairs(moeedge_block_record & record) {
+// sorts the pairs by whether their expert has a slot, and counts them; skips_unweighted: those without weight are left out
+void hybrid_executor::split_pairs(moeedge_block_record & record, bool skips_unweighted) {
     on_device.clear();
     on_cpu.clear();
     for (size_t p = 0; p < slots.size(); p++) {
+        if (skips_unweighted && weights[p] == 0.0f) {
+            continue;
+        }
         (slots[p] == expert_cache::not_resident ? on_cpu : on_device).push_back((int32_t) p);
     }
     record.pairs_device  = (int32_t) on_device.size();
     record.pairs_cpu     = (int32_t) on_cpu.size();
     record.unique_device = count_unique(on_device);
     record.unique_cpu    = count_unique(on_cpu);
-}
-
-// weights of all pairs; the sum's output may get their memory
-static void read_weights(const ggml_tensor * t, std::vector<float> & out) {
-    out.resize((size_t) (t->ne[1] * t->ne[2]));
-    for (int64_t i = 0; i < (int64_t) out.size(); i++) {
-        out[(size_t) i] = *(const float *) ((const char *) t->data + i / t->ne[1] * t->nb[2] + i % t->ne[1] * t->nb[1]);
-    }
 }
 
 block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
@@ -348,8 +239,17 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         return BLOCK_NOT_COMPUTED;
     }
     pin_guard            pins(*cache, *worker, *ahead, chain.layer, slots);
-    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
-    split_pairs(record);
+    moeedge_block_record record           = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
+    const bool           skips_unweighted = phase == MOEEDGE_PHASE_VERIFY && sums_here(placed);
+    if (skips_unweighted) {
+        read_weights(placed.sum.weights);
+    }
+    split_pairs(record, skips_unweighted);
+    if (on_device.empty()) { // none of the resident experts has weight
+        pins.release();
+        cache->records.add(record);
+        return compute_weighted(placed);
+    }
 
     index_list later;
     if (on_device.size() > n_pairs_max) {
@@ -363,17 +263,22 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
             worker->wait();
             record.wait_ns += now_ns() - wait_ns;
         }
-        const float * cpu_columns    = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record);
+        const float * cpu_columns    = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record.cpu_ns);
         const float * device_columns = columns_of_device(record);
         bool          ok             = on_cpu.empty() || cpu_columns;
         if (ok && device_columns && later.empty() && sums_here(placed)) {
-            column_of.resize(slots.size());
+            column_of.assign(slots.size(), nullptr);
             name_columns(on_cpu, cpu_columns, chain.out->ne[0]);
             name_columns(on_device, device_columns, chain.out->ne[0]);
-            read_weights(placed.sum.weights, weights);
+            if (!skips_unweighted) {
+                read_weights(placed.sum.weights);
+            }
             sum_columns(placed, nullptr);
             result = BLOCK_SUMMED;
         } else {
+            if (skips_unweighted) {
+                clear_unweighted(chain);
+            }
             if (cpu_columns) {
                 scatter(chain, on_cpu, cpu_columns);
             }
@@ -424,11 +329,11 @@ block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const 
     for (size_t p = 0; p < experts.size(); p++) {
         slots[p] = all_slots[(size_t) experts[p]];
     }
-    split_pairs(record);
     column_of.assign(slots.size(), nullptr);
-    read_weights(placed.sum.weights, weights);
+    read_weights(placed.sum.weights);
+    split_pairs(record, /* skips_unweighted = */ false);
     read_input(chain, /* keep = */ false);
-    const float * cpu_columns = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record);
+    const float * cpu_columns = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record.cpu_ns);
     const int64_t wait_ns     = now_ns();
     const float * device_sum  = ahead->wait_sum();
     record.wait_ns            = now_ns() - wait_ns;

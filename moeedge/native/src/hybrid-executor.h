@@ -10,30 +10,11 @@
 #include "ahead-launch.h"
 #include "device-worker.h"
 #include "expert-cache.h"
-#include "expert-chain.h"
-#include "subgraph-set.h"
+#include "pair-columns.h"
 
 namespace moeedge {
 
-// a chain and the tensors that replace its tables
-struct placed_chain {
-    expert_chain chain;
-    expert_sum   sum;           // complete: the executor may compute it, too
-    int          group = -1;    // of the cache; -1: its experts stay on the CPU
-    table_list   host_tables;   // as the graph has them
-    table_list   device_tables; // slot pools
-    bool         takes_twice = false; // kernels may be given an expert twice in a column of ids
-    table_list   stage_tables;  // staging slots, null without any
-};
-
-enum block_outcome {
-    BLOCK_NOT_COMPUTED, // the graph's own nodes have to compute it
-    BLOCK_DONE,         // the chain's output is computed
-    BLOCK_SUMMED,       // the sum's output is computed, the chain's is not
-    BLOCK_ABORTED,      // the CPU backend was told to stop, or failed
-};
-
-class hybrid_executor {
+class hybrid_executor : private pair_columns {
   public:
     // The most pairs that a device gets at once. CUDA's kernels for experts keep an integer per column in a block's shared
     // memory, which has 48 KiB on older cards, and abort when it is short; and a device's buffer for columns stays small.
@@ -48,8 +29,8 @@ class hybrid_executor {
     bool place(placed_chain & placed) const;
     // threads of the CPU backend, of which the emulated device takes its share
     void set_n_threads(int n_threads);
-    // why the last compute was aborted
-    enum ggml_status status() const { return last_status; }
+    using pair_columns::compute_weighted;
+    using pair_columns::status;
     // input and ids of the chain are computed and in host memory
     block_outcome compute(const placed_chain & placed, int phase);
     // Whether the device half can be launched before input and ids are in host memory
@@ -63,8 +44,6 @@ class hybrid_executor {
     void record_cpu_block(const expert_chain & chain, int phase);
 
   private:
-    using index_list = std::vector<int32_t>; // of pairs: token * n_used + place
-
     // experts without a slot that are staged together, and their pairs
     struct stream_chunk {
         index_list experts, slots, pairs;
@@ -73,15 +52,7 @@ class hybrid_executor {
     bool stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record);
 
     int           count_unique(const index_list & pairs);
-    void          read_input(const expert_chain & chain, bool keep);
-    void          gather(const expert_chain & chain, const index_list & pairs, const subgraph & sub, float * input) const;
-    void          scatter(const expert_chain & chain, const index_list & pairs, const float * columns) const;
-    bool          sums_here(const placed_chain & placed) const;
-    void          name_columns(const index_list & pairs, const float * columns, int64_t n_out);
-    void          sum_columns(const placed_chain & placed, const float * start);
-    void          split_pairs(moeedge_block_record & record);
-    const float * columns_of_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
-                                 const float * gathered = nullptr);
+    void          split_pairs(moeedge_block_record & record, bool skips_unweighted);
     bool          compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
                                  const float * gathered = nullptr);
     bool          submit(const placed_chain & placed, const index_list & pairs, const table_list & tables);
@@ -93,26 +64,19 @@ class hybrid_executor {
 
     std::shared_ptr<expert_cache>  cache;
     ggml_backend_dev_t             cpu_dev;
-    ggml_backend_t                 cpu;                // the instance's: all threads
-    ggml_backend_t                 cpu_part = nullptr; // with the threads that an emulated device leaves; null: use cpu
+    ggml_backend_t                 cpu_part = nullptr; // with the threads that an emulated device leaves; null: all are its
     std::shared_ptr<device_worker> worker;
-    std::unique_ptr<subgraph_set>  cpu_graphs;
     std::unique_ptr<subgraph_set>  device_graphs;
     std::unique_ptr<ahead_launch>  ahead;
 
     // scratch of the current block
-    index_list            experts, slots; // per pair
+    index_list            slots; // per pair
     index_list            on_device, on_cpu;
     int64_t               n_computed = 0; // blocks
     index_list            all_experts, all_slots; // of the layer
-    std::vector<const float *> column_of; // per pair, null: none
-    std::vector<float>    weights;      // per pair
     std::vector<uint32_t> seen; // per expert: the round in which it was counted
     uint32_t              round         = 0;
-    const char *          input_data    = nullptr; // the chain's input
-    std::vector<char>     input_copy;              // of it, where the output is written before all of it is read
     const float *         staged_input  = nullptr; // columns that the device was given last
-    enum ggml_status      last_status   = GGML_STATUS_SUCCESS;
 };
 
 } // namespace moeedge

@@ -218,6 +218,14 @@ int moeedge_instance_expert_outputs(int64_t id, float * out, int64_t n_values) {
     });
 }
 
+int moeedge_instance_skip_unweighted(int64_t id, int on) {
+    return with_instance(id, [&](instance & self) -> int {
+        self.parsed.clear();
+        self.pairs.reset(on ? new moeedge::pair_columns(self.cpu, self.cpu_dev) : nullptr);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
 // planning
 
 void * moeedge_dry_run_gpu(void) {
