@@ -31,7 +31,7 @@ PARAMETERS = (
 _N_LINEAR = 8  # of them, for a fixed ridge_share and growth
 _TARGET_PARAMETERS = 6  # of the parameters T_T depends on that many
 _RIDGE_SHARE = (0.2, 1.0)  # MoESD: lambda in [0.2, 1]
-_GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep
+_GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep; see _steepest
 _GROWTH_GRID = (1.001, 1.01, 1.03, 1.1, 1.3, 1.7)
 _RIDGE_GRID = (0.2, 0.5, 1.0)
 _EVALUATIONS = 100
@@ -123,16 +123,19 @@ class AmdahlRow:
     share: float | None  # the f that would make them equal
 
 
-def fit_steps(times: StepTimes, *, leave_one_out: bool = True) -> StepFit:
-    """Fits all ten parameters. Raises ValueError for fewer target times than parameters of T_T."""
+def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: bool = True) -> StepFit:
+    """Fits all ten parameters of MoESD's model, or of that with experts in sequence.
+
+    Raises ValueError for fewer target times than T_T has parameters.
+    """
     if len(times.target) < _TARGET_PARAMETERS:
         raise ValueError(f"a fit needs at least {_TARGET_PARAMETERS} times of the target, not {len(times.target)}")
-    model, problem, values, n_evaluations = _fit(times)
+    model, problem, values, n_evaluations = _fit(times, in_sequence)
     left_out: list[Predicted] = []
     if leave_one_out and len({point.n_tokens for point in times.target}) > _TARGET_PARAMETERS:
         for n_tokens in dict.fromkeys(point.n_tokens for point in times.target):
             rest = replace(times, target=tuple(point for point in times.target if point.n_tokens != n_tokens))
-            without = _fit(rest, values)[0]
+            without = _fit(rest, in_sequence, values)[0]
             left_out += [_predict(without, point) for point in times.target if point.n_tokens == n_tokens]
     return StepFit(
         model=model,
@@ -198,7 +201,8 @@ def _error(points: Sequence[TimePoint], predicted_s: Sequence[float]) -> float |
 class _Problem:
     """The residuals of a fit, relative to the measured times, and their derivatives."""
 
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: StepTimes, in_sequence: bool) -> None:
+        self.in_sequence = in_sequence
         self.ridge_point = times.machine.ridge_tokens(times.bytes_per_weight)
         points = (*times.target, *times.draft, *times.reject)
         self._n_target, self._n_draft = len(times.target), len(times.draft)
@@ -222,7 +226,7 @@ class _Problem:
         found[target, 0] = found[draft, 4] = found[reject, 6] = 1.0
         found[target, 1] = roofline(self._tokens[target], ridge_tokens, growth)
         found[target, 2] = self._active
-        found[target, 3] = roofline(self._load, ridge_tokens, growth)
+        found[target, 3] = roofline(self._load, ridge_tokens, growth) * (self._active if self.in_sequence else 1.0)
         found[draft, 5] = roofline(self._tokens[draft], ridge_tokens, growth)
         found[reject, 7] = self._tokens[reject]
         return np.asarray(found * self.scale[:_N_LINEAR] / self._measured_s[:, None])
@@ -244,15 +248,17 @@ class _Problem:
         return found
 
 
-def _fit(times: StepTimes, start: FloatArray | None = None) -> tuple[StepModel, _Problem, FloatArray, int]:
+def _fit(
+    times: StepTimes, in_sequence: bool, start: FloatArray | None = None
+) -> tuple[StepModel, _Problem, FloatArray, int]:
     """The model, the problem, its parameters, and how often it was evaluated. start: parameters to begin with."""
     from scipy.optimize import least_squares, lsq_linear  # 0.2 s to import
 
-    problem = _Problem(times)
+    problem = _Problem(times, in_sequence)
     if start is None:
         best_cost = math.inf
         lower, upper = (bound[:_N_LINEAR] for bound in problem.bounds)
-        for growth in _GROWTH_GRID:
+        for growth in (*_GROWTH_GRID, float(problem.upper[-1])):
             for ridge_share in _RIDGE_GRID:
                 columns = problem.columns(ridge_share, growth)
                 found = lsq_linear(columns, np.ones(len(columns)), (lower, upper))
@@ -267,8 +273,13 @@ def _fit(times: StepTimes, start: FloatArray | None = None) -> tuple[StepModel, 
     )
     values = found.x * problem.scale
     parameters: dict[str, Any] = dict(zip(PARAMETERS, values.tolist(), strict=True))
-    ridge_point = problem.ridge_point
-    model = StepModel(n_experts=times.n_experts, n_used=times.n_used, ridge_point=ridge_point, **parameters)
+    model = StepModel(
+        n_experts=times.n_experts,
+        n_used=times.n_used,
+        ridge_point=problem.ridge_point,
+        in_sequence=in_sequence,
+        **parameters,
+    )
     return model, problem, values, int(found.nfev)
 
 
@@ -283,9 +294,14 @@ def _bounds(times: StepTimes) -> tuple[FloatArray, FloatArray]:
     lower += [min(times.expert_bytes / bandwidth, 0.999 * expert_s), 0.0]
     lower += [min(times.draft_bytes / bandwidth, 0.999 * draft_s), 0.0, 0.0, 0.0, _RIDGE_SHARE[0], _GROWTH[0]]
     upper = [shortest_s, math.inf, expert_s, math.inf, draft_s, math.inf if times.draft else 0.0]
-    upper += [reject_s, reject_s, _RIDGE_SHARE[1], _GROWTH[1]]
+    upper += [reject_s, reject_s, _RIDGE_SHARE[1], _steepest(times.machine.ridge_tokens(times.bytes_per_weight))]
     # SciPy needs room between the bounds, also where a part was not measured
     return np.array(lower), np.maximum(upper, np.array(lower) + 1e-12)
+
+
+def _steepest(ridge_point: float) -> float:
+    """The largest s: 2, or with a ridge below 1.4 tokens the s whose tangent says that no tokens take no time."""
+    return max(_GROWTH[1], math.exp(min(1.0 / ridge_point, 5.0)))
 
 
 def _inside(lower: FloatArray, upper: FloatArray) -> tuple[FloatArray, FloatArray]:

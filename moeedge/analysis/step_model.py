@@ -9,6 +9,9 @@ in one batch, E experts of which K per token are active:
   G(t)     = s^t up to the ridge lambda * RP, from there on its tangent: a roofline with a soft knee (Eq. 11)
   N(t)     = E * (1 - (1 - K/E)^t), experts in use (Eq. 8)
 
+On a GPU all experts of a layer are computed at the same time, so that the busiest counts. A CPU computes one after the
+other. The form `in_sequence` is ours: its last term is k3 * N(t) * G(t * K / N(t)).
+
 RP is the ridge point of the hardware, here in tokens: how many must share a loaded weight until computing takes as long
 as loading. A plain step of B sequences has t = B, its verification t = B * (gamma + 1).
 """
@@ -70,6 +73,7 @@ class StepModel:
     reject_k_s: float
     ridge_share: float  # lambda
     growth: float  # s
+    in_sequence: bool = False  # experts are computed one after the other; False: as MoESD prints it
 
     @property
     def ridge_tokens(self) -> float:
@@ -88,7 +92,7 @@ class StepModel:
             "fixed": self.bias_s,
             "dense": self.k1_s * self._g(n_tokens),
             "experts": self.k2_s * n_active,
-            "load": self.k3_s * self._g(load),
+            "load": self.k3_s * self._g(load) * (n_active if self.in_sequence else 1.0),
         }
 
     def _g(self, n_tokens: float) -> float:
@@ -135,18 +139,19 @@ class StepModel:
         moved = replace(self, ridge_point=ridge_point)
         # exponents are subtracted before exp, which a far ridge would overflow
         slope = computing * math.exp((self.ridge_tokens - moved.ridge_tokens) * math.log(self.growth))
-        # what G adds to a single token is loading and stays with the bias
+        # what G adds to a single token is loading and stays with what is loaded
         here, there = self._g(1), moved._g(1)
 
-        def bias(fixed_s: float, k_s: float) -> float:
+        def loaded(fixed_s: float, k_s: float) -> float:
             return max(0.0, loading * (fixed_s + k_s * here) - slope * k_s * there)
 
+        of_experts = (0.0, self.k3_s) if self.in_sequence else (self.k3_s, 0.0)
         return replace(
             moved,
-            bias_s=bias(self.bias_s, self.k1_s + self.k3_s),
+            bias_s=loaded(self.bias_s, self.k1_s + of_experts[0]),
             k1_s=slope * self.k1_s,
-            k2_s=loading * self.k2_s,
+            k2_s=loaded(self.k2_s, of_experts[1]),
             k3_s=slope * self.k3_s,
-            draft_bias_s=bias(self.draft_bias_s, self.draft_k_s),
+            draft_bias_s=loaded(self.draft_bias_s, self.draft_k_s),
             draft_k_s=slope * self.draft_k_s,
         )

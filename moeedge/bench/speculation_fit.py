@@ -4,6 +4,8 @@
 2. The parts of a step are timed on windows of that text (step_times.py), once for each number of active experts.
 3. The times are fitted (analysis/step_fit.py).
 4. If asked for, plain and speculative decoding of the same prompts take turns: the speed-ups that were predicted.
+
+Answers go on after a stop token up to the requested length: the model knows no short last steps.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class FitPlan:
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     n_used: tuple[int, ...] = ()  # experts per token; empty: the model's, and half of them
     repetitions: int = 5
-    n_predict: int = 128  # tokens per answer
+    n_predict: int = 96  # tokens per answer
     measure_speed_up: bool = True
     what_if_used: tuple[int, ...] = ()  # experts per token; empty: powers of two
     others: tuple[Machine, ...] = ()  # to predict for; they hold the entire model
@@ -96,7 +98,8 @@ class FitReport:
 
     info: EngineInfo
     times: StepTimes
-    fit: StepFit
+    fit: StepFit  # of the form that predicts better
+    other_fit: StepFit  # of the other form
     acceptance: Acceptance
     share_fitted: float  # f of the production study, by the fit
     share_measured: float | None  # f by the slope over the active experts
@@ -135,6 +138,13 @@ class FitReport:
             "parameters": {name: getattr(model, name) for name in self.fit.lower},
             "lower_bounds": self.fit.lower,
             "upper_bounds": {name: value for name, value in self.fit.upper.items() if value != float("inf")},
+            "experts_in_sequence": model.in_sequence,
+            "other_form": {
+                "experts_in_sequence": self.other_fit.model.in_sequence,
+                "fit_error": self.other_fit.fit_error,
+                "left_out_error": self.other_fit.left_out_error,
+                "parameters": {name: getattr(self.other_fit.model, name) for name in self.fit.lower},
+            },
             "ridge_point_tokens": model.ridge_point,
             "fit_error": self.fit.fit_error,
             "left_out_error": self.fit.left_out_error,
@@ -241,13 +251,15 @@ def _report(
     *,
     interrupted: bool,
 ) -> FitReport:
-    fit = fit_steps(times)
+    fits = [fit_steps(times, in_sequence=in_sequence) for in_sequence in (False, True)]
+    fit, other = sorted(fits, key=lambda found: found.left_out_error or found.fit_error)
     fitted, sloped = expert_share(fit.model), expert_share_measured(times)
     n_used = plan.what_if_used or _powers_of_two(info.n_experts, info.n_expert_used)
     return FitReport(
         info=info,
         times=times,
         fit=fit,
+        other_fit=other,
         acceptance=acceptance,
         share_fitted=fitted,
         share_measured=sloped,
@@ -351,7 +363,7 @@ def _generate(
     session.reset()
     tokens = _prompt_tokens(session, prompt)
     try:
-        generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, cancel=cancel)
+        generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=True)
     except ContextTooSmallError:
         return
     yield from generation
@@ -375,7 +387,11 @@ def _decode(
             session.reset()
             try:
                 generation = session.generate(
-                    _prompt_tokens(session, prompt), n_predict=n_predict, sampling=GREEDY, cancel=cancel
+                    _prompt_tokens(session, prompt),
+                    n_predict=n_predict,
+                    sampling=GREEDY,
+                    cancel=cancel,
+                    ignore_eos=True,
                 )
             except ContextTooSmallError:
                 continue

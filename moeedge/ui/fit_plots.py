@@ -21,7 +21,7 @@ def draw_fit(report: FitReport, path: Path) -> None:
     """Writes the picture. Raises InputError where the file cannot be written."""
     figure = new_figure(12, 9)
     info = report.info
-    figure.suptitle(f"{info.model}, draft {info.draft}, {info.n_threads} threads")
+    figure.suptitle(f"{info.model}, draft {info.draft}, {info.n_threads} thread{'s'[: info.n_threads > 1]}")
     (times, by_size), (by_sparsity, by_machine) = figure.subplots(2, 2)
     _draw_times(times, report)
     own = [r for r in report.outlooks if r.machine == report.times.machine.name and r.n_used == report.times.n_used]

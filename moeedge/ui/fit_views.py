@@ -19,7 +19,7 @@ _MEANINGS = {
     "bias_s": "loading the weights that every step reads",
     "k1_s": "dense operations, times G(t)",
     "k2_s": "loading one expert in every layer, times N(t)",
-    "k3_s": "operations of experts, times G(tokens per expert)",
+    "k3_s": "operations of experts, times G(tokens per expert), in sequence times N(t)",
     "draft_bias_s": "loading the draft",
     "draft_k_s": "operations of the draft, times G(t)",
     "reject_bias_s": "rejection sampling",
@@ -85,6 +85,14 @@ def _print_parameters(report: FitReport, console: Console) -> None:
     left_out = (
         "" if fit.left_out_error is None else f", each number of tokens left out in turn {fit.left_out_error:.1%}"
     )
+    other = report.other_fit
+    if other.left_out_error is not None:
+        form = {False: "as MoESD prints it", True: "experts computed in sequence"}
+        _line(
+            console,
+            f"Form: {form[model.in_sequence]}; {form[other.model.in_sequence]} the error of numbers of tokens left out "
+            f"is {other.left_out_error:.1%}.",
+        )
     others = [
         f"{name} {error:.1%}" for name, error in (("draft", fit.draft_error), ("rejection", fit.reject_error)) if error
     ]

@@ -77,6 +77,24 @@ def test_target_time_is_the_sum_of_algorithm_1() -> None:
     assert MODEL.target_efficiency(2, 7) == pytest.approx(MODEL.target_s(2) / MODEL.target_s(16))
 
 
+def test_experts_in_sequence_cost_each_their_load() -> None:
+    """Beyond a ridge near 0 the term grows with the (token, expert) pairs: N(t) * G(tK/N) = N (c - d) + d tK."""
+    model = replace(MODEL, in_sequence=True, ridge_point=0.01, growth=2.0)
+    log, base = math.log(2.0), 2.0 ** (0.6 * 0.01)
+    n_active = 64 * (1 - (56 / 64) ** 16)
+    expected = 0.001 * base * (n_active * (1 - 0.006 * log) + 16 * 8 * log)
+    assert model.parts_s(16)["load"] == pytest.approx(expected)
+
+
+def test_the_form_with_experts_in_sequence_is_told_apart() -> None:
+    """Times of a machine that computes pairs: the printed form cannot give them for two sparsities at once."""
+    model = replace(MODEL, in_sequence=True, ridge_point=0.5, k1_s=0.0002, growth=4.0)
+    times = times_of(model, used=(8, 4), noise=0.01)
+    errors = [fit_steps(times, in_sequence=form).left_out_error for form in (False, True)]
+    assert errors[0] is not None and errors[1] is not None
+    assert errors[1] < 0.03 and errors[0] > 2 * errors[1]
+
+
 def test_speed_up_is_equation_4() -> None:
     cost = 3 * MODEL.draft_s(2) + MODEL.target_s(8) + MODEL.reject_s(8)
     assert MODEL.speed_up(2.5, 3, batch_size=2) == pytest.approx(2.5 * MODEL.target_s(2) / cost)
@@ -156,9 +174,10 @@ def test_share_of_experts_by_the_slope_over_active_experts() -> None:
 
 def test_another_machine_scales_loading_and_computing() -> None:
     here = machine()
-    same = MODEL.on(here, here)
-    for t in (1, 8, 64):
-        assert same.target_s(t) == pytest.approx(MODEL.target_s(t))
+    for model in (MODEL, replace(MODEL, in_sequence=True)):
+        same = model.on(here, here)
+        for t in (1, 8, 64):
+            assert same.target_s(t) == pytest.approx(model.target_s(t))
     twice = MODEL.on(Machine(name="twice", bytes_per_s=2 * BYTES_PER_S, flops=2 * here.flops), here)
     for t in (1, 8, 64):
         assert twice.target_s(t) == pytest.approx(MODEL.target_s(t) / 2)

@@ -58,6 +58,9 @@ def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft
         assert 1 <= row.tokens_per_step <= row.gamma + 1
     assert report.share_measured is not None and 0 <= report.share_measured <= 1
     assert [row.n_tokens for row in report.amdahl] == [2, 3, 4, 8, 16, 32]
+    assert report.fit.model.in_sequence != report.other_fit.model.in_sequence
+    assert report.fit.left_out_error is not None and report.other_fit.left_out_error is not None
+    assert report.fit.left_out_error <= report.other_fit.left_out_error
     assert len(parts) == 4 and not report.interrupted
     assert {row.n_used for row in report.outlooks} == {1, 2, 4, 8}
 
