@@ -300,10 +300,11 @@ BudgetRanking = Annotated[
     str | None,
     option(
         BUDGET,
-        "--budget-ranking router|picks|static|oracle",
-        "Which experts stay: those with the highest routing probability over the batch (router), the same over the "
-        "experts that its tokens select (picks), the first of a fixed order (static, from --budget-file), or those "
-        "that reproduce the layer's output best (oracle: only in profile --budget-analysis). Default: router.",
+        "--budget-ranking picks|router|static|oracle",
+        "Which experts stay: those with the highest routing probability over the batch, of the experts that its tokens "
+        "select (picks) or of all experts (router: the paper's), the first of a fixed order (static, from "
+        "--budget-file), or those that reproduce the layer's output best (oracle: only in profile --budget-analysis). "
+        "Default: picks.",
         show_default=False,
     ),
 ]

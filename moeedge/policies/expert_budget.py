@@ -4,9 +4,9 @@ This module defines what the native code computes, and serves replay, simulator 
 them per token; every array may have leading dimensions, e.g. layers, which are independent. The graph nodes that the
 values come from are those of llama.cpp's `build_moe_ffn` (src/llama-graph.cpp).
 
-1. Scores of the experts: the sum of the tokens' routing probabilities (Eq. 5; "router"), the same of their natural
-   picks alone ("picks"; not in the paper), a calibrated order (Eq. 4; "static"), or the oracle, which knows the
-   experts' outputs (Eq. 6).
+1. Scores of the experts: the shares of the tokens' natural picks ("picks", the default; not in the paper), the sum of
+   the tokens' routing probabilities over all experts (Eq. 5; "router"), a calibrated order (Eq. 4; "static"), or the
+   oracle, which knows the experts' outputs (Eq. 6).
 2. The shortlist: the B experts with the highest scores. Resident experts may be preferred (not in the paper).
 3. Coverage of tokens whose experts are outside: truncation (Eq. 7) or substitution (Eq. 8).
 
@@ -48,7 +48,7 @@ class ExpertBudget:
     """
 
     budget: int | tuple[int, ...]
-    ranking: Ranking = "router"
+    ranking: Ranking = "picks"
     coverage: Coverage = "substitution"
     prefer_resident: float = 0.0
     order: Ids | None = None
@@ -86,7 +86,7 @@ class ExpertBudget:
         else:
             used = [budget for budget in self.budget if budget > 0]
             words += ["fitted", f"{sum(used) / len(used):g}"]
-        words += [] if self.ranking == "router" else [self.ranking]
+        words += [] if self.ranking == "picks" else [self.ranking]
         words += [] if self.coverage == "substitution" else [self.coverage]
         words += [] if self.prefer_resident == 0.0 else [f"prefer {self.prefer_resident:g}"]
         return f"{' '.join(words)} (lossy)"
@@ -287,8 +287,8 @@ def apply_budget(
     """Routing of one verification under a budget.
 
     selection: [T, N], see `substitute`; ids: the natural top-k [T, k]; weights: theirs, for truncation; scores: of the
-    experts [N], by default Eq. 5's; budget: an integer, or an array of the leading dimensions. Raises `InputError`
-    if the budget is below k.
+    experts [N], by default `pick_scores`; budget: an integer, or an array of the leading dimensions. Raises
+    `InputError` if the budget is below k.
     """
     n_experts, n_used = selection.shape[-1], ids.shape[-1]
     budgets = np.asarray(budget)
@@ -300,7 +300,7 @@ def apply_budget(
     natural = used_experts(ids, n_experts)
     n_natural = natural.sum(axis=-1)
     ranked = shortlist(
-        router_scores(probabilities) if scores is None else scores, budgets, resident=resident, prefer=prefer
+        pick_scores(probabilities, ids) if scores is None else scores, budgets, resident=resident, prefer=prefer
     )
     shortlisted: BoolArray = np.where((n_natural <= budgets)[..., None], natural, ranked)
     new_weights = None

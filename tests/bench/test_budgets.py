@@ -159,7 +159,7 @@ def test_the_curve_and_its_picture(tmp_path: Path) -> None:
     panels = quality_panels(rows)
     assert list(panels) == ["score / stock-ar's, mean of the categories", "a", "b"]
     whole = panels["score / stock-ar's, mean of the categories"]
-    assert [(point.ratio, point.quality) for point in whole["moeedge budgets router substitution"]] == [(4.0, 0.5)]
+    assert [(point.ratio, point.quality) for point in whole["moeedge budgets picks substitution"]] == [(4.0, 0.5)]
     assert [(point.ratio, point.quality) for point in whole["moeedge"]] == [(2.0, 0.75)]
     picture = tmp_path / "curve.png"
     assert draw_quality(rows, picture)

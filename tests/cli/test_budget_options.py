@@ -32,11 +32,11 @@ def test_other_values_are_refused(text: str) -> None:
         parse_budget(text)
 
 
-def test_the_defaults_are_the_papers() -> None:
+def test_the_defaults_are_the_engines() -> None:
     assert budget_of(BudgetOptions()) is None
     budget = budget_of(BudgetOptions(expert_budget="16"))
     assert budget is not None
-    assert (budget.budget, budget.ranking, budget.coverage, budget.prefer_resident) == (16, "router", "substitution", 0)
+    assert (budget.budget, budget.ranking, budget.coverage, budget.prefer_resident) == (16, "picks", "substitution", 0)
 
 
 def test_companions_are_passed_on() -> None:

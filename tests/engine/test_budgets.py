@@ -76,7 +76,7 @@ def test_records_have_the_same_keys_with_and_without_a_budget() -> None:
     assert record["lossy"] is True
     assert record["expert_budget"] == [0, 5, 9]
     assert str(record["budget"]).endswith("(lossy)")
-    assert (record["budget_policy"], record["budget_ranking"]) == ("truncation", "router")
+    assert (record["budget_policy"], record["budget_ranking"]) == ("truncation", "picks")
     assert budget_record(None) == dict.fromkeys(record) | {"lossy": False}
     assert (mean_budget(ExpertBudget(budget=(0, 5, 9))), mean_budget(ExpertBudget(budget=12))) == (7, 12)
 

@@ -31,7 +31,7 @@ from moeedge.policies.expert_budget import (
     Probabilities,
     Ranking,
     apply_budget,
-    pick_scores,
+    router_scores,
     routing_probabilities,
     static_order,
     static_scores,
@@ -259,7 +259,7 @@ def test_random_verifications_are_the_references(case: Case, data: st.DataObject
         case.context.residency = None
     for layer in info.expert_layers:
         resident = residency[layer] == Residency.RESIDENT
-        scores = pick_scores(case.probabilities(layer), case.routing(layer).natural_ids) if ranking == "picks" else None
+        scores = None if ranking == "picks" else router_scores(case.probabilities(layer))
         expected = case.expected(layer, budget, coverage=coverage, scores=scores, resident=resident, prefer=prefer)
         case.check(frame, layer, expected)
 

@@ -295,7 +295,7 @@ def test_budget_of_each_layer() -> None:
             ExpertBudget(budget=16, coverage="truncation", prefer_resident=0.15),
             "budget 16 truncation prefer 0.15 (lossy)",
         ),
-        (ExpertBudget(budget=8, ranking="oracle"), "budget 8 oracle (lossy)"),
+        (ExpertBudget(budget=8, ranking="router"), "budget 8 router (lossy)"),
     ],
 )
 def test_labels_name_the_choices(budget: ExpertBudget, label: str) -> None:
