@@ -1,12 +1,13 @@
 """Expert budgets on the batches of a trace (moeedge/policies/expert_budget.py): what MoE-Spec's verification computes.
 
 A trace holds a token's experts and, if it was recorded with them, their weights as the model applies them, but not the
-probabilities of the other experts. So the router ranking (Eq. 5) sums the weights of the tokens' own experts: what a
-token gives to experts that it does not use is left out, and a model that normalises the weights of a token gives every
-token the same say. A token whose expert is not shortlisted gets the shortlisted experts with the highest scores of the
-batch in its place, where the engine takes those with the token's own next probabilities. How many experts a batch uses
-and which are shortlisted hardly depends on this; who computes a replaced pair does. Without weights all experts of a
-token count alike (`WeightSource`).
+probabilities of the other experts: they would make it N/k times as large. The ranking "picks" needs no more than the
+weights. The router ranking (Eq. 5) sums probabilities of all experts: here those of the tokens' own, the rest is left
+out, and a model that normalises the weights of a token gives every token the same say. A token whose expert is not
+shortlisted gets the shortlisted experts with the highest scores of the batch in its place, where the engine takes those
+with the token's own next probabilities. That leaves the number of experts as it is, but not which ones are kept and who
+computes a replaced pair: tests/benchmarks/budget_from_weights.py compares. Without weights all experts of a token count
+alike (`WeightSource`).
 
 As in the engine, verifications of two tokens and more have the budget, prompts and single tokens have none, and
 truncation leaves a zeroed place with another expert of the shortlist, which is computed.
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.experts import count_ids
-from moeedge.policies.expert_budget import ExpertBudget, apply_budget, router_scores, static_scores
+from moeedge.policies.expert_budget import ExpertBudget, apply_budget, pick_scores, router_scores, static_scores
 from moeedge.trace.format import Trace
 from moeedge.trace.schedule import Batch, Chunk, Schedule
 
@@ -137,7 +138,8 @@ class BudgetedTrace:
         weights = self._weights(batch, layers, tokens)
         probabilities = np.zeros((*ids.shape[:2], self.trace.meta.n_experts), dtype=np.float64)
         np.put_along_axis(probabilities, ids, weights, axis=-1)
-        scores = router_scores(probabilities)
+        picks = self.budget.ranking == "picks"
+        scores = pick_scores(probabilities, ids) if picks else router_scores(probabilities)
         np.copyto(probabilities, _UNUSED * scores[:, None], where=probabilities == 0)
         routing = apply_budget(
             probabilities,
