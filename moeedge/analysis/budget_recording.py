@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,16 +53,28 @@ OnStep = Callable[[int, int], None]
 class ProbabilityCurve:
     """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
 
-    cumulative: float64 [n_layers, n_experts], n = 1..N. cumulative_weights: the same of the weights that the natural
-    picks have, which are 0 for all other experts. unique: float64 [n_layers], experts of the natural picks.
+    cumulative: float64 [n_layers, n_experts], n = 1..N; None: only the selected experts are known. cumulative_weights:
+    the same of what the natural picks have, their weights or, if those are not known, one each (`selected_by`); the
+    other experts have 0. unique: float64 [n_layers], experts of the natural picks.
     """
 
     group: str  # of prompts: a data set, or a category where there is one data set; "all"
     batches: int
     tokens: int
-    cumulative: NDArray[np.float64]
+    cumulative: NDArray[np.float64] | None
     cumulative_weights: NDArray[np.float64]
     unique: NDArray[np.float64]
+    selected_by: Literal["weights", "activations"] = "weights"
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Of the routing probability where it is known, else of the natural picks."""
+        return self.cumulative_weights if self.cumulative is None else self.cumulative
+
+    @property
+    def quantity(self) -> str:
+        """What `shares` are shares of."""
+        return f"{self.selected_by} of the natural top-k" if self.cumulative is None else "routing probability"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +88,7 @@ class BudgetAnalysis:
     n_experts: int
     n_used: int
     gamma: int
+    budgets: tuple[int, ...]
     prompts: int
     skipped: tuple[str, ...]  # ids of prompts that do not fit the context
     curves: tuple[ProbabilityCurve, ...]  # all prompts first, then each group if there are several
@@ -127,6 +140,7 @@ def analyse_budgets(
         n_experts=session.model.info.n_experts,
         n_used=session.model.info.n_expert_used,
         gamma=session.gamma,
+        budgets=tuple(budgets),
         prompts=len(prompts),
         skipped=tuple(skipped),
         curves=tuple(tally.curves()),

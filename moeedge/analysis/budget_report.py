@@ -18,13 +18,13 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
         "n_experts": analysis.n_experts,
         "n_experts_used": analysis.n_used,
         "gamma": analysis.gamma,
+        "budgets": list(analysis.budgets),
         "routing": [_curve(curve) for curve in analysis.curves],
         "co_activation": [_pairs(pairs) for pairs in analysis.pairs],
         "reconstruction_error": None
         if errors is None
         else {
             "batches": errors.n_batches,
-            "budgets": list(errors.budgets),
             "unique_by_layer": errors.unique.mean(axis=0).tolist(),
             "rows": list(errors.rows()),
         },
@@ -42,9 +42,10 @@ def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
         "tokens": curve.tokens,
         "unique_experts": float(curve.unique.mean()),
         "unique_by_layer": curve.unique.tolist(),
-        "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
+        "cumulative_probability": None if curve.cumulative is None else curve.cumulative.mean(axis=0).tolist(),
         "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
-        "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
+        "cumulative_by_layer": curve.shares.tolist() if curve.group == "all" else None,
+        "selected_by": curve.selected_by,
     }
 
 

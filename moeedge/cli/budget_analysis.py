@@ -17,9 +17,10 @@ from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.analysis.budget_recording import BudgetAnalysis
-    from moeedge.llama.model import ModelInfo
+    from moeedge.trace.format import Trace
 
 AUTO = "auto"
+_GAMMA = 8  # drafts of the verifications that a text is cut into: MoE-SpAc's
 
 
 def run_budget_analysis(
@@ -39,11 +40,6 @@ def run_budget_analysis(
 
     The model runs on the CPU alone, where the outputs of all experts can be computed. layers: as --layers has them.
     """
-    from moeedge.analysis.budget_report import budget_report
-    from moeedge.ui.budget_plots import draw_budgets
-    from moeedge.ui.budget_views import print_budgets
-    from moeedge.ui.console import stdout_console
-
     analysis, run, code = _analyse(
         text,
         replace(config, device="none", n_gpu_layers=0, expert_budget=None),
@@ -54,14 +50,37 @@ def run_budget_analysis(
         layers=layers,
     )
     run |= source | {"n_predict": n_predict, "temperature": sampling.temperature, "seed": sampling.seed}
+    _report(analysis, run, output, plot)
+    if code:
+        raise typer.Exit(code)
+
+
+def run_trace_analysis(
+    text: str, trace: Trace, layers: list[int], *, gamma: int | None, output: Output, plot: Path | None
+) -> None:
+    """Reports what a trace tells about budgets; gamma: of a trace without drafts."""
+    from moeedge.analysis.budget_trace import analyse_trace
+
+    meta = trace.meta
+    budgets = parse_budgets(text, meta.n_experts, meta.n_expert_used)
+    analysis = analyse_trace(trace, layers, budgets, gamma=_GAMMA if gamma is None else gamma)
+    run = {"model": meta.model, "architecture": meta.architecture, "draft": meta.draft, "n_layers": meta.n_layers}
+    _report(analysis, {**run, "dataset": str(meta.parameters.get("dataset", "trace"))}, output, plot)
+
+
+def _report(analysis: BudgetAnalysis, run: dict[str, Any], output: Output, plot: Path | None) -> None:
+    """Writes the analysis to standard output, and its pictures."""
+    from moeedge.analysis.budget_report import budget_report
+    from moeedge.ui.budget_plots import draw_budgets
+    from moeedge.ui.budget_views import print_budgets
+    from moeedge.ui.console import stdout_console
+
     if output is Output.JSON:
         typer.echo(json.dumps(budget_report(analysis, run), ensure_ascii=False))
     else:
         print_budgets(analysis, stdout_console())
     if plot is not None:
         draw_budgets(analysis, f"{run['model']}, {run['dataset']}, gamma {analysis.gamma}", plot)
-    if code:
-        raise typer.Exit(code)
 
 
 def _analyse(
@@ -87,7 +106,7 @@ def _analyse(
     with Session.open(config, notify=notifier(err)) as session:
         info = session.model.info
         chosen = sorted(check_layers(session, parse_layers(layers, info.n_layers)))
-        budgets = parse_budgets(text, info)
+        budgets = parse_budgets(text, info.n_experts, info.n_expert_used)
         print_header(err, session.info, toy=paths.is_bundled(config.model))
         with Interrupt() as interrupt, ProfileProgress(2 * len(prompts), err) as progress:
             interrupt.arm()
@@ -122,7 +141,7 @@ def _analyse(
     return analysis, run, interrupt.exit_code
 
 
-def parse_budgets(text: str, info: ModelInfo) -> tuple[int, ...]:
+def parse_budgets(text: str, n_experts: int, n_used: int) -> tuple[int, ...]:
     """Budgets of a comma-separated list, ascending, or those of "auto" for the model.
 
     Raises InputError for a text that is no such list, or a budget that is not between k and N.
@@ -130,15 +149,14 @@ def parse_budgets(text: str, info: ModelInfo) -> tuple[int, ...]:
     from moeedge.analysis.budget_recording import default_budgets
 
     if text.strip().lower() == AUTO:
-        return default_budgets(info.n_experts, info.n_expert_used)
+        return default_budgets(n_experts, n_used)
     try:
         budgets = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise InputError(f'"{text}" is not a list of budgets.', 'Write it as 8,16,32 or as "auto".') from None
-    if budgets[0] < info.n_expert_used or budgets[-1] > info.n_experts:
+    if budgets[0] < n_used or budgets[-1] > n_experts:
         raise InputError(
-            f"An expert budget of this model is a number from {info.n_expert_used} (experts per token) to "
-            f"{info.n_experts}.",
+            f"An expert budget of this model is a number from {n_used} (experts per token) to {n_experts}.",
             f"Choose from this range, or {AUTO}.",
         )
     return tuple(budgets)

@@ -119,10 +119,23 @@ def profile(
         compare=compare,
         save_ranking=save_ranking,
     )
+    others = (trace_out, save_ranking, report, pictures, compare)
+    if budget_analysis is not None and any(path is not None for path in others):
+        raise InputError(
+            "--budget-analysis has a report of its own.",
+            "Leave out --trace-out, --save-ranking, --report, --pictures and --compare.",
+        )
     if trace is not None:
         if prompt is not None or dataset is not None or engine.model is not None or trace_out is not None:
             raise InputError("--trace takes no model, prompt or data set, and no --trace-out.", "Leave them out.")
         gamma = engine.draft_max
+        if budget_analysis is not None:
+            from moeedge.cli.budget_analysis import run_trace_analysis
+
+            all_layers = layers if layers or layer else "all"
+            profiled = profile_trace(trace, layer, all_layers, gamma=None, acceptance_chance=None, seed=seed)
+            run_trace_analysis(budget_analysis, profiled.trace, profiled.layers, gamma=gamma, output=output, plot=plot)
+            return
         results.write(profile_trace(trace, layer, layers, gamma=gamma, acceptance_chance=acceptance_chance, seed=seed))
         return
     if acceptance_chance is not None:
@@ -136,11 +149,6 @@ def profile(
     if verbose:
         show_log()
     if budget_analysis is not None:
-        if any(path is not None for path in (trace_out, save_ranking, report, pictures, compare)):
-            raise InputError(
-                "--budget-analysis has a report of its own.",
-                "Leave out --trace-out, --save-ranking, --report, --pictures and --compare.",
-            )
         from moeedge.cli.budget_analysis import run_budget_analysis
 
         run_budget_analysis(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SHARES = (0.5, 0.9)  # of the routing probability
 _MOST_BUDGETS = 7  # columns that fit 80
+_MOST_SHARES = 5
 _LETTER = "Eq. 5"
 
 
@@ -28,15 +29,16 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
         style="bold",
     )
     console.print()
-    print_table(console, _curve_columns(analysis), analysis.curves, title="routing probability on the n best experts")
+    print_table(console, _curve_columns(analysis), analysis.curves, title=f"{first.quantity} on the n best experts")
     console.print(
-        "n best: of each layer and batch, by summed routing probability. experts: distinct ones of the natural top-k. "
-        "50 %, 90 %: experts that this share of the probability needs.",
+        "n best: of each layer and batch, by the sum over its tokens. experts: distinct ones of the natural top-k. "
+        "50 %, 90 %: experts that hold this share.",
         style="dim",
     )
-    weights = first.cumulative_weights.mean(axis=0)
-    shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in _best(analysis))
-    console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
+    if first.cumulative is not None:
+        weights = first.cumulative_weights.mean(axis=0)
+        shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in _best(analysis))
+        console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
     console.print()
     _print_pairs(analysis, console)
     console.print()
@@ -48,7 +50,7 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
 
 def _curve_columns(analysis: BudgetAnalysis) -> list[Column]:
     def on_best(n: int) -> Column:
-        return Column(f"n={n}", lambda curve: 100 * curve.cumulative[:, n - 1].mean(), "{:.1f} %".format)
+        return Column(f"n={n}", lambda curve: 100 * curve.shares[:, n - 1].mean(), "{:.1f} %".format)
 
     def needed(share: float) -> Column:
         return Column(f"{share:.0%}".replace("%", " %"), lambda curve: experts_for(curve, share), ".1f")
@@ -62,13 +64,15 @@ def _curve_columns(analysis: BudgetAnalysis) -> list[Column]:
     ]
 
 
-def _best(analysis: BudgetAnalysis) -> list[int]:
-    return [factor * analysis.n_used for factor in range(1, 5) if factor * analysis.n_used <= analysis.n_experts]
+def _best(analysis: BudgetAnalysis) -> tuple[int, ...]:
+    """The budgets that the first table has room for."""
+    budgets = analysis.budgets
+    return budgets if len(budgets) <= _MOST_SHARES else budgets[::2][:_MOST_SHARES]
 
 
 def experts_for(curve: ProbabilityCurve, share: float) -> float:
-    """Experts that hold this share of the routing probability, mean over the layers."""
-    return float((curve.cumulative < share).sum(axis=-1).mean() + 1)
+    """Experts that hold this share, mean over the layers."""
+    return float((curve.shares < share).sum(axis=-1).mean() + 1)
 
 
 def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:

@@ -213,7 +213,9 @@ def test_pictures(tmp_path: Path, has_errors: bool) -> None:
     curves = [ProbabilityCurve(name, 2, 9, share, share, np.full(L, 6.0)) for name in ("all", "code")]
     ids = np.array([[0, 1, 2], [0, 1, 5]], dtype=np.int32)
     pairs = [analyse_pairs(layer, co_activation(ids, N), 2, K) for layer in range(L)]
-    analysis = BudgetAnalysis((0, 1, 2), N, K, 4, 2, (), tuple(curves), tuple(pairs), table() if has_errors else None)
+    analysis = BudgetAnalysis(
+        (0, 1, 2), N, K, 4, BUDGETS, 2, (), tuple(curves), tuple(pairs), table() if has_errors else None
+    )
     draw_budgets(analysis, "a model", tmp_path / "budgets.png")
     for path in (tmp_path / "budgets.png", pairs_path(tmp_path / "budgets.png")):
         assert path.stat().st_size > 5000

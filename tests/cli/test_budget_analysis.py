@@ -12,6 +12,7 @@ import pytest
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
 from tests.support.commands import refused, run, run_json
 
 
@@ -55,6 +56,14 @@ def test_figures_against_the_trace(pair: list[str], tmp_path: Path) -> None:
             np.add.at(weight, trace.ids[batch, layer], trace.weights[batch, layer].astype(float))
             shares.append(np.cumsum(np.sort(weight)[::-1]) / weight.sum())
     np.testing.assert_allclose(routing["cumulative_weights"], np.mean(shares, axis=0), atol=2e-3)
+    assert max(np.diff(routing["cumulative_probability"], 2)) < 1e-5  # the best first
+
+    from_trace = run_json("profile", "--trace", tmp_path / "trace.npz", "--budget-analysis", "4,8,16")
+    read = from_trace["routing"][0]
+    assert read["cumulative_probability"] is None and from_trace["reconstruction_error"] is None
+    for key in ("batches", "tokens", "unique_by_layer", "cumulative_weights"):
+        assert read[key] == pytest.approx(routing[key], abs=1e-3)
+    assert from_trace["co_activation"] == report["co_activation"]
 
 
 def test_errors(pair: list[str]) -> None:
@@ -62,7 +71,7 @@ def test_errors(pair: list[str]) -> None:
     report = run_json("profile", *pair, "--budget-analysis", "auto", "--layers", "1-2")
     assert report["layers"] == [1, 2]
     errors = report["reconstruction_error"]
-    assert errors["batches"] >= 2 and errors["budgets"] == [4, 6, 8, 10, 12, 16]
+    assert errors["batches"] >= 2 and report["budgets"] == [4, 6, 8, 10, 12, 16]
     rows = {(row["ranking"], row["coverage"], row["keeps_union"], row["budget"]): row for row in errors["rows"]}
     assert {key[0] for key in rows} == {"router", "static", "oracle", "picks"}
     for key, row in rows.items():
@@ -92,6 +101,19 @@ def test_what_cannot_be_analysed(pair: list[str], tiny: TinyFactory) -> None:
         refused("profile", *pair, "--budget-analysis", budgets)
     refused("profile", *pair, "--budget-analysis", "8", "--trace-out", "t.npz")
     assert run("profile", *pair, "--budget-analysis", "8", "-md", "none").exit_code == 1  # nothing to verify
+
+
+@pytest.mark.parametrize("case", ["olmoe", "deepseek3", "gpt-oss"])
+def test_other_routers(case: str, tiny: TinyFactory) -> None:
+    """Weights not normalised; sigmoid with bias, groups and scale; softmax after the top-k."""
+    arch, dimensions = MOE_CASES[case]
+    options = ["-md", "ngram", "-c", "256", "-n", "30", "-t", "1", "--raw", "-p", "a b a b a b a b"]
+    report = run_json("profile", "-m", tiny(arch, **dimensions), *options, "--budget-analysis", "auto")
+    most = report["n_experts"]
+    rows = report["reconstruction_error"]["rows"]
+    assert all(row["error"] == 0 for row in rows if row["budget"] == most)
+    least = {row["ranking"]: row["error"] for row in rows if row["budget"] == report["budgets"][0]}
+    assert "static" not in least and least["router"] > 0  # one prompt: no others to calibrate on
 
 
 def test_weights_before_the_experts(tiny: TinyFactory) -> None:
