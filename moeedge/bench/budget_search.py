@@ -40,6 +40,8 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scoring.answers import score_answer
 
 _CONTEXT = 1024  # tokens: the longest conversation of the tasks, with its answers
+_LIMIT_S = 300.0  # after which no further task is begun, if there were
+_TASKS_MIN = 36  # of them
 _WARM_UP_PROMPTS = 4  # whose answers also say how many experts a verification uses
 _TEXT_PIECES = 4  # of the text; each is continued
 _TEXT_ANSWER_TOKENS = 64
@@ -148,6 +150,7 @@ class Trials:
         warm = [s for prompt in prompts[:_WARM_UP_PROMPTS] for s in self._converse(prompt, n_predict)[1]]
         tallies = [_Tally(None), *(_Tally(budget) for budget in self._candidates(warm))]
         running = list(tallies)
+        end_s = time.perf_counter() + _LIMIT_S
         for index, prompt in enumerate(prompts):
             for tally in rotated(running, index):
                 self._set_budget(tally.budget)
@@ -157,6 +160,8 @@ class Trials:
             base = tallies[0].scores
             running = [tally for tally in running if not lost_too_many(tally.scores, base, len(prompts))]
             self._on_progress(index + 1, len(prompts))
+            if index + 1 >= _TASKS_MIN and time.perf_counter() > end_s:
+                break
         return [_task_trial(tally, tallies[0]) for tally in tallies]
 
     def _converse(self, prompt: Prompt, n_predict: int) -> tuple[float, list[Sample]]:

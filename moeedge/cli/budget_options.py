@@ -15,7 +15,7 @@ from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ranking
 OFF = "off"
 AUTO: Literal["auto"] = "auto"
 _LAYERS = ("uniform", "fitted")
-EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
+_EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,20 @@ class BudgetOptions:
             raise InputError(
                 "auto looks for one budget for all layers.", "Give --expert-budget B, or leave out fitted."
             )
+        if asked == AUTO:
+            from moeedge.bench.budget_search import find_budget
+
+            template = auto_template(
+                base.model,
+                ranking=self.budget_ranking,
+                policy=self.budget_policy,
+                prefer_resident=self.budget_prefer_resident,
+                file=self.budget_file,
+                notify=notify,
+            )
+            return replace(base, expert_budget=find_budget(base, template, notify=notify))
         budget = make_budget(
-            EXPERTS_OF_TEMPLATE if asked == AUTO else asked,
+            asked,
             base.model,
             ranking=self.budget_ranking,
             policy=self.budget_policy,
@@ -53,11 +65,7 @@ class BudgetOptions:
             layers=self.budget_layers,
             notify=notify,
         )
-        if asked != AUTO:
-            return replace(base, expert_budget=budget)
-        from moeedge.bench.budget_search import find_budget
-
-        return replace(base, expert_budget=find_budget(base, budget, notify=notify))
+        return replace(base, expert_budget=budget)
 
     def _expect_no_companion(self) -> None:
         given = [
@@ -70,6 +78,30 @@ class BudgetOptions:
                 f"{' and '.join(given)} {'needs' if len(given) == 1 else 'need'} an expert budget.",
                 "Add --expert-budget B.",
             )
+
+
+def auto_template(
+    model: Path,
+    *,
+    ranking: str | None,
+    policy: str | None,
+    prefer_resident: float | None,
+    file: Path | None,
+    notify: Notify,
+) -> ExpertBudget:
+    """What auto looks for a number of experts for; None: the default, but truncation.
+
+    A truncated expert is not computed, which gains more than the smaller number of experts (docs/log.md).
+    """
+    return make_budget(
+        _EXPERTS_OF_TEMPLATE,
+        model,
+        ranking=ranking,
+        policy=policy or "truncation",
+        prefer_resident=prefer_resident,
+        file=file,
+        notify=notify,
+    )
 
 
 def parse_budget(text: str | None) -> int | Literal["auto"] | None:

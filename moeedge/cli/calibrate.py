@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.budget_options import EXPERTS_OF_TEMPLATE, make_budget
+from moeedge.cli.budget_options import auto_template
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
@@ -61,8 +61,7 @@ def calibrate(
         show_log()
     err = stderr_console()
     if expert_budget:
-        template = make_budget(
-            EXPERTS_OF_TEMPLATE,
+        template = auto_template(
             config.model,
             ranking=budget_ranking,
             policy=budget_policy,
