@@ -61,6 +61,7 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
     assert document["messages"][0]["content"] == "tell me"
 
 
+@pytest.mark.slow
 def test_several_lines_between_triple_quotes(pair: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     with Terminal(["chat", *pair, "-n", "4"], env={}) as terminal:
@@ -266,6 +267,7 @@ def test_other_terminals_get_plain_text(endless: list[str], env: dict[str, str],
         assert "\x1b" not in terminal.raw
 
 
+@pytest.mark.slow
 def test_a_single_answer_in_a_terminal(pair: list[str]) -> None:
     with Terminal(["chat", *pair, "-p", "tell me", "-n", "300"], env={}) as terminal:
         terminal.expect("300 tokens | decode")

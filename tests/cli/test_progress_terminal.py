@@ -13,7 +13,7 @@ QUICK = ["-n", "8", "-t", "1"]
 ENV = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
 
 
-@pytest.mark.parametrize("rows", [40, 5], ids=["tall", "flat"])
+@pytest.mark.parametrize("rows", [pytest.param(40, id="tall"), pytest.param(5, id="flat", marks=pytest.mark.slow)])
 def test_bench_draws_a_bar_where_it_fits(rows: int, tiny_moe: Path) -> None:
     arguments = ["bench", "-m", str(tiny_moe), "-md", "none", "-p", "16", "-r", "2", *QUICK]
     with Terminal(arguments, env=ENV, rows=rows) as terminal:

@@ -48,6 +48,7 @@ def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_two_processes_print_the_same_bytes(plain: Path) -> None:
     """Under every policy, whatever order Python's sets and dictionaries have."""
     command = [sys.executable, "-m", "moeedge", "replay", str(plain), "--gamma", "3", "-o", "json"]

@@ -63,6 +63,7 @@ def test_a_file_may_describe_the_hardware(tmp_path: Path) -> None:
     assert slow["hardware"] == "mine" and slow["tpot_s"] > fast["tpot_s"]
 
 
+@pytest.mark.slow
 def test_all_means_every_system() -> None:
     rows = run_json("simulate", "--policy", "all", "--rejected-token-model", "pessimistic", *SHORT)
     names = [row["policy"] for row in rows]

@@ -250,6 +250,7 @@ def test_an_outdated_catalog(place: HubMachine) -> None:
     assert rewritten.returncode == 1 and "revision 89abcdef" in rewritten.stderr
 
 
+@pytest.mark.slow
 def test_gated_repository(place: HubMachine) -> None:
     place.hub.gated = True
     refused = place.run("pull", "big")

@@ -24,7 +24,7 @@ def device() -> str:
     return resolve(DeviceSpec.parse(device_under_test())).ggml_name
 
 
-@pytest.mark.parametrize("width", [32, 320], ids=["small", "large"])
+@pytest.mark.parametrize("width", [pytest.param(32, id="small"), pytest.param(320, id="large", marks=pytest.mark.slow)])
 def test_no_expert_is_seen_half_written(tmp_path: Path, device: str, width: int) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, width=width, wide_layers=(1, 4))
     assert stress(model, 2.0, device=device) >= MIN_CHECKED

@@ -237,9 +237,20 @@ def test_budgets_that_do_not_suit_the_model_are_refused(case: Case) -> None:
             case.context.set_budget(budget)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
+    check_random_verification(case, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_many_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
+    check_random_verification(case, data)
+
+
+def check_random_verification(case: Case, data: st.DataObject) -> None:
     """Batches of any length, with any budget, coverage, residency and preference."""
     info = case.model.info
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

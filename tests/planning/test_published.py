@@ -43,7 +43,10 @@ def q4_k_m(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_30b_a3b(tmp_path_factory.mktemp("published") / "qwen3-30b-a3b-q4_k_m.gguf")
 
 
-@pytest.mark.parametrize(("mix", "file_bytes"), [("Q4_K_M", Q4_K_M_FILE_BYTES), ("Q8_0", Q8_0_FILE_BYTES)])
+@pytest.mark.parametrize(
+    ("mix", "file_bytes"),
+    [("Q4_K_M", Q4_K_M_FILE_BYTES), pytest.param("Q8_0", Q8_0_FILE_BYTES, marks=pytest.mark.slow)],
+)
 def test_sizes_of_the_files(tmp_path: Path, mix: Mix, file_bytes: float) -> None:
     path = write_qwen3_30b_a3b(tmp_path / "header.gguf", mix)
     with planner(path, vram_gib=0) as plan:

@@ -80,7 +80,7 @@ def test_belady_equals_the_best_of_all_choices(steps: Counts, n_slots: int) -> N
     assert hits("belady", steps, n_slots)[1] == best_demand_filled(steps, n_slots)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(steps=routings(), n_slots=st.integers(0, 12))
 def test_the_oracle_finds_most_pairs(steps: Counts, n_slots: int) -> None:
     best = sum(int(np.sort(counts.reshape(-1))[::-1][:n_slots].sum()) for counts in steps)

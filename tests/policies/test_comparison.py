@@ -108,9 +108,8 @@ def assert_not_below(found: dict[float | None, Estimate], tolerance: float = 0.0
         assert lead.value > -tolerance or lead.high > 0, (limit, lead)
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=pytest.mark.slow if model == "pessimistic" else ()) for model in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel) -> None:
     """Regression: the rivals' order on eight held-out texts, without a limit."""
     found = compare(windows_of(data_folder, "gptoss20b_decode", model, HELD_OUT, HELD_OUT + 8), ("spac", *RIVALS))
