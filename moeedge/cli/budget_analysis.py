@@ -13,7 +13,7 @@ from moeedge import paths
 from moeedge.cli.declare import Output
 from moeedge.data.prompts import Prompt
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
 
 if TYPE_CHECKING:
     from moeedge.analysis.budget_recording import BudgetAnalysis
@@ -116,18 +116,23 @@ def _analyse(
                 nonlocal passes
                 passes += 1
 
-            analysis = analyse_budgets(
-                session,
-                prompts,
-                chosen,
-                budgets,
-                n_predict=n_predict,
-                sampling=sampling,
-                raw=raw,
-                cancel=interrupt,
-                on_step=lambda prompt, tokens: progress.step(prompt + (passes - 1) * len(prompts), tokens),
-                on_pass=begin_pass,
-            )
+            try:
+                analysis = analyse_budgets(
+                    session,
+                    prompts,
+                    chosen,
+                    budgets,
+                    n_predict=n_predict,
+                    sampling=sampling,
+                    raw=raw,
+                    cancel=interrupt,
+                    on_step=lambda prompt, tokens: progress.step(prompt + (passes - 1) * len(prompts), tokens),
+                    on_pass=begin_pass,
+                )
+            except EngineError:
+                if interrupt.exit_code:  # stopped before there was anything to report
+                    raise typer.Exit(interrupt.exit_code) from None
+                raise
         run = {
             "model": session.info.model,
             "architecture": session.info.architecture,

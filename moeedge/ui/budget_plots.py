@@ -100,7 +100,9 @@ def _draw_errors(axes: Any, errors: ErrorTable) -> None:
 
 
 def _draw_layer_errors(figure: Any, axes: Any, errors: ErrorTable) -> None:
-    """Layers x budgets of the default variant."""
+    """Layers x budgets of the engine's default."""
+    from moeedge.analysis.expert_budget import DEFAULT
+
     percent = 100 * errors.curve()
     image = axes.imshow(
         percent, aspect="auto", origin="lower", interpolation="nearest", cmap="magma", vmax=min(percent.max(), 100.0)
@@ -111,7 +113,7 @@ def _draw_layer_errors(figure: Any, axes: Any, errors: ErrorTable) -> None:
     axes.set_yticks(shown, [str(errors.layers[place]) for place in shown])
     axes.set_xlabel("budget B")
     axes.set_ylabel("layer")
-    axes.set_title("router ranking, substitution, by layer", fontsize="medium")
+    axes.set_title(f"{DEFAULT.label}: by layer", fontsize="medium")
 
 
 def _draw_maps(analysis: BudgetAnalysis, title: str, path: Path) -> None:

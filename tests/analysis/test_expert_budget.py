@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moeedge.analysis.budget_recording import BudgetAnalysis, ProbabilityCurve, default_budgets
 from moeedge.analysis.expert_budget import (
-    DEFAULT,
+    PAPER,
     VARIANTS,
     ErrorTable,
     RoutedBatch,
@@ -199,10 +199,10 @@ def test_means_and_differences() -> None:
     i = VARIANTS.index(other)
     assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
     paired = [errors.errors[b, :, i, 1].mean() - errors.errors[b, :, 0, 1].mean() for b in range(4)]
-    difference = errors.difference(other, DEFAULT, 5)
+    difference = errors.difference(other, PAPER, 5)
     assert difference == pytest.approx((np.mean(paired), np.std(paired, ddof=1) / 2))
     static = Variant("static", "substitution")
-    assert errors.mean(static, 5) is None and errors.difference(static, DEFAULT, 5) is None
+    assert errors.mean(static, 5) is None and errors.difference(static, PAPER, 5) is None
     assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
     assert errors.curve().shape == (L, len(BUDGETS))
 

@@ -20,10 +20,12 @@ from tests.support.cases import MOE_CASES
 from tests.support.stock import StockContext
 
 TOKENS = np.random.default_rng(11).integers(0, 256, 7).tolist()
+QUICK = {"qwen3moe", "mixtral", "deepseek3", "gpt-oss"}
+CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in MOE_CASES if case != "llama4"]
 OUTPUT = b"ffn_moe_out-"  # llama.cpp's name of the sum over a token's experts
 
 
-@pytest.mark.parametrize("case", [case for case in MOE_CASES if case != "llama4"])
+@pytest.mark.parametrize("case", CASES)
 def test_selected_outputs_add_up_to_llama_cpps(case: str, tiny: TinyFactory) -> None:
     arch, dimensions = MOE_CASES[case]
     path = tiny(arch, **dimensions)
