@@ -57,7 +57,7 @@ IDS, WEIGHTS = [[0, 1], [1, 2], [3, 1]], [[0.75, 0.25], [0.5, 0.25], [0.5, 0.25]
 
 def test_the_shortlist_has_the_largest_sums_of_weights() -> None:
     """Sums: expert 0 0.75, 1 1.0, 2 0.25, 3 0.5; two are kept: 0 and 1, with 1.75 of 2.5."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2))
+    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, ranking="router"))
     batch = limit.limited(verification(limit.trace))
     assert batch.ids[0].tolist() == [[0, 1], [1, 0], [1, 0]]  # own experts first, in the router's order
     assert batch.counts[0].tolist() == [3, 3, 0, 0, 0, 0]
@@ -72,7 +72,7 @@ def test_the_shortlist_has_the_largest_sums_of_weights() -> None:
 
 def test_without_weights_all_places_count_alike() -> None:
     """Expert 1 is used three times, the others once: of them the lowest number is kept."""
-    limit = BudgetedTrace(one_layer(IDS, None), ExpertBudget(budget=2))
+    limit = BudgetedTrace(one_layer(IDS, None), ExpertBudget(budget=2, ranking="router"))
     assert limit.limited(verification(limit.trace)).counts[0].tolist() == [3, 3, 0, 0, 0, 0]
     assert limit.row()["kept_probability"] == round(4 / 6, 6)
     assert limit.source == "counts"
@@ -80,13 +80,13 @@ def test_without_weights_all_places_count_alike() -> None:
 
 def test_a_replaced_expert_is_the_best_of_the_batch() -> None:
     """Sums: 0 0.75, 1 1.0, 2 0.25, 3 0.5; kept: 0, 1, 3. Token 1 loses expert 2 and gets 0, which has more than 3."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=3))
+    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=3, ranking="router"))
     assert limit.limited(verification(limit.trace)).ids[0].tolist() == [[0, 1], [1, 0], [3, 1]]
 
 
 def test_truncation_computes_as_many_pairs() -> None:
     """A zeroed place names another expert of the shortlist, in its place of the token."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, coverage="truncation"))
+    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, ranking="router", coverage="truncation"))
     assert limit.limited(verification(limit.trace)).ids[0].tolist() == [[0, 1], [1, 0], [0, 1]]
 
 
@@ -101,7 +101,7 @@ def test_a_static_order_decides_alone() -> None:
 @pytest.mark.parametrize(("prefer", "kept"), [(0.0, [0, 1]), (0.2, [0, 1]), (0.3, [1, 3])])
 def test_a_resident_expert_wins_within_a_share_of_the_range(prefer: float, kept: list[int]) -> None:
     """Expert 3 is 0.25 behind expert 0, a quarter of the range from 0 to 1."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, prefer_resident=prefer))
+    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, ranking="router", prefer_resident=prefer))
     resident = np.array([[0, 0, 0, 1, 0, 0]], dtype=np.uint8)
     batch = limit.limited(verification(limit.trace), resident)
     assert np.flatnonzero(batch.counts[0]).tolist() == kept
@@ -110,14 +110,25 @@ def test_a_resident_expert_wins_within_a_share_of_the_range(prefer: float, kept:
 def test_missing_tokens_stay_missing() -> None:
     """A token that a layer did not record takes no part; sums: 0 0.75, 1 0.5, 3 0.5."""
     trace = one_layer([[0, 1], [255, 255], [3, 1]], WEIGHTS)
-    batch = BudgetedTrace(trace, ExpertBudget(budget=2)).limited(verification(trace))
+    batch = BudgetedTrace(trace, ExpertBudget(budget=2, ranking="router")).limited(verification(trace))
     assert batch.ids[0].tolist() == [[0, 1], [-1, -1], [1, 0]]
     assert batch.counts[0].tolist() == [2, 2, 0, 0, 0, 0]
 
 
+def test_picks_are_shares_of_a_token() -> None:
+    """The same trace, shares: 0 0.75, 3 2/3, 1 1/4 + 1/3."""
+    trace = one_layer([[0, 1], [255, 255], [3, 1]], WEIGHTS)
+    batch = BudgetedTrace(trace, ExpertBudget(budget=2, ranking="picks")).limited(verification(trace))
+    assert batch.counts[0].tolist() == [2, 0, 0, 2, 0, 0]
+
+
 def test_budgets_that_suit_no_trace_are_refused() -> None:
     trace = one_layer(IDS, WEIGHTS)
-    for budget in (ExpertBudget(budget=1), ExpertBudget(budget=3, ranking="oracle"), ExpertBudget(budget=(3, 3))):
+    for budget in (
+        ExpertBudget(budget=1, ranking="router"),
+        ExpertBudget(budget=3, ranking="oracle"),
+        ExpertBudget(budget=(3, 3)),
+    ):
         with pytest.raises(InputError):
             BudgetedTrace(trace, budget)
 
@@ -262,7 +273,7 @@ def test_commands_take_lists(tmp_path: Path) -> None:
         "1",
         *lists,
         "--budget-ranking",
-        "router,static",
+        "picks,static",
     )
     labels = dict.fromkeys(row["budget"] for row in rows)
     assert list(labels)[:2] == [None, "budget 12 router (lossy)"]
