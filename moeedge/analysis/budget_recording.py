@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from moeedge.analysis.expert_budget import (
     VARIANTS,
     CoActivation,
     ErrorTable,
+    ProbabilityCurve,
     RoutedBatch,
     Router,
     analyse_pairs,
@@ -50,34 +51,6 @@ OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
-class ProbabilityCurve:
-    """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
-
-    cumulative: float64 [n_layers, n_experts], n = 1..N; None: only the selected experts are known. cumulative_weights:
-    the same of what the natural picks have, their weights or, if those are not known, one each (`selected_by`); the
-    other experts have 0. unique: float64 [n_layers], experts of the natural picks.
-    """
-
-    group: str  # of prompts: a data set, or a category where there is one data set; "all"
-    batches: int
-    tokens: int
-    cumulative: NDArray[np.float64] | None
-    cumulative_weights: NDArray[np.float64]
-    unique: NDArray[np.float64]
-    selected_by: Literal["weights", "activations"] = "weights"
-
-    @property
-    def shares(self) -> NDArray[np.float64]:
-        """Of the routing probability where it is known, else of the natural picks."""
-        return self.cumulative_weights if self.cumulative is None else self.cumulative
-
-    @property
-    def quantity(self) -> str:
-        """What `shares` are shares of."""
-        return f"{self.selected_by} of the natural top-k" if self.cumulative is None else "routing probability"
-
-
-@dataclass(frozen=True, eq=False)
 class BudgetAnalysis:
     """What an expert budget would cost this model on these prompts.
 
@@ -95,12 +68,6 @@ class BudgetAnalysis:
     pairs: tuple[CoActivation, ...]  # by layer
     errors: ErrorTable | None
     no_errors: str = ""
-
-
-def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
-    """Budgets from k to N: multiples of k up to 4 k, then of 2 k up to 8 k, then halves and all of the experts."""
-    multiples = {n_used * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 6, 8)} | {n_experts / 2, n_experts * 3 / 4}
-    return tuple(sorted({int(budget) for budget in multiples if n_used <= budget < n_experts} | {n_experts}))
 
 
 def analyse_budgets(

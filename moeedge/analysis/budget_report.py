@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeedge.analysis.budget_recording import BudgetAnalysis, ProbabilityCurve
-from moeedge.analysis.expert_budget import CoActivation
+from moeedge.analysis.budget_recording import BudgetAnalysis
+from moeedge.analysis.expert_budget import CoActivation, ProbabilityCurve
 
 _DIGITS = 6
 

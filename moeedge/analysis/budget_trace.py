@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis.budget_recording import BudgetAnalysis, ProbabilityCurve
-from moeedge.analysis.expert_budget import analyse_pairs, co_activation, cumulative_probability, summed_weights
+from moeedge.analysis.budget_recording import BudgetAnalysis
+from moeedge.analysis.expert_budget import (
+    ProbabilityCurve,
+    analyse_pairs,
+    co_activation,
+    cumulative_probability,
+    summed_weights,
+)
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.policies.expert_budget import used_experts

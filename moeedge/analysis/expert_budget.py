@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,12 @@ class RoutedBatch:
     outputs: FloatArray
 
 
+def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
+    """Budgets from k to N: multiples of k up to 4 k, then of 2 k up to 8 k, then halves and all of the experts."""
+    multiples = {n_used * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 6, 8)} | {n_experts / 2, n_experts * 3 / 4}
+    return tuple(sorted({int(budget) for budget in multiples if n_used <= budget < n_experts} | {n_experts}))
+
+
 def infer_router(values: FloatArray, ids: IntArray, weights: FloatArray) -> Router:
     """The rule by which weights [T, k] come from values [T, N] at ids [T, k].
 
@@ -148,6 +154,34 @@ def cumulative_probability(scores: Probabilities) -> Probabilities:
     total = ranked.sum(axis=-1, keepdims=True)
     share: Probabilities = np.cumsum(ranked, axis=-1) / np.where(total > 0.0, total, 1.0)
     return share
+
+
+@dataclass(frozen=True, eq=False)
+class ProbabilityCurve:
+    """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
+
+    cumulative: float64 [n_layers, n_experts], n = 1..N; None: only the selected experts are known. cumulative_weights:
+    the same of what the natural picks have, their weights or, if those are not known, one each (`selected_by`); the
+    other experts have 0. unique: float64 [n_layers], experts of the natural picks.
+    """
+
+    group: str  # of prompts: a data set, or a category where there is one data set; "all"
+    batches: int
+    tokens: int
+    cumulative: NDArray[np.float64] | None
+    cumulative_weights: NDArray[np.float64]
+    unique: NDArray[np.float64]
+    selected_by: Literal["weights", "activations"] = "weights"
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Of the routing probability where it is known, else of the natural picks."""
+        return self.cumulative_weights if self.cumulative is None else self.cumulative
+
+    @property
+    def quantity(self) -> str:
+        """What `shares` are shares of."""
+        return f"{self.selected_by} of the natural top-k" if self.cumulative is None else "routing probability"
 
 
 def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probabilities:

@@ -151,7 +151,7 @@ def parse_budgets(text: str, n_experts: int, n_used: int) -> tuple[int, ...]:
 
     Raises InputError for a text that is no such list, or a budget that is not between k and N.
     """
-    from moeedge.analysis.budget_recording import default_budgets
+    from moeedge.analysis.expert_budget import default_budgets
 
     if text.strip().lower() == AUTO:
         return default_budgets(n_experts, n_used)

@@ -10,8 +10,8 @@ from rich.console import Console
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
-    from moeedge.analysis.budget_recording import BudgetAnalysis, ProbabilityCurve
-    from moeedge.analysis.expert_budget import ErrorTable, Variant
+    from moeedge.analysis.budget_recording import BudgetAnalysis
+    from moeedge.analysis.expert_budget import ErrorTable, ProbabilityCurve, Variant
 
 _SHARES = (0.5, 0.9)  # of the routing probability
 _MOST_BUDGETS = 7  # columns that fit 80

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.analysis.budget_recording import BudgetAnalysis, ProbabilityCurve, default_budgets
+from moeedge.analysis.budget_recording import BudgetAnalysis
 from moeedge.analysis.expert_budget import (
     PAPER,
     VARIANTS,
     ErrorTable,
+    ProbabilityCurve,
     RoutedBatch,
     Router,
     Variant,
@@ -21,6 +22,7 @@ from moeedge.analysis.expert_budget import (
     cluster_order,
     co_activation,
     cumulative_probability,
+    default_budgets,
     infer_router,
     layer_errors,
     selection_values,
