@@ -33,20 +33,20 @@ class SpeculationGain:
     """
 
     acceptance: float  # alpha: the chance of a draft after accepted ones
-    measured: bool  # whether alpha was measured, not the paper's 0.8
+    measured: bool  # whether alpha was measured, not given or the paper's 0.8
     omega: list[float]  # expected tokens per verification
     a_over_b: list[float | None]
     a_over_b_independence: list[float]
     a_over_b_uniform: list[float]
 
 
-def speculation_gain(curves: RoutingCurves, drafts: DraftStats | None) -> SpeculationGain:
-    """Figure 7 from the distinct experts of consecutive tokens."""
+def speculation_gain(curves: RoutingCurves, drafts: DraftStats | None, *, measured: bool) -> SpeculationGain:
+    """Figure 7 from the distinct experts of consecutive tokens. measured: the drafts are a model's, not drawn."""
     alpha = PAPER_ACCEPTANCE if drafts is None else drafts.acceptance_chance
     one = curves.unique[1]
     return SpeculationGain(
         acceptance=alpha,
-        measured=drafts is not None,
+        measured=measured and drafts is not None,
         omega=[expected_tokens(gamma, alpha) for gamma in GAMMAS],
         a_over_b=[_over(curves.unique[gamma + 1], one) for gamma in GAMMAS],
         a_over_b_independence=[
@@ -90,6 +90,7 @@ def profile_model(
     steps, gamma: other steps than the recorded ones, such as simulated verifications. on_layer: called with the number
     of layers done. cancel: True leaves out the layers that are not done yet.
     """
+    is_recorded = steps is None
     steps = recorded_steps(trace) if steps is None else steps
     gamma = trace.meta.gamma if gamma is None else gamma
     detailed: list[LayerProfile] = profile_steps(trace, steps, layers, gamma)
@@ -114,7 +115,7 @@ def profile_model(
         layers=detailed,
         curves=curves,
         mean=mean,
-        gain=None if mean is None else speculation_gain(mean, drafts),
+        gain=None if mean is None else speculation_gain(mean, drafts, measured=is_recorded),
         groups=profile_groups(trace, steps, [each.layer for each in curves if each.layer is not None]),
         drafts=drafts,
         pair=pair,

@@ -136,7 +136,11 @@ def profile(
             profiled = profile_trace(trace, layer, all_layers, gamma=None, acceptance_chance=None, seed=seed)
             run_trace_analysis(budget_analysis, profiled.trace, profiled.layers, gamma=gamma, output=output, plot=plot)
             return
-        results.write(profile_trace(trace, layer, layers, gamma=gamma, acceptance_chance=acceptance_chance, seed=seed))
+        code = results.write(
+            profile_trace(trace, layer, layers, gamma=gamma, acceptance_chance=acceptance_chance, seed=seed)
+        )
+        if code:
+            raise typer.Exit(code)
         return
     if acceptance_chance is not None:
         raise InputError("--acceptance-chance needs --trace.", "A model's own drafts are accepted or not.")
@@ -177,7 +181,7 @@ def profile(
     )
     if trace_out is not None:
         profiled.trace.save(trace_out)
-    results.write(profiled)
+    code = results.write(profiled) or code
     if code:
         raise typer.Exit(code)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +66,8 @@ class ProfileOutput:
         """Whether more than the layers asked for is profiled."""
         return self.report is not None or self.pictures is not None or (self.as_json and self.single)
 
-    def write(self, profiled: Profiled) -> None:
-        """Computes what is asked for, and writes it."""
+    def write(self, profiled: Profiled) -> int:
+        """Computes what is asked for, and writes it. Returns the exit code: not 0 after an interruption."""
         from moeedge.analysis.profile_json import layer_report, model_report, run_facts
         from moeedge.ui.console import stdout_console
         from moeedge.ui.plots import draw_profiles
@@ -80,7 +78,7 @@ class ProfileOutput:
 
             write_ranking(rank_experts(profiled.trace), self.save_ranking)
         run = run_facts(profiled.trace, profiled.recording)
-        model = _model_profile(profiled) if self.wants_model else None
+        model, code = _model_profile(profiled) if self.wants_model else (None, 0)
         layers = _layer_profiles(profiled) if model is None else model.layers
         if self.as_json:
             reports = [layer_report(layer, run) for layer in layers]
@@ -94,6 +92,7 @@ class ProfileOutput:
             draw_profiles(layers, f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}", self.plot)
         if model is not None and (self.report is not None or self.pictures is not None):
             self._write_report(model, run)
+        return code
 
     def _write_report(self, profile: ModelProfile, run: dict[str, Any]) -> None:
         """The page or its JSON, and the pictures as files."""
@@ -111,7 +110,7 @@ class ProfileOutput:
         if self.compare is not None:
             other_trace = _read(self.compare)
             chosen = [each.layer for each in profile.layers if each.layer in other_trace.expert_layers()]
-            other = _model_profile(Profiled(trace=other_trace, layers=chosen))
+            other, _ = _model_profile(Profiled(trace=other_trace, layers=chosen))
             profile = replace(profile, agreement=routing_agreement(profile.trace, other.trace))
             compared = (other, run_facts(other.trace))
         numbers: dict[str, Any] = complete_report(profile, run, compared)
@@ -139,27 +138,29 @@ def _layer_profiles(profiled: Profiled) -> list[LayerProfile]:
     return profile_steps(profiled.trace, profiled.steps, profiled.layers, profiled.gamma or 0)
 
 
-def _model_profile(profiled: Profiled) -> ModelProfile:
+def _model_profile(profiled: Profiled) -> tuple[ModelProfile, int]:
+    """The profile, and the exit code: after a signal it has the layers done until then."""
     from moeedge.analysis.model_profile import profile_model
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.progress import count_bar
 
-    with _layer_bar(len(profiled.trace.expert_layers())) as on_layer:
-        return profile_model(
+    err = stderr_console()
+    n_layers = len(profiled.trace.expert_layers())
+    with Interrupt() as interrupt, count_bar(err, "profiling", "layers", n_layers) as bar:
+        interrupt.arm()
+        profile = profile_model(
             profiled.trace,
             profiled.layers,
             steps=profiled.steps,
             gamma=profiled.gamma,
             pair=profiled.pair,
-            on_layer=on_layer,
+            on_layer=lambda done: bar.update(completed=done),
+            cancel=interrupt,
         )
-
-
-@contextmanager
-def _layer_bar(n_layers: int) -> Iterator[Callable[[int], None]]:
-    from moeedge.ui.console import stderr_console
-    from moeedge.ui.progress import count_bar
-
-    with count_bar(stderr_console(), "profiling", "layers", n_layers) as bar:
-        yield lambda done: bar.update(completed=done)
+    if interrupt.exit_code:
+        say(err, f"Stopped: curves of {len(profile.curves)} of {n_layers} layers.", style="yellow")
+    return profile, interrupt.exit_code
 
 
 def profile_trace(

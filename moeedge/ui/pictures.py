@@ -88,7 +88,8 @@ def line_picture(
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
         if bottom is not None:
-            axes.set_ylim(bottom=bottom)
+            high = max((value for line in shown for value in line.values if value is not None), default=1.0)
+            axes.set_ylim(bottom, bottom + max(1.05 * (high - bottom), 1e-9))
         if all(float(value).is_integer() for value in x) and not log_x:
             axes.locator_params(axis="x", integer=True)
         _label(axes, x_label, y_label)

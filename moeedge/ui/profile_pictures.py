@@ -214,7 +214,7 @@ def _gain(profile: ModelProfile) -> list[Picture]:
     gain = profile.gain
     if gain is None:
         return []
-    origin = "measured" if gain.measured else "assumed, as in the paper"
+    origin = "measured" if gain.measured else "assumed"
     return [
         line_picture(
             Frame(
