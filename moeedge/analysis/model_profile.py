@@ -20,6 +20,7 @@ from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
 
+DETAILED_LAYERS = 3  # of those asked for, that a report shows step by step
 GAMMAS = tuple(range(13))  # draft lengths of Figure 7
 PAPER_ACCEPTANCE = 0.8  # alpha of Figure 7
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moeedge.analysis.groups import UNIQUE_TOKENS
-from moeedge.analysis.model_profile import GAMMAS, ModelProfile
+from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
 from moeedge.analysis.routing_curves import DISTANCES, RoutingCurves
 from moeedge.engine.recording import Recording
@@ -20,11 +20,14 @@ SCHEMA = "moeedge-profile-1"
 _DIGITS = 6  # of figures
 
 
-def layer_report(profile: LayerProfile, run: dict[str, Any]) -> dict[str, Any]:
-    """The profile of a layer as one object: first the measurements, then the model and the run (`run_facts`)."""
+def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = True) -> dict[str, Any]:
+    """The profile of a layer as one object: first the measurements, then the model and the run (`run_facts`).
+
+    by_step: with what was counted in each step and of each token, the bulk of the object.
+    """
     next_token = profile.score(HEADLINE, "ar", "token")
     curves = profile.curves
-    measured = {
+    measured: dict[str, Any] = {
         "layer": profile.layer,
         "steps": profile.steps,
         "tokens": profile.tokens,
@@ -35,7 +38,6 @@ def layer_report(profile: LayerProfile, run: dict[str, Any]) -> dict[str, Any]:
             "ar_next_token": next_token.accuracy if next_token else None,
             "always_cold_next_token": profile.token_cold_share,
             "predictors": [asdict(score) for score in profile.scores],
-            "by_step": [None if value != value else value for value in profile.accuracy_curve.tolist()],  # NaN: first
         },
         "overlap": curves.overlap[DISTANCES[0]],
         "overlap_uniform": curves.overlap_uniform,
@@ -48,10 +50,13 @@ def layer_report(profile: LayerProfile, run: dict[str, Any]) -> dict[str, Any]:
         "activation_counts": {
             "step_tokens": profile.step_tokens.tolist(),
             "total": profile.counts.sum(axis=0, dtype=int).tolist(),
-            "per_step": profile.counts.tolist(),
         },
-        "token_experts": profile.token_ids.tolist(),
     }
+    if by_step:
+        accuracy = profile.accuracy_curve.tolist()
+        measured["hot_cold_accuracy"]["by_step"] = [None if value != value else value for value in accuracy]  # NaN
+        measured["activation_counts"]["per_step"] = profile.counts.tolist()
+        measured["token_experts"] = profile.token_ids.tolist()
     return {**rounded(measured), **run}
 
 
@@ -99,7 +104,9 @@ def complete_report(
     report = {
         "schema": SCHEMA,
         "run": run,
-        "layers": [layer_report(layer, {}) for layer in profile.layers],
+        "layers": [
+            layer_report(layer, {}, by_step=place < DETAILED_LAYERS) for place, layer in enumerate(profile.layers)
+        ],
         "model_profile": model_report(profile),
     }
     if compared is not None:

@@ -72,10 +72,12 @@ def compare_pair(
         sums = _Sums(target, draft, captures[0], captures[1])
     except ModelFileError as error:
         return None, error.message
+    n_ctx = min(target.n_ctx, draft.n_ctx)
     for text in texts:
         session.reset()
-        for start in range(0, len(text), _BATCH):
-            batch = list(text[start : start + min(_BATCH, MAX_TOKENS - sums.tokens)])
+        read = text[:n_ctx]  # an answer may have gone on after a context shift
+        for start in range(0, len(read), _BATCH):
+            batch = list(read[start : start + min(_BATCH, MAX_TOKENS - sums.tokens)])
             if cancel() or not batch:
                 break
             sums.read(batch)

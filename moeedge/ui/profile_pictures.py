@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS, GroupProfile
-from moeedge.analysis.model_profile import GAMMAS, ModelProfile
+from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
 from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.ui.layer_pictures import layer_pictures
 from moeedge.ui.pictures import Frame, Line, Picture, bar_picture, line_picture, map_picture
 
-DETAILED_LAYERS = 3  # of those asked for: more have too many pictures
 _POPULARITY, _SHARING, _SPECULATION = "Popularity of experts", "Experts shared by tokens", "What speculation gains"
 _TEXTS, _PAIR = "By kind of text", "Draft and target"
 
