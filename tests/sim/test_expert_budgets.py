@@ -276,7 +276,7 @@ def test_commands_take_lists(tmp_path: Path) -> None:
         "picks,static",
     )
     labels = dict.fromkeys(row["budget"] for row in rows)
-    assert list(labels)[:2] == [None, "budget 12 router (lossy)"]
+    assert list(labels)[:2] == [None, "budget 12 (lossy)"]
     assert len(labels) == 1 + 2 * 4
     rows = run_json(
         "simulate", "--max-steps", "4", "--no-ranges", "--policy", "lfu", *lists, "--rejected-token-model", "optimistic"
