@@ -92,6 +92,7 @@ def test_figures_of_a_run(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> N
     check(report, recomputed, 2)
 
 
+@pytest.mark.slow  # draws a page
 def test_the_report_has_the_same_numbers(tmp_path: Path) -> None:
     path, page, numbers = tmp_path / "trace.npz", tmp_path / "out.html", tmp_path / "out.json"
     sticky_trace().save(path)

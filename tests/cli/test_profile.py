@@ -170,6 +170,19 @@ def test_what_a_report_cannot_be(tmp_path: Path) -> None:
     assert "acceptance" in refused("profile", "--trace", trace, "--acceptance-chance", "2")
 
 
+def test_numbers_of_two_traces(tmp_path: Path) -> None:
+    first, second, numbers = tmp_path / "first.npz", tmp_path / "second.npz", tmp_path / "out.json"
+    two_texts().save(first)
+    two_texts(seed=5).save(second)
+    assert run("profile", "--trace", first, "--compare", second, "--report", numbers).exit_code == 0
+    report = json.loads(numbers.read_text())
+    assert report["schema"] == report["compared_with"]["schema"] == "moeedge-profile-1"
+    assert 0 < report["routing_agreement"] < 1
+    assert run("profile", "--trace", second, "--report", numbers).exit_code == 0
+    assert json.loads(numbers.read_text()) == report["compared_with"]
+
+
+@pytest.mark.slow
 def test_report_and_pictures_of_two_traces(tmp_path: Path) -> None:
     first, second = tmp_path / "first.npz", tmp_path / "second.npz"
     two_texts().save(first)
