@@ -44,8 +44,8 @@ def reopen_on_cpu(config: EngineConfig, target: Context, draft: ModelDraft | Non
 
 def _reopen(config: EngineConfig, context: Context, resources: ExitStack) -> Context:
     model = resources.enter_context(Model.load(context.model.path, device="none"))
-    has_budget = context.native_budget is not None
-    reopened = resources.enter_context(make_context(config, model, context.n_ctx, has_budget=has_budget))
-    if has_budget:
-        reopened.set_budget(context.budget)
+    budget = context.budget
+    reopened = resources.enter_context(make_context(config, model, context.n_ctx, has_budget=budget is not None))
+    if budget is not None:
+        reopened.set_budget(budget.budget)
     return reopened

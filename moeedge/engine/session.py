@@ -135,7 +135,8 @@ class Session:
                 )
             if placement is not None:
                 stack.callback(placement.close)
-                target.residency = placement.cache.copy_residency
+                if target.budget is not None:
+                    target.budget.residency = placement.cache.copy_residency
             if budget is not None:
                 target.set_budget(budget)
             notes.extend(preference_notes(budget, has_cache=placement is not None))

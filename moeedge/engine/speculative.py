@@ -151,9 +151,9 @@ class SpeculativeLoop:
 
     def _read_budget(self) -> NDArray[Any] | None:
         """Figures of the layers that kept to a budget in this step (BUDGET_LAYER); None where none did."""
-        if self.target.native_budget is None:
+        if self.target.budget is None:
             return None
-        layers = self.target.native_budget.read()
+        layers = self.target.budget.native.read()
         layers = layers[layers["batches"] > 0]
         return layers if len(layers) else None
 

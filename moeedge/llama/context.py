@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
@@ -11,18 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError, InputError
+from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama import library
+from moeedge.llama.budget import ContextBudget
 from moeedge.llama.model import Mode, Model
-from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
-from moeedge.native.budget import NativeBudget
+from moeedge.native.abi import Phase
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.policies.expert_budget import ExpertBudget
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 _WITHOUT_GPU = "Start without the GPU: -dev none."
-_RANKINGS = {"router": BudgetRanking.ROUTER, "picks": BudgetRanking.PICKS, "static": BudgetRanking.ORDER}
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
 
@@ -107,18 +107,16 @@ class Context:
         parameters.n_threads_batch = self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
-        self._budget: NativeBudget | None = None
+        self.budget: ContextBudget | None = None  # None: no verification can keep to one
         if has_budget and model.info.n_experts > 0:
-            self._budget = NativeBudget(model.info.n_layers, model.info.n_experts, model.info.n_expert_used)
-            parameters.cb_eval = ctypes.cast(self._budget.callback, lib.ggml_backend_sched_eval_callback)
-            parameters.cb_eval_user_data = self._budget.user_data
+            self.budget = ContextBudget(model.info, parameters)
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
         self._handle = lib.llama_init_from_model(model.handle, parameters)
         if not self._handle:
-            if self._budget is not None:
-                self._budget.close()
+            if self.budget is not None:
+                self.budget.close()
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens: "
                 f"{library.first_error()}.",
@@ -137,8 +135,6 @@ class Context:
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
         self.sensor: native.Sensor | None = None
-        self.budget: ExpertBudget | None = None
-        self.residency: Callable[[], NDArray[np.uint8]] | None = None  # [n_layers, n_experts], for the budget
         self._instance = native.newest_instance()
         self._capture: native.ActivationCapture | None = None
         self._keeps_hidden_states = False
@@ -198,44 +194,13 @@ class Context:
     def set_budget(self, budget: ExpertBudget | None) -> None:
         """Sets what verifications keep to from now on: at most so many experts per layer, or all (None).
 
-        Requires a context that was made with has_budget. Raises InputError if the budget does not suit the model.
+        Raises InputError if the budget does not suit the model, and ValueError for a context without `budget`.
         """
-        if self._budget is None:
+        if self.budget is None:
             raise ValueError("the context was made without has_budget, or its model has no experts")
-        if budget is not None:
-            if budget.ranking == "oracle":
-                raise InputError("The oracle ranking needs the outputs of all experts: it is for analysis only.")
-            info = self.model.info
-            expert_layers = np.asarray(info.expert_layers)
-            budgets = budget.per_layer(expert_layers, info.n_layers, info.n_experts, info.n_expert_used)
-            budgets[budgets == 0] = info.n_experts  # layers without experts
-            self._budget.configure(
-                budgets,
-                ranking=_RANKINGS[budget.ranking],
-                coverage=BudgetCoverage[budget.coverage.upper()],
-                prefer_resident=budget.prefer_resident,
-                order=budget.order if budget.ranking == "static" else None,
-            )
+        self.budget.set(budget)
         if self.sensor is not None:
             self.sensor.skip_unweighted(budget is not None and budget.coverage == "truncation")
-        self.budget = budget
-
-    @property
-    def native_budget(self) -> NativeBudget | None:
-        """The native side of budgets, with its figures; None where the context can keep to none."""
-        return self._budget
-
-    def _begin_budget(self, n_tokens: int, phase: Phase) -> bool:
-        """Whether this decode keeps to the budget: a verification, of more than one token."""
-        if self._budget is None or self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
-            return False
-        is_preferring = self.residency is not None and self.budget.prefer_resident > 0
-        self._budget.set_active(True, self.residency() if is_preferring and self.residency is not None else None)
-        return True
-
-    def _end_budget(self) -> None:
-        if self._budget is not None:
-            self._budget.set_active(False)
 
     @property
     def n_past(self) -> int:
@@ -277,12 +242,8 @@ class Context:
                 return self._decode_in_pieces(tokens, n_max, phase, logits, hidden_states)
             n_out = n if logits == "all" else 1 if logits == "last" else 0
             self._batch.fill(tokens, before, first_output=n - n_out)
-            has_budget = self._begin_budget(n, phase)
-            try:
+            with nullcontext() if self.budget is None else self.budget.during(phase, n):
                 self._run(n, wait=n_out > 0)
-            finally:
-                if has_budget:
-                    self._end_budget()
             self.tokens.extend(tokens)
             if self._capture is not None:
                 self._capture.raise_error()
@@ -465,8 +426,8 @@ class Context:
                 self._capture = None
             lib.llama_free(self._handle)
             self._handle = None
-            if self._budget is not None:
-                self._budget.close()  # llama.cpp's context, which would call it, is gone
+            if self.budget is not None:
+                self.budget.close()  # llama.cpp's context, which would call it, is gone
 
     def __enter__(self) -> Context:
         return self

@@ -94,8 +94,8 @@ def test_a_gpu_computes_the_same(case: str, coverage: Coverage, tiny: TinyFactor
             context.set_budget(ExpertBudget(budget=BUDGET, coverage=coverage))
             context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
             rows.append(context.decode(DRAFTED, phase=Phase.VERIFY, logits="all").copy())
-            assert context.native_budget is not None
-            layers = context.native_budget.read()[list(model.info.expert_layers)]
+            assert context.budget is not None
+            layers = context.budget.native.read()[list(model.info.expert_layers)]
             assert (layers["batches"] == 1).all() and (layers["unique_max"] <= BUDGET).all()
             assert layers["unique_natural"].max() > BUDGET
     assert np.abs(rows[0] - rows[1]).max() < 0.05 * rows[0].std()
@@ -130,7 +130,8 @@ def test_resident_experts_are_preferred(tiny: TinyFactory) -> None:
     with Model.load(path) as model, Context(model, n_ctx=128, n_threads=1, has_budget=True) as context:
         info, resident = model.info, np.zeros((model.info.n_layers, MANY_EXPERTS), dtype=np.uint8)
         resident[:, ::2] = 1
-        context.residency = lambda: resident
+        assert context.budget is not None
+        context.budget.residency = lambda: resident
         shares = []
         for preference in (0.0, 0.5, 1.0):
             context.clear()
@@ -150,8 +151,8 @@ def test_residency_of_a_session_reaches_the_budget(tiny: TinyFactory, tiny_draft
     with Session.open(with_budget(hybrid_config(model, tiny_draft, 0.5), budget)) as session:
         assert session.placement is not None and isinstance(session.placement.cache, ExpertCache)
         greedy_answer(session, PROMPT, N_PREDICT)
-        assert session.target.residency is not None
-        assert np.array_equal(session.target.residency(), session.placement.cache.residency())
+        assert session.target.budget is not None and session.target.budget.residency is not None
+        assert np.array_equal(session.target.budget.residency(), session.placement.cache.residency())
 
 
 @pytest.mark.parametrize("case", ["qwen3moe", "qwen3moe-f32", "deepseek3", "gpt-oss", "llama4"])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from moeedge.errors import InputError
 from moeedge.experts import Residency
 from moeedge.llama import library
+from moeedge.llama.budget import ContextBudget
 from moeedge.llama.context import Context, Logits
 from moeedge.llama.model import Model
 from moeedge.native import Frame
@@ -76,16 +77,20 @@ class Case:
         self.context.set_budget(budget)
         self.context.trim(0)
         self.context.decode(PROMPT, phase=Phase.PREFILL)
-        assert self.context.sensor is not None and self.context.native_budget is not None
-        self.context.native_budget.read()
+        assert self.context.sensor is not None
+        self.budget.native.read()
         logits = self.context.decode(tokens, phase=Phase.VERIFY, logits="all")
         assert logits is not None
         return logits.copy(), self.context.sensor.frames()[-1]
 
+    @property
+    def budget(self) -> ContextBudget:
+        assert self.context.budget is not None
+        return self.context.budget
+
     def routing(self, layer: int) -> LayerRouting:
         """The router's values in the newest verification."""
-        assert self.context.native_budget is not None
-        found = self.context.native_budget.routing(layer)
+        found = self.budget.native.routing(layer)
         assert found is not None
         return found
 
@@ -118,8 +123,8 @@ def case(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Case]:
         Model.load(tiny(arch, **dimensions)) as model,
         Context(model, n_ctx=64, n_threads=1, has_budget=True) as context,
     ):
-        assert context.native_budget is not None
-        context.native_budget.set_capture(True)
+        assert context.budget is not None
+        context.budget.native.set_capture(True)
         yield Case(model, context, MIXING[request.param if request.param in MIXING else arch])
 
 
@@ -134,8 +139,7 @@ def test_experts_and_weights_are_the_references(case: Case, coverage: Coverage) 
     info = case.model.info
     for budget in budgets_of(case.model):
         _, frame = case.verify(ExpertBudget(budget=budget, coverage=coverage))
-        assert case.context.native_budget is not None
-        sums = case.context.native_budget.read().copy()
+        sums = case.budget.native.read().copy()
         for layer in info.expert_layers:
             expected = case.expected(layer, budget, coverage=coverage)
             case.check(frame, layer, expected)
@@ -189,7 +193,7 @@ def test_resident_experts_are_preferred_as_in_the_reference(case: Case, coverage
     rng = np.random.default_rng(3)
     states = rng.choice([Residency.ABSENT, Residency.RESIDENT, Residency.IN_FLIGHT], (info.n_layers, info.n_experts))
     residency = states.astype(np.uint8)
-    case.context.residency = lambda: residency
+    case.budget.residency = lambda: residency
     try:
         for prefer in (0.15, 1.0):
             budget = info.n_expert_used + 1
@@ -200,7 +204,7 @@ def test_resident_experts_are_preferred_as_in_the_reference(case: Case, coverage
                     frame, layer, case.expected(layer, budget, coverage=coverage, resident=resident, prefer=prefer)
                 )
     finally:
-        case.context.residency = None
+        case.budget.residency = None
 
 
 @pytest.mark.parametrize("coverage", COVERAGES)
@@ -260,14 +264,14 @@ def check_random_verification(case: Case, data: st.DataObject) -> None:
     coverage: Coverage = data.draw(st.sampled_from(COVERAGES))
     prefer = data.draw(st.sampled_from([0.0, 0.15, 0.5]))
     residency = rng.choice([Residency.ABSENT, Residency.RESIDENT], (info.n_layers, info.n_experts)).astype(np.uint8)
-    case.context.residency = lambda: residency
+    case.budget.residency = lambda: residency
     try:
         _, frame = case.verify(
             ExpertBudget(budget=budget, ranking=ranking, coverage=coverage, prefer_resident=prefer),
             tokens=rng.integers(0, 256, n_tokens).tolist(),
         )
     finally:
-        case.context.residency = None
+        case.budget.residency = None
     for layer in info.expert_layers:
         resident = residency[layer] == Residency.RESIDENT
         scores = None if ranking == "picks" else router_scores(case.probabilities(layer))

@@ -1,0 +1,77 @@
+"""The expert budget of a context's verifications: what the user asked for, as the native library takes it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.llama.model import ModelInfo
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
+from moeedge.native.budget import NativeBudget
+from moeedge.policies.expert_budget import ExpertBudget
+
+Residency = Callable[[], NDArray[np.uint8]]  # of all experts [n_layers, n_experts], values of experts.Residency
+
+_RANKINGS = {"router": BudgetRanking.ROUTER, "picks": BudgetRanking.PICKS, "static": BudgetRanking.ORDER}
+
+
+class ContextBudget:
+    """Made before its llama.cpp context, whose parameters it changes, and closed after it.
+
+    residency: where it is set, budgets that prefer resident experts call it before each verification.
+    """
+
+    def __init__(self, info: ModelInfo, parameters: Any) -> None:
+        self.native = NativeBudget(info.n_layers, info.n_experts, info.n_expert_used)
+        self.residency: Residency | None = None
+        self._info = info
+        self._budget: ExpertBudget | None = None
+        parameters.cb_eval = ctypes.cast(self.native.callback, lib.ggml_backend_sched_eval_callback)
+        parameters.cb_eval_user_data = self.native.user_data
+
+    @property
+    def budget(self) -> ExpertBudget | None:
+        """What verifications keep to; None: they use all experts that the router selects."""
+        return self._budget
+
+    def set(self, budget: ExpertBudget | None) -> None:
+        """Raises InputError if the budget does not suit the model."""
+        if budget is not None:
+            if budget.ranking == "oracle":
+                raise InputError("The oracle ranking needs the outputs of all experts: it is for analysis only.")
+            info = self._info
+            layers = np.asarray(info.expert_layers, dtype=np.intp)
+            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.n_expert_used)
+            budgets[budgets == 0] = info.n_experts  # layers without experts
+            self.native.configure(
+                budgets,
+                ranking=_RANKINGS[budget.ranking],
+                coverage=BudgetCoverage[budget.coverage.upper()],
+                prefer_resident=budget.prefer_resident,
+                order=budget.order if budget.ranking == "static" else None,
+            )
+        self._budget = budget
+
+    @contextmanager
+    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
+        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
+        if self._budget is None or phase != Phase.VERIFY or n_tokens < 2:
+            yield
+            return
+        residency = self.residency if self._budget.prefer_resident > 0 else None
+        self.native.set_active(True, None if residency is None else residency())
+        try:
+            yield
+        finally:
+            self.native.set_active(False)
+
+    def close(self) -> None:
+        """Frees the native budget; closing twice is harmless."""
+        self.native.close()
