@@ -7,7 +7,7 @@ fewer layers) has attention and routers on the counting device (tests/native/cou
 experts in host memory. Lanes: `device`, stock with the experts on the device too; `stock`, with the experts on the CPU
 (--cpu-moe); `stock-mapped`, the same without repacked weights, so that llama.cpp streams them for large batches;
 `moeedge-R`, the share R of the experts cached on the device, for 64 tokens by each prefill path, for fewer by each
-device path.
+device path; `-budget`, verification of 9 tokens under an expert budget.
 
 Each lane decodes batches of 1, 9 and 64 random tokens after a prefix. `per_step` are the counts of a batch. `per_layer`
 is what a lane does more than `device`, divided by the number of layers: what experts in host memory add to a layer.
@@ -33,6 +33,7 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.policies.expert_budget import ExpertBudget
 from tests.support import tiny
 from tests.support.counting import DEVICE, CountingDevice, Counts, count, counting_device
 from tests.support.hybrid import RandomPlans
@@ -56,6 +57,7 @@ class Lane:
     repacked: bool = True
     sizes: tuple[int, ...] = tuple(PHASES)
     device_path: DevicePath = DevicePath.PAIRS
+    budget: ExpertBudget | None = None
 
 
 def lanes() -> list[Lane]:
@@ -68,6 +70,9 @@ def lanes() -> list[Lane]:
                 name = f"moeedge-{ratio:g}-{device_path.name.lower()}"
                 found.append(Lane(name, ratio, sizes=(1, 9), device_path=device_path))
             found.append(Lane(f"moeedge-{ratio:g}-resident", ratio, PrefillPath.RESIDENT, sizes=(PREFILL_TOKENS,)))
+    for coverage in ("substitution", "truncation"):
+        budget = ExpertBudget(budget=16, coverage=coverage)
+        found.append(Lane(f"moeedge-0.5-budget-{coverage}", 0.5, sizes=(9,), budget=budget))
     found.append(Lane("moeedge-0.17-stream", 0.17, PrefillPath.STREAM, sizes=(PREFILL_TOKENS,)))
     return found
 
@@ -130,9 +135,17 @@ def measure(lane: Lane, path: Path, device: CountingDevice, repeats: int) -> dic
         Model.load(
             path, n_gpu_layers=-1, device=DEVICE, experts_on_cpu=not lane.on_device, free_bytes=free_bytes
         ) as model,
-        Context(model, n_ctx=512, n_threads=1, mode="stock" if lane.ratio is None else "moeedge") as context,
+        Context(
+            model,
+            n_ctx=512,
+            n_threads=1,
+            has_budget=lane.budget is not None,
+            mode="stock" if lane.ratio is None else "moeedge",
+        ) as context,
         open_cache(lane, path, context) as cache,
     ):
+        if lane.budget is not None:
+            context.set_budget(lane.budget)
         context.decode(list(range(N_PREFIX)), phase=Phase.PREFILL, logits="last")
 
         def decode(n_tokens: int) -> None:

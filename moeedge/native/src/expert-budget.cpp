@@ -31,9 +31,10 @@ int expert_budget::configure(const moeedge_budget_config & config) {
             std::fill(seen.begin(), seen.end(), 0);
             for (int i = 0; i < n_experts; i++) {
                 const int32_t expert = config.order[(size_t) layer * n_experts + i];
-                if (expert < 0 || expert >= n_experts || seen[expert]++) {
+                if (expert < 0 || expert >= n_experts || seen[expert]) {
                     return MOEEDGE_STATUS_BAD_ARGUMENT;
                 }
+                seen[expert] = 1;
             }
         }
         order.assign(config.order, config.order + (size_t) n_layers * n_experts);
@@ -217,6 +218,9 @@ void expert_budget::make_shortlist(int layer) {
             scores[i] += state[i] == MOEEDGE_RESIDENCY_RESIDENT ? bonus : 0.0;
         }
     }
+    for (double & score : scores) { // a model whose activations overflow must not break the order
+        score = std::isfinite(score) ? score : -1.0;
+    }
     std::iota(ranked.begin(), ranked.end(), 0);
     const int n_kept = std::min(budgets[layer], (int32_t) n_experts);
     std::partial_sort(ranked.begin(), ranked.begin() + n_kept, ranked.end(), [this](int32_t a, int32_t b) {
@@ -226,6 +230,11 @@ void expert_budget::make_shortlist(int layer) {
     for (int i = 0; i < n_kept; i++) {
         shortlist[ranked[i]] = 1;
     }
+}
+
+// whether the layer's weights can be zeroed; a graph whose weights were not found gets substitutes instead
+bool expert_budget::truncates(const layer_state & state) const {
+    return coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION && !state.weights_name.empty();
 }
 
 // The best expert of the shortlist that is not among ids [n]. Substitution: by what the router sorts, and where the model's
@@ -253,14 +262,16 @@ int expert_budget::best_other(int token, const int32_t * ids, int n) const {
 
 // Replaces a token's experts outside the shortlist. Substitution: those inside keep their order, as the router would sort them.
 // Truncation: all keep their places, since their weights are known by place.
-void expert_budget::replace(int token, const int32_t * natural, int32_t * ids) {
+void expert_budget::replace(layer_state & state, int token) {
+    const int32_t * natural = state.natural_ids.data() + (size_t) token * n_used;
+    int32_t *       ids     = state.ids.data() + (size_t) token * n_used;
     chosen.clear();
     std::copy_if(natural, natural + n_used, std::back_inserter(chosen), [this](int32_t id) { return shortlist[id] != 0; });
     size_t i_other = chosen.size();
     while ((int) chosen.size() < n_used) {
         chosen.push_back(best_other(token, chosen.data(), (int) chosen.size()));
     }
-    if (coverage == MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION) {
+    if (!truncates(state)) {
         std::copy(chosen.begin(), chosen.end(), ids);
         return;
     }
@@ -273,7 +284,8 @@ int expert_budget::count_unique(const std::vector<int32_t> & ids) {
     std::fill(seen.begin(), seen.end(), 0);
     int n = 0;
     for (const int32_t id : ids) {
-        n += seen[id]++ == 0;
+        n += !seen[id];
+        seen[id] = 1;
     }
     return n;
 }
@@ -306,7 +318,7 @@ void expert_budget::choose(int layer, ggml_tensor * sorted) {
             }
             n_outside += n_missing;
             if (n_missing > 0) {
-                replace(token, ids, state.ids.data() + (size_t) token * n_used);
+                replace(state, token);
             }
         }
     }
@@ -327,7 +339,7 @@ void expert_budget::choose(int layer, ggml_tensor * sorted) {
     if (n_outside == 0) {
         return;
     }
-    if (coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION) {
+    if (truncates(state)) {
         state.sorted = sorted; // the weights of the natural experts are computed first
         return;
     }

@@ -58,7 +58,8 @@ class expert_budget {
     void read_batch(const layer_state & state, ggml_tensor * sorted);
     void make_shortlist(int layer);
     int  best_other(int token, const int32_t * ids, int n) const;
-    void replace(int token, const int32_t * natural, int32_t * ids);
+    bool truncates(const layer_state & state) const;
+    void replace(layer_state & state, int token);
     void write_ids(const layer_state & state, ggml_tensor * sorted);
     int  count_unique(const std::vector<int32_t> & ids);
 
