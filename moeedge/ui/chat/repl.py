@@ -126,8 +126,11 @@ class Repl:
         began = self.session.config.expert_budget
         if n_experts is None:
             return None
-        if began is None:
-            raise InputError("The chat began without an expert budget.", "Start it with --expert-budget B.")
+        if began is None or self.session.model.info.n_experts == 0:
+            raise InputError(
+                "The chat began without an expert budget, or its model has no experts.",
+                "Start one that has some with --expert-budget B.",
+            )
         return began if n_experts == mean_budget(began) else replace(began, budget=n_experts)
 
     def reopen(self) -> None:
