@@ -211,7 +211,7 @@ class _Problem:
         shapes = [(times.n_experts, point.n_used, point.n_tokens) for point in times.target]
         self._active = np.array([uniform_unique(*shape) for shape in shapes])
         self._load = np.array([tokens_per_expert(*shape) for shape in shapes])
-        self.lower, self.upper = _bounds(times)
+        self.lower, self.upper = _bounds(times, in_sequence)
         # unit of each parameter, so that all are of one size
         self.scale = np.append(np.maximum(self.upper[:_N_LINEAR], 1e-12), [1.0, 1.0])
         self.scale[~np.isfinite(self.scale)] = float(self._measured_s[0])
@@ -283,15 +283,18 @@ def _fit(
     return model, problem, values, int(found.nfev)
 
 
-def _bounds(times: StepTimes) -> tuple[FloatArray, FloatArray]:
-    """Lower and upper bounds in the order of PARAMETERS."""
+def _bounds(times: StepTimes, in_sequence: bool) -> tuple[FloatArray, FloatArray]:
+    """Lower and upper bounds in the order of PARAMETERS.
+
+    With experts in sequence, k3 * N(t) * G includes loading as well, so that k2 may be 0.
+    """
     shortest_s = min(point.seconds for point in times.target)
     expert_s = min(point.seconds / point.n_used for point in times.target)  # N(t) >= K
     draft_s = min((point.seconds for point in times.draft), default=0.0)
     reject_s = max((point.seconds for point in times.reject), default=0.0)
     bandwidth = times.machine.bytes_per_s
     lower = [min(times.dense_bytes / bandwidth, 0.999 * shortest_s), 0.0]
-    lower += [min(times.expert_bytes / bandwidth, 0.999 * expert_s), 0.0]
+    lower += [0.0 if in_sequence else min(times.expert_bytes / bandwidth, 0.999 * expert_s), 0.0]
     lower += [min(times.draft_bytes / bandwidth, 0.999 * draft_s), 0.0, 0.0, 0.0, _RIDGE_SHARE[0], _GROWTH[0]]
     upper = [shortest_s, math.inf, expert_s, math.inf, draft_s, math.inf if times.draft else 0.0]
     upper += [reject_s, reject_s, _RIDGE_SHARE[1], _steepest(times.machine.ridge_tokens(times.bytes_per_weight))]

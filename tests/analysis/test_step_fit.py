@@ -122,14 +122,15 @@ def test_fit_predicts_times_that_were_left_out(ridge_point: float) -> None:
         assert fit.model.speed_up(2.5, gamma) == pytest.approx(known, rel=0.05)
 
 
-def test_parameters_are_within_their_bounds() -> None:
+@pytest.mark.parametrize(("in_sequence", "lower_k2_s"), [(False, 0.0004), (True, 0.0)])
+def test_parameters_are_within_their_bounds(in_sequence: bool, lower_k2_s: float) -> None:
     """MoESD, Appendix B.1: loading takes at least bytes over bandwidth; lambda is in 0.2 to 1, s above 1."""
     times = times_of(MODEL, noise=0.05)
-    fit = fit_steps(times, leave_one_out=False)
+    fit = fit_steps(times, in_sequence=in_sequence, leave_one_out=False)
     assert fit.left_out == () and fit.left_out_error is None
     for name in PARAMETERS:
         assert fit.lower[name] * (1 - 1e-9) <= getattr(fit.model, name) <= fit.upper[name] * (1 + 1e-9)
-    assert fit.lower["bias_s"] == pytest.approx(0.008) and fit.lower["k2_s"] == pytest.approx(0.0004)
+    assert fit.lower["bias_s"] == pytest.approx(0.008) and fit.lower["k2_s"] == pytest.approx(lower_k2_s)
     assert fit.lower["ridge_share"] == 0.2 and fit.upper["ridge_share"] == 1.0 and fit.lower["growth"] > 1
 
 
