@@ -1,8 +1,8 @@
 """Rankings of a model's experts for expert budgets, made from a routing trace and kept in a JSON file.
 
-A ranking holds, per layer, the static order (MoE-Spec, Eq. 4) and the routing probability that verifications lose under
-each budget with the router ranking. From the second, budgets per layer are fitted: MoE-Spec leaves open which layers
-tolerate tighter budgets (section 6).
+A ranking holds, per layer, the static order (MoE-Spec, Eq. 4), the routing probability that verifications lose under
+each budget, and the layer's sensitivity (engine/layer_sensitivity.py). From the last two, budgets per layer are fitted:
+MoE-Spec leaves open which layers tolerate tighter budgets (section 6).
 
 A trace has the weights of each token's k experts, not the probabilities of all N. The share of the natural picks'
 weight outside the shortlist is the loss; where a trace has no weights, all picks count alike.
@@ -45,6 +45,8 @@ class ExpertRanking:
     measured: Literal["weights", "picks"]  # what the losses sum
     n_steps: int  # verifications
     tokens_per_step: float
+    # [n_layers] nats per token by which the model's distribution moves if this layer alone has budget k; None: unknown
+    sensitivity: NDArray[np.float64] | None = None
     source: dict[str, Any] = field(default_factory=dict)  # the run: prompts, gamma, version
 
     @property
@@ -58,10 +60,11 @@ class ExpertRanking:
         return int(self.order.shape[1])
 
 
-def rank_experts(trace: Trace) -> ExpertRanking:
+def rank_experts(trace: Trace, sensitivity: NDArray[np.float64] | None = None) -> ExpertRanking:
     """The ranking of a trace's verifications; a trace without drafts is cut into windows (trace/schedule.py).
 
-    Raises InputError where the trace has no experts or no verification.
+    sensitivity: float64 [n_layers], where it was measured. Raises InputError where the trace has no experts or no
+    verification.
     """
     schedule = schedules(trace)[0]
     n_layers, n_experts = trace.meta.n_layers, trace.meta.n_experts
@@ -84,6 +87,7 @@ def rank_experts(trace: Trace) -> ExpertRanking:
         measured="weights" if has_weights(trace) else "picks",
         n_steps=schedule.n_steps,
         tokens_per_step=float(lengths.mean()),
+        sensitivity=sensitivity,
         source={
             "program": trace.meta.source,
             "draft": trace.meta.draft,
@@ -137,11 +141,24 @@ def lost_curve(mass: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.clip(1.0 - kept, 0.0, 1.0)
 
 
-def fit_layers(ranking: ExpertRanking, mean_budget: float) -> tuple[int, ...]:
-    """Budgets per layer of the model, 0 for layers without experts, that lose least at this mean over the others.
+def budget_costs(ranking: ExpertRanking) -> NDArray[np.float64]:
+    """What each budget costs in each layer, float64 [n_layers, n_experts + 1], convex in the budget.
 
-    From k experts per layer, one expert at a time goes to the layer where it saves the most. The losses are convex, so
-    no other budgets of the same sum lose less on the ranking's run. Raises InputError for a mean below k.
+    The sensitivity, taken as proportional to what the layer loses; without it the loss itself, as if all layers
+    mattered alike. In measurements they do not: see docs/log.md.
+    """
+    if ranking.sensitivity is None:
+        return ranking.lost
+    least = ranking.lost[:, ranking.n_expert_used]
+    weight = np.divide(ranking.sensitivity, least, out=np.zeros_like(least), where=least > 0.0)
+    return np.asarray(ranking.lost * weight[:, None])
+
+
+def fit_layers(ranking: ExpertRanking, mean_budget: float) -> tuple[int, ...]:
+    """Budgets per layer of the model, 0 for layers without experts, that cost least at this mean over the others.
+
+    From k experts per layer, one expert at a time goes to the layer where it saves the most. The costs are convex, so
+    no other budgets of the same sum cost less (`budget_costs`). Raises InputError for a mean below k.
     """
     k, n_experts, layers = ranking.n_expert_used, ranking.n_experts, ranking.expert_layers
     if not math.isfinite(mean_budget) or mean_budget < k:
@@ -149,13 +166,14 @@ def fit_layers(ranking: ExpertRanking, mean_budget: float) -> tuple[int, ...]:
             f"A mean expert budget of {mean_budget:g} is below the {k} experts that the model uses per token.",
             f"Give at least {k}.",
         )
+    costs = budget_costs(ranking)
     budgets = dict.fromkeys(layers, k)
     left = round(min(mean_budget, n_experts) * len(layers)) - k * len(layers)
 
     def entry(layer: int) -> tuple[float, int, int]:
         """Order of the heap: the largest saving, then the smallest budget, then the first layer."""
         budget = budgets[layer]
-        return (float(ranking.lost[layer, budget + 1] - ranking.lost[layer, budget]), budget, layer)
+        return (float(costs[layer, budget + 1] - costs[layer, budget]), budget, layer)
 
     heap = [entry(layer) for layer in layers if k < n_experts]
     heapq.heapify(heap)
@@ -188,6 +206,7 @@ def write_ranking(ranking: ExpertRanking, path: Path) -> None:
                 "order": ranking.order[layer].tolist(),
                 "frequency": ranking.frequency[layer].tolist(),
                 "lost": [round(value, _DIGITS) for value in ranking.lost[layer].tolist()],
+                **({} if ranking.sensitivity is None else {"sensitivity": float(ranking.sensitivity[layer])}),
             }
             for layer in ranking.expert_layers
         ],
@@ -256,6 +275,12 @@ def _parse(document: dict[str, Any]) -> ExpertRanking:
         raise ValueError("a frequency is negative")
     if not ((lost >= 0.0) & (lost <= 1.0)).all() or (np.diff(lost, axis=1) > 0.0).any():
         raise ValueError("losses must be shares that fall with the budget")
+    sensitivity = None
+    if any("sensitivity" in entry for entry in entries):
+        sensitivity = np.zeros(n_layers, dtype=np.float64)
+        sensitivity[layers] = [_number(entry["sensitivity"], "sensitivity") for entry in entries]
+        if sensitivity.min() < 0.0:
+            raise ValueError("a sensitivity is negative")
     measured = document["measured"]
     if measured not in ("weights", "picks"):
         raise ValueError("measured must be weights or picks")
@@ -275,6 +300,7 @@ def _parse(document: dict[str, Any]) -> ExpertRanking:
         measured=measured,
         n_steps=_integer(document, "n_steps", 0, 1 << 62),
         tokens_per_step=tokens_per_step,
+        sensitivity=sensitivity,
         source=source if isinstance(source, dict) else {},
     )
 

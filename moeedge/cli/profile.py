@@ -21,6 +21,9 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EmptyPromptError, EngineError, InputError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from moeedge.engine.pair_similarity import PairSimilarity
     from moeedge.engine.recording import Recording
     from moeedge.engine.session import Session
@@ -178,6 +181,7 @@ def profile(
         layer=layer,
         layers=layers,
         with_pair=results.wants_model,
+        with_sensitivity=save_ranking is not None,
     )
     if trace_out is not None:
         profiled.trace.save(trace_out)
@@ -222,10 +226,11 @@ def _record(
     layer: str | None,
     layers: str | None,
     with_pair: bool,
+    with_sensitivity: bool,
 ) -> tuple[Profiled, int]:
     """Answers the prompts: what is to be profiled, and the exit code (not 0 after an interruption).
 
-    with_pair: the draft model is compared with the target, too.
+    with_pair: the draft model is compared with the target, too. with_sensitivity: what a budget in each layer changes.
     """
     from moeedge.engine.recording import check_layers, parse_layers, record_routing, unseen_layers
     from moeedge.engine.session import Session
@@ -264,11 +269,38 @@ def _record(
                 raise
             progress.update(completed=len(prompts))
             pair = _compare_pair(session, recording, interrupt) if with_pair else None
+            sensitivity = _sensitivity(session, recording, interrupt) if with_sensitivity else None
     if recording.skipped:
         say(err, f"Longer than the context, left out: {', '.join(recording.skipped)}.", style="yellow")
     if interrupt.exit_code:
         say(err, "Stopped: the profile covers the tokens until then.", style="yellow")
-    return Profiled(trace=recording.trace, layers=chosen, recording=recording, pair=pair), interrupt.exit_code
+    profiled = Profiled(trace=recording.trace, layers=chosen, recording=recording, pair=pair, sensitivity=sensitivity)
+    return profiled, interrupt.exit_code
+
+
+def _sensitivity(session: Session, recording: Recording, interrupt: Interrupt) -> NDArray[np.float64] | None:
+    """What an expert budget in each layer changes, on the recorded texts; None, with a note, where it is unknown."""
+    from moeedge.engine.layer_sensitivity import measure_sensitivity
+    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.progress import count_bar
+
+    err = stderr_console()
+    found = None
+    try:
+        with count_bar(err, "measuring budgets", "layers", len(session.model.info.expert_layers)) as bar:
+            found = measure_sensitivity(
+                session.model,
+                recording.conversations,
+                gamma=session.info.gamma,
+                n_threads=session.info.n_threads,
+                cancel=interrupt,
+                on_layer=bar.add,
+            )
+    except EngineError as error:  # the recording is complete
+        say(err, error.message, style="yellow")
+    if found is None:
+        say(err, "The ranking lacks the layers' sensitivity; layers are fitted by their loss alone.", style="yellow")
+    return found
 
 
 def _compare_pair(session: Session, recording: Recording, interrupt: Interrupt) -> PairSimilarity | None:

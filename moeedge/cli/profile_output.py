@@ -12,6 +12,9 @@ import typer
 from moeedge.errors import InputError, LayerRangeError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from moeedge.analysis.model_profile import ModelProfile
     from moeedge.analysis.profile import LayerProfile
     from moeedge.engine.pair_similarity import PairSimilarity
@@ -31,6 +34,7 @@ class Profiled:
     layers: list[int]  # in detail
     recording: Recording | None = None  # None: the trace was read from a file
     pair: PairSimilarity | None = None
+    sensitivity: NDArray[np.float64] | None = None  # [n_layers], for a ranking
     steps: Steps | None = None  # simulated verifications; None: those of the trace
     gamma: int | None = None  # of the simulated ones
 
@@ -76,7 +80,7 @@ class ProfileOutput:
         if self.save_ranking is not None:
             from moeedge.analysis.expert_ranking import rank_experts, write_ranking
 
-            write_ranking(rank_experts(profiled.trace), self.save_ranking)
+            write_ranking(rank_experts(profiled.trace, profiled.sensitivity), self.save_ranking)
         run = run_facts(profiled.trace, profiled.recording)
         model, code = _model_profile(profiled) if self.wants_model else (None, 0)
         layers = _layer_profiles(profiled) if model is None else model.layers

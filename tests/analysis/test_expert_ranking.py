@@ -94,11 +94,12 @@ def test_layers_without_experts_have_no_entry(tmp_path: Path) -> None:
 
 
 def test_a_file_gives_the_ranking_back(tmp_path: Path) -> None:
-    ranking = rank_experts(two_texts(weights=True))
+    ranking = rank_experts(two_texts(weights=True), sensitivity=np.array([0.25, 3e-9]))
     write_ranking(ranking, tmp_path / "ranking.json")
     found = read_ranking(tmp_path / "ranking.json")
     np.testing.assert_array_equal(found.order, ranking.order)
     np.testing.assert_array_equal(found.frequency, ranking.frequency)
+    assert found.sensitivity is not None and found.sensitivity.tolist() == [0.25, 3e-9]
     assert found.lost == pytest.approx(ranking.lost, abs=1e-6)
     for name in ("model", "architecture", "n_expert_used", "expert_layers", "measured", "n_steps", "source"):
         assert getattr(found, name) == getattr(ranking, name)
@@ -112,15 +113,26 @@ def test_no_other_budgets_of_the_same_sum_lose_less(
     rng = np.random.default_rng(seed)
     k = data.draw(st.integers(1, n_experts))
     ranking = ranking_of([lost_curve(rng.random((3, n_experts)) ** 3).tolist() for _ in range(n_layers)], k)
+    if data.draw(st.booleans()):
+        ranking = replace(ranking, sensitivity=rng.random(n_layers) * rng.integers(0, 2, n_layers))
     mean = data.draw(st.floats(k, n_experts))
     fitted = fit_layers(ranking, mean)
     assert sum(fitted) == round(mean * n_layers) and min(fitted) >= k and max(fitted) <= n_experts
 
     def loss(budgets: tuple[int, ...]) -> float:
-        return sum(float(ranking.lost[layer, budget]) for layer, budget in enumerate(budgets))
+        least, weights = ranking.lost[:, k], ranking.sensitivity
+        shares = [1.0 if weights is None else weights[i] / max(least[i], 1e-300) for i in range(n_layers)]
+        return sum(float(ranking.lost[layer, budget]) * shares[layer] for layer, budget in enumerate(budgets))
 
     choices = itertools.product(range(k, n_experts + 1), repeat=n_layers)
     assert loss(fitted) <= min(loss(choice) for choice in choices if sum(choice) == sum(fitted)) + 1e-12
+
+
+def test_sensitive_layers_get_the_experts() -> None:
+    curve = [1.0, 0.5, 0.2, 0.1, 0.0]
+    even = ranking_of([curve] * 2, 1)
+    assert fit_layers(even, 2.5) == (3, 2)
+    assert fit_layers(replace(even, sensitivity=np.array([0.01, 1.0])), 2.5) == (1, 4)
 
 
 def test_layers_that_lose_nothing_share_evenly() -> None:
@@ -136,7 +148,8 @@ def test_means_below_k_are_refused(mean: float) -> None:
 
 def document(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     path = tmp_path / "ranking.json"
-    write_ranking(ranking_of([[1.0, 0.5, 0.2, 0.0], [1.0, 0.4, 0.1, 0.0]], 2), path)
+    ranking = ranking_of([[1.0, 0.5, 0.2, 0.0], [1.0, 0.4, 0.1, 0.0]], 2)
+    write_ranking(replace(ranking, sensitivity=np.array([0.5, 0.0])), path)
     return path, json.loads(path.read_text())
 
 

@@ -153,6 +153,7 @@ def test_a_ranking_for_expert_budgets(pair: list[str], tmp_path: Path) -> None:
     ranking = read_ranking(path)
     assert (ranking.n_layers, ranking.n_experts, ranking.n_expert_used) == (3, 16, 4)
     assert ranking.measured == "weights" and ranking.source["gamma"] == 3
+    assert ranking.sensitivity is not None and (ranking.sensitivity > 0).all()
     assert "r.json" in refused("profile", *pair, "-p", "one", "--save-ranking", tmp_path / "absent" / "r.json")
 
 
