@@ -53,7 +53,6 @@ def test_fuzz_is_reproducible_and_varied() -> None:
     assert any(case.settings["ngl"] == ALL_LAYERS for case in cases)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(vulkan.missing() is not None, reason=str(vulkan.missing()))
 def test_slice(tmp_path: Path) -> None:
     """Attention and experts on another maker's device: the answers are stock's with the same layers there."""
