@@ -66,8 +66,8 @@ class ContextBudget:
             yield
             return
         residency = self.residency if self._budget.prefer_resident > 0 else None
-        self.native.set_active(True, None if residency is None else residency())
-        try:
+        try:  # Ctrl-C may come at any time
+            self.native.set_active(True, None if residency is None else residency())
             yield
         finally:
             self.native.set_active(False)

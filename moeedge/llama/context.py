@@ -242,7 +242,8 @@ class Context:
                 return self._decode_in_pieces(tokens, n_max, phase, logits, hidden_states)
             n_out = n if logits == "all" else 1 if logits == "last" else 0
             self._batch.fill(tokens, before, first_output=n - n_out)
-            with nullcontext() if self.budget is None else self.budget.during(phase, n):
+            budget = None if self.mode == "stock" else self.budget
+            with nullcontext() if budget is None else budget.during(phase, n):
                 self._run(n, wait=n_out > 0)
             self.tokens.extend(tokens)
             if self._capture is not None:

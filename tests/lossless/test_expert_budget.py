@@ -170,3 +170,45 @@ def test_truncated_experts_are_not_computed(case: str, tiny: TinyFactory) -> Non
             context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
             rows.append(context.decode(DRAFTED, phase=Phase.VERIFY, logits="all").copy())
         assert np.array_equal(*rows)
+
+
+@pytest.mark.parametrize("case", ["qwen3moe", "deepseek3", "gpt-oss"])
+def test_tokens_that_lose_all_their_experts(case: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Nothing is added for them, beside a cache as on the CPU alone."""
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    with Model.load(path) as model:
+        n_layers, n_used = model.info.n_layers, model.info.n_expert_used
+        layers = list(model.info.expert_layers)
+    order = np.tile(np.arange(MANY_EXPERTS, dtype=np.int32), (n_layers, 1))
+    budget = ExpertBudget(budget=n_used, coverage="truncation", ranking="static", order=order)
+    rows = []
+    for ratio in (0.0, 0.5):
+        with Session.open(with_budget(hybrid_config(path, tiny_draft, ratio), budget)) as session:
+            context = session.target
+            assert context.sensor is not None
+            greedy_answer(session, PROMPT, N_PREDICT)  # loads experts
+            if session.placement is not None:
+                assert isinstance(session.placement.cache, ExpertCache)
+                assert session.placement.cache.residency()[layers, :n_used].any()
+            context.clear()
+            context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
+            context.sensor.frames()
+            rows.append(context.decode(DRAFTED, phase=Phase.VERIFY, logits="all").copy())
+            (frame,) = context.sensor.frames()
+            assert (frame.weights[layers, : len(DRAFTED)].sum(axis=-1) == 0.0).any()
+    assert np.abs(rows[0] - rows[1]).max() < 0.05 * rows[0].std()
+
+
+def test_stock_mode_has_no_budget(tiny: TinyFactory, tiny_draft: Path) -> None:
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = with_budget(hybrid_config(model, tiny_draft, 0.0), ExpertBudget(budget=BUDGET))
+    with StockContext(model, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        session.set_mode("stock")
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, N_PREDICT), expected, "stock")
+        assert session.target.budget is not None
+        assert not session.target.budget.native.read()["batches"].any()
+        session.set_mode("moeedge")
+        greedy_answer(session, PROMPT, N_PREDICT)
+        assert session.target.budget.budget is not None

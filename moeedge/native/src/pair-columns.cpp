@@ -84,6 +84,9 @@ void pair_columns::sum_columns(const placed_chain & placed, const float * start)
             }
             is_empty = is_empty && column == nullptr;
         }
+        if (is_empty) { // none of the token's experts has weight
+            std::memset(out, 0, (size_t) n_out * sizeof(float));
+        }
     }
 }
 
