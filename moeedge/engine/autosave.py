@@ -62,8 +62,7 @@ class Autosave:
         self._origin = origin
         self._path: Path | None = None
         self._file = -1  # descriptor
-        self._system = ""
-        self._settings: Settings = {}
+        self._header: dict[str, Any] = {}  # system prompt, expert budgets and settings
         self._messages: list[Message] | None = []  # None while they are being written
 
     @property
@@ -76,8 +75,9 @@ class Autosave:
         if self._file < 0 and not conversation.messages:
             return
         records: list[dict[str, Any]] = []
-        if self._file < 0 or conversation.system != self._system or settings != self._settings:
-            records.append({"system": conversation.system, "settings": settings})
+        header = {"system": conversation.system, "budgets": list(conversation.budgets), "settings": settings}
+        if self._file < 0 or header != self._header:
+            records.append(header)
         messages = list(conversation.messages)
         known = self._messages
         if known is None or messages[: len(known)] != known:
@@ -86,7 +86,7 @@ class Autosave:
         records += [{"role": message.role, "content": message.content} for message in messages[len(known) :]]
         self._messages = None  # Ctrl-C may come in between
         self._write(records)
-        self._system, self._settings, self._messages = conversation.system, settings, messages
+        self._header, self._messages = header, messages
 
     def add_step(self, text: str, tokens: Sequence[int]) -> None:
         """Writes the next piece of the answer to the open question."""
@@ -201,12 +201,13 @@ def _apply(chat: UnfinishedChat, record: dict[str, Any]) -> None:
     conversation = chat.conversation
     if "settings" in record:
         conversation.system, chat.settings = str(record["system"]), dict(record["settings"])
+        conversation.budgets = [str(label) for label in record.get("budgets", [])]
     elif "tokens" in record:
         text, tokens = str(record["text"]), [int(token) for token in record["tokens"]]
         chat.text += text
         chat.tokens += tokens
     elif "clear" in record:
-        conversation.clear()
+        conversation.messages.clear()
         chat.text, chat.tokens = "", []
     else:
         conversation.messages.append(read_message(record, len(conversation.messages)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -31,10 +30,14 @@ class Message:
 
 @dataclass
 class Conversation:
-    """A system prompt and messages that alternate user, assistant, user, ...; the last may be an open question."""
+    """A system prompt and messages that alternate user, assistant, user, ...; the last may be an open question.
+
+    budgets: the expert budgets under which there were answers, in words, each once.
+    """
 
     system: str = ""
     messages: list[Message] = field(default_factory=list)
+    budgets: list[str] = field(default_factory=list)
 
     @property
     def has_question(self) -> bool:
@@ -71,6 +74,12 @@ class Conversation:
     def clear(self) -> None:
         """Forget all messages; the system prompt stays."""
         self.messages.clear()
+        self.budgets.clear()
+
+    def note_budget(self, label: str) -> None:
+        """Remember that an answer begins under an expert budget; an empty label: without one."""
+        if label and label not in self.budgets:
+            self.budgets.append(label)
 
     def chat_messages(self) -> list[dict[str, str]]:
         """The messages as a chat template takes them, the system prompt first."""
@@ -81,16 +90,13 @@ class Conversation:
         """All messages joined without a template, for --raw."""
         return "".join(message.content for message in self.messages)
 
-    def to_json(self, *, model: str = "", budgets: Sequence[str] = ()) -> str:
-        """The conversation as a JSON document.
-
-        model: the file name of the model that answered; budgets: the expert budgets under which it did, in words.
-        """
+    def to_json(self, *, model: str = "") -> str:
+        """The conversation as a JSON document. model: the file name of the model that answered."""
         document = {
             "schema": SCHEMA,
             "version": VERSION,
             "model": model,
-            "budgets": list(budgets),
+            "budgets": self.budgets,
             "system": self.system,
             "messages": [{"role": message.role, "content": message.content} for message in self.messages],
         }
@@ -111,13 +117,16 @@ class Conversation:
         items = document.get("messages")
         if not isinstance(system, str) or not isinstance(items, list):
             raise InputError('The conversation lacks "system" (text) or "messages" (a list).')
-        return cls(system, [read_message(item, index) for index, item in enumerate(items)])
+        budgets = document.get("budgets", [])
+        if not isinstance(budgets, list) or not all(isinstance(label, str) for label in budgets):
+            raise InputError('"budgets" of the conversation is not a list of texts.')
+        return cls(system, [read_message(item, index) for index, item in enumerate(items)], budgets)
 
-    def save(self, path: Path, *, model: str = "", budgets: Sequence[str] = ()) -> None:
+    def save(self, path: Path, *, model: str = "") -> None:
         """Write the conversation to `path`; a failure leaves an old file as it is. Raises InputError then."""
         try:
             with replace_file(path) as new_file:
-                new_file.write_text(self.to_json(model=model, budgets=budgets), encoding="utf-8")
+                new_file.write_text(self.to_json(model=model), encoding="utf-8")
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}.") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 import resource
 import signal
@@ -155,6 +156,31 @@ def test_a_budget_is_changed_and_switched_off(session: Session, tiny: TinyFactor
         assert "budget 4 (lossy), budget 6 (lossy)" in after.split("all 3 answers")[1]
     exact = Talk(session, ["tell me", "and?"], tmp_path)
     assert talk.messages == exact.messages
+
+
+def test_a_conversation_keeps_its_budgets(session: Session, tmp_path: Path) -> None:
+    """Whoever saves, loads or resumes it later learns that some of its answers were lossy."""
+    saved, again, resumed, empty = (tmp_path / name for name in ("saved", "again", "resumed", "empty"))
+    labels = [ExpertBudget(budget=4).label, ExpertBudget(budget=6).label]
+    with Session.open(replace(session.config, expert_budget=ExpertBudget(budget=4)), model=session.model) as budgeted:
+        settings = replace(GREEDY, budget=4)
+        lines: list[Line] = ["tell me", "/set budget 6", "and?", f"/save {saved}"]
+        Talk(budgeted, lines, tmp_path, settings=settings)
+        on_step(budgeted, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        Talk(budgeted, ["tell me"], tmp_path, settings=settings)
+    session.reset()
+    Talk(session, [f"/load {saved}", "more", f"/save {again}", "/clear", f"/save {empty}"], tmp_path / "new")
+    Talk(session, ["/resume", f"/save {resumed}"], tmp_path)
+    budgets = [json.loads(path.read_text())["budgets"] for path in (saved, again, resumed, empty)]
+    assert budgets == [labels, labels, labels[1:], []]
+
+
+def test_resume_under_a_budget_is_silent_about_settings(session: Session, tmp_path: Path) -> None:
+    cut_off(session, tmp_path, 1, settings=replace(GREEDY, n_predict=5))
+    with Session.open(replace(session.config, expert_budget=ExpertBudget(budget=4)), model=session.model) as budgeted:
+        talk = Talk(budgeted, ["/resume"], tmp_path, settings=Settings(gamma=4, budget=4))
+        assert talk.repl.settings.budget == 4 and "The last answer goes on." in talk.err
+        assert "/set change them" not in talk.err
 
 
 @pytest.mark.parametrize("text", ["3", "0", "many"])

@@ -175,7 +175,7 @@ def _read(chat: Chat, argument: str) -> Result:
 
 def _save(chat: Chat, argument: str) -> Result:
     path = _path(argument, "/save")
-    chat.conversation.save(path, model=chat.info.model, budgets=_budgets(chat))
+    chat.conversation.save(path, model=chat.info.model)
     return Result([f"{len(chat.conversation.messages)} messages saved to {path}."])
 
 
@@ -185,6 +185,7 @@ def _load(chat: Chat, argument: str) -> Result:
     lines = [] if loaded.take_back() is None else ["Its last question has no answer and was left out."]
     chat.conversation.system = loaded.system
     chat.conversation.messages = loaded.messages
+    chat.conversation.budgets = loaded.budgets
     return Result([f"{len(loaded.messages)} messages loaded from {path}.", *lines])
 
 

@@ -16,6 +16,7 @@ from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.notifications import Notification
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.ui import figures
 from moeedge.ui.chat.commands import Next, Turn, run_command
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
@@ -151,7 +152,8 @@ class Repl:
         take_over(chat, lambda: self._adopt(chat))
         self.unfinished.remove(chat)
         lines = []
-        if before not in ((self.conversation.system, self.settings), ("", Settings(gamma=self.settings.gamma))):
+        defaults = Settings(gamma=self.settings.gamma, budget=self.settings.budget)
+        if before not in ((self.conversation.system, self.settings), ("", defaults)):
             lines.append("Its own system prompt and settings apply; /system and /set change them.")
         if not self.conversation.has_question:
             return [*lines, "The last answer is complete."]
@@ -161,6 +163,7 @@ class Repl:
         """Make `chat` the conversation; whether it is saved."""
         self.conversation.system = chat.conversation.system
         self.conversation.messages = list(chat.conversation.messages)
+        self.conversation.budgets = list(chat.conversation.budgets)
         self.settings = restored(chat.settings, self.settings)
         self._attempt = 0
         self._replaced = chat.text or None
@@ -240,6 +243,9 @@ class Repl:
                 answer = self.session.generate(
                     prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt, begun=begun
                 )
+                self.conversation.note_budget(figures.budget(self.info))
+                if begun:
+                    self._keep()
                 with answer_view(answer, self.info, meter, self._interrupt, out=self._out, panel=self._panel) as view:
                     n_saved = len(begun)  # tokens
                     for piece in answer.pieces():
