@@ -68,8 +68,9 @@ class BudgetChoice:
 
     @property
     def kept(self) -> tuple[BudgetTrial, ...]:
-        """The budgets whose score is within one standard deviation."""
-        return tuple(trial for trial in self.trials[1:] if trial.score >= self.least_score)
+        """The budgets whose score is within one standard deviation; not those that were stopped, on easier tasks."""
+        whole = (trial for trial in self.trials[1:] if trial.n_scored >= self.unbudgeted.n_scored)
+        return tuple(trial for trial in whole if trial.score >= self.least_score)
 
     @property
     def best(self) -> BudgetTrial:

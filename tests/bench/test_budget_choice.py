@@ -61,6 +61,13 @@ def test_the_rule(trials: list[tuple[int, float, float | None]], best: int | Non
     assert ("off" in made.sentence()) == (best is None)
 
 
+def test_a_stopped_trial_is_not_chosen() -> None:
+    """Its mean is of the first tasks only, which may be the easier ones."""
+    made = choice((8, 0.95, 1.9), (16, 0.9, 1.4))
+    stopped = replace(made.trials[1], n_scored=40)
+    assert replace(made, trials=(made.trials[0], stopped, made.trials[2])).best.budget == 16
+
+
 def test_every_choice_is_the_fastest_of_the_kept_by_exhaustive_search() -> None:
     random = np.random.default_rng(0)
     for _ in range(300):
