@@ -15,6 +15,7 @@ from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ranking
 OFF = "off"
 AUTO: Literal["auto"] = "auto"
 _LAYERS = ("uniform", "fitted")
+_DIGITS_MAX = 9  # no model has so many experts
 _EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
 
 
@@ -111,7 +112,7 @@ def parse_budget(text: str | None) -> int | Literal["auto"] | None:
         return None
     if word == AUTO:
         return AUTO
-    if not word.isdecimal() or int(word) < 1:
+    if not word.isdecimal() or len(word) > _DIGITS_MAX or int(word) < 1:
         raise InputError(
             f'--expert-budget takes a number of experts per layer, auto or off, not "{text}".',
             "Try --expert-budget 16.",

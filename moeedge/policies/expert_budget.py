@@ -107,15 +107,16 @@ class ExpertBudget:
                 f"and the model has {n_layers} of {n_experts}.",
                 "Make a ranking file with this model: moeedge profile --save-ranking FILE.",
             )
+        asked = self.budget if isinstance(self.budget, tuple) else (self.budget,) * n_layers
         budgets = np.zeros(n_layers, dtype=np.int32)
-        budgets[expert_layers] = np.broadcast_to(np.asarray(self.budget, dtype=np.int32), n_layers)[expert_layers]
+        budgets[expert_layers] = np.asarray([min(number, n_experts) for number in asked], dtype=np.int32)[expert_layers]
         if budgets[expert_layers].min(initial=n_expert_used) < n_expert_used:
             raise InputError(
                 f"An expert budget of {int(budgets[expert_layers].min())} is below the {n_expert_used} experts "
                 "that the model uses per token.",
                 f"Give at least {n_expert_used}.",
             )
-        return np.minimum(budgets, n_experts)
+        return budgets
 
 
 @dataclass(frozen=True, kw_only=True)

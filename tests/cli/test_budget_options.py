@@ -26,7 +26,7 @@ def test_values(text: str | None, value: object) -> None:
     assert parse_budget(text) == value
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "8.5", "many", "", "8,16", "²"])
+@pytest.mark.parametrize("text", ["0", "-1", "8.5", "many", "", "8,16", "²", "9" * 10, "9" * 5000])
 def test_other_values_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--expert-budget"):
         parse_budget(text)

@@ -276,7 +276,8 @@ def test_unusable_budgets_are_refused(arguments: dict[str, Any]) -> None:
 def test_budget_of_each_layer() -> None:
     layers = np.array([1, 2])
     assert ExpertBudget(budget=16).per_layer(layers, 3, 64, 8).tolist() == [0, 16, 16]
-    assert ExpertBudget(budget=99).per_layer(layers, 3, 64, 8).tolist() == [0, 64, 64]
+    for large in (99, 1 << 31, 1 << 80):
+        assert ExpertBudget(budget=large).per_layer(layers, 3, 64, 8).tolist() == [0, 64, 64]
     fitted = ExpertBudget(budget=(0, 12, 20))
     assert fitted.per_layer(layers, 3, 64, 8).tolist() == [0, 12, 20]
     for unsuitable in (ExpertBudget(budget=7), ExpertBudget(budget=(0, 7, 20)), ExpertBudget(budget=(12, 20))):

@@ -138,6 +138,14 @@ def test_set_reaches_the_engine(session: Session, tmp_path: Path) -> None:
     assert "gamma = 2" in talk.err
 
 
+def test_a_huge_budget_changes_nothing(session: Session, tmp_path: Path) -> None:
+    with Session.open(replace(session.config, expert_budget=ExpertBudget(budget=4)), model=session.model) as budgeted:
+        lines: list[Line] = ["/set budget 9999999999", "tell me"]
+        talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, budget=4))
+    assert "changes nothing" in talk.err
+    assert talk.messages == Talk(session, ["tell me"], tmp_path).messages
+
+
 def test_a_budget_is_changed_and_switched_off(session: Session, tiny: TinyFactory, tmp_path: Path) -> None:
     """Off, the chat answers as one without a budget: nothing of the lossy answers is left in the KV cache."""
     config = replace(session.config, expert_budget=ExpertBudget(budget=4))
