@@ -136,7 +136,7 @@ class Session:
             if placement is not None:
                 stack.callback(placement.close)
                 if target.budget is not None:
-                    target.budget.residency = placement.cache.copy_residency
+                    target.budget.residency = placement.residency
             if budget is not None:
                 target.set_budget(budget)
             notes.extend(preference_notes(budget, has_cache=placement is not None))

@@ -17,7 +17,8 @@ from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
 from moeedge.native.budget import NativeBudget
 from moeedge.policies.expert_budget import ExpertBudget
 
-Residency = Callable[[], NDArray[np.uint8]]  # of all experts [n_layers, n_experts], values of experts.Residency
+# of all experts [n_layers, n_experts], values of experts.Residency; None: no device computes any
+Residency = Callable[[], NDArray[np.uint8] | None]
 
 _RANKINGS = {"router": BudgetRanking.ROUTER, "picks": BudgetRanking.PICKS, "static": BudgetRanking.ORDER}
 

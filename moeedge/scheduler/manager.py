@@ -138,6 +138,10 @@ class PlacementManager:
                 self._attached = False
                 self._switch_hooks()
 
+    def residency(self) -> NDArray[np.uint8] | None:
+        """Which experts are on the device, uint8 [n_layers, n_experts]; None while it computes none of them."""
+        return self.cache.copy_residency() if self.active else None
+
     def lose_device(self, *, context_usable: bool) -> None:
         """Ends placement because the device failed outside the cache, with the target's context; figures remain.
 

@@ -152,7 +152,10 @@ def test_residency_of_a_session_reaches_the_budget(tiny: TinyFactory, tiny_draft
         assert session.placement is not None and isinstance(session.placement.cache, ExpertCache)
         greedy_answer(session, PROMPT, N_PREDICT)
         assert session.target.budget is not None and session.target.budget.residency is not None
-        assert np.array_equal(session.target.budget.residency(), session.placement.cache.residency())
+        found = session.target.budget.residency()
+        assert found is not None and np.array_equal(found, session.placement.cache.residency())
+        session.placement.lose_device(context_usable=True)
+        assert session.target.budget.residency() is None  # what is there serves nobody
 
 
 @pytest.mark.parametrize("case", ["qwen3moe", "qwen3moe-f32", "deepseek3", "gpt-oss", "llama4"])
