@@ -186,12 +186,6 @@ class BudgetSweep:
         return tuple(swept)
 
 
-def budget_size(budget: ExpertBudget) -> float:
-    """Returns the experts per layer, the mean over layers with experts."""
-    budgets = budget.budget if isinstance(budget.budget, tuple) else (budget.budget,)
-    return math.fsum(budgets) / max(sum(number > 0 for number in budgets), 1)
-
-
 def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:
     """Reads a comma-separated list of integers of at least `least`, each kept once. Raises InputError."""
     hint = f"Give integers of at least {least}, separated by commas."

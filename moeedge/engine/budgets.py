@@ -48,12 +48,7 @@ def preference_notes(budget: ExpertBudget | None, *, has_cache: bool) -> list[No
 
 def mean_budget(budget: ExpertBudget | None) -> int | None:
     """Experts per layer, rounded, over the layers that have some; None without a budget."""
-    if budget is None:
-        return None
-    if isinstance(budget.budget, int):
-        return budget.budget
-    used = [n for n in budget.budget if n]
-    return round(sum(used) / len(used))
+    return None if budget is None else round(budget.mean)
 
 
 def budget_record(budget: ExpertBudget | None) -> dict[str, Any]:

@@ -75,6 +75,14 @@ class ExpertBudget:
             )
 
     @property
+    def mean(self) -> float:
+        """Experts per layer: the mean over the layers that have a budget."""
+        if isinstance(self.budget, int):
+            return self.budget
+        used = [budget for budget in self.budget if budget > 0]
+        return sum(used) / len(used)
+
+    @property
     def label(self) -> str:
         """The words that every result with this budget carries, e.g. "budget 16 (lossy)" or "budget 16 static (lossy)".
 
@@ -84,8 +92,7 @@ class ExpertBudget:
         if isinstance(self.budget, int):
             words.append(str(self.budget))
         else:
-            used = [budget for budget in self.budget if budget > 0]
-            words += ["fitted", f"{sum(used) / len(used):g}"]
+            words += ["fitted", f"{self.mean:g}"]
         words += [] if self.ranking == "picks" else [self.ranking]
         words += [] if self.coverage == "substitution" else [self.coverage]
         words += [] if self.prefer_resident == 0.0 else [f"prefer {self.prefer_resident:g}"]

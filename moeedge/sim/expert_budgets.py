@@ -9,8 +9,8 @@ with the token's own next probabilities. That leaves the number of experts as it
 computes a replaced pair: tests/benchmarks/budget_from_weights.py compares. Without weights all experts of a token count
 alike (`WeightSource`).
 
-As in the engine, verifications of two tokens and more have the budget, prompts and single tokens have none, and
-truncation leaves a zeroed place with another expert of the shortlist, which is computed.
+As in the engine, verifications of two tokens and more have the budget, prompts and single tokens have none. Truncation
+leaves a zeroed place with another expert of the shortlist, which counts as computed; the engine's CPU leaves it out.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from moeedge.bench.config import budget_size
 from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def _add(curves: Curves, row: BenchRow, ratio: float | None, quality: float | No
     if ratio is None or quality is None or row.figures is None:
         return
     mode = row.figures.mode
-    budget = None if mode.budget is None else budget_size(mode.budget)
+    budget = None if mode.budget is None else mode.budget.mean
     curves.setdefault(_family(row), []).append(Operating(budget, ratio, quality, error or 0.0))
 
 
