@@ -18,7 +18,9 @@ from moeedge.errors import DeviceFailedError, EngineError, ModelFileError
 from moeedge.llama.model import Model
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.notifications import is_warning
+from moeedge.policies.expert_budget import Coverage, ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 
 PROMPT = [1, *range(5, 25)]
@@ -122,6 +124,27 @@ def test_placement_ends_and_its_figures_stay(config: EngineConfig, code: int | N
         after = session.placement_stats()
         assert after is not None and (after - stats).pairs == 0
         assert len([note for note in session.info.notes if "goes on" in note]) == 1
+
+
+@pytest.mark.parametrize("coverage", ["substitution", "truncation"])
+@pytest.mark.parametrize("code", [-3, None])
+def test_the_expert_budget_stays(config: EngineConfig, code: int | None, coverage: Coverage) -> None:
+    budget = ExpertBudget(budget=4, coverage=coverage, prefer_resident=0.5)
+    placement = PlacementConfig(cache_ratio=0.5, calibrate=False, policy="lru")
+    config = replace(config, device="emulated", placement=placement, expert_budget=budget)
+    with Session.open(config) as session:
+        pretend_gpu(session)
+        steps: list[StepRecord] = []
+        session.observers.append(lambda record, _session: steps.append(record))
+        with failing(15, code) as calls:
+            answer(session)
+        assert len(calls) > 15 and not session.model.uses_gpu
+        assert session.info.expert_budget is budget
+        n_before = len(steps)
+        answer(session)
+        verified = [step for step in steps[n_before:] if step.n_verified > 1]
+        assert verified and all(0 < step.experts_max <= 4 for step in verified)
+        assert max(step.experts_natural for step in verified) > 4
 
 
 def test_a_failure_of_the_cpu_is_an_error(config: EngineConfig) -> None:
