@@ -148,10 +148,10 @@ def bench(
         no_calibrate=no_calibrate,
     )
     base = engine.config(placement.config(), emulate_bundled=sweeps)
-    if sweep.asked:
-        _check_cache(base, cache_ratio)
     speculation = BudgetSweep(budgets.parse(base.model), gammas)
     _check_plot(plot, sweep, speculation)
+    if sweep.asked:
+        _check_cache(base, cache_ratio)
     if dataset is None:
         compares = (sweeps or speculation.asked) and n_prompt is None
         toy = (compares or score) and paths.is_bundled(base.model)
