@@ -30,6 +30,7 @@ from moeedge.data.datasets import load_sample, load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama import library
 from moeedge.native.cache import ExpertCache
 from moeedge.scheduler.config import PlacementConfig
 
@@ -229,11 +230,13 @@ def run(minutes: float, *, ratio: float = 0.17, threads: int = 1, seed: int = 1)
         device=f"emulated:threads={threads}",
         placement=PlacementConfig(cache_ratio=ratio, calibrate=False),
     )
+    library.start()
+    before = native.load().moeedge_live_instances()  # contexts that other tests have abandoned
     with Session.open(config) as session:
         samples = chat(session, minutes * 60, seed)
         stats = session.placement_stats()
         info = asdict(session.info)
-    left = native.load().moeedge_live_instances()
+    left = native.load().moeedge_live_instances() - before
     return {
         "schema": SCHEMA,
         "environment": asdict(read_environment()),
