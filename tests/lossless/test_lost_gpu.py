@@ -66,6 +66,9 @@ def test_a_driver_that_throws_inside_our_backend_is_not_called_again(tiny: TinyF
     for at_graph in range(1, 6):
         with Session.open(config) as session:
             greedy_answer(session, PROMPT, 2)
+            assert session.placement is not None
+            session.placement.wait()
+            session.placement.cache.drain(10.0)  # experts in every layer: each launches a half of its block
             device.set("fail_mode", THROWS)
             device.set("fail_graph", at_graph)
             with pytest.raises(DeviceFailedError):
