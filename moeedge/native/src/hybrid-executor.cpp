@@ -240,7 +240,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
     }
     pin_guard            pins(*cache, *worker, *ahead, chain.layer, slots);
     moeedge_block_record record           = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
-    const bool           skips_unweighted = phase == MOEEDGE_PHASE_VERIFY && sums_here(placed);
+    const bool           skips_unweighted = phase == MOEEDGE_PHASE_VERIFY && placed.sum.is_complete();
     if (skips_unweighted) {
         read_weights(placed.sum.weights);
     }
