@@ -1,4 +1,4 @@
-"""What a session says about its expert budget: notes at its start, and the keys of JSON records."""
+"""What a session says about its expert budget: notes, and the keys of JSON records."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 
 if TYPE_CHECKING:
     from moeedge.llama.model import ModelInfo
+    from moeedge.scheduler.stats import StepRecord
 
 
 def usable_budget(
@@ -44,6 +45,19 @@ def preference_notes(budget: ExpertBudget | None, *, has_cache: bool) -> list[No
     if budget is None or budget.prefer_resident == 0 or has_cache:
         return []
     return [_warning("--budget-prefer-resident has no effect: there is no expert cache.")]
+
+
+def unmet_budget(record: StepRecord) -> Notification | None:
+    """A note where a step's verification, which had a budget, did not keep to it as it was asked for."""
+    if record.n_verified < 2:
+        return None
+    if record.kept_probability is None:
+        return _warning("The expert budget has no effect: moeedge does not recognise the routers of this model.")
+    if record.substituted_layers > 0:
+        return _warning(
+            "Experts are substituted, not truncated: moeedge does not recognise their weights in this model."
+        )
+    return None
 
 
 def mean_budget(budget: ExpertBudget | None) -> int | None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from moeedge.engine.budgets import preference_notes, usable_budget
+from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
@@ -226,8 +226,17 @@ class Session:
         )
 
     def _call_observers(self, record: StepRecord) -> None:
+        self._check_budget(record)
         for observer in self.observers:
             observer(record, self)
+
+    def _check_budget(self, record: StepRecord) -> None:
+        """Says once where verifications do not keep to the budget as it was asked for."""
+        if self.target.budget is None or self.target.budget.budget is None or self.target.mode == "stock":
+            return
+        note = unmet_budget(record)
+        if note is not None and note not in self.info.notes:
+            self._report(note)
 
     def _report(self, notification: Notification) -> None:
         self.info.notes.append(notification)

@@ -119,7 +119,7 @@ class SpeculativeLoop:
         start_s = time.perf_counter()
         self.counts = self._read_counts()
         experts_unique = experts_natural = 0.0
-        experts_max, kept_probability = 0, None
+        experts_max, kept_probability, substituted_layers = 0, None, 0
         if verified.batch and self.counts is not None and self._n_expert_layers:
             experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
         layers = self._read_budget()
@@ -127,6 +127,7 @@ class SpeculativeLoop:
             experts_natural = float((layers["unique_natural"] / layers["batches"]).mean())
             experts_max = int(layers["unique_max"].max())
             kept_probability = float((layers["kept"] / layers["batches"]).mean())
+            substituted_layers = int(np.count_nonzero(layers["substituted"]))
         record = StepRecord(
             tokens=verified.emitted,
             n_drafted=len(proposal.tokens),
@@ -136,6 +137,7 @@ class SpeculativeLoop:
             experts_natural=experts_natural,
             experts_max=experts_max,
             kept_probability=kept_probability,
+            substituted_layers=substituted_layers,
             draft_s=draft_s,
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,

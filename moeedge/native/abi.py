@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 7  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 8  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -217,14 +217,11 @@ BLOCK_RECORD = np.dtype(
 BUDGET_LAYER = np.dtype(
     [
         ("batches", np.int64),
-        ("tokens", np.int64),
         ("unique_natural", np.int64),
         ("unique", np.int64),
         ("unique_max", np.int64),
-        ("picks", np.int64),
-        ("picks_replaced", np.int64),
+        ("substituted", np.int64),
         ("kept", np.float64),
-        ("select_s", np.float64),
     ]
 )
 

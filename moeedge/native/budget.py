@@ -24,8 +24,6 @@ from moeedge.native.abi import (
 from moeedge.native.library import load
 from moeedge.native.structs import view
 
-BUDGET_TOKENS = 512  # the largest batch that keeps to a budget (expert-budget.h)
-
 
 @dataclass(frozen=True)
 class LayerRouting:

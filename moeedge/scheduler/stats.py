@@ -34,6 +34,7 @@ class StepRecord:
     experts_max: int = 0  # most distinct experts of any layer under an expert budget
     # share of the routing probability of the router's experts that shortlisted ones hold, mean over layers
     kept_probability: float | None = None
+    substituted_layers: int = 0  # where truncation was asked for, and the experts' weights were not recognised
     draft_s: float = 0.0
     verify_s: float = 0.0
     observe_s: float = 0.0  # sensing and scheduling

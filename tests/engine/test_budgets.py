@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from moeedge.engine.budgets import budget_record, mean_budget, usable_budget
+from moeedge.engine.budgets import budget_record, mean_budget, unmet_budget, usable_budget
+from moeedge.engine.session import Session
 from moeedge.engine.types import GenerationStats
 from moeedge.errors import InputError
 from moeedge.llama.model import ModelInfo
+from moeedge.native.abi import BUDGET_LAYER
 from moeedge.notifications import is_warning
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
+from tests.support.hybrid import greedy_answer, hybrid_config
 
 MODEL = ModelInfo(
     architecture="qwen3moe",
@@ -69,6 +74,44 @@ def test_a_dense_model_has_no_budget() -> None:
 def test_a_budget_that_does_not_suit_the_model_is_refused(budget: ExpertBudget) -> None:
     with pytest.raises(InputError):
         usable_budget(budget, MODEL, gamma=4, draft="ngram")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "no effect"),
+        ({"kept_probability": 0.9, "substituted_layers": 1}, "not truncated"),
+        ({"kept_probability": 0.9}, None),
+        ({"n_verified": 1}, None),
+        ({"n_verified": 0}, None),
+    ],
+)
+def test_what_a_verification_did_not_keep_to_is_a_note(changes: dict[str, Any], said: str | None) -> None:
+    note = unmet_budget(StepRecord(**({"tokens": [], "n_verified": 9} | changes)))
+    assert (note is None) == (said is None)
+    assert note is None or (is_warning(note) and str(said) in note)
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_session_says_once_what_it_does_not_keep_to(
+    batches: int, tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """batches 0: no layer's router is recognised; 1: all are, but not the weights of their experts."""
+    config = hybrid_config(tiny_moe, tiny_draft, 0.0)
+    layers = np.zeros(4, dtype=BUDGET_LAYER)
+    layers["batches"] = layers["substituted"] = batches
+    with Session.open(replace(config, expert_budget=ExpertBudget(budget=5, coverage="truncation"))) as session:
+        assert session.target.budget is not None
+        monkeypatch.setattr(session.target.budget.native, "read", lambda: layers)
+        n_before, said = len(session.info.notes), []
+        session.notify = said.append
+        for _ in range(2):
+            greedy_answer(session, [1, 2, 3], 12)
+        assert len(said) == 1 and session.info.notes[n_before:] == said
+        session.set_expert_budget(None)
+        session.info.notes.clear()
+        greedy_answer(session, [1, 2, 3], 12)
+        assert not session.info.notes
 
 
 def test_records_have_the_same_keys_with_and_without_a_budget() -> None:

@@ -143,12 +143,10 @@ def test_experts_and_weights_are_the_references(case: Case, coverage: Coverage) 
         for layer in info.expert_layers:
             expected = case.expected(layer, budget, coverage=coverage)
             case.check(frame, layer, expected)
-            natural = case.routing(layer).natural_ids
             row = sums[layer]
-            assert (row["batches"], row["tokens"], row["picks"]) == (1, len(TOKENS), natural.size)
+            assert (row["batches"], row["substituted"]) == (1, 0)
             assert (row["unique_natural"], row["unique"]) == (expected.n_natural, expected.n_kept)
             assert row["unique_max"] == row["unique"] <= budget
-            assert row["picks_replaced"] == (~expected.shortlist[natural]).sum()
             assert row["kept"] == pytest.approx(float(expected.kept_probability))
             assert len(np.unique(frame.ids[layer, : len(TOKENS)])) <= budget
 
@@ -239,6 +237,24 @@ def test_budgets_that_do_not_suit_the_model_are_refused(case: Case) -> None:
     ):
         with pytest.raises(InputError):
             case.context.set_budget(budget)
+
+
+def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
+    """As in a context that verifies before any other graph, whose nodes name the weights."""
+    info = case.model.info
+    with Context(case.model, n_ctx=64, n_threads=1, has_budget=True) as context:
+        new = Case(case.model, context, case.mixing)
+        new.budget.native.set_capture(True)
+        context.set_budget(ExpertBudget(budget=info.n_expert_used, coverage="truncation"))
+        for n_substituted in (1, 0):
+            context.trim(0)
+            context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
+            assert context.sensor is not None
+            frame, sums = context.sensor.frames()[-1], new.budget.native.read().copy()
+            for layer in info.expert_layers:
+                coverage: Coverage = "substitution" if n_substituted else "truncation"
+                new.check(frame, layer, new.expected(layer, info.n_expert_used, coverage=coverage))
+                assert sums[layer]["substituted"] == n_substituted
 
 
 @settings(max_examples=4, deadline=None)

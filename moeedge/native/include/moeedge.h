@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 7
+#define MOEEDGE_ABI_VERSION 8
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -324,12 +324,11 @@ struct moeedge_budget_config {
 
 // figures of one layer since they were read last
 struct moeedge_budget_layer {
-    int64_t batches, tokens;       // seen while the budget was active
+    int64_t batches;               // seen while the budget was active
     int64_t unique_natural;        // distinct experts, summed over the batches: as the router selected
     int64_t unique, unique_max;    // with the budget; the sum, and the most of any batch
-    int64_t picks, picks_replaced; // (token, expert) pairs; replaced: outside the shortlist
+    int64_t substituted;           // batches that got substitutes instead of truncation: their weights were not recognised
     double  kept;                  // share of the selected experts' routing probability within the shortlist, summed over batches
-    double  select_s;
 };
 
 // routing of one layer in the newest batch; the arrays belong to the budget and are overwritten by the next batch

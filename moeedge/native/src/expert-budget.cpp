@@ -10,7 +10,6 @@
 #include "c-calls.h"
 #include "ggml-backend.h"
 #include "ggml.h"
-#include "timing.h"
 
 namespace moeedge {
 
@@ -103,8 +102,12 @@ static std::string name_of_source(const ggml_tensor * t) {
     return begin == end ? name : name.substr(begin + 1, end - begin - 1);
 }
 
+// whether the node has the final weights of a layer whose experts are to be truncated
+bool expert_budget::is_awaited(const layer_state & state, const ggml_tensor * node) {
+    return state.sorted && state.weights_name == node->name;
+}
+
 bool expert_budget::wants(const ggml_tensor * node) {
-    const bool is_truncation = coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION;
     if ((!is_active && knows_weights) || std::strncmp(node->name, "ffn_moe_", 8) != 0) {
         return false;
     }
@@ -121,31 +124,21 @@ bool expert_budget::wants(const ggml_tensor * node) {
         layers[layer].weights_name = name_of_source(node->src[1]);
         return false;
     }
-    if (!is_truncation) {
-        return false;
-    }
-    for (layer_state & state : layers) {
-        if (state.sorted && state.weights_name == node->name) {
-            return true;
-        }
-    }
-    return false;
+    return std::any_of(layers.begin(), layers.end(), [node](const layer_state & state) { return is_awaited(state, node); });
 }
 
 void expert_budget::take(ggml_tensor * node) {
-    const int64_t begin_ns = now_ns();
-    int           layer    = -1;
+    int layer = -1;
     if (is_layer_of(node, "argsort-", layer)) {
         choose(layer, node);
-    } else {
-        for (layer = 0; layer < n_layers && !(layers[layer].sorted && layers[layer].weights_name == node->name); layer++) {
-        }
-        if (layer == n_layers) {
+        return;
+    }
+    for (layer_state & state : layers) {
+        if (is_awaited(state, node)) {
+            truncate(state, node);
             return;
         }
-        truncate(layer, node);
     }
-    layers[layer].sums.select_s += (double) (now_ns() - begin_ns) * 1e-9;
 }
 
 static int kind_of(const ggml_tensor * probs) {
@@ -239,13 +232,11 @@ bool expert_budget::truncates(const layer_state & state) const {
 
 // The best expert of the shortlist that is not among ids [n]. Substitution: by what the router sorts, and where the model's
 // groups exclude the rest, by probability. Truncation: by probability, which does not matter for the result.
-int expert_budget::best_other(int token, const int32_t * ids, int n) const {
+int expert_budget::best_other(const layer_state & state, int token, const int32_t * ids, int n) const {
     const float *  selection     = now.selection.data() + (size_t) token * n_experts;
     const double * probabilities = now.probabilities.data() + (size_t) token * n_experts;
-    const auto     is_open       = [&](int expert) {
-        return coverage == MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION && std::isfinite(selection[expert]);
-    };
-    const auto is_better = [&](int a, int b) {
+    const auto     is_open       = [&](int expert) { return !truncates(state) && std::isfinite(selection[expert]); };
+    const auto     is_better     = [&](int a, int b) {
         if (is_open(a) != is_open(b)) {
             return is_open(a);
         }
@@ -269,7 +260,7 @@ void expert_budget::replace(layer_state & state, int token) {
     std::copy_if(natural, natural + n_used, std::back_inserter(chosen), [this](int32_t id) { return shortlist[id] != 0; });
     size_t i_other = chosen.size();
     while ((int) chosen.size() < n_used) {
-        chosen.push_back(best_other(token, chosen.data(), (int) chosen.size()));
+        chosen.push_back(best_other(state, token, chosen.data(), (int) chosen.size()));
     }
     if (!truncates(state)) {
         std::copy(chosen.begin(), chosen.end(), ids);
@@ -324,12 +315,9 @@ void expert_budget::choose(int layer, ggml_tensor * sorted) {
     }
     moeedge_budget_layer & sums = state.sums;
     sums.batches++;
-    sums.tokens += now.n_tokens;
     sums.unique_natural += n_natural;
     const int64_t n_unique = is_over ? count_unique(state.ids) : n_natural;
     sums.unique += n_unique;
-    sums.picks += (int64_t) state.ids.size();
-    sums.picks_replaced += n_outside;
     sums.kept += all > 0.0 ? kept / all : 1.0;
     sums.unique_max = std::max(sums.unique_max, n_unique);
     if (is_capturing) {
@@ -343,13 +331,13 @@ void expert_budget::choose(int layer, ggml_tensor * sorted) {
         state.sorted = sorted; // the weights of the natural experts are computed first
         return;
     }
+    sums.substituted += coverage == MOEEDGE_BUDGET_COVERAGE_TRUNCATION;
     write_ids(state, sorted);
 }
 
 // The final weights of the selected experts are there: those outside the shortlist get weight 0, and experts of the shortlist
 // that the token does not use stand in for them, so that none outside is loaded.
-void expert_budget::truncate(int layer, ggml_tensor * weights) {
-    layer_state & state  = layers[layer];
+void expert_budget::truncate(layer_state & state, ggml_tensor * weights) {
     ggml_tensor * sorted = state.sorted;
     state.sorted         = nullptr;
     if (ggml_nelements(weights) != (int64_t) state.ids.size()) {

@@ -52,12 +52,14 @@ class expert_budget {
         std::vector<double>  probabilities;
     };
 
+    static bool is_awaited(const layer_state & state, const ggml_tensor * node);
+
     bool is_layer_of(const ggml_tensor * node, const char * name, int & layer) const;
     void choose(int layer, ggml_tensor * sorted);
-    void truncate(int layer, ggml_tensor * weights);
+    void truncate(layer_state & state, ggml_tensor * weights);
     void read_batch(const layer_state & state, ggml_tensor * sorted);
     void make_shortlist(int layer);
-    int  best_other(int token, const int32_t * ids, int n) const;
+    int  best_other(const layer_state & state, int token, const int32_t * ids, int n) const;
     bool truncates(const layer_state & state) const;
     void replace(layer_state & state, int token);
     void write_ids(const layer_state & state, ggml_tensor * sorted);
