@@ -6,19 +6,18 @@ from typing import Any
 
 from moeedge.analysis.budget_recording import BudgetAnalysis
 from moeedge.analysis.expert_budget import CoActivation, ProbabilityCurve
-
-_DIGITS = 6
+from moeedge.analysis.profile_json import rounded
 
 
 def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, Any]:
     """All figures of the analysis as one JSON object; run: the model, the prompts and the settings."""
     errors = analysis.errors
     report = {
-        "layers": list(analysis.layers),
+        "layers": analysis.layers,
         "n_experts": analysis.n_experts,
         "n_experts_used": analysis.n_used,
         "gamma": analysis.gamma,
-        "budgets": list(analysis.budgets),
+        "budgets": analysis.budgets,
         "routing": [_curve(curve) for curve in analysis.curves],
         "co_activation": [_pairs(pairs) for pairs in analysis.pairs],
         "reconstruction_error": None
@@ -29,10 +28,9 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
             "rows": list(errors.rows()),
         },
         "no_reconstruction_error": analysis.no_errors or None,
-        "skipped": list(analysis.skipped),
+        "skipped": analysis.skipped,
     }
-    rounded: dict[str, Any] = _rounded(report)
-    return {**rounded, **run}
+    return {**rounded(report), **run}
 
 
 def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
@@ -55,15 +53,7 @@ def _pairs(pairs: CoActivation) -> dict[str, Any]:
         "tokens": pairs.tokens,
         "concentration": pairs.concentration,
         "lift_over_independence": pairs.lift,
-        "most_frequent_pair": None if pairs.pair is None else list(pairs.pair),
+        "most_frequent_pair": pairs.pair,
         "order": pairs.order.tolist(),
         "counts": pairs.counts.tolist(),
     }
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, _DIGITS)
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else value

@@ -47,8 +47,7 @@ def profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[Gr
     described = trace.meta.parameters.get("texts")
     if not isinstance(described, list):
         return []
-    place = np.arange(steps.rows.shape[1])
-    rows = steps.rows[(place < steps.n_text[:, None]) & (steps.rows >= 0)]
+    rows = steps.text_rows()
     ids = {layer: trace.layer_ids(layer)[rows] for layer in layers}
     groups = []
     for kind in KINDS:

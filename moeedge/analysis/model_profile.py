@@ -96,8 +96,7 @@ def profile_model(
     gamma = trace.meta.gamma if gamma is None else gamma
     detailed: list[LayerProfile] = profile_steps(trace, steps, layers, gamma)
     known = {profile.layer: profile.curves for profile in detailed}
-    place = np.arange(steps.rows.shape[1])
-    rows = steps.rows[(place < steps.n_text[:, None]) & (steps.rows >= 0)]
+    rows = steps.text_rows()
     meta = trace.meta
     curves = []
     for done, layer in enumerate(trace.expert_layers()):

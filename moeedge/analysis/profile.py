@@ -130,8 +130,7 @@ def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int)
 
 def _text_of(trace: Trace, steps: Steps) -> Steps:
     """The accepted tokens of these steps, one per step."""
-    place = np.arange(steps.rows.shape[1])
-    rows = steps.rows[(place < steps.n_text[:, None]) & (steps.rows >= 0)]
+    rows = steps.text_rows()
     return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
 
 

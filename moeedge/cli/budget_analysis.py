@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from moeedge.trace.format import Trace
 
 AUTO = "auto"
-_GAMMA = 8  # drafts of the verifications that a text is cut into: MoE-SpAc's
 
 
 def run_budget_analysis(
@@ -60,10 +59,11 @@ def run_trace_analysis(
 ) -> None:
     """Reports what a trace tells about budgets; gamma: of a trace without drafts."""
     from moeedge.analysis.budget_trace import analyse_trace
+    from moeedge.trace.schedule import GAMMA
 
     meta = trace.meta
     budgets = parse_budgets(text, meta.n_experts, meta.n_expert_used)
-    analysis = analyse_trace(trace, layers, budgets, gamma=_GAMMA if gamma is None else gamma)
+    analysis = analyse_trace(trace, layers, budgets, gamma=GAMMA if gamma is None else gamma)
     run = {"model": meta.model, "architecture": meta.architecture, "draft": meta.draft, "n_layers": meta.n_layers}
     _report(analysis, {**run, "dataset": str(meta.parameters.get("dataset", "trace"))}, output, plot)
 

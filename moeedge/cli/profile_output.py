@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from moeedge.trace.format import Trace
     from moeedge.trace.steps import Steps
 
-_GAMMA = 8  # drafts of simulated verifications, where the user does not say: MoE-SpAc's
 _REPORTS = (".html", ".json")
 
 
@@ -177,6 +176,7 @@ def profile_trace(
     import numpy as np
 
     from moeedge.engine.recording import parse_layers
+    from moeedge.trace.schedule import GAMMA
     from moeedge.trace.steps import simulated_steps
 
     trace = _read(path)
@@ -193,7 +193,7 @@ def profile_trace(
         raise LayerRangeError(f"{path} has no recorded experts in layer {asked[0]}.", "Name another layer.")
     if acceptance_chance is None:
         return Profiled(trace=trace, layers=chosen)
-    gamma = _GAMMA if gamma is None else gamma
+    gamma = GAMMA if gamma is None else gamma
     rng = np.random.default_rng(max(seed, 0))
     steps = simulated_steps(trace, gamma=gamma, acceptance_chance=acceptance_chance, rng=rng)
     return Profiled(trace=trace, layers=chosen, steps=steps, gamma=gamma)

@@ -15,10 +15,10 @@ from moeedge.llama.context import Context, Logits
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.trace.schedule import GAMMA
 
 MAX_TOKENS = 192  # of all texts together; each is decoded once per layer
 _TEXT_TOKENS = 64  # of one text, its last ones
-_GAMMA = 8  # where the run has no drafts
 
 
 def measure_sensitivity(
@@ -40,16 +40,17 @@ def measure_sensitivity(
     chosen = [list(text[-_TEXT_TOKENS:]) for text in texts if len(text) > 1][: MAX_TOKENS // _TEXT_TOKENS]
     if not chosen or info.n_expert_used >= info.n_experts:
         return None
+    batch_tokens = (gamma or GAMMA) + 1
     divergence = np.zeros(info.n_layers, dtype=np.float64)
     with Context(model, n_ctx=2 * _TEXT_TOKENS, n_threads=n_threads, has_budget=True) as context:
-        expected = list(_read(context, chosen, (gamma or _GAMMA) + 1))
+        expected = list(_read(context, chosen, batch_tokens))
         for layer in info.expert_layers:
             if cancel():
                 return None
             budgets = [info.n_experts] * info.n_layers
             budgets[layer] = info.n_expert_used
             context.set_budget(ExpertBudget(budget=tuple(budgets)))
-            found = _read(context, chosen, (gamma or _GAMMA) + 1)
+            found = _read(context, chosen, batch_tokens)
             total = sum(float((np.exp(p) * (p - q)).sum()) for p, q in zip(expected, found, strict=True))
             divergence[layer] = max(total, 0.0) / sum(map(len, chosen))
             on_layer(1)

@@ -38,6 +38,11 @@ class Steps:
         """Tokens per step, int64 [n_steps]."""
         return np.asarray((self.rows >= 0).sum(axis=1), dtype=np.int64)
 
+    def text_rows(self) -> NDArray[np.int64]:
+        """Rows of the tokens that became text, int64 [n], step by step."""
+        place = np.arange(self.rows.shape[1])
+        return np.asarray(self.rows[(place < self.n_text[:, None]) & (self.rows >= 0)])
+
     def is_first(self) -> NDArray[np.bool_]:
         """Whether each step is the first of its text, bool [n_steps]."""
         return np.r_[True, np.diff(self.sequence) != 0] if len(self) else np.zeros(0, dtype=np.bool_)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moeedge.ui.plots import new_figure, save_figure
+from moeedge.ui.plots import COLOURS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from moeedge.analysis.budget_recording import BudgetAnalysis
     from moeedge.analysis.expert_budget import CoActivation, ErrorTable
 
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 _RANKINGS = {"router": "#1f77b4", "static": "#7f7f7f", "oracle": "#2ca02c", "picks": "#d62728"}
 _MOST_MAPS = 16
 
@@ -45,7 +44,7 @@ def draw_budgets(analysis: BudgetAnalysis, title: str, path: Path) -> None:
 def _draw_curves(axes: Any, analysis: BudgetAnalysis) -> None:
     n = np.arange(1, analysis.n_experts + 1)
     for place, curve in enumerate(analysis.curves):
-        width, colour = (2.4, "black") if curve.group == "all" else (1.2, _COLOURS[(place - 1) % len(_COLOURS)])
+        width, colour = (2.4, "black") if curve.group == "all" else (1.2, COLOURS[(place - 1) % len(COLOURS)])
         axes.plot(n, curve.shares.mean(axis=0), color=colour, linewidth=width, label=curve.group)
     first = analysis.curves[0]
     if first.cumulative is not None:
@@ -64,8 +63,8 @@ def _draw_curves(axes: Any, analysis: BudgetAnalysis) -> None:
 def _draw_concentration(axes: Any, analysis: BudgetAnalysis) -> None:
     layers = [each.layer for each in analysis.pairs]
     for label, values, colour in (
-        ("uniform selection (Eq. 9)", [each.concentration for each in analysis.pairs], _COLOURS[0]),
-        ("independent selection", [each.lift for each in analysis.pairs], _COLOURS[1]),
+        ("uniform selection (Eq. 9)", [each.concentration for each in analysis.pairs], COLOURS[0]),
+        ("independent selection", [each.lift for each in analysis.pairs], COLOURS[1]),
     ):
         axes.plot(layers, [np.nan if v is None else v for v in values], "o-", color=colour, label=label, markersize=3)
     axes.set_yscale("log")

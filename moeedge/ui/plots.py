@@ -56,7 +56,6 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Writes the picture; the suffix selects the format. Raises InputError where the file cannot be written."""
-    """Writes the picture. Raises InputError where the file cannot be written."""
     try:
         figure.savefig(path, dpi=_DPI)
     except OSError as error:
