@@ -84,14 +84,11 @@ def test_every_choice_is_the_fastest_of_the_kept_by_exhaustive_search() -> None:
         (2, 6.5, (2, 3, 4, 5, 6)),
         (1, 3.2, (1, 2, 3)),
         (8, 8.0, ()),
-        (8, 60.0, (8, 16, 24, 28, 36, 44, 52, 56)),
+        (8, 60.0, (8, 16, 20, 28, 36, 44, 48, 56)),  # every other one of 13, from the least to the largest
     ],
 )
 def test_candidates(n_used: int, experts: float, expected: tuple[int, ...]) -> None:
-    found = candidate_budgets(n_used, experts)
-    assert found[:1] == expected[:1] and len(found) <= 8
-    if len(range(n_used, int(experts), max(1, n_used // 2))) <= 8:
-        assert found == expected
+    assert candidate_budgets(n_used, experts) == expected
 
 
 def test_a_budget_is_given_up_once_it_lost_twice_the_largest_deviation() -> None:

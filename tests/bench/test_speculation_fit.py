@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.speculation_fit import FitPlan, run_fit
+from moeedge.bench.speculation_fit import FitPlan, FitReport, run_fit
 from moeedge.bench.step_times import read_bandwidth, read_weights
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import EngineConfig
@@ -66,15 +66,22 @@ def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft
 
 
 def test_interruption_fits_what_there_is_or_says_so(tiny_moe: Path, tiny_draft: Path) -> None:
+    def fit_until(part: str) -> FitReport:
+        begun: list[str] = []
+        return run_fit(
+            config_of(tiny_moe, tiny_draft),
+            PROMPTS,
+            PLAN,
+            cancel=lambda: any(label.startswith(part) for label in begun),
+            on_part=lambda label, _total: begun.append(label),
+        )
+
     with pytest.raises(InputError, match="stopped"):
-        run_fit(config_of(tiny_moe, tiny_draft), PROMPTS, PLAN, cancel=_after(30))
-    report = run_fit(config_of(tiny_moe, tiny_draft), PROMPTS, PLAN, cancel=_after(2000))
-    assert not report.interrupted
-
-
-def _after(n_calls: int):  # type: ignore[no-untyped-def]
-    count = iter(range(1 << 30))
-    return lambda: next(count) >= n_calls
+        fit_until("timing")
+    report = fit_until("decoding")
+    assert report.interrupted and report.as_dict()["interrupted"]
+    assert [(point.n_tokens, point.n_used) for point in report.times.target] == [(t, 4) for t in PLAN.tokens]
+    assert [row.measured for row in report.speed_ups] == [None, None] and report.share_measured is None
 
 
 def test_without_a_draft_the_acceptance_is_asked_for(tiny_moe: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from moeedge.cli.app import app
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
@@ -24,6 +21,7 @@ from moeedge.sim.simulate import Range, SimulationConfig, simulate
 from moeedge.sim.step_costs import find_hardware, program_of, roofline_costs
 from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.schedule import Batch, cut_schedule
+from tests.support.commands import refused, run_json
 from tests.support.traces import make_trace
 
 ALL = tuple(name for name in POLICIES | SIMULATED if name not in BOUNDS)
@@ -254,27 +252,13 @@ def test_the_cpu_alone_takes_the_bytes_of_the_kept_experts() -> None:
     assert result.time.total_ns * 1e-9 / result.time.steps == pytest.approx(n_bytes / machine.cpu_bytes_per_s, rel=1e-4)
 
 
-def run_json(*arguments: str) -> list[dict[str, object]]:
-    result = CliRunner().invoke(app, [*arguments, "-o", "json"])
-    assert result.exit_code == 0, result.stderr
-    rows: list[dict[str, object]] = json.loads(result.stdout)
-    return rows
-
-
 def test_commands_take_lists(tmp_path: Path) -> None:
     random_trace(7).save(tmp_path / "t.npz")
     lists = ("--expert-budget", "off,12,8", "--budget-policy", "substitution,truncation")
     rows = run_json(
-        "replay",
-        str(tmp_path / "t.npz"),
-        "--policy",
-        "lfu",
-        "--profile-texts",
-        "1",
-        *lists,
-        "--budget-ranking",
-        "picks,static",
-    )
+        "replay", tmp_path / "t.npz", "--policy", "lfu", "--profile-texts", "1", *lists,
+        "--budget-ranking", "picks,static",
+    )  # fmt: skip
     labels = dict.fromkeys(row["budget"] for row in rows)
     assert list(labels)[:2] == [None, "budget 12 (lossy)"]
     assert len(labels) == 1 + 2 * 4
@@ -299,8 +283,8 @@ def test_commands_take_lists(tmp_path: Path) -> None:
 )
 def test_bad_budgets_are_input_errors(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     random_trace(7).save(tmp_path / "t.npz")
-    assert CliRunner().invoke(app, ["replay", str(tmp_path / "t.npz"), "--policy", "lfu", *arguments]).exit_code == 2
+    assert refused("replay", tmp_path / "t.npz", "--policy", "lfu", *arguments)
 
 
 def test_a_machine_without_gpu_caches_nothing() -> None:
-    assert CliRunner().invoke(app, ["simulate", "--hardware", "h200:cpu"]).exit_code == 2
+    assert refused("simulate", "--hardware", "h200:cpu")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from moeedge.cli.app import app
 from moeedge.sim.moe_spec import Gains, MoeSpec
+from tests.support.commands import run, run_json
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +62,7 @@ def test_tighter_budgets_are_faster_and_chains_gain_less(rows: list[Gains]) -> N
 
 
 def test_the_command() -> None:
-    result = CliRunner().invoke(app, ["validate", "moe-spec", "-o", "json"])
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
+    found = run_json("validate", "moe-spec")
     assert len(found["rows"]) == 22
     assert {row["gain_published"] for row in found["figure4"]} == {2.1 / 1.85}
-    assert CliRunner().invoke(app, ["validate", "moe-spec"]).exit_code == 0
+    assert run("validate", "moe-spec").exit_code == 0
