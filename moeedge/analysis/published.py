@@ -47,6 +47,8 @@ ACTIVE_EXPERTS = {
     64: (96.1, 125.9, 0.76),
 }
 _STUDY_EXPERTS, _STUDY_USED = 128, 8
+_STUDY_OVERLAP = {1: 0.381, 2: 0.329, 3: 0.301, 4: 0.299}  # by distance of the tokens
+_STUDY_INDEPENDENT = 0.118  # the same of independent tokens
 _STUDY_VERIFIED = 20.36  # unique experts of four tokens
 _STUDY_SHARE = 0.30  # f
 _STUDY_LENGTH = 2.73  # AL, tokens per step
@@ -125,3 +127,15 @@ def _amdahl() -> Iterator[Reproduced]:
         published = {"uniform": 3.6, "independence": 3.2}[name]
         yield Reproduced(_STUDY, f"unique(4) / k, {name}", published, of / _STUDY_USED, digits=1)
     yield Reproduced(_STUDY, "overlap, uniform", 0.063, expert_counts.uniform_overlap(128, 8), digits=3)
+    shared = _STUDY_OVERLAP[1] * _STUDY_USED
+    yield Reproduced(
+        _STUDY, "shared experts of adjacent tokens", 3.0, shared, digits=1, input_error=0.0005 * _STUDY_USED
+    )
+    fewer = 1 - _STUDY_VERIFIED / ACTIVE_EXPERTS[4][0]
+    yield Reproduced(_STUDY, "unique(4), fewer than by independence", 0.20, fewer, input_error=0.002)
+    over = ratio * _STUDY_EFFICIENCY - 1
+    yield Reproduced(_STUDY, "Amdahl: T(4) / T(1) over the measured, minus 1", 0.17, over, input_error=0.005 * ratio)
+    times_independent = _STUDY_OVERLAP[4] / _STUDY_INDEPENDENT
+    for bound, name in ((2.0, "at least"), (4.0, "at most")):
+        holds = times_independent >= bound if name == "at least" else times_independent <= bound
+        yield Reproduced(_STUDY, f"overlap of step 4, {name} {bound:g} times independence", True, holds)

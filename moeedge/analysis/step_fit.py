@@ -66,9 +66,9 @@ class StepTimes:
     draft_bytes: float
     bytes_per_weight: float
 
-    def target_at(self, n_tokens: int, n_used: int | None = None) -> TimePoint | None:
-        """The target's time of so many tokens of one sequence, if it was measured."""
-        wanted = (n_tokens, self.n_used if n_used is None else n_used, 1)
+    def target_at(self, n_tokens: int, n_sequences: int = 1) -> TimePoint | None:
+        """The target's time of a batch of so many tokens, with the model's own experts, if it was measured."""
+        wanted = (n_tokens, self.n_used, n_sequences)
         return next((p for p in self.target if (p.n_tokens, p.n_used, p.n_sequences) == wanted), None)
 
 
@@ -170,6 +170,17 @@ def amdahl(times: StepTimes, expert_share: float) -> list[AmdahlRow]:
             )
         )
     return rows
+
+
+def measured_efficiency(times: StepTimes, gamma: int) -> dict[int, float]:
+    """Target efficiency by batch size (MoESD, section 3.1) where both of its times were measured."""
+    sizes = sorted({point.n_sequences for point in times.target})
+    pairs = {size: (times.target_at(size, size), times.target_at(size * (gamma + 1), size)) for size in sizes}
+    return {
+        size: speculation.target_efficiency(plain.seconds, verify.seconds)
+        for size, (plain, verify) in pairs.items()
+        if plain is not None and verify is not None
+    }
 
 
 def expert_share(model: StepModel) -> float:

@@ -16,7 +16,7 @@ from moeedge.analysis.step_model import Machine, StepModel
 class Acceptance:
     """How many drafts are accepted, counted on steps of the longest drafts."""
 
-    at_least: tuple[float, ...]  # [gamma]: share of steps that accept 1, 2, ... drafts, of those that have so many
+    at_least: tuple[float, ...]  # [gamma]: share of steps that accept 1, 2, ... drafts, of those that ask for so many
     n_steps: int
 
     def tokens(self, gamma: int) -> float:
@@ -41,17 +41,26 @@ class Outlook:
     beyond_measured: bool  # the verification has more tokens than any batch that was measured
 
 
-def count_acceptance(steps: Iterable[tuple[int, int]], gamma: int) -> Acceptance:
-    """Counts (drafted, accepted) of steps. Shorter drafts, at the end of an answer, count as far as they go."""
-    drafted = [0] * gamma
+@dataclass(frozen=True)
+class DraftCount:
+    """Drafts of one step."""
+
+    n_asked: int  # at most gamma; fewer at the end of an answer
+    n_drafted: int  # fewer where the draft model predicts the end of the text
+    n_accepted: int
+
+
+def count_acceptance(steps: Iterable[DraftCount], gamma: int) -> Acceptance:
+    """Counts accepted drafts by place. A draft that ends early is rejected from there on: it gives no more tokens."""
+    asked = [0] * gamma
     accepted = [0] * gamma
     n_steps = 0
-    for n_drafted, n_accepted in steps:
+    for step in steps:
         n_steps += 1
-        for index in range(min(n_drafted, gamma)):
-            drafted[index] += 1
-            accepted[index] += n_accepted > index
-    shares = tuple(hit / n if n else 0.0 for hit, n in zip(accepted, drafted, strict=True))
+        for index in range(min(step.n_asked, gamma)):
+            asked[index] += 1
+            accepted[index] += step.n_accepted > index
+    shares = tuple(hit / n if n else 0.0 for hit, n in zip(accepted, asked, strict=True))
     return Acceptance(shares, n_steps)
 
 

@@ -12,24 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import moeedge
 from moeedge import speculation
-from moeedge.analysis.step_fit import (
-    AmdahlRow,
-    StepFit,
-    StepTimes,
-    amdahl,
-    expert_share,
-    expert_share_measured,
-    fit_steps,
-)
+from moeedge.analysis.step_fit import StepTimes, amdahl, expert_share, expert_share_measured, fit_steps
 from moeedge.analysis.step_model import Machine, StepModel
-from moeedge.analysis.what_if import Acceptance, Outlook, count_acceptance, outlooks
+from moeedge.analysis.what_if import Acceptance, DraftCount, count_acceptance, outlooks
+from moeedge.bench.fit_report import FitReport, SpeedUp
 from moeedge.bench.harness import GREEDY, never, rotated
 from moeedge.bench.step_times import StepTimer, read_weights, this_machine
 from moeedge.data.prompts import Prompt
@@ -71,97 +61,6 @@ class FitPlan:
             raise ValueError("--batch-sizes must be at least 1")
         if self.repetitions < 1:
             raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
-
-
-@dataclass(frozen=True)
-class SpeedUp:
-    """Speculative over plain decoding of one sequence at one draft length."""
-
-    gamma: int
-    tokens_per_step: float  # predicted from the acceptance of the longest drafts
-    target_efficiency: float
-    predicted: float  # by the fit
-    from_times: float | None  # by Eq. 4 with the measured times themselves; None where one was not measured
-    measured: float | None = None  # None: not asked for
-    measured_tokens_per_step: float | None = None
-    pairs: tuple[float, ...] = ()  # measured, prompt by prompt
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, minus 1."""
-        return None if self.measured is None else self.predicted / self.measured - 1
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """Everything that was measured, fitted and predicted."""
-
-    info: EngineInfo
-    times: StepTimes
-    fit: StepFit  # of the form that predicts better
-    other_fit: StepFit  # of the other form
-    acceptance: Acceptance
-    share_fitted: float  # f of the production study, by the fit
-    share_measured: float | None  # f by the slope over the active experts
-    amdahl: tuple[AmdahlRow, ...]
-    speed_ups: tuple[SpeedUp, ...]
-    outlooks: tuple[Outlook, ...]
-    interrupted: bool = False
-
-    @property
-    def share(self) -> float:
-        """f: measured where that was possible."""
-        return self.share_fitted if self.share_measured is None else self.share_measured
-
-    @property
-    def spread(self) -> float:
-        """Median over the target's times of the largest over the smallest sample: 1 on a quiet machine."""
-        return median(max(point.samples_s) / min(point.samples_s) for point in self.times.target)
-
-    @property
-    def speed_up_error(self) -> float | None:
-        """Largest absolute error of a predicted speed-up; None where none was measured."""
-        return max((abs(row.error) for row in self.speed_ups if row.error is not None), default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; times in seconds."""
-        model = self.fit.model
-        return {
-            "version": moeedge.__version__,
-            "model": self.info.model,
-            "draft": self.info.draft,
-            "device": self.info.device,
-            "threads": self.info.n_threads,
-            "interrupted": self.interrupted,
-            "times": asdict(self.times),
-            "acceptance": asdict(self.acceptance),
-            "parameters": {name: getattr(model, name) for name in self.fit.lower},
-            "lower_bounds": self.fit.lower,
-            "upper_bounds": {name: value for name, value in self.fit.upper.items() if value != float("inf")},
-            "experts_in_sequence": model.in_sequence,
-            "other_form": {
-                "experts_in_sequence": self.other_fit.model.in_sequence,
-                "fit_error": self.other_fit.fit_error,
-                "left_out_error": self.other_fit.left_out_error,
-                "parameters": {name: getattr(self.other_fit.model, name) for name in self.fit.lower},
-            },
-            "ridge_point_tokens": model.ridge_point,
-            "fit_error": self.fit.fit_error,
-            "left_out_error": self.fit.left_out_error,
-            "draft_error": self.fit.draft_error,
-            "reject_error": self.fit.reject_error,
-            "spread": self.spread,
-            "speed_up_error": self.speed_up_error,
-            "evaluations": self.fit.n_evaluations,
-            "fitted": [asdict(point) | {"error": point.error} for point in self.fit.fitted],
-            "left_out": [asdict(point) | {"error": point.error} for point in self.fit.left_out],
-            "parts_s": {str(n): model.parts_s(n) for n in sorted({point.n_tokens for point in self.times.target})},
-            "expert_share_fitted": self.share_fitted,
-            "expert_share_measured": self.share_measured,
-            "amdahl": [asdict(row) for row in self.amdahl],
-            "speed_up": [asdict(row) | {"error": row.error} for row in self.speed_ups],
-            "outlook": [asdict(row) for row in self.outlooks],
-        }
 
 
 def run_fit(
@@ -340,16 +239,20 @@ def _answer(
     n_predict: int,
     cancel: Callable[[], bool],
     on_pass: Callable[[], None],
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """(drafted, accepted) of every step, and prompts and answers one after the other."""
+) -> tuple[list[DraftCount], list[int]]:
+    """The drafts of every step, and prompts and answers one after the other."""
     session.gamma = gamma if session.info.draft != "none" else 0
-    steps: list[tuple[int, int]] = []
+    steps: list[DraftCount] = []
     text: list[int] = []
     for prompt in prompts:
         if cancel():
             break
-        found = list(_generate(session, prompt, n_predict, cancel, text))
-        steps += [(record.n_drafted, record.n_accepted) for record in found if record.n_verified]
+        room = n_predict
+        for record in _generate(session, prompt, n_predict, cancel, text):
+            if record.n_verified:
+                # the end of the answer cuts drafts; a shorter one was ended by the draft itself
+                steps.append(DraftCount(min(gamma, room - 1), record.n_drafted, record.n_accepted))
+            room -= len(record.tokens)
         on_pass()
     if not text:
         raise InputError("No prompt fits the context.", "Use a larger -c.")

@@ -10,8 +10,9 @@ from rich.console import Console
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
+    from moeedge.analysis.step_fit import Predicted, TimePoint
     from moeedge.analysis.what_if import Outlook
-    from moeedge.bench.speculation_fit import FitReport
+    from moeedge.bench.fit_report import FitReport
 
 _MS = 1e3  # from seconds
 
@@ -29,6 +30,7 @@ _MEANINGS = {
 }
 _TIME_COLUMNS = (
     Column("t", "n_tokens"),
+    Column("B", "n_sequences"),
     Column("k", "n_used"),
     Column("measured ms", "measured_s", ".3f", _MS),
     Column("fitted ms", "predicted_s", ".3f", _MS),
@@ -112,17 +114,25 @@ def _value(name: str, value: float) -> str:
 
 
 def _print_times(report: FitReport, console: Console) -> None:
-    left_out = {(point.n_tokens, point.n_used): point.error for point in report.fit.left_out}
-    unique = {(point.n_tokens, point.n_used): point.unique_experts for point in report.times.target}
+    left_out = {_key(point): point.error for point in report.fit.left_out}
+    unique = {_key(point): point.unique_experts for point in report.times.target}
     columns = [
         *_TIME_COLUMNS,
-        Column("left out", lambda point: left_out.get((point.n_tokens, point.n_used)), "+.1%"),
-        Column("experts", lambda point: unique[point.n_tokens, point.n_used], ".1f"),
+        Column("left out", lambda point: left_out.get(_key(point)), "+.1%"),
+        Column("experts", lambda point: unique[_key(point)], ".1f"),
     ]
     console.print()
     print_table(
-        console, columns, report.fit.fitted, title="Target: t tokens in one batch, k experts per token", n_keys=2
+        console,
+        columns,
+        report.fit.fitted,
+        title="Target: t tokens of B sequences in one batch, k experts per token",
+        n_keys=3,
     )
+
+
+def _key(point: TimePoint | Predicted) -> tuple[int, int, int]:
+    return point.n_tokens, point.n_sequences, point.n_used
 
 
 def _print_speed_ups(report: FitReport, console: Console) -> None:
@@ -145,16 +155,20 @@ def _print_amdahl(report: FitReport, console: Console) -> None:
 
 
 def _print_outlooks(report: FitReport, console: Console) -> None:
-    """Speed-ups by batch size and draft length, then the best draft length for other sparsities and machines."""
+    """Target efficiency and speed-ups by batch size and draft length, then the best for other sparsities, machines."""
     own = [row for row in report.outlooks if _is_own(row, report)]
     gammas = list(dict.fromkeys(row.gamma for row in own))
     columns = [Column("batch size", 0), *value_columns([f"gamma {gamma}" for gamma in gammas], "")]
-    rows = [
-        (batch_size, *(_marked(row.speed_up, row) for row in of_size))
-        for batch_size, of_size in groupby(own, key=lambda row: row.batch_size)
-    ]
-    console.print()
-    print_table(console, columns, rows, title="Predicted speed-up")
+    for title, value in (
+        ("Predicted target efficiency, T(B) / T(B (gamma + 1))", "target_efficiency"),
+        ("Predicted speed-up", "speed_up"),
+    ):
+        rows = [
+            (batch_size, *(_marked(getattr(row, value), row) for row in of_size))
+            for batch_size, of_size in groupby(own, key=lambda row: row.batch_size)
+        ]
+        console.print()
+        print_table(console, columns, rows, title=title)
     others = [row for row in report.outlooks if not _is_own(row, report)]
     sizes = list(dict.fromkeys(row.batch_size for row in own))
     lines = []

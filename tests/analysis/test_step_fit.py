@@ -20,7 +20,7 @@ from moeedge.analysis.step_fit import (
     fit_steps,
 )
 from moeedge.analysis.step_model import Machine, StepModel, roofline
-from moeedge.analysis.what_if import Acceptance, count_acceptance, outlooks
+from moeedge.analysis.what_if import Acceptance, DraftCount, count_acceptance, outlooks
 
 TOKENS = (1, 2, 3, 5, 9, 16, 32, 64)
 BYTES_PER_S = 10e9
@@ -188,10 +188,12 @@ def test_another_machine_scales_loading_and_computing() -> None:
     assert faster.target_s(64) < MODEL.target_s(64)
 
 
-def test_acceptance_counts_by_place_and_short_drafts_as_far_as_they_go() -> None:
-    acceptance = count_acceptance([(4, 4), (4, 1), (2, 2), (4, 0)], 4)
-    assert acceptance.at_least == (3 / 4, 2 / 4, 1 / 3, 1 / 3) and acceptance.n_steps == 4
-    assert acceptance.tokens(2) == pytest.approx(1 + 0.75 + 0.5)
+def test_acceptance_counts_by_place() -> None:
+    """The third step is at the end of an answer, the fourth has a draft that ended itself after one token."""
+    steps = [DraftCount(4, 4, 4), DraftCount(4, 4, 1), DraftCount(2, 2, 2), DraftCount(4, 1, 1), DraftCount(4, 4, 0)]
+    acceptance = count_acceptance(steps, 4)
+    assert acceptance.at_least == (4 / 5, 2 / 5, 1 / 4, 1 / 4) and acceptance.n_steps == 5
+    assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.4)
     with pytest.raises(ValueError, match="up to 4"):
         acceptance.tokens(5)
 

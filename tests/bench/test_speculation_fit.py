@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moeedge.bench.speculation_fit import FitPlan, FitReport, run_fit
+from moeedge.bench.fit_report import FitReport, read_fit
+from moeedge.bench.speculation_fit import FitPlan, run_fit
 from moeedge.bench.step_times import read_bandwidth, read_weights
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import EngineConfig
@@ -63,6 +66,29 @@ def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft
     assert report.fit.left_out_error <= report.other_fit.left_out_error
     assert len(parts) == 4 and not report.interrupted
     assert {row.n_used for row in report.outlooks} == {1, 2, 4, 8}
+
+
+def test_a_written_fit_predicts_the_same(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    report = run_fit(config_of(tiny_moe, tiny_draft), PROMPTS, replace(PLAN, n_used=(4,), measure_speed_up=False))
+    file = tmp_path / "fit.json"
+    file.write_text(json.dumps(report.as_dict()))
+    pair = read_fit(file)
+    own = [row for row in report.outlooks if (row.machine, row.n_used) == ("this", 4)]
+    assert len(own) == 4
+    for row in own:
+        assert pair.speed_up(row.gamma, row.batch_size) == pytest.approx(row.speed_up)
+    assert pair.speed_up(4, 1) is None  # acceptance was counted for drafts of up to 3
+    assert (pair.target, pair.draft, pair.max_tokens) == (tiny_moe.name, tiny_draft.name, 32)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"times": {}}'])
+def test_other_files_are_no_fit(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "fit.json"
+    file.write_text(content)
+    with pytest.raises(InputError):
+        read_fit(file)
+    with pytest.raises(InputError):
+        read_fit(tmp_path / "missing.json")
 
 
 def test_interruption_fits_what_there_is_or_says_so(tiny_moe: Path, tiny_draft: Path) -> None:
