@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,9 @@ import psutil
 
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.llama import gguf_file, library
+from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.text import ChatFormat
+from moeedge.native.mapping import map_lazily
 
 # moeedge: our backend computes; stock: the same process and loop, but our backend claims no operations
 Mode = Literal["moeedge", "stock"]
@@ -61,6 +64,7 @@ class Model:
         n_cpu_moe: int | None = None,
         experts_mapped: bool = False,
         header_only: bool = False,
+        dense: DenseWeights | None = None,
     ) -> None:
         self.path = path
         self.info = info
@@ -69,6 +73,7 @@ class Model:
         # the first so many layers have their experts in host memory
         self.n_cpu_moe = info.n_layers if n_cpu_moe is None else n_cpu_moe
         self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
+        self.dense = dense  # None: the experts are loaded like all weights
         self.header_only = header_only  # no weights; its contexts allocate nothing
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
@@ -89,6 +94,7 @@ class Model:
         header_only: bool = False,
         free_bytes: int | None = None,
         n_expert_used: int | None = None,
+        experts_from_file: bool = False,
     ) -> Model:
         """Loads a GGUF file, or all parts of a split one given the first.
 
@@ -102,6 +108,8 @@ class Model:
         free_bytes: of host memory, measured by default. A larger model stays mapped from the file, because repacked
             copies would not fit.
         n_expert_used: experts per token, at most the file's number, for measuring.
+        experts_from_file: map the file without reading the experts, for a cache that reads them itself; the dense
+            weights are read ahead and locked in memory as far as the limit of locked memory allows.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -111,6 +119,8 @@ class Model:
         parameters.n_gpu_layers = n_gpu_layers
         parameters.no_alloc = header_only
         fits = summary.size_bytes < (psutil.virtual_memory().available if free_bytes is None else free_bytes)
+        is_lazy = experts_from_file and not header_only
+        fits = fits and not is_lazy
         parameters.use_extra_bufts = fits  # repacked weights cannot be paged out to the file
         chosen = library.device_list(device)
         parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
@@ -124,10 +134,15 @@ class Model:
             parameters.no_host = fits and repack
         if n_expert_used is not None:
             parameters.kv_overrides = _override_experts_used(path, n_expert_used)
-        if not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
+        if is_lazy:
+            parameters.load_mode = lib.LLAMA_LOAD_MODE_MMAP
+        elif not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        weights = SplitWeights.read(path) if is_lazy else None
+        read_s = weights.read_ahead() if weights else 0.0
         library.clear_errors()
-        handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
+        with map_lazily() if is_lazy else nullcontext():
+            handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:
             raise ModelFileError(
                 f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
@@ -137,6 +152,7 @@ class Model:
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
         in_ram = 0 if n_gpu_layers < 0 else max(info.n_layers + 1 - n_gpu_layers, 0)  # llama.cpp's first layers
+        dense = weights.keep_dense(read_s, n_host_layers=in_ram if uses_gpu else None) if weights else None
         if experts_on_cpu:
             in_ram = max(in_ram, info.n_layers if n_cpu_moe is None else n_cpu_moe)
         return cls(
@@ -147,6 +163,7 @@ class Model:
             n_cpu_moe=min(in_ram, info.n_layers) if uses_gpu else info.n_layers,
             experts_mapped=not fits,
             header_only=header_only,
+            dense=dense,
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 8  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 9  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -279,6 +279,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "budget_read": (c_int, c_void_p, c_void_p),
     "budget_set_capture": (c_int, c_void_p, c_int),
     "budget_get_routing": (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)),
+    "set_lazy_mapping": (c_int, c_int),
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
     "decode": (c_int, c_void_p, c_void_p, c_void_p, c_void_p),

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 8
+#define MOEEDGE_ABI_VERSION 9
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -354,6 +354,11 @@ MOEEDGE_API int  moeedge_budget_read(struct moeedge_budget * budget, struct moee
 // whether routing is kept of batches while the budget is active
 MOEEDGE_API int  moeedge_budget_set_capture(struct moeedge_budget * budget, int on);
 MOEEDGE_API int  moeedge_budget_get_routing(struct moeedge_budget * budget, int layer, struct moeedge_budget_routing * out);
+
+// loading
+
+// on: llama.cpp maps the model files that the calling thread loads without reading them ahead; 0: as it does by default
+MOEEDGE_API int moeedge_set_lazy_mapping(int on);
 
 // planning: memory of a context that is not allocated
 

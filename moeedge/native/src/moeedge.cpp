@@ -10,6 +10,7 @@
 #include "dry-run-device.h"
 #include "expert-outputs.h"
 #include "ggml-impl.h"
+#include "lazy-mapping.h"
 #include "memory-breakdown.h"
 
 using moeedge::fail;
@@ -222,6 +223,15 @@ int moeedge_instance_skip_unweighted(int64_t id, int on) {
     return with_instance(id, [&](instance & self) -> int {
         self.parsed.clear();
         self.pairs.reset(on ? new moeedge::pair_columns(self.cpu, self.cpu_dev) : nullptr);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
+// loading
+
+int moeedge_set_lazy_mapping(int on) {
+    return guarded([&]() -> int {
+        moeedge::set_lazy_mapping(on != 0);
         return MOEEDGE_STATUS_OK;
     });
 }

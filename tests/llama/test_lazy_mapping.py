@@ -1,0 +1,172 @@
+"""Loading a model without reading its experts."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moeedge.errors import ModelFileError
+from moeedge.llama import dense_weights, library
+from moeedge.llama.context import Context
+from moeedge.llama.dense_weights import FileTensor, SplitWeights
+from moeedge.llama.model import Model
+from moeedge.native import mapping
+from moeedge.native.abi import Phase
+from tests.conftest import TinyFactory
+
+PAGE = mmap.PAGESIZE
+CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
+
+on_linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self/maps")
+
+
+@pytest.fixture(scope="module")
+def wide(tiny: TinyFactory) -> Path:
+    """Its experts take many pages."""
+    return tiny("qwen3moe", layers=4, embd=256, experts=64, expert_ff=256)
+
+
+def numa_answer() -> int:
+    """The address that llama.cpp asks whether there are several NUMA nodes."""
+    library.start()
+    device = library.ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)(CPU)
+    registry = library.ggml_function("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(device)
+    look_up = library.ggml_function(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    assert look_up(registry, b"ggml_backend_set_n_threads")
+    return int(look_up(registry, b"ggml_backend_cpu_is_numa"))
+
+
+def resident_pages(path: Path) -> NDArray[np.bool_]:
+    """Which pages of a file are in memory."""
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    with path.open("rb") as file:
+        content = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=np.uint8)
+    found = np.zeros(-(-len(content) // PAGE), dtype=np.uint8)
+    assert mincore(content.ctypes.data, len(content), found.ctypes.data) == 0
+    return (found & 1).astype(np.bool_)
+
+
+def pages_of(tensors: Sequence[FileTensor], n_pages: int) -> NDArray[np.bool_]:
+    """Pages of a file that hold a part of any of the tensors."""
+    found = np.zeros(n_pages, dtype=np.bool_)
+    for tensor in tensors:
+        found[tensor.offset // PAGE : -(-(tensor.offset + tensor.size_bytes) // PAGE)] = True
+    return found
+
+
+def drop_from_page_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def logits_of(path: Path, *, experts_from_file: bool) -> NDArray[np.float32]:
+    with (
+        Model.load(path, free_bytes=0, experts_from_file=experts_from_file) as model,
+        Context(model, n_ctx=64, n_threads=2) as context,
+    ):
+        return np.array(context.decode(list(range(65, 80)), phase=Phase.VERIFY, logits="all"))
+
+
+def test_outputs_are_the_same(wide: Path) -> None:
+    assert np.array_equal(logits_of(wide, experts_from_file=True), logits_of(wide, experts_from_file=False))
+
+
+def test_the_answer_to_llama_cpp_is_restored(wide: Path, tmp_path: Path) -> None:
+    before = numa_answer()
+    Model.load(wide, experts_from_file=True).close()
+    assert numa_answer() == before
+    broken = tmp_path / "broken.gguf"
+    content = bytearray(wide.read_bytes())
+    position = content.index(b"qwen3moe")
+    content[position : position + 8] = b"qwen9moe"  # an architecture that llama.cpp does not know
+    broken.write_bytes(content)
+    with pytest.raises(ModelFileError):
+        Model.load(broken, experts_from_file=True)
+    assert numa_answer() == before
+
+
+def test_only_the_thread_that_loads_gets_the_other_answer() -> None:
+    before = numa_answer()
+    others: list[int] = []
+    with mapping.map_lazily():
+        assert numa_answer() != before
+        thread = threading.Thread(target=lambda: others.append(numa_answer()))
+        thread.start()
+        thread.join()
+    assert [numa_answer(), *others] == [before, before]
+    with pytest.raises(RuntimeError), mapping.map_lazily():
+        raise RuntimeError
+    assert numa_answer() == before
+
+
+@on_linux
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_experts_are_not_read(wide: Path, is_lazy: bool) -> None:
+    """mincore of llama.cpp's mapping, the file's pages dropped before."""
+    drop_from_page_cache(wide)
+    if resident_pages(wide).mean() > 0.02:
+        pytest.skip("the file system keeps its files in memory")
+    weights = SplitWeights.read(wide)
+    with Model.load(wide, free_bytes=0, experts_from_file=is_lazy) as model:
+        resident = resident_pages(wide)
+        in_dense = pages_of(weights.dense, len(resident))
+        in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
+        assert resident[in_dense].all()
+        assert in_experts.sum() > 4000
+        if is_lazy:
+            assert resident[in_experts].mean() < 0.02  # the kernel drops no large page that holds dense weights too
+            assert model.dense is not None
+            assert model.dense.n_bytes == sum(tensor.size_bytes for tensor in weights.dense)
+            assert model.dense.locked_bytes >= model.dense.n_bytes  # entire pages
+        else:
+            assert resident[in_experts].all()
+            assert model.dense is None
+    assert mapping._mappings(wide) == []
+
+
+@on_linux
+def test_a_limit_of_locked_memory_is_no_error(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_libc", lambda: SmallLimit())
+    with Model.load(wide, experts_from_file=True) as model:
+        assert model.dense is not None and model.dense.locked_bytes == 0 < model.dense.n_bytes
+
+
+class SmallLimit:
+    """A C library whose mlock fails."""
+
+    def mlock(self, _address: int, _n_bytes: int) -> int:
+        return -1
+
+    def madvise(self, _address: int, _n_bytes: int, _advice: int) -> int:
+        return 0
+
+
+def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ModelFileError, match=wide.name):
+        Model.load(wide, experts_from_file=True)
+
+
+def test_only_weights_in_host_memory_are_locked(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    monkeypatch.setattr(dense_weights, "lock_in_memory", lambda _path, ranges: locked.extend(ranges) or 0)
+    weights = SplitWeights.read(wide)
+    weights.keep_dense(0.0, n_host_layers=1)
+    n_bytes = sum(t.size_bytes for t in weights.dense if t.name.startswith(("token_embd.", "blk.0.")))
+    assert n_bytes <= sum(size for _offset, size in locked) < n_bytes + 4096
