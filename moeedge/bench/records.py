@@ -294,7 +294,7 @@ def describe_setup(
         "n_experts_used": model.n_expert_used,
         "draft": info.draft if drafts else "none",
         "gamma": info.gamma if drafts else 0,
-        **budget_record(mode.budget if drafts else None),
+        **budget_record(mode.budget if drafts else None, gamma=info.gamma),
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,
         "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,

@@ -238,5 +238,5 @@ def _print_stats(session: Session) -> None:
     sensor = session.target.sensor
     record: dict[str, object] = {"device": "none"} if placement is None else placement.to_dict()
     record["sensor"] = None if sensor is None else asdict(sensor.stats())
-    record |= budget_record(session.info.expert_budget)
+    record |= budget_record(session.info.expert_budget, gamma=session.gamma)
     typer.echo(json.dumps(record), err=True)

@@ -65,8 +65,11 @@ def mean_budget(budget: ExpertBudget | None) -> int | None:
     return None if budget is None else round(budget.mean)
 
 
-def budget_record(budget: ExpertBudget | None) -> dict[str, Any]:
-    """The keys about the expert budget in a JSON record: the same in the chat's and in bench's, null without one."""
+def budget_record(budget: ExpertBudget | None, *, gamma: int) -> dict[str, Any]:
+    """The keys about the expert budget in a JSON record: the same in the chat's and in bench's, null without one.
+
+    gamma: the draft length; at 0 the budget is idle.
+    """
     if budget is None:
         return {
             "lossy": False,
@@ -77,8 +80,8 @@ def budget_record(budget: ExpertBudget | None) -> dict[str, Any]:
             "budget_prefer_resident": None,
         }
     return {
-        "lossy": True,
-        "budget": budget.label,
+        "lossy": gamma > 0,
+        "budget": budget.label_at(gamma),
         "expert_budget": budget.budget if isinstance(budget.budget, int) else list(budget.budget),
         "budget_ranking": budget.ranking,
         "budget_policy": budget.coverage,

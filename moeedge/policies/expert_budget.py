@@ -98,6 +98,10 @@ class ExpertBudget:
         words += [] if self.prefer_resident == 0.0 else [f"prefer {self.prefer_resident:g}"]
         return f"{' '.join(words)} (lossy)"
 
+    def label_at(self, gamma: int) -> str:
+        """The label at that draft length: without drafts nothing is lost, "budget 16 (idle)"."""
+        return self.label if gamma > 0 else self.label.replace("(lossy)", "(idle)")
+
     def per_layer(self, expert_layers: IntArray, n_layers: int, n_experts: int, n_expert_used: int) -> Ids:
         """Budgets int32 [n_layers], at most `n_experts`, 0 for layers that `expert_layers` does not name.
 

@@ -287,5 +287,5 @@ def _row(
         model=schedule.trace.meta.model,
         expert_budget=None
         if config.budgets is None or stats.budgeted is None
-        else budget_record(arm.budget) | stats.budgeted.row(),
+        else budget_record(arm.budget, gamma=schedule.gamma) | stats.budgeted.row(),
     )

@@ -117,7 +117,7 @@ class SimulationResult:
 
     def budget_row(self) -> dict[str, Any]:
         """The expert budget and its figures, flat."""
-        return budget_record(self.config.budget) | self.experts
+        return budget_record(self.config.budget, gamma=self.gamma) | self.experts
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,7 +106,7 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
 
 def budget(info: EngineInfo) -> str:
     """The expert budget in the words that every result under one carries; empty without one."""
-    return "" if info.expert_budget is None else info.expert_budget.label
+    return "" if info.expert_budget is None else info.expert_budget.label_at(info.gamma)
 
 
 def budget_effect(stats: GenerationStats) -> str:

@@ -115,12 +115,14 @@ def test_a_session_says_once_what_it_does_not_keep_to(
 
 
 def test_records_have_the_same_keys_with_and_without_a_budget() -> None:
-    record = budget_record(ExpertBudget(budget=(0, 5, 9), coverage="truncation"))
+    budget = ExpertBudget(budget=(0, 5, 9), coverage="truncation")
+    record, idle = (budget_record(budget, gamma=gamma) for gamma in (4, 0))
     assert record["lossy"] is True
     assert record["expert_budget"] == [0, 5, 9]
     assert str(record["budget"]).endswith("(lossy)")
     assert (record["budget_policy"], record["budget_ranking"]) == ("truncation", "picks")
-    assert budget_record(None) == dict.fromkeys(record) | {"lossy": False}
+    assert idle == record | {"lossy": False, "budget": str(record["budget"]).replace("lossy", "idle")}
+    assert budget_record(None, gamma=4) == dict.fromkeys(record) | {"lossy": False}
     assert (mean_budget(ExpertBudget(budget=(0, 5, 9))), mean_budget(ExpertBudget(budget=12))) == (7, 12)
 
 

@@ -93,6 +93,8 @@ def test_a_budget_is_in_greeting_header_and_details() -> None:
     info = replace(INFO, expert_budget=ExpertBudget(budget=16, coverage="truncation"))
     (line,) = [line for line in shown(info) if line.startswith("Budget 16")]
     assert "(lossy)" in line
+    (line,) = [line for line in shown(replace(info, gamma=0)) if line.startswith("Budget 16")]
+    assert "(idle)" in line and "(lossy)" not in line + header_line(replace(info, gamma=0))
     assert "budget 16" in header_line(info)
     rows = {figure.label: figure.value for figure in details(info)}
     assert "truncation" in rows["budget"]

@@ -166,6 +166,18 @@ def test_a_budget_is_changed_and_switched_off(session: Session, tiny: TinyFactor
     assert talk.messages == exact.messages
 
 
+def test_without_drafts_a_budget_is_idle(session: Session, tmp_path: Path) -> None:
+    config = replace(session.config, expert_budget=ExpertBudget(budget=4))
+    lines: list[Line] = ["tell me", "/set gamma 0", "/regen"]
+    with Session.open(config, model=session.model) as budgeted:
+        talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, gamma=budgeted.gamma, budget=4))
+    first, last = (turn.stats for turn in talk.repl.turns)
+    assert first.budgeted_steps > 0 and last.budgeted_steps == 0
+    assert last.prefill_tokens == last.prompt_tokens  # nothing lossy is left in the KV cache
+    assert "budget 4 (idle)" in talk.err.split("gamma = 0")[1]
+    assert talk.repl.conversation.budgets == ["budget 4 (lossy)"]
+
+
 def test_a_conversation_keeps_its_budgets(session: Session, tmp_path: Path) -> None:
     """Whoever saves, loads or resumes it later learns that some of its answers were lossy."""
     saved, again, resumed, empty = (tmp_path / name for name in ("saved", "again", "resumed", "empty"))

@@ -120,7 +120,8 @@ def _budget_line(info: EngineInfo) -> str:
     if info.expert_budget is None:
         return ""
     label = figures.budget(info)
-    return f"{label[0].upper()}{label[1:]}: answers may differ from the model's own."
+    effect = "answers may differ from the model's own" if info.gamma > 0 else "there are no drafts to verify"
+    return f"{label[0].upper()}{label[1:]}: {effect}."
 
 
 def _speculates(info: EngineInfo) -> bool:

@@ -117,7 +117,8 @@ class Repl:
             budget, notes = usable_budget(
                 self._budget(settings.budget), self.session.model.info, gamma=settings.gamma, draft=info.draft
             )
-            if settings.budget != old.budget:
+            # without drafts answers are exact, once what was verified under the budget is out of the KV cache
+            if settings.budget != old.budget or (budget is not None and settings.gamma == 0):
                 self.session.set_expert_budget(budget)
         self.settings = settings
         return list(notes)
@@ -243,7 +244,7 @@ class Repl:
                 answer = self.session.generate(
                     prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt, begun=begun
                 )
-                self.conversation.note_budget(figures.budget(self.info))
+                self.conversation.note_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
                 if begun:
                     self._keep()
                 with answer_view(answer, self.info, meter, self._interrupt, out=self._out, panel=self._panel) as view:

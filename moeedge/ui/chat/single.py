@@ -94,7 +94,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "experts_natural": stats.experts_natural,
         "experts_max": stats.experts_max if stats.budgeted_steps else None,
         "kept_probability": stats.kept_probability,
-        **budget_record(info.expert_budget),
+        **budget_record(info.expert_budget, gamma=info.gamma),
         "notes": list(info.notes),
     }
 
