@@ -129,6 +129,7 @@ def bench(
     1 if a mode without an expert budget answers otherwise than stock-ar by more than a near-tie.
     """
     from moeedge.bench.config import BudgetSweep
+    from moeedge.ui.console import notifier, stderr_console
 
     sweeps = policy is not None or cache_ratio is not None
     engine.limit_openmp_spin(emulate_bundled=sweeps)
@@ -148,7 +149,7 @@ def bench(
         no_calibrate=no_calibrate,
     )
     base = engine.config(placement.config(), emulate_bundled=sweeps)
-    speculation = BudgetSweep(budgets.parse(base.model), gammas)
+    speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)
     _check_plot(plot, sweep, speculation)
     if sweep.asked:
         _check_cache(base, cache_ratio)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.budget_options import AUTO, make_budget, parse_budget
+from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
 from moeedge.cli.declare import derive, list_of, option
 from moeedge.data import EvaluationText, load_text
 from moeedge.data.texts import TOY_TEXT
 from moeedge.errors import InputError
+from moeedge.notifications import Notify
 
 if TYPE_CHECKING:
     from moeedge.policies.expert_budget import ExpertBudget
@@ -64,32 +65,28 @@ class BudgetSweepOptions:
     budget_layers: BudgetLayers = None
     perplexity: PerplexityText = None
 
-    def parse(self, model: Path) -> tuple[ExpertBudget, ...]:
+    def parse(self, model: Path, *, notify: Notify) -> tuple[ExpertBudget, ...]:
         """Every budget with every combination of the other lists; "off" is none of them, and always measured.
 
-        model: whose ranking the file holds. Raises InputError.
+        model: whose ranking the file should hold; notify: hears where it is another's. Raises InputError.
         """
         from moeedge.bench.config import parse_list
 
         hint = "Give experts per layer, separated by commas, for instance 16,24,32."
         listed = () if self.expert_budget is None else parse_list(self.expert_budget, "--expert-budget", hint)
-        asked = [parse_budget(text) for text in listed]
-        if AUTO in asked:
-            raise InputError("--expert-budget auto measures by itself and is not compared.", hint)
-        numbers = [number for number in asked if isinstance(number, int)]
-        if not numbers and any(getattr(self, field.name) for field in fields(self) if "budget_" in field.name):
-            raise InputError("Options of expert budgets were given without a budget.", "Add --expert-budget LIST.")
+        numbers = [number for number in map(parse_number, listed) if number is not None]
+        if not numbers:
+            expect_no_companions(self, "LIST")
         rankings = _listed(self.budget_ranking, "--budget-ranking")
         kinds = _listed(self.budget_layers, "--budget-layers")
-        several = len(rankings) * len(kinds) > 1  # then the file is for some of them
+        file = read_file(self.budget_file, model, rankings=rankings, layers=kinds, notify=notify)
         return tuple(
             make_budget(
                 number,
-                model,
+                file,
                 ranking=ranking,
                 policy=policy,
                 prefer_resident=preference,
-                file=None if several and ranking != "static" and kind != "fitted" else self.budget_file,
                 layers=kind,
             )
             for ranking in rankings

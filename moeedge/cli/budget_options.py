@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from moeedge.cli import options
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.notifications import Level, Notification, Notify, ignore
-from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ranking
+from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ids, Ranking
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from moeedge.analysis.expert_ranking import ExpertRanking
 
 OFF = "off"
 AUTO: Literal["auto"] = "auto"
-_LAYERS = ("uniform", "fitted")
+_FITTED = "fitted"
 _DIGITS_MAX = 9  # no model has so many experts
 _EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
 
@@ -31,137 +37,137 @@ class BudgetOptions:
     budget_layers: options.BudgetLayers = None
 
     def config(self, base: EngineConfig, *, notify: Notify) -> EngineConfig:
-        """`base` with the budget that the options ask for.
+        """`base` with the budget that the options ask for; with auto its number of experts is not known yet.
 
-        notify: hears that auto measures, and what it chose. Raises InputError for values that exclude each other, or
+        notify: hears where the ranking is another model's. Raises InputError for values that exclude each other, or
         that cannot be used for answers.
         """
         asked = parse_budget(self.expert_budget)
         if asked is None:
-            self._expect_no_companion()
+            expect_no_companions(self, "B")
             return base
-        if asked == AUTO and self.budget_layers == "fitted":
+        if asked == AUTO and self.budget_layers == _FITTED:
             raise InputError(
                 "auto looks for one budget for all layers.", "Give --expert-budget B, or leave out fitted."
             )
-        if asked == AUTO:
-            from moeedge.bench.budget_search import find_budget
-
-            template = auto_template(
-                base.model,
-                ranking=self.budget_ranking,
-                policy=self.budget_policy,
-                prefer_resident=self.budget_prefer_resident,
-                file=self.budget_file,
-                notify=notify,
-            )
-            return replace(base, expert_budget=find_budget(base, template, notify=notify))
+        # a truncated expert is not computed, which gains more than the smaller number of experts (docs/log.md)
+        policy = self.budget_policy or ("truncation" if asked == AUTO else None)
         budget = make_budget(
-            asked,
-            base.model,
+            _EXPERTS_OF_TEMPLATE if asked == AUTO else asked,
+            read_file(
+                self.budget_file, base.model, rankings=[self.budget_ranking], layers=[self.budget_layers], notify=notify
+            ),
             ranking=self.budget_ranking,
-            policy=self.budget_policy,
+            policy=policy,
             prefer_resident=self.budget_prefer_resident,
-            file=self.budget_file,
             layers=self.budget_layers,
-            notify=notify,
         )
         return replace(base, expert_budget=budget)
 
-    def _expect_no_companion(self) -> None:
-        given = [
-            "--" + field.name.replace("_", "-")
-            for field in fields(self)
-            if field.name != "expert_budget" and getattr(self, field.name) is not None
-        ]
-        if given:
-            raise InputError(
-                f"{' and '.join(given)} {'needs' if len(given) == 1 else 'need'} an expert budget.",
-                "Add --expert-budget B.",
-            )
+    def measured(self, config: EngineConfig, *, notify: Notify) -> EngineConfig:
+        """What `config` made, with the number of experts that auto finds, measured where no earlier run did.
 
+        notify: hears that auto measures, and what it chose.
+        """
+        if config.expert_budget is None or parse_budget(self.expert_budget) != AUTO:
+            return config
+        from moeedge.bench.budget_search import find_budget
 
-def auto_template(
-    model: Path,
-    *,
-    ranking: str | None,
-    policy: str | None,
-    prefer_resident: float | None,
-    file: Path | None,
-    notify: Notify,
-) -> ExpertBudget:
-    """What auto looks for a number of experts for; None: the default, but truncation.
-
-    A truncated expert is not computed, which gains more than the smaller number of experts (docs/log.md).
-    """
-    return make_budget(
-        _EXPERTS_OF_TEMPLATE,
-        model,
-        ranking=ranking,
-        policy=policy or "truncation",
-        prefer_resident=prefer_resident,
-        file=file,
-        notify=notify,
-    )
+        return replace(config, expert_budget=find_budget(config, config.expert_budget, notify=notify))
 
 
 def parse_budget(text: str | None) -> int | Literal["auto"] | None:
     """A value of --expert-budget: experts per layer, "auto", or None for none and "off". Raises InputError."""
+    is_auto = text is not None and text.strip().lower() == AUTO
+    return AUTO if is_auto else parse_number(text, "a number of experts per layer, auto or off")
+
+
+def parse_number(text: str | None, values: str = "numbers of experts per layer, or off") -> int | None:
+    """Experts per layer, None for none and "off"; values: what is allowed. Raises InputError."""
     word = OFF if text is None else text.strip().lower()
     if word == OFF:
         return None
-    if word == AUTO:
-        return AUTO
     if not word.isdecimal() or len(word) > _DIGITS_MAX or int(word) < 1:
-        raise InputError(
-            f'--expert-budget takes a number of experts per layer, auto or off, not "{text}".',
-            "Try --expert-budget 16.",
-        )
+        raise InputError(f'--expert-budget takes {values}, not "{text}".', "Try --expert-budget 16.")
     return int(word)
+
+
+def expect_no_companions(given: DataclassInstance, value: str) -> None:
+    """Raises InputError where one of the options --budget-... was given; value: what --expert-budget takes."""
+    names = [
+        "--" + field.name.replace("_", "-")
+        for field in fields(given)
+        if field.name.startswith("budget_") and getattr(given, field.name) is not None
+    ]
+    if names:
+        raise InputError(
+            f"{' and '.join(names)} {'needs' if len(names) == 1 else 'need'} an expert budget.",
+            f"Add --expert-budget {value}.",
+        )
+
+
+def read_file(
+    file: Path | None,
+    model: Path | None,
+    *,
+    rankings: Collection[str | None],
+    layers: Collection[str | None],
+    notify: Notify = ignore,
+) -> ExpertRanking | None:
+    """The ranking of --budget-file; rankings, layers: the values of these options, one of which must read it.
+
+    model: what it is for, None: not known; notify hears where the file names another one, which may be a copy of it.
+    Raises InputError.
+    """
+    from moeedge.analysis.expert_ranking import read_ranking
+
+    if file is None:
+        return None
+    if "static" not in rankings and _FITTED not in layers:
+        raise InputError(
+            "--budget-file is read for the ranking static and for fitted layers only.",
+            "Add --budget-ranking static or --budget-layers fitted, or leave it out.",
+        )
+    found = read_ranking(file)
+    if model is not None and found.model != model.name:
+        notify(Notification(f"{file} was made with {found.model}, not with {model.name}.", Level.WARNING))
+    return found
 
 
 def make_budget(
     n_experts: int,
-    model: Path,
+    file: ExpertRanking | None,
     *,
-    ranking: str | None = None,
-    policy: str | None = None,
-    prefer_resident: float | None = None,
-    file: Path | None = None,
-    layers: str | None = None,
-    notify: Notify = ignore,
+    ranking: str | None,
+    policy: str | None,
+    prefer_resident: float | None,
+    layers: str | None,
+    order: Ids | None = None,
 ) -> ExpertBudget:
     """A budget of `n_experts` per layer, as values of the options with these names describe it; None: the default.
 
-    model: what the budget is for; notify hears where `file` names another one, which may be a copy of it. Raises
-    InputError.
+    file: the ranking of --budget-file. order: of the ranking static without a file. Raises InputError.
     """
-    from moeedge.analysis.expert_ranking import fit_layers, read_ranking
+    from moeedge.analysis.expert_ranking import fit_layers
 
     if ranking == "oracle":
         raise InputError(
             "The oracle ranking computes all experts before it chooses some: it saves nothing.",
             "Use router, picks or static; moeedge profile --budget-analysis compares them with the oracle.",
         )
-    if layers not in (None, *_LAYERS):
+    if layers not in (None, "uniform", _FITTED):
         raise InputError(f'--budget-layers takes uniform or fitted, not "{layers}".')
-    readers = [name for name, reads in (("static", ranking == "static"), ("fitted", layers == "fitted")) if reads]
-    if file is None and readers:
+    order = order if file is None else file.order
+    lacking = ["static"] if ranking == "static" and order is None else []
+    lacking += [_FITTED] if layers == _FITTED and file is None else []
+    if lacking:
         raise InputError(
-            f"{' and '.join(readers)} need{'s' * (len(readers) == 1)} the model's ranking.",
+            f"{' and '.join(lacking)} need{'s' * (len(lacking) == 1)} the model's ranking.",
             "Write it with moeedge profile --save-ranking FILE, and give --budget-file FILE.",
         )
-    if file is not None and not readers:
-        raise InputError(
-            "--budget-file is read for the ranking static and for fitted layers only.",
-            "Add --budget-ranking static or --budget-layers fitted, or leave it out.",
-        )
-    rank = None if file is None else read_ranking(file)
-    if rank is not None and rank.model != model.name:
-        notify(Notification(f"{file} was made with {rank.model}, not with {model.name}.", Level.WARNING))
     return ExpertBudget(
-        budget=fit_layers(rank, n_experts) if rank is not None and layers == "fitted" else n_experts,
-        order=rank.order if rank is not None and ranking == "static" else None,
+        budget=fit_layers(file, n_experts) if file is not None and layers == _FITTED else n_experts,
+        order=order if ranking == "static" else None,
         ranking=cast(Ranking, ranking or ExpertBudget.ranking),
         coverage=cast(Coverage, policy or ExpertBudget.coverage),
         prefer_resident=ExpertBudget.prefer_resident if prefer_resident is None else prefer_resident,

@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.budget_options import auto_template
+from moeedge.cli.budget_options import AUTO, BudgetOptions
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
-from moeedge.policies.expert_budget import ExpertBudget
 
 ChooseBudget = Annotated[
     bool,
@@ -61,16 +60,15 @@ def calibrate(
         show_log()
     err = stderr_console()
     if expert_budget:
-        template = auto_template(
-            config.model,
-            ranking=budget_ranking,
-            policy=budget_policy,
-            prefer_resident=budget_prefer_resident,
-            file=budget_file,
-            notify=notifier(err),
+        budget = BudgetOptions(
+            expert_budget=AUTO,
+            budget_ranking=budget_ranking,
+            budget_policy=budget_policy,
+            budget_prefer_resident=budget_prefer_resident,
+            budget_file=budget_file,
         )
         config = replace(config, placement=placement.config())  # only the budgets are measured again
-        _choose_budget(config, template, output)
+        _choose_budget(budget.config(config, notify=notifier(err)), output)
         return
     with open_session(config, notify=notifier(err)) as session:
         info, calibration, choice = session.info, session.calibration, session.layer_choice
@@ -98,17 +96,18 @@ def calibrate(
     typer.echo(json.dumps(about | measured | {"layer_choice": layers}))
 
 
-def _choose_budget(config: EngineConfig, template: ExpertBudget, output: Output) -> None:
+def _choose_budget(config: EngineConfig, output: Output) -> None:
     from moeedge.bench.budget_search import choose_budget
     from moeedge.ui.bench_views import print_budget_choice
     from moeedge.ui.console import notifier, stderr_console, stdout_console
     from moeedge.ui.progress import count_bar
 
     err = stderr_console()
+    assert config.expert_budget is not None
     with count_bar(err, "measuring", "parts", 0) as bar:
         choice = choose_budget(
             config,
-            template,
+            config.expert_budget,
             measure_anew=True,
             notify=notifier(err),
             on_progress=lambda done, total: bar.update(completed=done, total=total),

@@ -107,6 +107,7 @@ def chat(
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
     if question is not None and resume:
         raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
+    config = budget.measured(config, notify=notifier(err))
     conversation = Conversation(system=valid_text(system_prompt))
     with open_session(config, notify=notifier(err)) as session:
         # gamma is 0 where there is no draft

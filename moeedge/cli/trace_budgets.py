@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, cast
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from numpy.typing import NDArray
 
-from moeedge.analysis.expert_ranking import fit_layers, read_ranking
 from moeedge.cli import options
-from moeedge.cli.budget_options import OFF, parse_budget
+from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
 from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import derive, list_of
-from moeedge.errors import InputError
-from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ranking, static_order
+from moeedge.policies.expert_budget import ExpertBudget, static_order
 
 Budgets = Annotated[
     str | None,
@@ -49,41 +47,31 @@ class TraceBudgets:
         InputError.
         """
         if self.expert_budget is None:
-            given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
-            if given:
-                raise InputError(f"--{given[0].replace('_', '-')} needs an expert budget.", "Add --expert-budget LIST.")
+            expect_no_companions(self, "LIST")
             return None
-        if self.budget_layers not in (None, "uniform", "fitted"):
-            raise InputError(f"--budget-layers takes uniform or fitted, not '{self.budget_layers}'.")
-        ranking = None if self.budget_file is None else read_ranking(self.budget_file)
-        order = static_order(profile) if ranking is None and profile is not None else None
-        if ranking is not None:
-            order = ranking.order
+        rankings = names(self.budget_ranking or ExpertBudget.ranking, "--budget-ranking")
+        file = read_file(self.budget_file, None, rankings=rankings, layers=[self.budget_layers])
+        order = None if profile is None else static_order(profile)
         found: list[ExpertBudget | None] = []
         for text in names(self.expert_budget, "--expert-budget"):
-            asked = parse_budget(text)
-            if asked == "auto":
-                raise InputError("A trace has no scores, from which auto chooses.", f"Give numbers, or {OFF}.")
-            if asked is None:
+            n_experts = parse_number(text)
+            if n_experts is None:
                 found.append(None)
                 continue
-            n_experts: int | tuple[int, ...] = asked
-            if self.budget_layers == "fitted":
-                if ranking is None:
-                    raise InputError("Fitted layers need the model's ranking.", "Give --budget-file FILE.")
-                n_experts = fit_layers(ranking, asked)
-            for rank, policy, prefer in itertools.product(
-                names(self.budget_ranking or ExpertBudget.ranking, "--budget-ranking"),
+            for ranking, policy, preference in itertools.product(
+                rankings,
                 names(self.budget_policy or ExpertBudget.coverage, "--budget-policy"),
                 numbers(self.budget_prefer_resident or "0", "--budget-prefer-resident"),
             ):
                 found.append(
-                    ExpertBudget(
-                        budget=n_experts,
-                        ranking=cast(Ranking, rank),
-                        coverage=cast(Coverage, policy),
-                        prefer_resident=prefer,
-                        order=order if rank == "static" else None,
+                    make_budget(
+                        n_experts,
+                        file,
+                        ranking=ranking,
+                        policy=policy,
+                        prefer_resident=preference,
+                        layers=self.budget_layers,
+                        order=order,
                     )
                 )
         return tuple(found)

@@ -82,6 +82,7 @@ def test_resident_experts_are_preferred_beside_a_cache(pair: list[str], own: Pat
         ["--expert-budget", "6", "--modes", "stock-ar,moeedge-ar"],
         ["--budget-ranking", "router"],
         ["--expert-budget", "6", "--budget-ranking", "static"],
+        ["--expert-budget", "6", "--budget-file", "unread.json"],
         ["--expert-budget", "6", "--budget-policy", "none"],
         ["--expert-budget", "6", "--budget-prefer-resident", "0,2"],
         ["--expert-budget", "6", "--budget-ranking", "router,oracle"],
@@ -93,3 +94,7 @@ def test_resident_experts_are_preferred_beside_a_cache(pair: list[str], own: Pat
 )
 def test_options_that_are_not_accepted(pair: list[str], own: Path, options: list[str]) -> None:
     assert refused("bench", *pair, "--dataset", own, *options)
+
+
+def test_auto_is_not_offered(pair: list[str]) -> None:
+    assert "auto" not in refused("bench", *pair, "--expert-budget", "16,x")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moeedge.analysis.expert_ranking import rank_experts, write_ranking
+from moeedge.bench import budget_search
 from moeedge.cli.budget_options import BudgetOptions, parse_budget
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.notifications import Notification, ignore
+from moeedge.notifications import Notification, Notify, ignore
 from moeedge.policies.expert_budget import ExpertBudget
+from tests.support.commands import refused, run_json
 from tests.support.traces import two_texts
 
 BASE = EngineConfig(model=Path("model.gguf"))
@@ -94,3 +97,19 @@ def test_another_models_ranking_is_a_warning(tmp_path: Path) -> None:
     options = BudgetOptions(expert_budget="16", budget_ranking="static", budget_file=file)
     assert options.config(BASE, notify=heard.append).expert_budget is not None
     assert [BASE.model.name in note for note in heard] == [True]
+
+
+def test_auto_measures_once_all_options_are_checked(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ExpertBudget] = []
+
+    def find(_config: EngineConfig, template: ExpertBudget, *, notify: Notify) -> ExpertBudget:
+        asked.append(template)
+        return replace(template, budget=6)
+
+    monkeypatch.setattr(budget_search, "find_budget", find)
+    chat = ("chat", *pair, "-dev", "none", "--expert-budget", "auto", "-p", "tell me", "-n", "8")
+    for wrong in (["--resume"], ["--raw", "-sys", "be brief"], ["--budget-file", "missing.json"]):
+        assert refused(*chat, *wrong)
+    assert not asked
+    stats = run_json(*chat)["stats"]
+    assert (stats["expert_budget"], stats["budget_policy"]) == (6, asked[0].coverage) == (6, "truncation")

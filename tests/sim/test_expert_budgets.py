@@ -279,6 +279,8 @@ def test_commands_take_lists(tmp_path: Path) -> None:
         ("--budget-policy", "truncation"),
         ("--expert-budget", "4", "--budget-prefer-resident", "2"),
         ("--expert-budget", "4", "--curve"),
+        ("--expert-budget", "4", "--budget-layers", "fitted"),
+        ("--expert-budget", "4", "--budget-file", "unread.json"),
     ],
 )
 def test_bad_budgets_are_input_errors(tmp_path: Path, arguments: tuple[str, ...]) -> None:
