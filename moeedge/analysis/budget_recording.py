@@ -8,7 +8,8 @@ from them reconstruction errors; a prompt's static order comes from the other pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,18 +90,18 @@ def analyse_budgets(
     index of the prompt and the tokens of its step. on_pass: called before each pass with its name. Raises EngineError
     where no batch had drafts, or for a router of unknown kind.
     """
-    reader = _BatchReader(session, layers)
+    reader = BatchReader(session, layers)
     tally = _RoutingTally(reader, prompts)
-    run = _Run(session, prompts, n_predict, sampling, raw, cancel, on_step)
+    run = PromptRun(session, prompts, n_predict=n_predict, sampling=sampling, raw=raw, cancel=cancel, on_step=on_step)
     on_pass("routing")
-    skipped = run.answer(tally)
+    skipped = run.answer(reader, tally.add)
     if tally.batches == 0:
         raise EngineError("No verification batch was recorded.", "The analysis needs a draft: -md FILE, --draft-max N.")
     measured = _ErrorMeter(reader, tally, tuple(budgets))
     if not cancel():
         on_pass("reconstruction error")
         reader.compute_outputs = True
-        run.answer(measured)
+        run.answer(reader, measured.add)
     reader.close()
     return BudgetAnalysis(
         layers=reader.layers,
@@ -118,23 +119,33 @@ def analyse_budgets(
 
 
 @dataclass(frozen=True)
-class _Run:
+class PromptRun:
     """Answers all prompts, as often as wanted."""
 
     session: Session
     prompts: Sequence[Prompt]
+    _: KW_ONLY
     n_predict: int
     sampling: SamplingConfig
-    raw: bool
-    cancel: Callable[[], bool]
-    on_step: OnStep
+    raw: bool = False
+    cancel: Callable[[], bool] = lambda: False
+    on_step: OnStep = lambda _prompt, _tokens: None
 
-    def answer(self, gatherer: _RoutingTally | _ErrorMeter) -> list[str]:
-        """Returns the ids of the prompts that do not fit the context."""
+    def answer(self, reader: BatchReader, add: Callable[[int, VerifiedBatch], None]) -> list[str]:
+        """Returns the ids of the prompts that do not fit the context.
+
+        add: called with the index of a prompt and each of its verification batches of two and more tokens.
+        """
+
+        def observe(index: int, record: StepRecord, _session: Session) -> None:
+            batch = reader.read(record.n_verified) if record.n_verified > 1 else None
+            if batch is not None:
+                add(index, batch)
+
         skipped = []
         for index, prompt in enumerate(self.prompts):
-            gatherer.prompt = index
-            self.session.observers.append(gatherer)
+            observer = partial(observe, index)
+            self.session.observers.append(observer)
             try:
                 record_routing(
                     self.session,
@@ -151,14 +162,14 @@ class _Run:
                 if not self.cancel():  # stopped before the first token
                     raise
             finally:
-                self.session.observers.remove(gatherer)
+                self.session.observers.remove(observer)
             if self.cancel():
                 break
         return skipped
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class VerifiedBatch:
     """Routing of one verification batch in the analysed layers; outputs by layer, empty: not computed."""
 
     ids: Ids  # [n_layers, T, k]
@@ -167,7 +178,7 @@ class _Batch:
     outputs: dict[int, NDArray[np.float32]]
 
 
-class _BatchReader:
+class BatchReader:
     """Reads a session's newest verification batch: its routing, the routers' values, the outputs of all experts."""
 
     def __init__(self, session: Session, layers: Sequence[int]) -> None:
@@ -198,7 +209,7 @@ class _BatchReader:
             except BackendError as error:
                 self.no_outputs = error.message
 
-    def read(self, n_tokens: int) -> _Batch | None:
+    def read(self, n_tokens: int) -> VerifiedBatch | None:
         """The batch of `n_tokens` that was just verified; None where it was computed in several graphs."""
         outputs, self._outputs = self._outputs, {}
         frames = [each for each in self._sensor.frames_after(self._serial) if each.phase == Phase.VERIFY]
@@ -209,37 +220,20 @@ class _BatchReader:
         if not frames or frames[-1].n_tokens != n_tokens or (captured.layer_tokens[rows] != n_tokens).any():
             return None
         ids, weights = routing(frames[-1])
-        return _Batch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], outputs)
+        return VerifiedBatch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], outputs)
 
     def close(self) -> None:
         """Ends the capture."""
         self._capture.close()
 
 
-class _Observer:
-    """Reads each verification batch of two and more tokens."""
-
-    def __init__(self, reader: _BatchReader) -> None:
-        self.prompt = 0  # whose batches come now
-        self._reader = reader
-
-    def __call__(self, record: StepRecord, _session: Session) -> None:
-        if record.n_verified > 1:
-            batch = self._reader.read(record.n_verified)
-            if batch is not None:
-                self._add(batch)
-
-    def _add(self, batch: _Batch) -> None:
-        raise NotImplementedError
-
-
-class _RoutingTally(_Observer):
+class _RoutingTally:
     """Sums over the batches of the first pass."""
 
-    def __init__(self, reader: _BatchReader, prompts: Sequence[Prompt]) -> None:
-        super().__init__(reader)
+    def __init__(self, reader: BatchReader, prompts: Sequence[Prompt]) -> None:
         info = reader.model.info
         shape = (len(reader.layers), info.n_experts)
+        self._layers = reader.layers
         self.batches = 0
         self.tokens = 0
         self.router: Router | None = None
@@ -250,7 +244,8 @@ class _RoutingTally(_Observer):
         self._sums = [_CurveSum(*shape) for _ in prompts]  # per prompt
         self._pairs = np.zeros((*shape, info.n_experts), dtype=np.int64)
 
-    def _add(self, batch: _Batch) -> None:
+    def add(self, prompt: int, batch: VerifiedBatch) -> None:
+        """Counts a batch of that prompt."""
         n_experts = batch.values.shape[-1]
         if self.router is None:
             flat = (-1, n_experts), (-1, self._n_used)
@@ -260,10 +255,10 @@ class _RoutingTally(_Observer):
         self.batches += 1
         self.tokens += batch.ids.shape[1]
         counts = count_ids(batch.ids, n_experts)
-        self.selections[self.prompt] += counts
+        self.selections[prompt] += counts
         scores = router_scores(routing_probabilities(batch.values, self.router.kind))
         weights = summed_weights(batch.ids, batch.weights, n_experts)
-        self._sums[self.prompt].add(
+        self._sums[prompt].add(
             batch.ids.shape[1],
             (cumulative_probability(scores), cumulative_probability(weights), np.count_nonzero(counts, axis=1)),
         )
@@ -284,7 +279,7 @@ class _RoutingTally(_Observer):
         """Of each layer."""
         return [
             analyse_pairs(layer, counts, self.tokens, self._n_used)
-            for layer, counts in zip(self._reader.layers, self._pairs, strict=True)
+            for layer, counts in zip(self._layers, self._pairs, strict=True)
         ]
 
 
@@ -311,11 +306,11 @@ def _mean_curve(group: str, sums: Sequence[_CurveSum]) -> ProbabilityCurve:
     return ProbabilityCurve(group, batches, sum(each.tokens for each in sums), cumulative, weights, unique)
 
 
-class _ErrorMeter(_Observer):
+class _ErrorMeter:
     """Reconstruction errors of the second pass's batches."""
 
-    def __init__(self, reader: _BatchReader, tally: _RoutingTally, budgets: tuple[int, ...]) -> None:
-        super().__init__(reader)
+    def __init__(self, reader: BatchReader, tally: _RoutingTally, budgets: tuple[int, ...]) -> None:
+        self._layers = reader.layers
         self._tally = tally
         self._budgets = budgets
         self._selection = _selection_of(reader.model)
@@ -323,13 +318,13 @@ class _ErrorMeter(_Observer):
         self._kept: list[NDArray[np.float64]] = []
         self._unique: list[NDArray[np.int64]] = []
 
-    def _add(self, batch: _Batch) -> None:
-        router = self._tally.router
-        if router is None or len(batch.outputs) < len(self._reader.layers):
+    def add(self, prompt: int, batch: VerifiedBatch) -> None:
+        """Measures a batch of that prompt whose outputs are known; the other prompts calibrate the static ranking."""
+        router, layers = self._tally.router, self._layers
+        if router is None or len(batch.outputs) < len(layers):
             return
-        others = self._tally.selections.sum(axis=0) - self._tally.selections[self.prompt]
+        others = self._tally.selections.sum(axis=0) - self._tally.selections[prompt]
         static = static_order(others) if others.any() else None
-        layers = self._reader.layers
         measured = []
         for start in range(0, len(layers), _LAYERS_AT_ONCE):
             part = slice(start, start + _LAYERS_AT_ONCE)
@@ -349,7 +344,7 @@ class _ErrorMeter(_Observer):
         if not self._errors:
             return None
         return ErrorTable(
-            layers=self._reader.layers,
+            layers=self._layers,
             variants=VARIANTS,
             budgets=self._budgets,
             errors=np.stack(self._errors),

@@ -1,41 +1,56 @@
 """Expert budgets from a trace's weights against those from the router's probabilities, on the same verifications.
 
-    python -m tests.benchmarks.budget_from_weights --prompts 8
+    python -m tests.benchmarks.budget_from_weights --prompts 2 --n-predict 48
 
 A replay knows the weights of the experts that tokens use (moeedge/sim/expert_budgets.py), the engine all probabilities.
-Printed, for the bundled pair: share of the router's shortlist that the weights name, too; share of the pairs that
-another expert computes; kept probability by both shortlists, judged by the probabilities; distinct experts of both.
+Printed, for the bundled pair and the rankings router and picks: share of the router's shortlist that the weights name,
+too; share of the pairs that another expert computes; kept probability by both shortlists, judged by the probabilities;
+distinct experts of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from moeedge import paths
-from moeedge.analysis.budget_recording import _Batch, _BatchReader, _Observer, _Run
+from moeedge.analysis.budget_recording import BatchReader, PromptRun, VerifiedBatch
 from moeedge.analysis.expert_budget import infer_router
 from moeedge.data.datasets import load_dataset
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.experts import count_ids
-from moeedge.policies.expert_budget import apply_budget, kept_probability, routing_probabilities
+from moeedge.policies.expert_budget import (
+    Ids,
+    Probabilities,
+    apply_budget,
+    kept_probability,
+    pick_scores,
+    router_scores,
+    routing_probabilities,
+)
 
 BUDGETS = (8, 12, 16, 24, 32)
+SCORES: dict[str, Callable[[Probabilities, Ids], Probabilities]] = {
+    "router": lambda probabilities, _ids: router_scores(probabilities),
+    "picks": pick_scores,
+}
 
 
-class Comparison(_Observer):
+class Comparison:
     """Sums over batches and layers."""
 
-    def __init__(self, reader: _BatchReader) -> None:
-        super().__init__(reader)
-        self.sums: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def _add(self, batch: _Batch) -> None:
+    def add(self, _prompt: int, batch: VerifiedBatch) -> None:
+        """Counts a batch."""
         n_layers, n_tokens, n_experts = batch.values.shape
         router = infer_router(
             batch.values.reshape(-1, n_experts),
@@ -46,14 +61,14 @@ class Comparison(_Observer):
         known = np.zeros_like(full)
         np.put_along_axis(known, batch.ids, batch.weights.astype(np.float16).astype(np.float64), axis=-1)
         estimate = np.where(known > 0, known, 1e-9 * known.sum(axis=-2, keepdims=True))
-        for budget in BUDGETS:
-            own = apply_budget(batch.values, batch.ids, full, budget)
-            other = apply_budget(estimate, batch.ids, estimate, budget)
+        for (ranking, score), budget in itertools.product(SCORES.items(), BUDGETS):
+            own = apply_budget(batch.values, batch.ids, full, budget, scores=score(full, batch.ids))
+            other = apply_budget(estimate, batch.ids, estimate, budget, scores=score(estimate, batch.ids))
             is_over = own.n_natural > budget
             if not is_over.any():
                 continue
             moved = np.abs(count_ids(own.ids, n_experts) - count_ids(other.ids, n_experts)).sum(axis=1) / 2
-            sums = self.sums[budget]
+            sums = self.sums[ranking, budget]
             sums["layers_over_budget"] += int(is_over.sum())
             sums["same_shortlist"] += float((own.shortlist & other.shortlist).sum(axis=1)[is_over].sum()) / budget
             sums["other_expert"] += float(moved[is_over].sum()) / batch.ids[0].size
@@ -65,10 +80,10 @@ class Comparison(_Observer):
     def rows(self) -> list[dict[str, Any]]:
         """Means over the layers and batches that exceed the budget."""
         found = []
-        for budget, sums in self.sums.items():
+        for (ranking, budget), sums in self.sums.items():
             n = sums["layers_over_budget"]
             means = {name: round(value / n, 4) for name, value in sums.items() if name != "layers_over_budget"}
-            found.append({"budget": budget, "layers_over_budget": int(n), **means})
+            found.append({"ranking": ranking, "budget": budget, "layers_over_budget": int(n), **means})
         return found
 
 
@@ -85,12 +100,9 @@ def main() -> None:
         )
     ) as session:
         layers = list(session.model.info.expert_layers)
-        comparison = Comparison(_BatchReader(session, layers))
-        _Run(
-            session, prompts, asked.n_predict, SamplingConfig(temperature=0.0), False, lambda: False, lambda *_: None
-        ).answer(
-            comparison  # type: ignore[arg-type]
-        )
+        comparison = Comparison()
+        run = PromptRun(session, prompts, n_predict=asked.n_predict, sampling=SamplingConfig(temperature=0.0))
+        run.answer(BatchReader(session, layers), comparison.add)
     print(json.dumps(comparison.rows(), indent=1))
 
 
