@@ -25,6 +25,15 @@ ChooseBudget = Annotated[
         "calibration set stays within one standard deviation.",
     ),
 ]
+MeasureDisk = Annotated[
+    bool,
+    option(
+        options.HARDWARE,
+        "--disk",
+        "Measure random reads of the model's file instead, past the page cache and read-only, and keep the figures of "
+        "the disk: what a model larger than memory can reach (moeedge plan).",
+    ),
+]
 
 
 @flatten
@@ -35,6 +44,7 @@ def calibrate(
     policy: options.Policy = "spac",
     utility_cap: options.UtilityCap = 4,
     *,
+    disk: MeasureDisk = False,
     expert_budget: ChooseBudget = False,
     budget_ranking: options.BudgetRanking = None,
     budget_policy: options.BudgetPolicy = None,
@@ -47,8 +57,13 @@ def calibrate(
 
     chat and bench do this by themselves the first time that a model meets a device; this command measures again and
     shows the result: unit times, shares of the work at each threshold, steps with and without the cache, prompts.
-    With --expert-budget it tries expert budgets of verification instead.
+    With --expert-budget it tries expert budgets of verification instead, with --disk it measures the disk.
     """
+    if disk:
+        if expert_budget:
+            raise InputError("--disk and --expert-budget exclude each other.", "Leave out one of them.")
+        _measure_disk(engine, output)
+        return
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.engine.layer_search import open_session
     from moeedge.ui.bench_views import print_calibration
@@ -94,6 +109,22 @@ def calibrate(
     measured = {} if calibration is None else json.loads(calibration.to_json())
     layers = None if choice is None else json.loads(choice.to_json())
     typer.echo(json.dumps(about | measured | {"layer_choice": layers}))
+
+
+def _measure_disk(engine: EngineOptions, output: Output) -> None:
+    from moeedge.cli.engine_options import resolve_models
+    from moeedge.scheduler.disk import measure
+    from moeedge.ui.console import stderr_console, stdout_console
+    from moeedge.ui.disk_view import print_disk
+    from moeedge.ui.progress import count_bar
+
+    model = resolve_models(engine.model, "none").target
+    with count_bar(stderr_console(), "reading", "parts", 0) as bar:
+        found = measure(model, on_progress=lambda done, total: bar.update(completed=done, total=total))
+    if output is Output.JSON:
+        typer.echo(found.to_json())
+    else:
+        print_disk(found, stdout_console())
 
 
 def _choose_budget(config: EngineConfig, output: Output) -> None:

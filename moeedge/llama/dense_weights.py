@@ -73,7 +73,7 @@ class SplitWeights:
     def read_ahead(self) -> float:
         """Reads the dense tensors into the page cache in large requests; returns seconds. Raises ModelFileError."""
         start_s = time.perf_counter()
-        for path, ranges in _ranges_by_file(self.dense).items():
+        for path, ranges in ranges_by_file(self.dense).items():
             pieces = [piece for offset, n_bytes in ranges for piece in _pieces(offset, n_bytes)]
             try:
                 _read_pieces(path, pieces)
@@ -87,11 +87,11 @@ class SplitWeights:
         To be called once llama.cpp has mapped the files. read_s: of `read_ahead`. n_host_layers: of `is_on_host`.
         """
         locked_bytes = 0
-        for path, ranges in _ranges_by_file([t for t in self.dense if t.is_on_host(n_host_layers)]).items():
+        for path, ranges in ranges_by_file([t for t in self.dense if t.is_on_host(n_host_layers)]).items():
             advise_normal(path, ranges)
             locked_bytes += lock_in_memory(path, ranges)
         if hasattr(os, "posix_fadvise"):
-            for path, ranges in _ranges_by_file(self.experts).items():
+            for path, ranges in ranges_by_file(self.experts).items():
                 with path.open("rb", buffering=0) as file:
                     for offset, n_bytes in ranges:
                         os.posix_fadvise(file.fileno(), offset, n_bytes, os.POSIX_FADV_DONTNEED)
@@ -107,7 +107,7 @@ def _read_pieces(path: Path, pieces: Sequence[tuple[int, int]]) -> None:
             pass
 
 
-def _ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, int]]]:
+def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, int]]]:
     """Offset and bytes of the tensors, adjacent ones together; what is between these is padding."""
     found: dict[Path, list[tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):

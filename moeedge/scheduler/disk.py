@@ -1,0 +1,266 @@
+"""How fast the disk of a model file gives random pieces of it: measured read-only, past the page cache, and kept.
+
+Experts that are read from a file come in pieces at random places. A disk reaches its limit with several requests at a
+time, and with pieces that are neither small nor so large that few are under way.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import paths
+from moeedge.errors import ModelFileError
+from moeedge.llama import gguf_file
+from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
+from moeedge.paths import replace_file
+
+SCHEMA = 1
+DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
+PIECES_BYTES = tuple(2**exponent for exponent in range(16, 24))  # 64 KiB to 8 MiB
+_ALIGNMENT = 4096  # of offsets, sizes and memory: at least the blocks of the disks that there are
+_PASSES = 3  # in an order of their own; the median counts, as another program may be reading
+_READ_S = 0.15  # of each depth and size in each pass
+_ENOUGH = 0.95  # of the best rate
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+
+
+@dataclass(frozen=True)
+class ReadRate:
+    """Random reads of one size with one number of requests at a time."""
+
+    depth: int
+    piece_bytes: int
+    bytes_per_s: float
+    reads: int
+
+
+@dataclass(frozen=True)
+class DiskCalibration:
+    """Random reads of one model's file."""
+
+    model: str  # the file's name
+    file_bytes: int  # of all parts
+    expert_bytes: int  # of one expert, in all its matrices; 0: a dense model
+    matrix_bytes: int  # of one expert in its largest matrix; 0: a dense model
+    mount: str  # of the disk: its name and folder
+    file_system: str
+    direct: bool  # past the page cache
+    rates: tuple[ReadRate, ...]
+    seconds: float  # that measuring took
+    from_file: bool = field(default=False, compare=False)  # measured in an earlier run
+    kept: bool = field(default=True, compare=False)  # False: the cache folder cannot be written
+
+    @property
+    def best(self) -> ReadRate:
+        """The fewest requests and then the smallest pieces that reach 95 % of the best rate."""
+        limit = max(rate.bytes_per_s for rate in self.rates)
+        enough = [rate for rate in self.rates if rate.bytes_per_s >= _ENOUGH * limit]
+        return min(enough, key=lambda rate: (rate.depth, rate.piece_bytes))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the file system keeps its files in memory, so that no disk was measured."""
+        return self.file_system in _IN_MEMORY
+
+    def to_json(self) -> str:
+        """One JSON object that `from_json` reads."""
+        fields = asdict(self) | {"schema": SCHEMA, "in_memory": self.in_memory, "best": asdict(self.best)}
+        del fields["from_file"]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> DiskCalibration:
+        """Reads what `to_json` wrote. Raises ValueError for anything else."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("schema") != SCHEMA:
+                raise ValueError("this measurement of a disk is of another version")
+            for name in ("in_memory", "best", "kept"):
+                fields.pop(name)
+            rates = tuple(ReadRate(**rate) for rate in fields.pop("rates"))
+            if not rates:
+                raise ValueError("this is no measurement of a disk: no rates")
+            return cls(**fields, rates=rates, from_file=True)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no measurement of a disk: {error}") from None
+
+
+def calibration_file(model: Path) -> Path:
+    """Where the figures of the disk that holds `model` are kept. Raises OSError without a cache folder."""
+    device = model.stat().st_dev
+    file_system = os.statvfs(model).f_fsid  # numbers of devices may change when the machine starts anew
+    name = f"disk-{os.major(device)}-{os.minor(device)}-{file_system:x}.json"
+    return paths.cache_dir() / "calibration" / name
+
+
+def read_kept(model: Path) -> DiskCalibration | None:
+    """The figures kept of the disk that holds `model`; None without any."""
+    try:
+        return DiskCalibration.from_json(calibration_file(model).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def measure(
+    model: Path,
+    *,
+    depths: Sequence[int] = DEPTHS,
+    pieces_bytes: Sequence[int] = PIECES_BYTES,
+    read_s: float = _READ_S,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> DiskCalibration:
+    """Measures random reads among the experts of a model (of a dense one: its weights), and keeps the figures.
+
+    One size more is measured: that of an expert's largest matrix. Sizes for which the file is too small are left out.
+    read_s: seconds of each size and depth in each of three passes, whose median counts. on_progress: gets the parts
+    done and their number.
+    Raises ModelFileError.
+    """
+    start_s = time.perf_counter()
+    experts, _ = gguf_file.expert_tensors(model)
+    weights = SplitWeights.read(model)
+    ranges = ranges_by_file(weights.experts or weights.dense)
+    matrix_bytes = max((tensor.stride for tensor in experts), default=0)
+    sizes = {*pieces_bytes, -(-matrix_bytes // _ALIGNMENT) * _ALIGNMENT} - {0}
+    places = {size: found for size in sorted(sizes) if len(found := _places(ranges, size))}
+    if not places:
+        raise ModelFileError(f"{model.name} is too small to measure its disk.", "Name a larger model on that disk.")
+    name, file_system = _mount_of(model)
+    with ExitStack() as stack:
+        files, direct = _open(list(ranges), stack)
+        reader = _Reader(files, direct=direct)
+        tasks = [(depth, size) for depth in depths for size in places] * _PASSES
+        rng = np.random.default_rng(0)
+        order = np.concatenate([rng.permutation(len(tasks) // _PASSES) for _ in range(_PASSES)])
+        passes: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)  # reads, seconds
+        for done, index in enumerate(order.tolist()):
+            depth, size = tasks[index]
+            try:
+                passes[depth, size].append(reader.run(rng.permutation(places[size]), size, depth, read_s))
+            except OSError as error:
+                raise ModelFileError(f"Cannot read {model}: {error.strerror}.", "Check the disk.") from error
+            on_progress(done + 1, len(tasks))
+    by_layer = gguf_file.expert_bytes_by_layer(experts, 1 + max((tensor.layer for tensor in experts), default=0))
+    calibration = DiskCalibration(
+        model=model.name,
+        file_bytes=sum(file.stat().st_size for file in ranges),
+        expert_bytes=max(by_layer),
+        matrix_bytes=matrix_bytes,
+        mount=name,
+        file_system=file_system,
+        direct=direct and file_system not in _IN_MEMORY,
+        rates=tuple(
+            ReadRate(depth, size, median(size * n / seconds for n, seconds in found), sum(n for n, _ in found))
+            for (depth, size), found in sorted(passes.items())
+        ),
+        seconds=time.perf_counter() - start_s,
+    )
+    return _keep(model, calibration)
+
+
+class _Reader:
+    """Reads pieces of open files from several threads."""
+
+    def __init__(self, files: Sequence[int], *, direct: bool) -> None:
+        self._files, self._direct = files, direct
+
+    def run(self, places: NDArray[np.int64], size: int, depth: int, read_s: float) -> tuple[int, float]:
+        """Reads pieces at `places` [n, 2] (file, offset) in turn for `read_s` seconds; returns reads and seconds."""
+        if not self._direct and hasattr(os, "posix_fadvise"):
+            for file in self._files:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = threading.Barrier(depth)
+        is_failed = threading.Event()
+
+        def read(thread: int) -> tuple[int, float, float]:
+            with mmap.mmap(-1, size) as buffer:  # aligned
+                own = places[thread::depth].tolist() or places.tolist()
+                buffer[:1] = b"\0"
+                begin.wait()
+                start_s = now_s = time.perf_counter()
+                n_reads = 0
+                while (now_s < start_s + read_s or n_reads == 0) and not is_failed.is_set():
+                    file, offset = own[n_reads % len(own)]
+                    try:
+                        if os.preadv(self._files[file], [buffer], offset) != size:
+                            raise OSError(errno.EIO, "the file has become shorter")
+                    except OSError:
+                        is_failed.set()
+                        raise
+                    n_reads += 1
+                    now_s = time.perf_counter()
+                return n_reads, start_s, now_s
+
+        with ThreadPoolExecutor(depth) as pool:
+            found = list(pool.map(read, range(depth)))
+        n_reads, starts_s, ends_s = zip(*found, strict=True)
+        return sum(n_reads), max(ends_s) - min(starts_s)
+
+
+def _places(ranges: dict[Path, list[tuple[int, int]]], size: int) -> NDArray[np.int64]:
+    """Where pieces of this size are, next to each other: file and offset, [n, 2]."""
+    found = [np.zeros((0, 2), dtype=np.int64)]
+    for index, parts in enumerate(ranges.values()):
+        for offset, n_bytes in parts:
+            first = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            offsets = np.arange(first, offset + n_bytes - size + 1, size, dtype=np.int64)
+            found.append(np.stack([np.full_like(offsets, index), offsets], axis=1))
+    return np.concatenate(found)
+
+
+def _open(files: Sequence[Path], stack: ExitStack) -> tuple[list[int], bool]:
+    """Descriptors of the files, and whether reads go past the page cache. Raises ModelFileError."""
+    for flags in (getattr(os, "O_DIRECT", 0), 0):
+        try:
+            opened = []
+            for file in files:
+                opened.append(os.open(file, os.O_RDONLY | flags))
+                stack.callback(os.close, opened[-1])
+            return opened, bool(flags)
+        except OSError as error:
+            if not flags or error.errno not in _NO_DIRECT:
+                message = f"Cannot read {error.filename}: {error.strerror}."
+                raise ModelFileError(message, "Check its permissions.") from error
+    raise AssertionError("the last way either opens the files or fails")
+
+
+def _mount_of(model: Path) -> tuple[str, str]:
+    """Name and folder of the disk that holds a file, and its file system; empty where the system does not list them."""
+    try:
+        device = model.stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split()[2] == number:
+                file_system, source, *_options = rest.split()
+                return f"{source} on {fields.split()[4]}", file_system
+    except OSError:
+        pass
+    return "", ""
+
+
+def _keep(model: Path, calibration: DiskCalibration) -> DiskCalibration:
+    try:
+        file = calibration_file(model)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(file) as new_file:
+            new_file.write_text(calibration.to_json(), encoding="utf-8")
+    except OSError:
+        return replace(calibration, kept=False)
+    return calibration

@@ -1,0 +1,133 @@
+"""Measuring random reads of a model's file, and keeping the figures."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.errors import ModelFileError
+from moeedge.llama import gguf_file
+from moeedge.scheduler import disk
+from moeedge.scheduler.disk import DiskCalibration, ReadRate
+from tests.conftest import TinyFactory
+from tests.support.commands import refused, run, run_json
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
+
+quick = partial(disk.measure, depths=(1, 4), read_s=0.002)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def wide(tiny: TinyFactory) -> Path:
+    """An expert matrix takes 288 KiB."""
+    return tiny("qwen3moe", embd=512, expert_ff=1024)
+
+
+def test_rates_of_every_size_and_depth(wide: Path) -> None:
+    parts: list[tuple[int, int]] = []
+    found = quick(wide, pieces_bytes=(65536, 2**30), on_progress=lambda *part: parts.append(part))
+    experts, _ = gguf_file.expert_tensors(wide)
+    assert found.matrix_bytes == 1024 * 512 // 32 * 18
+    assert found.expert_bytes == max(gguf_file.expert_bytes_by_layer(experts, 3)) == 3 * found.matrix_bytes
+    assert found.file_bytes == wide.stat().st_size
+    # 1 GiB is more than the file has; a matrix is a size of its own
+    assert [(rate.depth, rate.piece_bytes) for rate in found.rates] == [
+        (1, 65536),
+        (1, found.matrix_bytes),
+        (4, 65536),
+        (4, found.matrix_bytes),
+    ]
+    assert all(rate.bytes_per_s > 0 and rate.reads >= 3 * rate.depth for rate in found.rates)
+    assert parts == [(n, 12) for n in range(1, 13)]
+
+
+def test_reads_are_aligned_and_among_the_experts(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def watch(file: int, buffers: list[bytearray], offset: int) -> int:
+        seen.append((offset, len(buffers[0])))
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", watch)
+    quick(wide, pieces_bytes=(65536,))
+    experts, _ = gguf_file.expert_tensors(wide)
+    first = min(tensor.offset for tensor in experts)
+    last = max(tensor.offset + tensor.stride * tensor.n_experts for tensor in experts)
+    offsets, sizes = np.array(seen).T
+    assert (offsets % 4096 == 0).all() and (sizes % 4096 == 0).all()
+    assert first <= offsets.min() and (offsets + sizes).max() <= last
+    assert len(set(offsets.tolist())) > 3
+
+
+def test_the_page_cache_is_emptied_where_it_cannot_be_bypassed(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[int] = []
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # refused for a file, as O_DIRECT may be
+    monkeypatch.setattr(disk, "_NO_DIRECT", (errno.ENOTDIR,))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
+    found = quick(wide, pieces_bytes=(65536,))
+    assert not found.direct
+    assert set(dropped) == {os.POSIX_FADV_DONTNEED}
+
+
+def test_figures_are_kept_by_disk(wide: Path, tiny_moe: Path, tmp_path: Path) -> None:
+    assert disk.read_kept(wide) is None
+    found = quick(wide, pieces_bytes=(65536,))
+    assert found.kept and not found.from_file
+    kept = disk.read_kept(tiny_moe)  # on the same disk
+    assert kept == found and kept.from_file
+    disk.calibration_file(wide).write_text("{}", encoding="utf-8")
+    assert disk.read_kept(wide) is None
+
+
+def test_a_cache_folder_that_cannot_be_written(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file"))
+    assert not quick(wide, pieces_bytes=(65536,)).kept
+    assert disk.read_kept(wide) is None
+
+
+def test_the_best_has_few_and_small_requests() -> None:
+    rates = ((1, 2**20, 500e6), (2, 2**16, 300e6), (4, 2**20, 970e6), (4, 2**22, 980e6), (8, 2**20, 1000e6))
+    found = DiskCalibration(
+        "m", 1, 1, 1, "", "ext4", True, tuple(ReadRate(*rate, reads=1) for rate in rates), seconds=1.0
+    )
+    assert found.best == ReadRate(4, 2**20, 970e6, 1)
+    assert DiskCalibration.from_json(found.to_json()) == found
+    for text in ("{}", "[]", json.dumps(json.loads(found.to_json()) | {"schema": 0}), "no JSON"):
+        with pytest.raises(ValueError):
+            DiskCalibration.from_json(text)
+
+
+def test_a_read_error_is_reported(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ModelFileError, match="Input/output"):
+        quick(wide)
+    monkeypatch.setattr(os, "preadv", lambda *_arguments: 4096)  # a file that was cut
+    with pytest.raises(ModelFileError, match="shorter"):
+        quick(wide)
+
+
+def test_the_command(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "measure", partial(quick, pieces_bytes=(65536,)))
+    found = run_json("calibrate", "--disk", "-m", wide)
+    assert (found["schema"], found["model"], found["best"]["piece_bytes"] > 0) == (1, wide.name, True)
+    assert {(rate["depth"], rate["piece_bytes"]) for rate in found["rates"]} >= {(1, 65536), (4, 65536)}
+    shown = run("calibrate", "--disk", "-m", wide)
+    assert shown.exit_code == 0 and "MB/s" in shown.stdout
+    refused("calibrate", "--disk", "-m", tmp_path / "none.gguf")
+    refused("calibrate", "--disk", "-m", wide, "--expert-budget")
