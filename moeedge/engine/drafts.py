@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.llama.context import Context
+from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
 
 # llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
@@ -31,8 +33,16 @@ class Proposal:
 class DraftSource:
     """Proposes tokens that may follow a history, and brings its own state, if any, up to date with that history.
 
-    The methods here are those of a source that keeps no state and proposes no tokens.
+    Each text has its own source. The methods here are those of a source that keeps no state and proposes no tokens.
     """
+
+    def for_sequence(self, index: int) -> DraftSource:
+        """A source of the same kind for the text in that sequence."""
+        return self
+
+    def on(self, context: Context | None) -> DraftSource:
+        """The same source with another context of the draft model, whose KV cache is empty."""
+        return self
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         """Takes in the prompt except its last token. The time counts as prefill."""
@@ -67,6 +77,29 @@ class NoDraft(DraftSource):
     """Plain decoding."""
 
 
+class _Chain:
+    """The drafts of one text, as they are drawn. `pending` are the tokens that the draft's KV cache lacks."""
+
+    def __init__(self, source: ModelDraft, history: Sequence[int], gamma: int, sampler: Sampler) -> None:
+        self.source = source
+        self.pending: Sequence[int] = history[source.sequence.n_past :]
+        self.proposal = Proposal()
+        self._gamma = gamma
+        self._sampler = sampler
+        self._seen = sampler.recent(history)
+
+    def draw(self, logits: FloatRow) -> bool:
+        """Draws the next draft from the draft model's `logits` [n_vocab]; False where it is the last."""
+        candidates = self._sampler.candidates(logits[: self.source.n_vocab], self._seen)
+        token = self._sampler.pick(candidates)
+        tokens = self.proposal.tokens
+        tokens.append(token)
+        self.proposal.candidates.append(candidates)
+        self._seen.append(token)
+        self.pending = [token]
+        return len(tokens) < self._gamma and not self.source.is_eog(token)
+
+
 class ModelDraft(DraftSource):
     """A draft model that samples from its own distribution under the target's sampling settings.
 
@@ -74,18 +107,22 @@ class ModelDraft(DraftSource):
     token, which no later token needed; the next proposal decodes it first.
     """
 
-    def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
+    def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool], sequence: int = 0) -> None:
         self.context = context
-        self._n_vocab = n_vocab  # ids that both vocabularies have
-        self._is_eog = is_eog
+        self.sequence = context.sequences[sequence]
+        self.n_vocab = n_vocab  # ids that both vocabularies have
+        self.is_eog = is_eog
 
-    def on(self, context: Context) -> ModelDraft:
-        """The same draft with another context of the same model."""
-        return ModelDraft(context, n_vocab=self._n_vocab, is_eog=context.model.is_eog)
+    def for_sequence(self, index: int) -> ModelDraft:
+        return ModelDraft(self.context, n_vocab=self.n_vocab, is_eog=self.is_eog, sequence=index)
+
+    def on(self, context: Context | None) -> ModelDraft:
+        assert context is not None
+        return ModelDraft(context, n_vocab=self.n_vocab, is_eog=context.model.is_eog, sequence=self.sequence.index)
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
-        n_held = self.context.keep_prefix(history[:-1])
-        self.context.prefill(history[n_held:-1], logits="none", cancel=cancel)
+        n_held = self.sequence.keep_prefix(history[:-1])
+        self.sequence.prefill(history[n_held:-1], logits="none", cancel=cancel)
 
     def propose(
         self,
@@ -96,48 +133,41 @@ class ModelDraft(DraftSource):
         on_token: OnToken | None = None,
         keep_hidden_states: bool = False,
     ) -> Proposal:
-        proposal = Proposal()
         if gamma == 0:
-            return proposal
+            return Proposal()
+        chain = _Chain(self, history, gamma, sampler)
+        tokens = chain.proposal.tokens
         hidden_states: NDArray[np.float32] | None = None
-        seen = sampler.recent(history)
-        pending = history[self.context.n_past :]
         if keep_hidden_states:
             hidden_states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32)
-            if len(pending) > _MAX_TOKENS_WITH_STATES:
-                self.context.decode(pending[:-1], phase=Phase.DRAFT, logits="none")
-                pending = pending[-1:]
+            if len(chain.pending) > _MAX_TOKENS_WITH_STATES:
+                self.sequence.decode(chain.pending[:-1], phase=Phase.DRAFT, logits="none")
+                chain.pending = chain.pending[-1:]
         while True:
             if hidden_states is None:
-                logits = self.context.decode(pending, phase=Phase.DRAFT, logits="last")
+                logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits="last")
             else:
-                logits = self.context.decode(pending, phase=Phase.DRAFT, logits="all", hidden_states=True)
-                hidden_states[len(proposal.tokens)] = self.context.last_hidden_state()
-            candidates = sampler.candidates(logits[-1, : self._n_vocab], seen)
-            token = sampler.pick(candidates)
-            proposal.tokens.append(token)
-            proposal.candidates.append(candidates)
-            seen.append(token)
-            if len(proposal.tokens) == gamma or self._is_eog(token):
+                logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits="all", hidden_states=True)
+                hidden_states[len(tokens)] = self.context.last_hidden_state()
+            if not chain.draw(logits[-1]):
                 break
             if on_token is not None:
-                on_token([history[-1], *proposal.tokens])
-            pending = [token]
+                on_token([history[-1], *tokens])
         if hidden_states is None:
-            return proposal
-        return replace(proposal, hidden_states=hidden_states[: len(proposal.tokens)])
+            return chain.proposal
+        return replace(chain.proposal, hidden_states=hidden_states[: len(tokens)])
 
     def rollback(self, n_valid: int) -> None:
-        self.context.trim(n_valid)
+        self.sequence.trim(n_valid)
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        if self.context.can_shift and n_keep + n_discard < self.context.n_past:
-            self.context.shift(n_keep, n_discard)
+        if self.context.can_shift and n_keep + n_discard < self.sequence.n_past:
+            self.sequence.shift(n_keep, n_discard)
         else:
-            self.context.trim(n_keep)
+            self.sequence.trim(n_keep)
 
     def restore(self, history: Sequence[int]) -> None:
-        self.context.keep_prefix(history)
+        self.sequence.keep_prefix(history)
 
 
 class NgramDraft(DraftSource):
@@ -152,6 +182,9 @@ class NgramDraft(DraftSource):
     def __init__(self) -> None:
         self._indexed: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after its latest occurrence
+
+    def for_sequence(self, index: int) -> NgramDraft:
+        return NgramDraft()
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         self._indexed = []
@@ -182,3 +215,33 @@ class NgramDraft(DraftSource):
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         self.begin([])  # the next proposal indexes what is left
+
+
+class DraftRequest(NamedTuple):
+    """What one text asks of its source: at most `gamma` tokens that may follow `history`."""
+
+    source: DraftSource
+    history: Sequence[int]
+    gamma: int
+    sampler: Sampler
+
+
+def propose_together(requests: Sequence[DraftRequest]) -> list[Proposal]:
+    """The proposals of several texts; a draft model decodes one batch per draft position for all of them."""
+    chains: list[_Chain] = []
+    proposals = []
+    for source, history, gamma, sampler in requests:
+        if isinstance(source, ModelDraft) and gamma > 0:
+            chains.append(_Chain(source, history, gamma, sampler))
+            proposals.append(chains[-1].proposal)
+        else:
+            proposals.append(source.propose(history, gamma, sampler))
+    while chains:
+        context = chains[0].source.context
+        parts = [BatchPart(chain.source.sequence, chain.pending, "last") for chain in chains]
+        unfinished: list[_Chain] = []
+        for group in context.fitting(parts):
+            rows = context.decode_parts(parts[group], phase=Phase.DRAFT)
+            unfinished += [chain for chain, row in zip(chains[group], rows, strict=True) if chain.draw(row[-1])]
+        chains = unfinished
+    return proposals

@@ -136,6 +136,7 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
         "device": device.label,
         "threads": config.n_threads,
         "n_ctx": config.n_ctx,
+        "n_parallel": config.n_parallel,
         "n_batch": config.n_batch,
         "n_ubatch": config.n_ubatch,
         "gamma": config.gamma,

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.llama.context import Context, Logits
+from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.llama.sequence import Logits
 from moeedge.native.abi import Phase
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.trace.schedule import GAMMA

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.engine.types import MAX_OUTPUTS, EngineConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
@@ -99,7 +99,8 @@ def make_context(config: EngineConfig, model: Model, n_ctx: int, *, has_budget: 
         n_threads=config.n_threads,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
-        n_outputs=MAX_OUTPUTS,
+        n_outputs=config.n_outputs,
+        n_parallel=config.n_parallel,
         op_offload=config.op_offload or model.info.n_experts == 0,
         has_budget=has_budget,
         mode=config.mode,
@@ -171,7 +172,9 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
         n_ctx = [config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS) for header in headers]
         return model_fits(
             model_bytes=sum(header.info.size_bytes for header in headers),
-            kv_bytes=sum(n * kv_bytes_per_token(header) for n, header in zip(n_ctx, headers, strict=True)),
+            kv_bytes=sum(
+                config.n_parallel * n * kv_bytes_per_token(header) for n, header in zip(n_ctx, headers, strict=True)
+            ),
             free_bytes=device.free_bytes,
             reserve_bytes=default_reserve(device.total_bytes),
         )

@@ -7,16 +7,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
+from moeedge.engine.answer import Answer, AnswerLimits, Recover
 from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, make_context, resolve_device
+from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.sampling import Sampler
-from moeedge.engine.speculative import SpeculativeLoop
+from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import EngineConfig, EngineInfo, SamplingConfig
-from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError
+from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
@@ -43,7 +45,8 @@ class Session:
     target, draft_context: the llama.cpp contexts; draft_context is None without a draft model.
     draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
-    observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0).
+    observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
+    record of a step of several texts holds their sums.
     placement: places experts; None without a device. calibration: what was measured for it, or None. layer_choice: how
     a GPU was divided between whole layers and cache, and what else was measured; None where there was no choice.
     notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
@@ -102,6 +105,11 @@ class Session:
         with ExitStack() as stack:
             if model is None:
                 model = stack.enter_context(load_target(config, device))
+            if config.n_parallel > 1 and not model.can_roll_back:
+                raise InputError(
+                    f"The memory of {model.info.architecture} models cannot hold several texts in one batch.",
+                    "Decode one at a time.",
+                )
             notes: list[str] = []
             if model.info.n_experts == 0:
                 notes.append(Notification(f"{config.model.name} is dense, no experts: placement off."))
@@ -191,7 +199,55 @@ class Session:
         begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
-        prompt = [int(token) for token in (*prompt_tokens, *begun)]
+        state = self._new_text([*prompt_tokens, *begun], sampling)
+        return Generation(
+            self._new_loop(cancel),
+            state,
+            self._limits(state, n_predict, ignore_eos),
+            cancel=cancel,
+            begun=begun,
+            recover=self._recover,
+        )
+
+    def generate_parallel(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n_predict: int = -1,
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+        cancel: Callable[[], bool] | None = None,
+        ignore_eos: bool = False,
+    ) -> ParallelGeneration:
+        """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
+
+        Each answer is what `generate` gives for its prompt alone. sampling: of all texts, or of each. n_predict,
+        cancel, ignore_eos and errors: as of `generate`. `draft` and `gamma` are those of the session now.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
+
+        def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
+            state = self._new_text(prompt, sampling)
+            return Answer(state, self._limits(state, n_predict, ignore_eos))
+
+        generation = ParallelGeneration(
+            self._new_loop(cancel), new_answer, self._draft_of, cancel=cancel, recover=self._recover
+        )
+        for prompt, config in zip(prompts, each, strict=True):
+            generation.add(prompt, n_predict=n_predict, sampling=config)
+        return generation
+
+    def _new_loop(self, cancel: Callable[[], bool] | None) -> SpeculativeLoop:
+        self._loop = SpeculativeLoop(
+            self.target,
+            placement=None if self._fell_back else self.placement,
+            observe=self._call_observers,
+            cancel=cancel,
+        )
+        return self._loop
+
+    def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig) -> TextState:
+        """A text in the first sequence. Raises EmptyPromptError and ContextTooSmallError."""
+        prompt = [int(token) for token in tokens]
         if not prompt:
             raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
         limit = self.target.n_ctx - _RESERVED_TOKENS
@@ -201,29 +257,28 @@ class Session:
                 f"{max(limit, 0):,} of them.",
                 f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
             )
-        loop = SpeculativeLoop(
-            self.target,
-            self.draft if self.gamma > 0 else NoDraft(),
-            Sampler(sampling, self.model.info.n_vocab),
-            prompt,
-            placement=None if self._fell_back else self.placement,
-            observe=self._call_observers,
-            cancel=cancel,
-        )
-        self._loop = loop
-        can_recover = self.config.cpu_fallback and (self.model.uses_gpu or self._draft_uses_gpu)
-        return Generation(
-            loop,
+        sampler = Sampler(sampling, self.model.info.n_vocab)
+        return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt)
+
+    def _draft_of(self, sequence: int) -> DraftSource:
+        """The source of drafts for the text in that sequence."""
+        return self.draft.for_sequence(sequence) if self.gamma > 0 else NoDraft()
+
+    def _limits(self, state: TextState, n_predict: int, ignore_eos: bool) -> AnswerLimits:
+        return AnswerLimits(
             n_predict=n_predict,
             gamma=self.gamma,
             n_ctx=self.target.n_ctx,
-            n_keep=min(self.n_keep, len(prompt)),
+            n_keep=min(self.n_keep, len(state.history)),
             context_shift=self.config.context_shift,
             ignore_eos=ignore_eos,
-            cancel=cancel,
-            begun=begun,
-            recover=self._fall_back if can_recover else None,
         )
+
+    @property
+    def _recover(self) -> Recover | None:
+        """What an answer calls when a GPU fails; None where it cannot go on without."""
+        can_recover = self.config.cpu_fallback and (self.model.uses_gpu or self._draft_uses_gpu)
+        return self._fall_back if can_recover else None
 
     def _call_observers(self, record: StepRecord) -> None:
         self._check_budget(record)
@@ -273,7 +328,7 @@ class Session:
             vram_bytes=None,
         )
         assert self._loop is not None
-        self._loop.replace_contexts(self.target, self.draft if self.gamma > 0 else NoDraft())
+        self._loop.replace_contexts(self.target, self.draft_context)
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""
@@ -314,7 +369,7 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
         free_bytes = reading.free_bytes
         if config.layers_measured:  # the context is the same with any number of whole layers
             free_bytes += whole_expert_bytes(models[0])
-    n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes)
+    n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes, n_parallel=config.n_parallel)
     notes.extend([note] if note else [])
     return n_ctx
 

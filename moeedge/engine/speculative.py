@@ -1,32 +1,59 @@
 """The speculative step: draft, verify, observe, plan, prefetch.
 
 Chain drafts, verified in one batch of gamma + 1 tokens: the token emitted last, which is not in the KV cache yet, and
-the drafts after it. The sampler makes the result exact (sampling.py); this module keeps both KV caches equal to the
+the drafts after it. With several texts one batch holds these tokens of each, so that the texts share the experts that
+a verification reads. The sampler makes the result exact (sampling.py); this module keeps the KV caches equal to the
 accepted text.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.drafts import DraftSource, Proposal
+from moeedge.engine.drafts import DraftRequest, DraftSource, Proposal, propose_together
 from moeedge.engine.sampling import Sampler
 from moeedge.llama.context import Context
+from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.stats import StepRecord
 
 
+class TextState:
+    """One answer in progress: `history` is the prompt and all emitted tokens; its last token is in no KV cache yet."""
+
+    def __init__(self, target: ContextSequence, draft: DraftSource, sampler: Sampler, history: list[int]) -> None:
+        self.target = target
+        self.draft = draft
+        self.sampler = sampler
+        self.history = history
+        self.n_prefilled = 0  # tokens of the prompt that were decoded
+
+    def shift(self, n_keep: int, n_discard: int) -> bool:
+        """Drops `n_discard` tokens after the first `n_keep`; False where the model's memory does not allow it."""
+        if not self.target.context.can_shift or n_keep + n_discard >= self.target.n_past:
+            return False
+        self.target.shift(n_keep, n_discard)
+        self.draft.shift(n_keep, n_discard)
+        del self.history[n_keep : n_keep + n_discard]
+        return True
+
+    def restore(self) -> None:
+        """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
+        self.target.keep_prefix(self.history)
+        self.draft.restore(self.history)
+
+
 @dataclass
 class Verified:
-    """The result of one verification."""
+    """The result of one text's verification."""
 
     emitted: list[int]  # accepted drafts and the target's own token
     n_accepted: int
@@ -34,93 +61,122 @@ class Verified:
 
 
 class SpeculativeLoop:
-    """One answer in progress: `history` is the prompt and all emitted tokens; its last token is in no KV cache yet."""
+    """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
+
+    observe: called with the record of each step and prompt; the record of several texts' step holds their sums.
+    """
 
     def __init__(
         self,
         target: Context,
-        draft: DraftSource,
-        sampler: Sampler,
-        history: list[int],
         *,
         placement: PlacementManager | None = None,
         observe: Callable[[StepRecord], None] | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> None:
         self.target = target
-        self.draft = draft
-        self.sampler = sampler
-        self.history = history
-        self.n_prefilled = 0  # tokens of the prompt that were decoded
+        self.texts: list[TextState] = []
         self.counts: Counts | None = None  # of the last verification or prefill
-        self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
         self.placement = placement
+        self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
         self._call_observers = observe
         self._cancel = cancel
         self._n_expert_layers = len(target.model.host_expert_layers)
 
-    def step(self, gamma: int) -> StepRecord:
-        """One verification with at most `gamma` drafts; gamma + 1 more tokens must fit the context."""
-        return self.plain_step(gamma) if self.placement is None else self.overlapped_step(gamma)
+    def step(self, gammas: Sequence[int]) -> list[StepRecord]:
+        """One verification with at most so many drafts of each text; they must fit the context with one more token.
 
-    def plain_step(self, gamma: int) -> StepRecord:
+        Returns a record of each text; times and experts are those of the entire step.
+        """
+        return self.plain_step(gammas) if self.placement is None else self.overlapped_step(gammas)
+
+    def plain_step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """The step without placement: experts are computed where their weights are."""
         start_s = time.perf_counter()
-        proposal = self.draft.propose(self.history, gamma, self.sampler)
+        proposals = self._propose(gammas)
         drafted_s = time.perf_counter()
-        verified = self._verify(proposal)
+        verified = self._verify(proposals)
         verified_s = time.perf_counter()
-        record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
-        return replace(record, observe_s=time.perf_counter() - verified_s)
+        record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
+        return _by_text(replace(record, observe_s=time.perf_counter() - verified_s), proposals, verified)
 
-    def overlapped_step(self, gamma: int) -> StepRecord:
+    def overlapped_step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """The same with placement: experts move to the device during drafting and between the target's layers."""
         placement = self.placement
         assert placement is not None
         start_s = time.perf_counter()
         # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
-        proposal = self.draft.propose(
-            self.history,
-            gamma,
-            self.sampler,
-            on_token=placement.on_draft_token,
-            keep_hidden_states=placement.wants_hidden_states,
-        )
+        placement.share(len(self.texts))
+        proposals = self._propose(gammas, placement)
         drafted_s = time.perf_counter()
-        placement.before_verification([self.history[-1], *proposal.tokens], proposal.hidden_states)
+        batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
+        if len(batch) > len(proposals):
+            placement.before_verification(batch, proposals[0].hidden_states)
         planned_s = time.perf_counter()
         # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
         # it may load missing experts and push those of the next layers
-        verified = self._verify(proposal)
+        verified = self._verify(proposals)
         verified_s = time.perf_counter()
-        record = self._observe(proposal, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
+        record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
         assert self.counts is not None  # a model with placement has a sensor
-        placement.after_verification(self.counts, verified.batch, record)
-        return replace(record, observe_s=time.perf_counter() - verified_s + planned_s - drafted_s)
+        placement.after_verification(self.counts, batch, record, _text_first(verified) if len(verified) > 1 else None)
+        record = replace(record, observe_s=time.perf_counter() - verified_s + planned_s - drafted_s)
+        return _by_text(record, proposals, verified)
 
-    def _verify(self, proposal: Proposal) -> Verified:
+    def _propose(self, gammas: Sequence[int], placement: PlacementManager | None = None) -> list[Proposal]:
+        if len(self.texts) > 1:
+            texts = zip(self.texts, gammas, strict=True)
+            return propose_together([DraftRequest(t.draft, t.history, gamma, t.sampler) for t, gamma in texts])
+        text = self.texts[0]
+        if placement is None:
+            return [text.draft.propose(text.history, gammas[0], text.sampler)]
+        proposal = text.draft.propose(
+            text.history,
+            gammas[0],
+            text.sampler,
+            on_token=placement.on_draft_token,
+            keep_hidden_states=placement.wants_hidden_states,
+        )
+        return [proposal]
+
+    def _verify(self, proposals: Sequence[Proposal]) -> list[Verified]:
         """Decodes the batch and takes back the rejected drafts."""
-        length = len(self.history)
-        if self.target.n_past < length - 1:  # after an interruption, or where the memory cannot drop single positions
-            self.target.prefill(self.history[self.target.n_past : -1], logits="none", cancel=self._cancel)
-            self._read_counts()
-        batch = [self.history[-1], *proposal.tokens]
-        phase = Phase.VERIFY if proposal.tokens else Phase.DECODE
-        logits = self.target.decode(batch, phase=phase, logits="all")
-        n_accepted, token = self.sampler.accept(logits, proposal.tokens, proposal.candidates, self.history)
-        self.target.trim(length + n_accepted)
-        self.draft.rollback(length + n_accepted)
-        emitted = [*proposal.tokens[:n_accepted], token]
-        self.history.extend(emitted)
-        return Verified(emitted, n_accepted, batch)
+        parts: list[BatchPart] = []
+        phase = Phase.DECODE
+        for text, proposal in zip(self.texts, proposals, strict=True):
+            sequence, history = text.target, text.history
+            if sequence.n_past < len(history) - 1:  # after an interruption, or where single positions cannot be dropped
+                sequence.prefill(history[sequence.n_past : -1], logits="none", cancel=self._cancel)
+                self._read_counts()
+            if proposal.tokens:
+                phase = Phase.VERIFY
+            parts.append(BatchPart(sequence, _batch(text, proposal), "all"))
+        verified: list[Verified] = []
+        for group in self.target.fitting(parts):
+            rows = self.target.decode_parts(parts[group], phase=phase)
+            for text, proposal, part, logits in zip(
+                self.texts[group], proposals[group], parts[group], rows, strict=True
+            ):
+                drafts = proposal.tokens
+                n_accepted, token = text.sampler.accept(logits, drafts, proposal.candidates, text.history)
+                n_valid = len(text.history) + n_accepted
+                text.target.trim(n_valid)
+                text.draft.rollback(n_valid)
+                verified.append(Verified([*drafts[:n_accepted], token], n_accepted, list(part.tokens)))
+        for text, result in zip(self.texts, verified, strict=True):  # all or none: a failed step may be repeated
+            text.history.extend(result.emitted)
+        return verified
 
-    def _observe(self, proposal: Proposal, verified: Verified, *, draft_s: float, verify_s: float) -> StepRecord:
+    def _observe(
+        self, proposals: Sequence[Proposal], verified: Sequence[Verified], *, draft_s: float, verify_s: float
+    ) -> StepRecord:
         """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
         start_s = time.perf_counter()
         self.counts = self._read_counts()
+        n_verified = sum(len(result.batch) for result in verified)
         experts_unique = experts_natural = 0.0
         experts_max, kept_probability, substituted_layers = 0, None, 0
-        if verified.batch and self.counts is not None and self._n_expert_layers:
+        if n_verified and self.counts is not None and self._n_expert_layers:
             experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
         layers = self._read_budget()
         if layers is not None:
@@ -128,11 +184,12 @@ class SpeculativeLoop:
             experts_max = int(layers["unique_max"].max())
             kept_probability = float((layers["kept"] / layers["batches"]).mean())
             substituted_layers = int(np.count_nonzero(layers["substituted"]))
+        drafts = [token for proposal in proposals for token in proposal.tokens]
         record = StepRecord(
-            tokens=verified.emitted,
-            n_drafted=len(proposal.tokens),
-            n_accepted=verified.n_accepted,
-            n_verified=len(verified.batch),
+            tokens=[token for result in verified for token in result.emitted],
+            n_drafted=len(drafts),
+            n_accepted=sum(result.n_accepted for result in verified),
+            n_verified=n_verified,
             experts_unique=experts_unique,
             experts_natural=experts_natural,
             experts_max=experts_max,
@@ -141,8 +198,8 @@ class SpeculativeLoop:
             draft_s=draft_s,
             verify_s=verify_s,
             observe_s=time.perf_counter() - start_s,
-            drafts=proposal.tokens,
-            hidden_states=proposal.hidden_states,
+            drafts=drafts,
+            hidden_states=proposals[0].hidden_states,
         )
         if self._call_observers is not None:
             self._call_observers(record)
@@ -159,50 +216,70 @@ class SpeculativeLoop:
         layers = layers[layers["batches"] > 0]
         return layers if len(layers) else None
 
-    # before, between and after the steps
+    # between the steps
 
-    def prefill(self) -> StepRecord:
-        """Decodes what the KV cache lacks of the prompt and draws the first token."""
+    def prefill(self, text: TextState) -> StepRecord:
+        """Decodes what the KV cache lacks of a text's prompt and draws its first token."""
         start_s = time.perf_counter()
-        n_held = self.target.keep_prefix(self.history[:-1])
-        prompt = self.history[n_held:]
-        self.n_prefilled = len(prompt)
-        logits = self.target.prefill(prompt, logits="last", cancel=self._cancel)
-        token = self.sampler.pick(self.sampler.candidates(logits[0], self.history))
+        n_held = text.target.keep_prefix(text.history[:-1])
+        prompt = text.history[n_held:]
+        text.n_prefilled = len(prompt)
+        logits = text.target.prefill(prompt, logits="last", cancel=self._cancel)
+        token = text.sampler.pick(text.sampler.candidates(logits[0], text.history))
         verify_s = time.perf_counter() - start_s
-        self.history.append(token)
-        record = self._observe(Proposal(), Verified([token], 0, []), draft_s=0.0, verify_s=verify_s)
+        text.history.append(token)
+        record = self._observe([Proposal()], [Verified([token], 0, [])], draft_s=0.0, verify_s=verify_s)
         self._prompt = (prompt, record)
         return record
 
-    def begin(self) -> None:
-        """Prepares placement and draft for the first step; called after the first token, which does not wait for it."""
+    def begin(self, text: TextState) -> None:
+        """Prepares placement and draft for the text's first step, after its prompt and before any other computation.
+
+        Called after the first token, which does not wait for it.
+        """
         if self._prompt is not None and self.placement is not None:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
-        self.draft.begin(self.history, cancel=self._cancel)
+        text.draft.begin(text.history, cancel=self._cancel)
 
-    def shift(self, n_keep: int, n_discard: int) -> bool:
-        """Drops `n_discard` tokens after the first `n_keep`; False where the model's memory does not allow it."""
-        if not self.target.can_shift or n_keep + n_discard >= self.target.n_past:
-            return False
-        self.target.shift(n_keep, n_discard)
-        self.draft.shift(n_keep, n_discard)
-        del self.history[n_keep : n_keep + n_discard]
-        return True
-
-    def restore(self) -> None:
-        """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
-        self.target.keep_prefix(self.history)
-        self.draft.restore(self.history)
-
-    def replace_contexts(self, target: Context, draft: DraftSource) -> None:
+    def replace_contexts(self, target: Context, draft: Context | None) -> None:
         """Goes on with contexts whose KV caches are empty, and without placement; the next step fills them."""
-        self.target, self.draft, self.placement = target, draft, None
+        self.target, self.placement = target, None
         self._n_expert_layers = len(target.model.host_expert_layers)
+        for text in self.texts:
+            text.target = target.sequences[text.target.index]
+            text.draft = text.draft.on(draft)
 
     @property
     def sense_s(self) -> float:
         """Time that the target's native sensor has taken so far."""
         return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
+
+
+def _batch(text: TextState, proposal: Proposal) -> list[int]:
+    """The text's tokens that are verified together."""
+    return [text.history[-1], *proposal.tokens]
+
+
+def _text_first(verified: Sequence[Verified]) -> NDArray[np.intp]:
+    """Places in the batch of several texts, those that became text first."""
+    rejected = [place > result.n_accepted for result in verified for place in range(len(result.batch))]
+    return np.argsort(rejected, kind="stable")
+
+
+def _by_text(record: StepRecord, proposals: Sequence[Proposal], verified: Sequence[Verified]) -> list[StepRecord]:
+    """The records of the texts of a step."""
+    if len(verified) == 1:
+        return [record]
+    return [
+        replace(
+            record,
+            tokens=result.emitted,
+            n_drafted=len(proposal.tokens),
+            n_accepted=result.n_accepted,
+            n_verified=len(result.batch),
+            drafts=proposal.tokens,
+        )
+        for proposal, result in zip(proposals, verified, strict=True)
+    ]

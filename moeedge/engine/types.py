@@ -19,10 +19,8 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
 MAX_GAMMA = 64
+MAX_N_PARALLEL = 64
 ALL_ON_CPU = 1 << 30  # of n_cpu_moe: the experts of every layer, as with --cpu-moe
-# tokens of a graph whose logits a session reads: those of a verification
-MAX_OUTPUTS = MAX_GAMMA + 1
-
 StopReason = Literal["eos", "length", "context", "interrupted"]
 
 
@@ -57,7 +55,8 @@ class EngineConfig:
 
     model: Path
     draft: Path | Literal["ngram"] | None = None
-    n_ctx: int = 0  # tokens; 0: the length that the model was trained with
+    n_ctx: int = 0  # tokens of each text; 0: the length that the model was trained with
+    n_parallel: int = 1  # texts that are decoded together, llama.cpp's --parallel
     n_threads: int = 0  # 0: one per physical core
     gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
@@ -82,8 +81,23 @@ class EngineConfig:
             raise ValueError(f"n_cpu_moe (-ncmoe) must be >= 0, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
+        if not 1 <= self.n_parallel <= MAX_N_PARALLEL:
+            raise ValueError(f"n_parallel (--parallel) must be in 1..{MAX_N_PARALLEL}, not {self.n_parallel}")
+        if self.n_ctx * self.n_parallel > MAX_N_CTX:
+            raise ValueError(
+                f"the contexts of {self.n_parallel} texts (-c) must be at most {MAX_N_CTX:,} tokens together, "
+                f"not {self.n_ctx * self.n_parallel:,}"
+            )
         if not 0 <= self.n_threads <= MAX_N_THREADS:
             raise ValueError(f"n_threads (-t) must be in 0..{MAX_N_THREADS}, not {self.n_threads}")
+
+    @property
+    def n_outputs(self) -> int:
+        """Tokens of a graph whose logits a session reads: those of a verification.
+
+        A session may change its draft length; a larger verification of several texts is computed in parts.
+        """
+        return max(MAX_GAMMA + 1, min(self.n_parallel * (self.gamma + 1), self.n_ubatch))
 
 
 @dataclass

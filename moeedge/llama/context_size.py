@@ -26,30 +26,36 @@ def kv_bytes_per_token(model: Model) -> int:
     return model.info.n_layers * max(model.n_heads_kv, 1) * (key + value) * _BYTES_PER_VALUE
 
 
-def choose_n_ctx(models: Sequence[Model], n_ctx: int = 0, free_bytes: int | None = None) -> tuple[int, str | None]:
+def choose_n_ctx(
+    models: Sequence[Model], n_ctx: int = 0, free_bytes: int | None = None, *, n_parallel: int = 1
+) -> tuple[int, str | None]:
     """Returns the context in tokens for target and draft, and a note for the user if the default was reduced.
 
     n_ctx: the user's size; raises InputError if its KV caches exceed the free memory. Models with a sliding window or a
     recurrent state need less than the estimate and are not checked. 0: the first model's trained context, reduced if
-    the KV caches of all models do not fit. free_bytes: measured by default.
+    the KV caches of all models do not fit. free_bytes: measured by default. n_parallel: texts with so many tokens each.
     """
     free = psutil.virtual_memory().available if free_bytes is None else free_bytes
     if n_ctx:
         plain = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
-        needed = n_ctx * sum(kv_bytes_per_token(model) for model in plain)
+        needed = n_parallel * n_ctx * sum(kv_bytes_per_token(model) for model in plain)
         if needed > free:
             raise InputError(
-                f"A context of {n_ctx:,} tokens needs {format_bytes(needed)} of KV cache, "
+                f"A context of {n_ctx:,} tokens{_for_each(n_parallel)} needs {format_bytes(needed)} of KV cache, "
                 f"but {format_bytes(free)} of memory are free.",
                 f"Use -c {max(N_CTX_STEP, n_ctx * free // needed // N_CTX_STEP * N_CTX_STEP)} or less.",
             )
         return n_ctx, None
     n_trained = models[0].info.n_ctx_train
-    per_token = sum(kv_bytes_per_token(model) for model in models)
+    per_token = n_parallel * sum(kv_bytes_per_token(model) for model in models)
     n_fitting = max(N_CTX_STEP, int(free * _KV_SHARE) // per_token // N_CTX_STEP * N_CTX_STEP)
     if n_fitting >= n_trained:
         return n_trained, None
     return n_fitting, (
-        f"The context is {n_fitting:,} tokens instead of the {n_trained:,} that the model was trained with, "
-        f"because the full KV cache would take {format_bytes(n_trained * per_token)}. Set it with -c N."
+        f"The context{_for_each(n_parallel)} is {n_fitting:,} tokens instead of the {n_trained:,} that the model was "
+        f"trained with, because the full KV cache would take {format_bytes(n_trained * per_token)}. Set it with -c N."
     )
+
+
+def _for_each(n_parallel: int) -> str:
+    return f" for each of {n_parallel} texts" if n_parallel > 1 else ""

@@ -9,7 +9,7 @@ import psutil
 
 from moeedge import native
 from moeedge.engine.loading import resolve_device
-from moeedge.engine.types import MAX_OUTPUTS, EngineConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
@@ -68,7 +68,8 @@ def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
         n_threads=1,
         n_batch=config.n_batch,
         n_ubatch=config.n_ubatch,
-        n_outputs=MAX_OUTPUTS,
+        n_outputs=config.n_outputs,
+        n_parallel=config.n_parallel,
         op_offload=config.op_offload or model.info.n_experts == 0,
     ) as context:
         for use in context.memory_uses():

@@ -90,6 +90,7 @@ class PlacementManager:
         self._planning = None if has_hooks else PlanningThread()
         self._recorder = StatsRecorder(cache.stats())
         self._tau: NDArray[np.float32] | None = None  # [n_layers], of the plan that was pushed last
+        self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
         self._lost = False
         self._warned_unknown = False
@@ -113,7 +114,7 @@ class PlacementManager:
     @property
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
-        return self._keeps_hidden_states and self.active and self.driver.reads_drafts
+        return self._keeps_hidden_states and self._n_texts == 1 and self.active and self.driver.reads_drafts
 
     def begin_text(self) -> None:
         """A new conversation begins."""
@@ -154,16 +155,27 @@ class PlacementManager:
         self._attached = False
         self._switch_hooks()
 
+    def share(self, n_texts: int) -> None:
+        """The next steps verify so many texts together.
+
+        Experts of several texts are not predicted from what the draft's layers compute, whose rows are those of one
+        text: policies then plan by tokens and routing alone.
+        """
+        if n_texts != self._n_texts:
+            self._n_texts = n_texts
+            self._switch_hooks()
+
     def _switch_hooks(self) -> None:
-        for hook in (self.layer_hook, self.draft_prefetch):
-            if hook is not None:
-                hook.on = self.active
+        if self.layer_hook is not None:
+            self.layer_hook.on = self.active
+        if self.draft_prefetch is not None:
+            self.draft_prefetch.on = self.active and self._n_texts == 1
 
     # one step, in the order of the calls
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: experts that are predicted by now move while it works on."""
-        if self.draft_prefetch is not None and self.active:
+        if self.draft_prefetch is not None and self.draft_prefetch.on:
             start_s = time.perf_counter()
             self._in_step = True
             self.draft_prefetch.on_token(tokens)
@@ -179,17 +191,21 @@ class PlacementManager:
             return
         start_s = time.perf_counter()
         self._in_step = True
-        if self.draft_prefetch is not None:
+        if self.draft_prefetch is not None and self.draft_prefetch.on:
             self.draft_prefetch.end_batch(tokens)
         else:
             self._do(partial(self._plan_draft, tokens, hidden_states))
         self._add_schedule(start_s)
 
-    def after_verification(self, counts: Counts, batch: Sequence[int], record: StepRecord) -> None:
+    def after_verification(
+        self, counts: Counts, batch: Sequence[int], record: StepRecord, order: NDArray[np.intp] | None = None
+    ) -> None:
         """Shows the policy what `batch` activated, plans for the next one and starts the transfers.
 
         counts: uint32 [n_layers, n_experts]. batch: a prompt if record.n_verified is 0. Of the next batch the last of
-        record.tokens is known, the target's own. The transfers go on while the draft model works.
+        record.tokens is known, the target's own. order: of several texts (`share`), the places in the batch, those that
+        became text first; of the next batch the texts' own tokens are known if there were no drafts. The transfers go
+        on while the draft model works.
         """
         if not self._attached:
             return
@@ -201,11 +217,16 @@ class PlacementManager:
         self._check_device()
         self._check_memory()
         if self.active:
-            if self._in_step:
+            tokens = record.tokens[-1:]
+            if not self._in_step:
+                observations = self._reader.prefill(counts, batch)
+            elif order is None:
                 observations = [self._reader.verification(counts, batch, record.n_accepted)]
             else:
-                observations = self._reader.prefill(counts, batch)
-            self._do(partial(self._observe_and_plan, observations, record.tokens[-1:]))
+                n_accepted = record.n_accepted + self._n_texts - 1  # as if the texts were one
+                observations = [self._reader.verification(counts, batch, n_accepted, order)]
+                tokens = [] if record.n_drafted else record.tokens
+            self._do(partial(self._observe_and_plan, observations, tokens))
         self._add_schedule(start_s)
 
     def wait(self) -> None:

@@ -37,14 +37,24 @@ class RoutingReader:
             self._last_serial = frames[-1].serial
         return [frame for frame in frames if frame.phase in phases]
 
-    def verification(self, counts: Counts, batch: Sequence[int], n_accepted: int) -> Observation:
-        """The observation of a verification (or plain decode) of `batch`; counts: uint32 [n_layers, n_experts]."""
+    def verification(
+        self, counts: Counts, batch: Sequence[int], n_accepted: int, order: NDArray[np.intp] | None = None
+    ) -> Observation:
+        """The observation of a verification (or plain decode) of `batch`; counts: uint32 [n_layers, n_experts].
+
+        order: of the batch's tokens in the observation [n_tokens]; None: as they are.
+        """
         frames = self._frames(Phase.VERIFY, Phase.DECODE)
         tokens = np.array(batch, dtype=np.int32)
         ids, weights = None, None
         if len(frames) == 1 and frames[0].n_tokens == tokens.size:
             ids, weights = routing(frames[0])
         scores = self._router_scores(tokens.size) if ids is not None else None
+        if order is not None:
+            tokens = tokens[order]
+            ids = None if ids is None else ids[:, order]
+            weights = None if weights is None else weights[:, order]
+            scores = None if scores is None else scores[:, order]
         # a copy: the sensor reuses its array, and a policy may read it later
         return Observation(counts.copy(), tokens.size, n_accepted, tokens, ids, weights, router_scores=scores)
 

@@ -7,8 +7,9 @@ import pytest
 
 from moeedge.engine.layer_sensitivity import measure_sensitivity
 from moeedge.llama import library
-from moeedge.llama.context import Context, Logits
+from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.llama.sequence import Logits
 from moeedge.native.abi import Phase
 from moeedge.policies.expert_budget import ExpertBudget
 from tests.conftest import TinyFactory

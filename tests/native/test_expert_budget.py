@@ -19,8 +19,9 @@ from moeedge.errors import InputError
 from moeedge.experts import Residency
 from moeedge.llama import library
 from moeedge.llama.budget import ContextBudget
-from moeedge.llama.context import Context, Logits
+from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.llama.sequence import Logits
 from moeedge.native import Frame
 from moeedge.native.abi import Phase, RouterKind
 from moeedge.native.budget import LayerRouting

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.engine.types import MAX_OUTPUTS, EngineConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.native.devices import DRY_RUN_GPU
@@ -83,7 +83,7 @@ def test_buffers_on_a_large_gpu_equal_cudas(q4_k_m: Path) -> None:
     assert sum(use.compute_bytes for use in uses if not use.on_gpu) == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
     # a session reads the logits of fewer tokens than a graph has: their buffer is no longer the largest part
     logits_bytes = 4 * plan.facts.n_vocab
-    assert MAX_OUTPUTS * logits_bytes < gpu < 0.3 * CUDA_COMPUTE_BYTES < 512 * logits_bytes
+    assert EngineConfig(model=q4_k_m).n_outputs * logits_bytes < gpu < 0.3 * CUDA_COMPUTE_BYTES < 512 * logits_bytes
     assert ram == pytest.approx(HOST_COMPUTE_BYTES, rel=0.001)
 
 

@@ -1,0 +1,141 @@
+"""One answer: its tokens, when it ends, its figures; of a text that is decoded alone or together with others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from moeedge.engine.speculative import SpeculativeLoop, TextState
+from moeedge.engine.types import GenerationStats, StopReason
+from moeedge.errors import DeviceFailedError
+from moeedge.llama.text import StreamDecoder
+from moeedge.scheduler.stats import StepRecord
+
+_Result = TypeVar("_Result")
+Recover = Callable[[DeviceFailedError], None]
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """What ends an answer, and how far a step may go.
+
+    n_predict: tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer. n_keep: tokens at the
+    start that a context shift does not drop. ignore_eos: stop tokens do not end the answer.
+    """
+
+    n_predict: int
+    gamma: int
+    n_ctx: int
+    n_keep: int
+    context_shift: bool
+    ignore_eos: bool
+
+
+class Answer:
+    """`tokens` are the visible ones so far (without a stop token), `text` is what was read of them.
+
+    `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
+    context shifted. begun: the first tokens of the answer, if it goes on where an earlier one was cut off; they are the
+    end of the prompt.
+    """
+
+    def __init__(self, state: TextState, limits: AnswerLimits, begun: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = list(begun)
+        self.text = ""
+        self.stop_reason: StopReason | None = None
+        self.notes: list[str] = []
+        self.stats = GenerationStats(prompt_tokens=len(state.history), seed=state.sampler.seed)
+        self.state = state
+        self._limits = limits
+        self._n_begun = len(begun)
+        self._start_s = time.perf_counter()
+        self._decoder = StreamDecoder()
+
+    def add_prompt(self, record: StepRecord, start_s: float) -> StepRecord:
+        """Adds the first token, of a prompt that was decoded from `start_s` until now."""
+        now_s = time.perf_counter()
+        self.stats.prefill_tokens = self.state.n_prefilled
+        self.stats.prefill_s = now_s - start_s
+        self.stats.ttft_s = now_s - self._start_s
+        return self._emit(record)
+
+    def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> StepRecord:
+        """Adds the tokens of a step and its figures; returns the record with the tokens that are part of the answer."""
+        self.stats.add_step(record, decode_s=decode_s, sense_s=sense_s)
+        return self._emit(record)
+
+    def _emit(self, record: StepRecord) -> StepRecord:
+        """Adds the step's tokens to the answer, cut at a stop token or at the requested length."""
+        tokens = record.tokens
+        if not self._limits.ignore_eos:
+            for i, token in enumerate(tokens):
+                if self.state.target.context.model.is_eog(token):
+                    tokens = tokens[:i]
+                    self.stop_reason = "eos"
+                    break
+        room = self._room()
+        if room is not None and len(tokens) >= room:
+            # a stop token right after the requested length still counts as the end
+            if len(tokens) > room or self.stop_reason is None:
+                self.stop_reason = "length"
+            tokens = tokens[:room]
+        self.tokens.extend(tokens)
+        self.stats.generated_tokens = len(self.tokens) - self._n_begun
+        return record if tokens is record.tokens else replace(record, tokens=tokens)
+
+    def _room(self) -> int | None:
+        """Tokens that may still come; None: no limit."""
+        return None if self._limits.n_predict < 0 else self._limits.n_predict - len(self.tokens)
+
+    @property
+    def n_drafts(self) -> int:
+        """The most drafts of the next step: they must fit the context and the requested length."""
+        gamma, room = min(self._limits.gamma, self._limits.n_ctx - len(self.state.history)), self._room()
+        return max(0, gamma if room is None else min(gamma, room - 1))
+
+    def make_room(self) -> bool:
+        """Whether one more token fits the context, perhaps after a shift; otherwise the answer ends here."""
+        n_ctx, n_keep = self._limits.n_ctx, self._limits.n_keep
+        if len(self.state.history) <= n_ctx:
+            return True
+        n_discard = (n_ctx - n_keep) // 2
+        if self._limits.context_shift and n_discard > 0 and self.state.shift(n_keep, n_discard):
+            self.notes.append(
+                f"The context of {n_ctx:,} tokens was full: {n_discard:,} tokens after the first "
+                f"{n_keep:,} were dropped."
+            )
+            return True
+        self.stop_reason = "context"
+        self.notes.append(f"The context of {n_ctx:,} tokens is full; -c N makes it larger.")
+        return False
+
+    def interrupt(self) -> None:
+        """Ends the answer here and leaves both KV caches with the accepted text only."""
+        self.stop_reason = "interrupted"
+        self.state.restore()
+
+    def read(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """The text that `tokens` add, in entire characters; last: no more tokens come."""
+        model = self.state.target.context.model
+        piece = self._decoder.feed(b"".join(model.piece(token) for token in tokens))
+        if last:
+            piece += self._decoder.flush()
+        self.text += piece
+        return piece
+
+
+def repeated(work: Callable[[], _Result], loop: SpeculativeLoop, recover: Recover | None) -> _Result:
+    """The result of `work`, which is repeated where a GPU fails and the answers can go on without it."""
+    samplers = [state.sampler for state in loop.texts]
+    positions = [sampler.state for sampler in samplers]
+    try:
+        return work()
+    except DeviceFailedError as error:
+        if recover is None:
+            raise
+        recover(error)
+        for sampler, position in zip(samplers, positions, strict=True):
+            sampler.state = position
+        return work()

@@ -1,0 +1,226 @@
+"""Several answers at once: their texts share each step's batch, join it between steps and leave it at their end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from moeedge.engine.answer import Answer, Recover, repeated
+from moeedge.engine.drafts import DraftSource
+from moeedge.engine.speculative import SpeculativeLoop
+from moeedge.engine.types import SamplingConfig
+from moeedge.llama.sequence import Cancelled
+from moeedge.scheduler.stats import StepRecord
+
+
+@dataclass(frozen=True)
+class ParallelStep:
+    """One step of all texts; times are wall-clock seconds."""
+
+    n_active: int  # texts
+    tokens: int  # that became part of the answers
+    n_verified: int
+    n_drafted: int
+    n_accepted: int
+    experts_unique: float  # as of StepRecord
+    draft_s: float
+    verify_s: float
+    observe_s: float
+    step_s: float  # the entire step
+    sense_s: float  # part of verify_s: the native sensor's
+
+
+@dataclass
+class ParallelStats:
+    """Figures of all texts together; times are wall-clock seconds. Prompts are decoded one after the other."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0  # of both models
+    steps: list[ParallelStep] = field(default_factory=list)
+
+    def at(self, n_active: int) -> ParallelStats:
+        """The figures of the steps with so many texts."""
+        return ParallelStats(steps=[step for step in self.steps if step.n_active == n_active])
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the steps; the first token of each text belongs to its prompt."""
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def decode_s(self) -> float:
+        """Time of the steps."""
+        return sum(step.step_s for step in self.steps)
+
+    @property
+    def tg_ts(self) -> float:
+        """Throughput of the steps in tokens/s, of all texts together."""
+        return self.generated_tokens / self.decode_s if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None without drafts."""
+        drafted = sum(step.n_drafted for step in self.steps)
+        return sum(step.n_accepted for step in self.steps) / drafted if drafted else None
+
+    @property
+    def experts_per_verification(self) -> float | None:
+        """Distinct experts per MoE layer and step, of all texts together; None without a sensor."""
+        total = sum(step.experts_unique for step in self.steps)
+        return total / len(self.steps) if total else None
+
+
+class ParallelGeneration:
+    """Iterate over it for (index, StepRecord) of each text and step; a step is computed when it is requested.
+
+    A text's first record is its prompt's, with its first token. The times and experts of a record are those of the
+    entire step. `answers[index]` are the answers, in the order in which they were added. Texts wait until a sequence is
+    free; they take the one whose KV cache holds most of their prompt. Between two records texts may be added and
+    stopped. An iteration ends when no text is left, and goes on with texts that are added later.
+
+    new_answer: makes the answer of (prompt, n_predict, sampling), and raises MoeedgeError for a prompt that does not
+    fit. draft_of: the source of drafts for the text in a sequence. recover: as of `Generation`.
+    """
+
+    def __init__(
+        self,
+        loop: SpeculativeLoop,
+        new_answer: Callable[[Sequence[int], int, SamplingConfig], Answer],
+        draft_of: Callable[[int], DraftSource],
+        *,
+        cancel: Callable[[], bool] | None,
+        recover: Recover | None = None,
+    ) -> None:
+        self.answers: list[Answer] = []
+        self.stats = ParallelStats()
+        self._loop = loop
+        self._new_answer = new_answer
+        self._draft_of = draft_of
+        self._cancel = cancel
+        self._recover = recover
+        self._waiting: deque[int] = deque()  # indices of answers
+        self._active: dict[int, Answer] = {}
+        self._free = list(range(len(loop.target.sequences)))  # sequences without a text
+        self._ready: deque[tuple[int, StepRecord]] = deque()  # computed, and not yielded yet
+
+    def add(self, prompt: Sequence[int], *, n_predict: int = -1, sampling: SamplingConfig) -> int:
+        """Adds a text, which joins as soon as a sequence is free; returns its index in `answers`.
+
+        Raises EmptyPromptError and ContextTooSmallError.
+        """
+        self.answers.append(self._new_answer(prompt, n_predict, sampling))
+        self._waiting.append(len(self.answers) - 1)
+        return len(self.answers) - 1
+
+    def stop(self, index: int) -> None:
+        """Ends one answer here; what was emitted stays in its `tokens` and in the KV cache."""
+        if index in self._active:
+            self._active[index].interrupt()
+            self._end(index)
+        elif index in self._waiting:
+            self._waiting.remove(index)
+            self.answers[index].stop_reason = "interrupted"
+
+    def close(self) -> None:
+        """Ends all answers here."""
+        self._interrupt()
+
+    def __iter__(self) -> Iterator[tuple[int, StepRecord]]:
+        return self
+
+    def __next__(self) -> tuple[int, StepRecord]:
+        while not self._ready:
+            if not self._active and not self._waiting:
+                raise StopIteration
+            self._advance()
+        return self._ready.popleft()
+
+    def _advance(self) -> None:
+        """Decodes the prompt of a text that joins, or one step of all texts."""
+        try:
+            if self._cancel is not None and self._cancel():
+                self._interrupt()
+            elif self._waiting and self._free:
+                self._join(self._waiting.popleft())
+            else:
+                self._step()
+        except (KeyboardInterrupt, Cancelled):
+            self._interrupt()
+
+    def _join(self, index: int) -> None:
+        start_s = time.perf_counter()
+        answer, loop = self.answers[index], self._loop
+        state = answer.state
+        sequence = max(self._free, key=lambda free: loop.target.sequences[free].n_common(state.history))
+        self._free.remove(sequence)
+        state.target, state.draft = loop.target.sequences[sequence], self._draft_of(sequence)
+        self._active[index] = answer
+        loop.texts = [active.state for active in self._active.values()]
+        record = answer.add_prompt(repeated(partial(loop.prefill, state), loop, self._recover), start_s)
+        self._hand_out(index, record)
+        begin_s = time.perf_counter()
+        if answer.stop_reason is None:
+            repeated(partial(loop.begin, state), loop, self._recover)
+        end_s = time.perf_counter()
+        answer.stats.prefill_s += end_s - begin_s
+        self.stats.prefill_tokens += answer.stats.prefill_tokens
+        self.stats.prefill_s += end_s - start_s
+
+    def _step(self) -> None:
+        for index, answer in list(self._active.items()):
+            if not answer.make_room():
+                self._end(index)
+        active = list(self._active.items())
+        if not active:
+            return
+        loop = self._loop
+        start_s, sense_s = time.perf_counter(), loop.sense_s
+        records = repeated(partial(loop.step, [answer.n_drafts for _, answer in active]), loop, self._recover)
+        step_s, sense_s = time.perf_counter() - start_s, max(0.0, loop.sense_s - sense_s)
+        n_tokens = 0
+        for (index, answer), record in zip(active, records, strict=True):
+            shown = answer.add_step(record, decode_s=step_s, sense_s=sense_s)
+            n_tokens += len(shown.tokens)
+            self._hand_out(index, shown)
+        self.stats.steps.append(
+            ParallelStep(
+                n_active=len(records),
+                tokens=n_tokens,
+                n_verified=sum(record.n_verified for record in records),
+                n_drafted=sum(record.n_drafted for record in records),
+                n_accepted=sum(record.n_accepted for record in records),
+                experts_unique=records[0].experts_unique,
+                draft_s=records[0].draft_s,
+                verify_s=records[0].verify_s,
+                observe_s=records[0].observe_s,
+                step_s=step_s,
+                sense_s=sense_s,
+            )
+        )
+
+    def _hand_out(self, index: int, record: StepRecord) -> None:
+        """Adds to the answer's text what the step has emitted, and ends the answer where it is complete."""
+        answer = self.answers[index]
+        answer.read(record.tokens)
+        self._ready.append((index, record))
+        if answer.stop_reason is not None:
+            self._end(index)
+
+    def _end(self, index: int) -> None:
+        """An answer is complete: its sequence is free for another text, which may reuse what the KV cache holds."""
+        answer = self._active.pop(index)
+        answer.read([], last=True)
+        self._free.append(answer.state.target.index)
+        self._loop.texts = [active.state for active in self._active.values()]
+
+    def _interrupt(self) -> None:
+        """Ends all answers, and leaves the KV caches with the accepted texts only."""
+        self._waiting.clear()
+        for index, answer in list(self._active.items()):
+            answer.interrupt()
+            self._end(index)
+        for answer in self.answers:
+            answer.stop_reason = answer.stop_reason or "interrupted"

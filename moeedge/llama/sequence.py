@@ -1,0 +1,206 @@
+"""The sequences of a llama.cpp context: what the KV cache holds of each text, and the batches that extend them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.native.abi import Phase
+
+if TYPE_CHECKING:
+    from moeedge.llama.context import Context
+
+Logits = NDArray[np.float32]  # [n_out, n_vocab]
+WantedLogits = Literal["all", "last", "none"]
+
+
+class Cancelled(Exception):
+    """The caller's `cancel` asked to stop."""
+
+
+class BatchPart(NamedTuple):
+    """Tokens that one batch appends to one sequence, and which of them get logits."""
+
+    sequence: ContextSequence
+    tokens: Sequence[int]
+    logits: WantedLogits
+
+    @property
+    def n_out(self) -> int:
+        """Rows of logits."""
+        return len(self.tokens) if self.logits == "all" else 1 if self.logits == "last" else 0
+
+
+class TokenBatch:
+    """A llama_batch for `n_max` tokens, over NumPy arrays that are allocated once and filled by slices.
+
+    `c_batch` points into the arrays, which must live as long as it does.
+    """
+
+    def __init__(self, n_max: int, n_sequences: int) -> None:
+        self.n_max = n_max
+        self._tokens = np.zeros(n_max, dtype=np.int32)
+        self._positions = np.zeros(n_max, dtype=np.int32)
+        self._sequences = np.arange(n_sequences, dtype=np.int32)
+        # addresses of their ids
+        self._addresses = [self._sequences[i:].ctypes.data for i in range(n_sequences)]
+        self._n_sequences = np.ones(n_max, dtype=np.int32)
+        self._sequence_pointers = np.full(n_max, self._addresses[0], dtype=np.uintp)
+        self._outputs = np.zeros(n_max, dtype=np.int8)
+        self._steps = np.arange(n_max, dtype=np.int32)
+        self.c_batch = lib.llama_batch()
+        self.c_batch.token = _pointer(self._tokens, lib.llama_token)
+        self.c_batch.pos = _pointer(self._positions, lib.llama_pos)
+        self.c_batch.n_seq_id = _pointer(self._n_sequences, ctypes.c_int32)
+        self.c_batch.seq_id = _pointer(self._sequence_pointers, ctypes.POINTER(lib.llama_seq_id))
+        self.c_batch.logits = _pointer(self._outputs, ctypes.c_int8)
+
+    def fill(self, parts: Sequence[BatchPart]) -> None:
+        """Sets the parts one after the other, each at the end of its sequence."""
+        start = 0
+        for part in parts:
+            n = len(part.tokens)
+            stop = start + n
+            self._tokens[start:stop] = part.tokens
+            np.add(self._steps[:n], len(part.sequence.tokens), out=self._positions[start:stop])
+            self._sequence_pointers[start:stop] = self._addresses[part.sequence.index]
+            self._outputs[start:stop] = 0
+            self._outputs[stop - part.n_out : stop] = 1
+            start = stop
+        self.c_batch.n_tokens = start
+
+
+def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+
+class ContextSequence:
+    """One of a context's sequences: a text with its own positions, which attends to itself alone.
+
+    `tokens` is what the KV cache holds of it; it changes only together with llama.cpp's memory. After an exception in
+    a decode (KeyboardInterrupt included) both are as before the call.
+    """
+
+    def __init__(self, context: Context, index: int) -> None:
+        self.context = context
+        self.index = index  # llama.cpp's llama_seq_id
+        self.tokens: list[int] = []
+        self._memory = lib.llama_get_memory(context.handle)
+        self._shifting = False
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the KV cache: the position of the next token."""
+        return len(self.tokens)
+
+    def decode(
+        self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", hidden_states: bool = False
+    ) -> Logits:
+        """Appends `tokens` and computes their logits; as `Context.decode`."""
+        return self.context.decode_parts([BatchPart(self, tokens, logits)], phase=phase, hidden_states=hidden_states)[0]
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        *,
+        logits: Literal["last", "none"],
+        cancel: Callable[[], bool] | None = None,
+    ) -> Logits:
+        """Decodes a prompt in pieces of n_ubatch (llama.cpp's largest computation), so that Ctrl-C acts between them.
+
+        Raises Cancelled once `cancel` returns True; decoded pieces stay in the KV cache.
+        """
+        size = self.context.n_ubatch
+        rows = np.empty((0, self.context.model.info.n_vocab), dtype=np.float32)
+        for start in range(0, len(tokens), size):
+            if cancel is not None and cancel():
+                raise Cancelled
+            piece = tokens[start : start + size]
+            last = start + len(piece) == len(tokens)
+            rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none")
+        return rows
+
+    def trim(self, n_keep: int) -> None:
+        """Drops the tokens from position `n_keep` on.
+
+        If the memory cannot drop single positions (recurrent models, or a sliding window that has already lost the
+        tokens that `n_keep` would attend to), it drops all tokens: check `n_past` afterwards.
+        """
+        if n_keep >= len(self.tokens):
+            return
+        self._truncate_memory(n_keep)
+
+    def _truncate_memory(self, n_keep: int) -> None:
+        """Drops positions from `n_keep` on from llama.cpp's memory and `tokens`, or all of them if it cannot."""
+        if self.context.is_closed:
+            n_keep = 0
+        elif (
+            n_keep <= 0
+            or not self._can_keep(n_keep)
+            or not lib.llama_memory_seq_rm(self._memory, self.index, n_keep, -1)
+        ):
+            self._empty_memory()
+            n_keep = 0
+        del self.tokens[n_keep:]
+
+    def _empty_memory(self) -> None:
+        if len(self.context.sequences) == 1:
+            lib.llama_memory_clear(self._memory, False)
+        else:
+            lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)
+
+    def _can_keep(self, n_keep: int) -> bool:
+        n_swa = self.context.model.info.n_swa
+        if n_swa == 0:
+            return True
+        oldest_needed = max(0, n_keep - n_swa + 1)
+        return int(lib.llama_memory_seq_pos_min(self._memory, self.index)) <= oldest_needed
+
+    def n_common(self, tokens: Sequence[int]) -> int:
+        """Returns the length of the longest common prefix with `tokens`."""
+        common = 0
+        for cached, token in zip(self.tokens, tokens, strict=False):
+            if cached != token:
+                break
+            common += 1
+        return common
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Trims to the longest common prefix with `tokens`; returns how many tokens remain in the cache."""
+        self.resync()
+        self.trim(self.n_common(tokens))
+        return len(self.tokens)
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Drops `n_discard` tokens after the first `n_keep` and moves the rest up."""
+        if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
+            raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens after the first {n_keep}")
+        self._shifting = True
+        lib.llama_memory_seq_rm(self._memory, self.index, n_keep, n_keep + n_discard)
+        lib.llama_memory_seq_add(self._memory, self.index, n_keep + n_discard, len(self.tokens), -n_discard)
+        del self.tokens[n_keep : n_keep + n_discard]
+        self._shifting = False
+
+    def resync(self) -> None:
+        """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
+        if self.context.is_closed:
+            self.tokens.clear()
+            return
+        if self._shifting:  # interrupted between renumbering and bookkeeping
+            self.clear()
+            self._shifting = False
+        held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
+        if held < len(self.tokens):
+            del self.tokens[held:]
+        elif held > len(self.tokens):
+            self._truncate_memory(len(self.tokens))
+
+    def clear(self) -> None:
+        """Empties the KV cache of this sequence."""
+        self._empty_memory()
+        self.tokens.clear()

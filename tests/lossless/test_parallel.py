@@ -1,0 +1,158 @@
+"""Texts that are decoded together: each answer equals its single greedy run by stock llama.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeedge.engine.parallel import ParallelGeneration
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler.stats import StepRecord
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.hybrid import MANY_EXPERTS, assert_greedy, hybrid_config
+from tests.support.stock import StockContext
+
+GREEDY = SamplingConfig(temperature=0.0)
+N_PREDICT = 40
+RNG = np.random.default_rng(9)
+# of different lengths; copies in some, so that the n-gram lookup drafts in some texts and not in others
+PROMPTS = [
+    (RNG.integers(0, 256, n).tolist() * n_copies)[: n * n_copies]
+    for n, n_copies in ((20, 1), (7, 3), (33, 1), (5, 4), (12, 2))
+]
+DRAFTS = [None, ("model", 1), ("model", 4), ("model", 8), ("ngram", 4)]
+QUICK = (None, ("model", 4), ("ngram", 4))
+
+
+def config(target: Path, speculation: tuple[str, int] | None, draft: Path, **options: Any) -> EngineConfig:
+    kind, gamma = speculation or ("none", 0)
+    source: Any = {"none": None, "ngram": "ngram", "model": draft}[kind]
+    fields: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "n_parallel": 3, "device": "none"} | options
+    return EngineConfig(model=target, draft=source, gamma=gamma, **fields)
+
+
+def answer_all(session: Session, prompts: list[list[int]], **options: Any) -> ParallelGeneration:
+    """Runs all answers to their end; the records of a text are its tokens."""
+    fields: dict[str, Any] = {"n_predict": N_PREDICT, "sampling": GREEDY} | options
+    generation = session.generate_parallel(prompts, **fields)
+    emitted: list[list[int]] = [[] for _ in prompts]
+    for index, record in generation:
+        emitted[index] += record.tokens
+    assert emitted == [answer.tokens for answer in generation.answers]
+    return generation
+
+
+def check(stock: StockContext, prompts: list[list[int]], generation: ParallelGeneration) -> None:
+    """Every answer is stock's greedy one, or differs where stock's own logits nearly tie."""
+    for i, (prompt, answer) in enumerate(zip(prompts, generation.answers, strict=True)):
+        expected, _ = stock.greedy(prompt, len(answer.tokens))
+        assert_greedy(stock, prompt, answer.tokens, expected, f"text {i}")
+
+
+@pytest.mark.parametrize(
+    ("case", "speculation"),
+    [
+        pytest.param(
+            case,
+            speculation,
+            id=f"{case}-{'-'.join(map(str, speculation)) if speculation else 'plain'}",
+            marks=() if case == "qwen3moe" or speculation == ("model", 4) else pytest.mark.slow,
+        )
+        for case in MOE_CASES
+        for speculation in (DRAFTS if case == "qwen3moe" else QUICK)
+    ],
+)
+def test_each_text_is_stocks(
+    case: str, speculation: tuple[str, int] | None, tiny: TinyFactory, tiny_draft: Path
+) -> None:
+    """Five texts on three sequences: two wait, and take the sequences of those that end."""
+    arch, dimensions = MOE_CASES[case]
+    path = tiny(arch, **dimensions)
+    with StockContext(path, n_ctx=512) as stock, Session.open(config(path, speculation, tiny_draft)) as session:
+        generation = answer_all(session, PROMPTS)
+        assert all(len(answer.tokens) == N_PREDICT for answer in generation.answers)
+        assert {answer.stop_reason for answer in generation.answers} == {"length"}
+        check(stock, PROMPTS, generation)
+        assert generation.stats.at(3).steps and generation.stats.at(2).steps and not generation.stats.at(4).steps
+        assert generation.stats.generated_tokens == len(PROMPTS) * (N_PREDICT - 1)
+
+
+@pytest.mark.parametrize("policy", ["spac", "lru", "sp-moe", "fate"])
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_with_a_cache(policy: str, gamma: int, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Half of the experts on the emulated device; policies that read the draft's layers do without."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    options = replace(hybrid_config(path, tiny_draft, 0.5, gamma=gamma, policy=policy), n_parallel=3)
+    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+        generation = answer_all(session, PROMPTS)
+        check(stock, PROMPTS, generation)
+        stats = session.placement_stats()
+        assert stats is not None and stats.steps == len(generation.stats.steps)
+        info = session.info
+        n_pairs = sum(step.n_verified for step in generation.stats.steps) * info.n_expert_layers * info.n_expert_used
+        assert 0 < stats.pairs_hit < stats.pairs == n_pairs
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_a_budget_caps_the_batch(ratio: float | None, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """The experts of all texts together keep to the budget; without drafts there is none."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    options = replace(hybrid_config(path, tiny_draft, ratio or 0.0, gamma=4), n_parallel=3)
+    options = replace(options, expert_budget=ExpertBudget(budget=6), device=options.device if ratio else "none")
+    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+        records: list[StepRecord] = []
+        session.observers.append(lambda record, _session: records.append(record))
+        answer_all(session, PROMPTS)
+        verified = [record for record in records if record.n_drafted]
+        assert verified and max(record.n_verified for record in verified) > 5
+        assert all(0 < record.experts_max <= 6 for record in verified)
+        assert max(record.experts_natural for record in verified) > 6
+        session.gamma = 0
+        session.reset()
+        check(stock, PROMPTS, answer_all(session, PROMPTS))
+
+
+def test_a_long_text_among_short_ones(tiny: TinyFactory, tiny_draft: Path) -> None:
+    """A sliding window that loses its oldest tokens, while others join and leave."""
+    path = tiny("gpt-oss")
+    prompts = [RNG.integers(0, 256, n).tolist() for n in (300, 10, 10, 200, 10)]
+    with (
+        StockContext(path, n_ctx=1024, n_batch=512) as stock,
+        Session.open(config(path, ("model", 4), tiny_draft, n_ctx=512, n_ubatch=32)) as session,
+    ):
+        check(stock, prompts, answer_all(session, prompts, n_predict=80))
+
+
+def test_a_batch_larger_than_a_graph(tiny: TinyFactory, tiny_draft: Path) -> None:
+    """A step is verified in several graphs where it has more tokens than one may have."""
+    path = tiny("gpt-oss")
+    options = config(path, ("model", 8), tiny_draft, n_batch=16, n_ubatch=16, n_parallel=5)
+    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+        generation = answer_all(session, PROMPTS)
+        assert max(step.n_verified for step in generation.stats.steps) > 32
+        check(stock, PROMPTS, generation)
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_seeds_give_the_tokens_of_single_runs(kind: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Each text draws its own random numbers, whatever the others do.
+
+    A model of float32 that uses all of its experts: larger batches round otherwise, and turn no router around here.
+    """
+    path = tiny("qwen3moe", experts=4, used=4, expert_type="F32")
+    samplings = [SamplingConfig(temperature=0.9, seed=seed) for seed in range(len(PROMPTS))]
+    with Session.open(config(path, (kind, 4), tiny_draft)) as session:
+        generation = answer_all(session, PROMPTS, sampling=samplings)
+        for prompt, sampling, answer in zip(PROMPTS, samplings, generation.answers, strict=True):
+            session.reset()
+            alone = session.generate(prompt, n_predict=N_PREDICT, sampling=sampling)
+            for _ in alone:
+                pass
+            assert answer.tokens == alone.tokens and answer.stats.accepted == alone.stats.accepted
