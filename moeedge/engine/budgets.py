@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def usable_budget(
-    budget: ExpertBudget | None, info: ModelInfo, *, gamma: int, draft: str
+    budget: ExpertBudget | None, info: ModelInfo, *, gamma: int, draft: str, n_parallel: int = 1
 ) -> tuple[ExpertBudget | None, list[Notification]]:
     """The budget as it suits a model, None where it has no experts, and a note for each thing that it does not do.
 
-    gamma: the draft length; draft: the source of drafts, "none" without. Raises InputError for a budget below the
+    gamma: the draft length; draft: the source of drafts, "none" without. n_parallel: texts in a batch. Raises InputError for a budget below the
     experts per token, and for budgets or an order of another model's shape.
     """
     if budget is None:
@@ -34,8 +34,9 @@ def usable_budget(
     elif draft == "none" or gamma == 0:
         missing = "there is no draft (-md FILE or -md ngram)" if draft == "none" else "the draft length is 0"
         notes.append(_warning(f"The expert budget is idle: it limits verifications of drafts, and {missing}."))
-    elif budgets.min() >= (gamma + 1) * info.n_expert_used:
-        most = f"{gamma + 1} tokens select at most {(gamma + 1) * info.n_expert_used} experts per layer"
+    elif budgets.min() >= n_parallel * (gamma + 1) * info.n_expert_used:
+        n_tokens = n_parallel * (gamma + 1)
+        most = f"{n_tokens} tokens select at most {n_tokens * info.n_expert_used} experts per layer"
         notes.append(_warning(f"The expert budget changes nothing: {most}."))
     return budget, notes
 
@@ -49,7 +50,7 @@ def preference_notes(budget: ExpertBudget | None, *, has_cache: bool) -> list[No
 
 def unmet_budget(record: StepRecord) -> Notification | None:
     """A note where a step's verification, which had a budget, did not keep to it as it was asked for."""
-    if record.n_verified < 2:
+    if record.n_drafted == 0:
         return None
     if record.kept_probability is None:
         return _warning("The expert budget has no effect: moeedge does not recognise the routers of this model.")

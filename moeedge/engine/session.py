@@ -126,7 +126,9 @@ class Session:
             draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
             gamma = 0 if draft_name == "none" else config.gamma
             asked = config.expert_budget if has_budget else None  # stock mode has none
-            budget, budget_notes = usable_budget(asked, model.info, gamma=gamma, draft=draft_name)
+            budget, budget_notes = usable_budget(
+                asked, model.info, gamma=gamma, draft=draft_name, n_parallel=config.n_parallel
+            )
             notes.extend(budget_notes)
             placement, calibration = None, None
             no_cache = config.layers_measured and config.placement.cache_ratio == 0

@@ -79,8 +79,8 @@ class Context:
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
-        self.handle = lib.llama_init_from_model(model.handle, parameters)
-        if not self.handle:
+        self._handle = lib.llama_init_from_model(model.handle, parameters)
+        if not self._handle:
             if self.budget is not None:
                 self.budget.close()
             of_each = f" for each of {n_parallel} texts" if n_parallel > 1 else ""
@@ -89,14 +89,14 @@ class Context:
                 f"{library.first_error()}.",
                 "Choose a smaller one with -c N.",
             )
-        self._decode_batch = Decoder(lib._lib, self.handle)
+        self._decode_batch = Decoder(lib._lib, self._handle)
         # llama.cpp rounds the context up; the user's limit still holds
-        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self.handle) // n_parallel
-        self.n_ubatch: int = lib.llama_n_ubatch(self.handle)
-        self._n_outputs = n_outputs or lib.llama_n_batch(self.handle)
+        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
+        self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
+        self._n_outputs = n_outputs or lib.llama_n_batch(self._handle)
+        self.memory = lib.llama_get_memory(self._handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
-        self._memory = lib.llama_get_memory(self.handle)
-        self._batch = TokenBatch(lib.llama_n_batch(self.handle), n_parallel)
+        self._batch = TokenBatch(lib.llama_n_batch(self._handle), n_parallel)
         self._view: Logits | None = None
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
@@ -140,7 +140,7 @@ class Context:
 
         Clearing the control vector does that; removing a sampler does it only if there is one.
         """
-        lib.llama_set_adapter_cvec(self.handle, None, 0, 0, 0, 0)
+        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
 
     def capture_activations(self) -> native.ActivationCapture | None:
         """Captures the layers' inputs for expert predictors; from then on our backend also computes a dense model.
@@ -169,6 +169,11 @@ class Context:
             self.sensor.skip_unweighted(budget is not None and budget.coverage == "truncation")
 
     @property
+    def n_parallel(self) -> int:
+        """Sequences."""
+        return len(self.sequences)
+
+    @property
     def tokens(self) -> list[int]:
         """What the KV cache holds of the first sequence."""
         return self.sequences[0].tokens
@@ -194,7 +199,7 @@ class Context:
 
         Several parts must fit one batch (`fitting`). Returns the rows of each part.
         """
-        if not self.handle:
+        if not self._handle:
             raise EngineError("The context is closed.")
         for part in parts:
             if len(part.tokens) == 0:
@@ -202,7 +207,7 @@ class Context:
             if hidden_states and part.logits != "all":
                 raise ValueError("hidden states require logits='all': llama.cpp keeps those of tokens with logits")
         if hidden_states != self._keeps_hidden_states:
-            lib.llama_set_embeddings(self.handle, hidden_states)
+            lib.llama_set_embeddings(self._handle, hidden_states)
             self._keeps_hidden_states = hidden_states
         if self.sensor is not None:
             self.sensor.set_phase(phase)
@@ -226,7 +231,7 @@ class Context:
             if len(parts) > 1:
                 raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
             return [self._decode_in_pieces(parts[0], phase, hidden_states)]
-        if len(self.sequences) > 1:  # llama.cpp would let a text take the room of the others
+        if self.n_parallel > 1:  # llama.cpp would let a text take the room of the others
             for part in parts:
                 if len(part.sequence.tokens) + len(part.tokens) > self.n_ctx:
                     raise self._full()
@@ -300,7 +305,7 @@ class Context:
         n_vocab = self.model.info.n_vocab
         if n_out == 0:
             return np.empty((0, n_vocab), dtype=np.float32)
-        pointer = lib.llama_get_logits(self.handle)
+        pointer = lib.llama_get_logits(self._handle)
         key = (ctypes.addressof(pointer.contents), n_out)
         if self._view is None or key != self._view_key:
             self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
@@ -310,14 +315,14 @@ class Context:
     @property
     def has_hidden_states(self) -> bool:
         """Whether llama.cpp returns each token's hidden state: not if it pools them, as embedding models do."""
-        return int(lib.llama_pooling_type(self.handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
+        return int(lib.llama_pooling_type(self._handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
 
     def last_hidden_state(self) -> NDArray[np.float32]:
         """Returns the last token's state after the final norm: a float32 [n_embd] view, valid until the next decode.
 
         Requires `has_hidden_states` and a decode with hidden_states=True.
         """
-        pointer = lib.llama_get_embeddings_ith(self.handle, -1)
+        pointer = lib.llama_get_embeddings_ith(self._handle, -1)
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
     def trim(self, n_keep: int) -> None:
@@ -331,7 +336,7 @@ class Context:
     @property
     def can_shift(self) -> bool:
         """Whether positions can be renumbered, as a context shift requires."""
-        return bool(lib.llama_memory_can_shift(self._memory))
+        return bool(lib.llama_memory_can_shift(self.memory))
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         """Drops `n_discard` tokens of the first sequence after the first `n_keep` and moves the rest up."""
@@ -339,34 +344,34 @@ class Context:
 
     def memory_uses(self) -> list[MemoryUse]:
         """Returns the memory of this context and its model by kind; for a header-only model what they would take."""
-        return memory_uses(lib._lib, self.handle, simulated=self.model.header_only)
+        return memory_uses(lib._lib, self._handle, simulated=self.model.header_only)
 
     def clear(self) -> None:
         """Empties the KV cache of all sequences."""
-        lib.llama_memory_clear(self._memory, False)
+        lib.llama_memory_clear(self.memory, False)
         for sequence in self.sequences:
             sequence.tokens.clear()
 
     def abandon(self) -> None:
         """Forgets the context without freeing it, since a driver failed within it; its memory is not given back."""
         self._view = None
-        self.handle = None
+        self._handle = None
 
     @property
     def is_closed(self) -> bool:
         """Whether the context was freed or abandoned."""
-        return self.handle is None
+        return self._handle is None
 
     def close(self) -> None:
         """Frees the context; closing twice is harmless."""
-        if self.handle:
+        if self._handle:
             self._view = None
             self.sensor = None
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None
-            lib.llama_free(self.handle)
-            self.handle = None
+            lib.llama_free(self._handle)
+            self._handle = None
             if self.budget is not None:
                 self.budget.close()  # llama.cpp's context, which would call it, is gone
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
-
-if TYPE_CHECKING:
-    from moeedge.llama.context import Context
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 WantedLogits = Literal["all", "last", "none"]
@@ -79,6 +77,29 @@ def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
 
+class SequenceContext(Protocol):
+    """What a sequence asks of its `Context`."""
+
+    model: Model
+    n_ubatch: int
+    memory: Any  # llama_memory_t
+
+    @property
+    def n_parallel(self) -> int:
+        """Sequences."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the context was freed or abandoned."""
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether positions can be renumbered."""
+
+    def decode_parts(self, parts: Sequence[BatchPart], *, phase: Phase, hidden_states: bool = False) -> list[Logits]:
+        """Appends tokens to sequences in one batch."""
+
+
 class ContextSequence:
     """One of a context's sequences: a text with its own positions, which attends to itself alone.
 
@@ -86,11 +107,11 @@ class ContextSequence:
     a decode (KeyboardInterrupt included) both are as before the call.
     """
 
-    def __init__(self, context: Context, index: int) -> None:
+    def __init__(self, context: SequenceContext, index: int) -> None:
         self.context = context
         self.index = index  # llama.cpp's llama_seq_id
         self.tokens: list[int] = []
-        self._memory = lib.llama_get_memory(context.handle)
+        self._memory = context.memory
         self._shifting = False
 
     @property
@@ -149,7 +170,7 @@ class ContextSequence:
         del self.tokens[n_keep:]
 
     def _empty_memory(self) -> None:
-        if len(self.context.sequences) == 1:
+        if self.context.n_parallel == 1:
             lib.llama_memory_clear(self._memory, False)
         else:
             lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)

@@ -87,7 +87,7 @@ def test_a_budget_that_does_not_suit_the_model_is_refused(budget: ExpertBudget) 
     ],
 )
 def test_what_a_verification_did_not_keep_to_is_a_note(changes: dict[str, Any], said: str | None) -> None:
-    note = unmet_budget(StepRecord(**({"tokens": [], "n_verified": 9} | changes)))
+    note = unmet_budget(StepRecord(**({"tokens": [], "n_drafted": 8, "n_verified": 9} | changes)))
     assert (note is None) == (said is None)
     assert note is None or (is_warning(note) and str(said) in note)
 
