@@ -19,8 +19,8 @@ def usable_budget(
 ) -> tuple[ExpertBudget | None, list[Notification]]:
     """The budget as it suits a model, None where it has no experts, and a note for each thing that it does not do.
 
-    gamma: the draft length; draft: the source of drafts, "none" without. n_parallel: texts in a batch. Raises InputError for a budget below the
-    experts per token, and for budgets or an order of another model's shape.
+    gamma: the draft length; draft: the source of drafts, "none" without. n_parallel: texts in a batch. Raises
+    InputError for a budget below the experts per token, and for budgets or an order of another model's shape.
     """
     if budget is None:
         return None, []

@@ -82,8 +82,9 @@ def test_a_budget_that_does_not_suit_the_model_is_refused(budget: ExpertBudget) 
         ({}, "no effect"),
         ({"kept_probability": 0.9, "substituted_layers": 1}, "not truncated"),
         ({"kept_probability": 0.9}, None),
-        ({"n_verified": 1}, None),
-        ({"n_verified": 0}, None),
+        ({"n_drafted": 0, "n_verified": 1}, None),
+        ({"n_drafted": 0, "n_verified": 4}, None),  # of four texts
+        ({"n_verified": 0, "n_drafted": 0}, None),
     ],
 )
 def test_what_a_verification_did_not_keep_to_is_a_note(changes: dict[str, Any], said: str | None) -> None:
