@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 9  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 10  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -60,6 +60,15 @@ class DevicePath(IntEnum):
     PAIRS = 0  # once the host knows the ids; several tokens as one token per pair
     COLUMNS = 1  # the same as one token with many experts, for devices whose matrix-vector kernels win
     AHEAD = 2  # before the host knows the ids, where llama.cpp computes the router on that device; else as COLUMNS
+
+
+class ReadFault(IntEnum):
+    """enum moeedge_read_fault: what goes wrong with a read, in tests."""
+
+    EIO = 0  # the disk reports an error
+    SHORT = 1  # half of the bytes come
+    END = 2  # no bytes come
+    DELAY = 3  # it takes longer
 
 
 class CaptureFlags(IntFlag):
@@ -190,6 +199,8 @@ class CacheConfigStruct(ctypes.Structure):
         ("n_stage", c_int32),
         ("link_latency_s", c_double),
         ("pool_bytes_max", c_int64),
+        ("disk_bytes_per_s", c_double),
+        ("disk_buffered", c_int32),
     ]
 
 
@@ -265,7 +276,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_drain": (c_int, c_int64, c_double),
     "cache_clear": (c_int, c_int64),
     "cache_set_prefill": (c_int, c_int64, c_int, c_int),
-    "cache_set_readers": (c_int, c_int64, c_int),
+    "cache_set_readers": (c_int, c_int64, c_int, c_int64),
+    "cache_get_reader": (c_int, c_int64, c_void_p),
+    "cache_set_read_faults": (c_int, c_int64, c_int, c_int, c_double),
     "cache_set_timing": (c_int, c_int64, c_int),
     "cache_set_device_path": (c_int, c_int64, c_int),
     "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),

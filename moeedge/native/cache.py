@@ -18,10 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, Status
+from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, ReadFault, Status
 from moeedge.native.library import load
 from moeedge.native.sensor import Sensor
-from moeedge.native.structs import TEXT_64, TEXT_128, c_field, c_struct, counter, counters, fill, from_c, gauge
+from moeedge.native.structs import (
+    TEXT_64,
+    TEXT_128,
+    TEXT_512,
+    c_field,
+    c_struct,
+    counter,
+    counters,
+    fill,
+    from_c,
+    gauge,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ MAX_BLOCKS = 4096  # block records that the native ring holds (block-records.h)
 class CacheConfig:
     """Device, experts and size of a cache."""
 
-    device: str  # ggml's name of it, or "emulated"
+    device: str  # ggml's name of it, "emulated" or "ram"
     files: Sequence[Path]  # all parts of the model
     tensors: Sequence[ExpertTensor]
     n_layers: int
@@ -62,6 +73,8 @@ class CacheConfig:
     link_bytes_per_s: float = 0.0  # rate of the emulated device's transfers; 0: not limited
     link_latency_s: float = 0.0  # fixed time of each of them
     pool_bytes_max: int = 0  # of the slots in one tensor; 0: as much as the device allows
+    disk_bytes_per_s: float = 0.0  # rate of all reads of a cache in RAM together; 0: not limited
+    disk_buffered: bool = False  # a cache in RAM reads by way of the page cache, and gives its pages back
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,20 @@ class CacheStats:
     lost: bool = gauge("the device failed and is no longer used")
 
 
+@dataclass(frozen=True)
+class ReaderInfo:
+    """struct moeedge_reader_info: how a cache in RAM reads the model's files."""
+
+    n_threads: int = c_field(c_int32)  # reads under way
+    is_direct: bool = c_field(c_int32)  # past the page cache
+    piece_bytes: int = c_field()  # of a read, about
+    bytes_read: int = c_field()  # since the cache was opened; direct reads are of whole blocks
+    retries: int = c_field()  # of reads that failed
+    error: str = c_field(TEXT_512)  # what went wrong with the newest expert that could not be loaded; empty: nothing
+
+
 _ExpertTensorStruct = c_struct(ExpertTensor)
+_ReaderInfoStruct = c_struct(ReaderInfo)
 _CacheInfoStruct = c_struct(CacheInfo)
 _CacheStatsStruct = c_struct(CacheStats)
 
@@ -130,6 +156,7 @@ class ExpertCache:
         self._attached: list[Sensor] = []
         self._settings: dict[str, tuple[int, ...]] = {}  # arguments of the last moeedge_cache_set_* call of each kind
         self._earlier: CacheStats | None = None  # counters before the last resize
+        self._files = [_identity(path) for path in config.files]
         self._residency = np.zeros((config.n_layers, config.n_experts), dtype=np.uint8)
         self._residency_address = self._residency.ctypes.data
         self._stats: Any = _CacheStatsStruct()
@@ -162,6 +189,9 @@ class ExpertCache:
         were not read are dropped. Staging slots go with a ratio of 0, which is what remains where not even one slot per
         group fits. Raises what else `open` raises, and the cache is closed.
         """
+        for path, identity in zip(self._config.files, self._files, strict=True):
+            if identity is not None and _identity(path) != identity:
+                raise ModelFileError(f"{path} was changed or replaced while it was in use.")
         attached, before = list(self._attached), self.stats()
         self._earlier = replace(before, evictions=before.evictions + before.slots_used)
         self.detach()
@@ -313,9 +343,22 @@ class ExpertCache:
         """Set how batches of at least `n_tokens_min` tokens are computed."""
         self._set("prefill", path.code, n_tokens_min)
 
-    def set_readers(self, n_threads: int) -> None:
-        """Set how many threads read experts from the model's files; 1 at first. The emulated device uses one."""
-        self._set("readers", n_threads)
+    def set_readers(self, n_threads: int, piece_bytes: int = 0) -> None:
+        """Set how many threads read experts from the model's files; 1 at first. The emulated device uses one.
+
+        In RAM as many reads are under way, each of about `piece_bytes` (0: unchanged); 4 of 1 MiB at first.
+        """
+        self._set("readers", n_threads, piece_bytes)
+
+    def reader(self) -> ReaderInfo:
+        """How a cache in RAM reads its files; other caches raise BackendError."""
+        raw = _ReaderInfoStruct()
+        _check(self._library, self._library.moeedge_cache_get_reader(self._cache, ctypes.byref(raw)))
+        return from_c(ReaderInfo, raw)
+
+    def set_read_faults(self, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
+        """Tests: let every `every`-th read of a cache in RAM fail from now on; 0: none."""
+        _check(self._library, self._library.moeedge_cache_set_read_faults(self._cache, kind, every, delay_s))
 
     def set_timing(self, on: bool) -> None:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
@@ -365,6 +408,15 @@ class ExpertCache:
         return out.raw
 
 
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What tells a file from another one, or from itself after a change; None: it cannot be looked up."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _victims(victims: NDArray[np.int32], utility: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The arrays as C reads them: int32 [m, 2] and float32 [m]."""
     victims, utility = np.ascontiguousarray(victims, np.int32), np.ascontiguousarray(utility, np.float32)
@@ -393,6 +445,8 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ..
         ratio=config.ratio,
         n_stage=config.n_stage,
         pool_bytes_max=config.pool_bytes_max,
+        disk_bytes_per_s=config.disk_bytes_per_s,
+        disk_buffered=config.disk_buffered,
     )
     return struct, (files, tensors)
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from ctypes import c_char, c_double, c_int32, c_int64
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ Record = TypeVar("Record")
 
 TEXT_64 = c_char * 64
 TEXT_128 = c_char * 128
+TEXT_512 = c_char * 512
 
 
 def c_field(ctype: Any = c_int64) -> Any:
@@ -76,7 +77,7 @@ def from_c(record: type[Record], raw: ctypes.Structure) -> Record:
 def _reader(record: Any) -> tuple[Callable[[Any], tuple[Any, ...]], list[tuple[int, Any]]]:
     """What `from_c` needs of a dataclass, once for all calls: a getter of all fields, and conversions by index."""
     fields = dataclasses.fields(record)
-    convert = {"bool": bool, "str": bytes.decode}
+    convert = {"bool": bool, "str": partial(str, encoding="utf-8", errors="replace")}
     conversions = [(i, convert[str(field.type)]) for i, field in enumerate(fields) if str(field.type) in convert]
     return attrgetter(*(field.name for field in fields)), conversions
 

@@ -1,6 +1,6 @@
 """Moves experts at random as fast as possible while other threads check the bytes of resident experts.
 
-    python -m tests.support.cache_stress SECONDS     (with MOEEDGE_LIBRARY and LD_PRELOAD also under a sanitizer)
+    python -m tests.support.cache_stress SECONDS [DEVICE]   (with MOEEDGE_LIBRARY and LD_PRELOAD also under a sanitizer)
 
 One thread replaces the plan without waiting for the last one, another demands experts and waits for them; readers pin
 experts as a computation does, compare their slots with the file and unpin them; one more empties it now and then.
@@ -139,9 +139,10 @@ def main(arguments: list[str]) -> None:
     native.attach()
     with tempfile.TemporaryDirectory() as folder:
         model = write_experts(Path(folder) / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
-        n_checked = stress(model, float(arguments[0]))
-        assert n_checked >= MIN_CHECKED, n_checked
-        churn(model)
+        for device in arguments[1:] or ["emulated", "ram"]:
+            n_checked = stress(model, float(arguments[0]), device=device)
+            assert n_checked >= MIN_CHECKED, n_checked
+            churn(model, device=device)
     print("done")
 
 

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 9
+#define MOEEDGE_ABI_VERSION 10
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -163,7 +163,8 @@ struct moeedge_expert_tensor {
 };
 
 struct moeedge_cache_config {
-    const char *         device;           // ggml's name of it, or "emulated": a second CPU instance with its own memory
+    const char *         device;           // ggml's name of it, "emulated": a second CPU instance with its own memory, or
+                                           // "ram": the host's memory, read directly from files that may be larger
     int32_t              emulated_threads;
     double               link_bytes_per_s; // rate of the emulated device's transfers; 0: not limited
     int32_t              n_layers, n_experts;
@@ -175,6 +176,8 @@ struct moeedge_cache_config {
     int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
     double               link_latency_s;   // fixed time of each of the emulated device's transfers
     int64_t              pool_bytes_max;   // of the slots in one tensor; 0: as much as the device allows
+    double               disk_bytes_per_s; // rate of all reads of a cache in RAM together; 0: not limited
+    int32_t              disk_buffered;    // a cache in RAM reads by way of the page cache, and gives its pages back
 };
 
 struct moeedge_cache_info {
@@ -211,6 +214,24 @@ struct moeedge_block_record {
     int32_t unique_cpu, unique_device;
     int32_t path;   // moeedge_prefill_path
     int64_t partition_ns, cpu_ns, device_ns, wait_ns;
+};
+
+// how a cache in RAM reads the model's files
+struct moeedge_reader_info {
+    int32_t n_threads;   // reads under way
+    int32_t is_direct;   // past the page cache; 0: a file system has no direct reads, or they are not wanted
+    int64_t piece_bytes; // of a read, about
+    int64_t bytes_read;  // so far; direct reads are of whole blocks
+    int64_t retries;     // of reads that failed
+    char    error[512];  // what went wrong with the newest expert that could not be loaded; empty: nothing
+};
+
+// what goes wrong with a read, in tests
+enum moeedge_read_fault {
+    MOEEDGE_READ_FAULT_EIO   = 0, // the disk reports an error
+    MOEEDGE_READ_FAULT_SHORT = 1, // half of the bytes come
+    MOEEDGE_READ_FAULT_END   = 2, // no bytes come
+    MOEEDGE_READ_FAULT_DELAY = 3, // it takes longer
 };
 
 // how batches of many tokens are computed
@@ -267,8 +288,12 @@ MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 MOEEDGE_API int moeedge_cache_clear(int64_t cache);
 // a moeedge_prefill_path for batches of at least n_tokens_min tokens
 MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_min);
-// threads that read experts from the model's files for a device with memory of its own (1 at first)
-MOEEDGE_API int moeedge_cache_set_readers(int64_t cache, int n_threads);
+// Threads that read experts from the model's files for a device with memory of its own (1 at first), or for a cache in RAM:
+// there as many reads are under way, each of about piece_bytes (0: unchanged)
+MOEEDGE_API int moeedge_cache_set_readers(int64_t cache, int n_threads, int64_t piece_bytes);
+MOEEDGE_API int moeedge_cache_get_reader(int64_t cache, struct moeedge_reader_info * out);
+// Tests: what goes wrong with every `every`-th read (moeedge_read_fault) of a cache in RAM from now on; 0: nothing
+MOEEDGE_API int moeedge_cache_set_read_faults(int64_t cache, int kind, int every, double delay_s);
 // whether one block in eleven waits for an asynchronous device before the CPU's part, which shows in wait_ns how long the
 // device takes; off at first, since it costs the time in which both parts would have run at once
 MOEEDGE_API int moeedge_cache_set_timing(int64_t cache, int on);

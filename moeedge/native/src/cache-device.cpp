@@ -8,6 +8,7 @@
 namespace moeedge {
 
 static const char emulated_name[] = "emulated";
+static const char ram_name[]      = "ram";
 
 cache_device::~cache_device() {
     if (health && health->is_lost()) {
@@ -40,12 +41,14 @@ bool is_rpc(ggml_backend_dev_t dev) {
 
 bool cache_device::find(const moeedge_cache_config & config, std::string & error) {
     is_emulated = std::strcmp(config.device, emulated_name) == 0;
-    dev = is_emulated ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : ggml_backend_dev_by_name(config.device);
-    if (dev == nullptr || (!is_emulated && !can_hold_experts(dev))) {
+    is_ram      = std::strcmp(config.device, ram_name) == 0;
+    const bool is_cpu = is_emulated || is_ram;
+    dev = is_cpu ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : ggml_backend_dev_by_name(config.device);
+    if (dev == nullptr || (!is_cpu && !can_hold_experts(dev))) {
         error = "Unknown device " + std::string(config.device) + ". Available: " + known_devices() + ".";
         return false;
     }
-    n_threads   = is_emulated ? std::max(config.emulated_threads, 1) : 0;
+    n_threads   = is_cpu ? std::max(config.emulated_threads, 1) : 0;
     name        = config.device;
     description = ggml_backend_dev_description(dev);
     health      = device_health::create(dev, is_rpc(dev));
@@ -62,7 +65,7 @@ static ggml_backend_t start_instance(ggml_backend_dev_t dev, int n_threads) {
 }
 
 void cache_device::start(bool has_stage) {
-    buft     = is_emulated ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
+    buft     = is_emulated || is_ram ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
     is_host  = ggml_backend_buft_is_host(buft);
     compute  = start_instance(dev, n_threads);
     transfer = is_host ? nullptr : start_instance(dev, n_threads);

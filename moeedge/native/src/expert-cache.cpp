@@ -15,7 +15,7 @@ static bool is_valid(const moeedge_cache_config & config) {
     const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
     // a comparison with NaN is false
     const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0 &&
-                            config.link_latency_s >= 0.0 && config.pool_bytes_max >= 0;
+                            config.link_latency_s >= 0.0 && config.pool_bytes_max >= 0 && config.disk_bytes_per_s >= 0.0;
     return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0;
 }
 
@@ -121,6 +121,13 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
         core->link_bytes_per_s = config.link_bytes_per_s;
         core->link_latency_s   = config.link_latency_s;
     }
+    if (device->is_ram) {
+        core->loader.reset(new expert_loader(core->layout, *core->pools, config.disk_bytes_per_s));
+        if (!core->loader->open(config, error)) {
+            status = MOEEDGE_STATUS_FILE_ERROR;
+            return nullptr;
+        }
+    }
     device->health->on_lost([weak = std::weak_ptr<cache_core>(core)] {
         if (auto live = weak.lock()) {
             live->table->stop();
@@ -185,6 +192,9 @@ void expert_cache::release(int layer, const int32_t * slots, int n) {
 }
 
 bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots) try {
+    if (core->loader) {
+        return core->loader->stage(layer, experts, n, slots);
+    }
     struct request {
         std::vector<int32_t> experts, slots;
         bool                 is_done = false;
@@ -209,11 +219,37 @@ bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_
 
 // planning side
 
-void expert_cache::set_readers(int n) {
+void expert_cache::set_readers(int n, int64_t piece_bytes) {
+    if (core->loader) {
+        core->loader->reader.set(n, piece_bytes > 0 ? (size_t) piece_bytes : core->loader->reader.piece_bytes());
+    }
     core->moving->set_readers(n);
     if (core->streaming) {
         core->streaming->set_readers(n);
     }
+}
+
+int expert_cache::set_read_faults(int kind, int every, double delay_s) {
+    if (!core->loader) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    core->loader->reader.faults.set(kind, every, delay_s);
+    return MOEEDGE_STATUS_OK;
+}
+
+int expert_cache::get_reader(moeedge_reader_info & out) {
+    if (!core->loader) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    const direct_reader & reader = core->loader->reader;
+    out                          = {};
+    out.n_threads                = reader.n_threads();
+    out.is_direct                = reader.is_direct();
+    out.piece_bytes              = (int64_t) reader.piece_bytes();
+    out.bytes_read               = reader.bytes_read();
+    out.retries                  = reader.retries();
+    std::snprintf(out.error, sizeof(out.error), "%s", core->loader->error().c_str());
+    return MOEEDGE_STATUS_OK;
 }
 
 void expert_cache::get_info(moeedge_cache_info & out) const {

@@ -94,7 +94,9 @@ class expert_cache {
     void              get_info(moeedge_cache_info & out) const;
     void              get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
     void              set_batch(int n_experts) { core->batch.store(n_experts); }
-    void              set_readers(int n);
+    void              set_readers(int n, int64_t piece_bytes);
+    int               set_read_faults(int kind, int every, double delay_s);      // moeedge_status
+    int               get_reader(moeedge_reader_info & out);                     // moeedge_status
     void              get_stats(moeedge_cache_stats & out);
     int               read(int layer, int expert, const char * role, void * out, int64_t size); // moeedge_status
 

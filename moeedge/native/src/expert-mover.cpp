@@ -123,9 +123,29 @@ class mover_loop {
     std::deque<flight>  flights;
 };
 
+// The loop where experts are read into the host's own memory: the reader's threads finish them, in the order of arrival.
+static void run_loads(cache_core & core) {
+    std::vector<upload>    next;
+    std::vector<expert_id> hastened;
+    while (core.table->take_one(next, hastened, core.loader->loads_ahead()) == TAKE_UPLOADS) {
+        for (const expert_id & id : hastened) {
+            core.loader->hasten(id.layer, id.expert, residency_table::demand_priority);
+        }
+        for (const upload & load : next) {
+            core.loader->load(load.id.layer, load.id.expert, load.slot, load.priority,
+                              [&core, load](bool has_arrived) { core.table->finish(load, has_arrived); });
+        }
+    }
+    core.loader->end();
+}
+
 static void run_mover(cache_core & core) {
     try {
-        mover_loop(core).run();
+        if (core.loader) {
+            run_loads(core);
+        } else {
+            mover_loop(core).run();
+        }
     } catch (const std::exception & error) { // no memory, or a backend that throws
         core.device->health->mark_lost(error.what());
     } catch (...) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "expert-loader.h"
 #include "expert-uploader.h"
 #include "residency-table.h"
 
@@ -26,6 +27,7 @@ struct cache_core {
     int64_t                          slots_wanted     = 0;
     std::atomic<int>                 batch{ 0 };            // see moeedge_cache_set_batch
     bool                             has_mover_ended = false; // see device_health::wait
+    std::unique_ptr<expert_loader>   loader; // null: slots are not in the host's own memory. Its threads use what is above
 };
 
 class expert_mover {

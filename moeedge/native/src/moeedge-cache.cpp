@@ -192,17 +192,27 @@ int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {
         "Unknown prefill path, or fewer than one token.");
 }
 
-int moeedge_cache_set_readers(int64_t id, int n_threads) {
+int moeedge_cache_set_readers(int64_t id, int n_threads, int64_t piece_bytes) {
     return with_cache(
         id,
         [&](expert_cache & cache) -> int {
-            if (n_threads < 1) {
+            if (n_threads < 1 || piece_bytes < 0) {
                 return MOEEDGE_STATUS_BAD_ARGUMENT;
             }
-            cache.set_readers(n_threads);
+            cache.set_readers(n_threads, piece_bytes);
             return MOEEDGE_STATUS_OK;
         },
-        "Fewer than one thread reads the model's file.");
+        "Fewer than one thread reads the model's file, or less than one byte.");
+}
+
+static const char no_loader[] = "Only a cache in RAM reads its files directly.";
+
+int moeedge_cache_set_read_faults(int64_t id, int kind, int every, double delay_s) {
+    return with_cache(id, [&](expert_cache & cache) { return cache.set_read_faults(kind, every, delay_s); }, no_loader);
+}
+
+int moeedge_cache_get_reader(int64_t id, moeedge_reader_info * out) {
+    return with_cache(id, [&](expert_cache & cache) { return cache.get_reader(*out); }, no_loader);
 }
 
 int moeedge_cache_set_timing(int64_t id, int on) {

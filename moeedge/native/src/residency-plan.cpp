@@ -94,9 +94,6 @@ template <typename F> void residency_table::remove_victims(group_state & group, 
     std::make_heap(group.victims.begin(), group.victims.end());
 }
 
-// above every priority of a plan
-static constexpr uint8_t demand_priority = UINT8_MAX;
-
 int residency_table::demand(int layer, const int32_t * experts, int n, const victim_list & victims, double timeout_s) {
     std::vector<int32_t> wanted;
     for (int i = 0; i < n; i++) {
@@ -132,6 +129,8 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const vic
     for (const int32_t flat_id : wanted) {
         if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
             absent.push_back({ flat_id, demand_priority });
+        } else if (state[flat_id] == MOEEDGE_RESIDENCY_IN_FLIGHT) {
+            to_hasten.push_back(id_of(flat_id));
         }
     }
     group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);

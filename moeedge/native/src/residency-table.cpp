@@ -93,6 +93,7 @@ void residency_table::restore_deferred(group_state & group, int32_t freed) {
 take_result residency_table::take(std::vector<upload> & out, int n_max, bool may_wait) {
     std::unique_lock<std::mutex> lock(mutex);
     out.clear();
+    to_hasten.clear(); // an upload that has begun is not interrupted
     while (!is_stopped) {
         if (group_state * group = next_group()) {
             out.push_back(start(*group));
@@ -110,6 +111,29 @@ take_result residency_table::take(std::vector<upload> & out, int n_max, bool may
         }
         is_mover_idle = true;
         changed.notify_all();
+        work.wait(lock);
+    }
+    return TAKE_STOPPED;
+}
+
+take_result residency_table::take_one(std::vector<upload> & out, std::vector<expert_id> & hastened, int n_in_flight_max) {
+    std::unique_lock<std::mutex> lock(mutex);
+    out.clear();
+    hastened.clear();
+    while (!is_stopped) {
+        hastened.swap(to_hasten);
+        group_state * group = next_group();
+        if (group && (n_in_flight < n_in_flight_max || group->queue[group->head].priority == demand_priority)) {
+            out.push_back(start(*group));
+            counts.transfers++;
+        }
+        if (!out.empty() || !hastened.empty()) {
+            return TAKE_UPLOADS;
+        }
+        is_mover_idle = group == nullptr;
+        if (is_mover_idle) {
+            changed.notify_all();
+        }
         work.wait(lock);
     }
     return TAKE_STOPPED;
@@ -182,8 +206,9 @@ upload residency_table::start(group_state & group) {
         evict(group, flat_id);
     }
     const size_t  i_read_ahead = group.head + n_uploads_read_ahead;
+    const uint8_t priority     = group.queue[group.head].priority;
     const int32_t flat_id      = group.queue[group.head++].flat_id;
-    upload        out          = { id_of(flat_id), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 } };
+    upload        out = { id_of(flat_id), group.free.back(), group.expert_bytes, ready_ns, { -1, -1 }, priority };
     if (i_read_ahead < group.queue.size()) {
         out.read_ahead = id_of(group.queue[i_read_ahead].flat_id);
     }
@@ -221,6 +246,7 @@ void residency_table::finish(const upload & done, bool has_arrived) {
         slot[flat_id]  = no_slot;
         group.free.push_back(done.slot);
         counts.failed++;
+        mark_work();
     }
     if (--n_in_flight == 0) {
         counts.transfer_ns += now_ns() - busy_from_ns;
@@ -228,6 +254,7 @@ void residency_table::finish(const upload & done, bool has_arrived) {
     if (n_in_flight == 0 || n_demands > 0) {
         changed.notify_all();
     }
+    work.notify_one(); // room for another one
 }
 
 void residency_table::wait_until(std::chrono::steady_clock::time_point time) {

@@ -29,6 +29,7 @@ struct upload {
     int64_t   bytes;
     int64_t   ready_ns;   // time from which it could have begun
     expert_id read_ahead; // an expert that follows some uploads later, layer -1: none
+    uint8_t   priority;
 };
 
 // experts that may be evicted: pairs [n, 2] (layer, expert), the lowest utility first
@@ -42,7 +43,8 @@ enum take_result { TAKE_UPLOADS, TAKE_NONE, TAKE_STOPPED };
 
 class residency_table {
   public:
-    static constexpr int no_slot = -1;
+    static constexpr int     no_slot         = -1;
+    static constexpr uint8_t demand_priority = UINT8_MAX; // above every priority of a plan
 
     // capacity [n_groups], in slots
     residency_table(const expert_layout & layout, const std::vector<int> & capacity);
@@ -67,7 +69,10 @@ class residency_table {
     // The uploads to do next, whose experts are now in flight: the first one, and up to `n_max` of its layer in all, experts
     // and slots both ascending. Waits for one if `may_wait`.
     take_result take(std::vector<upload> & out, int n_max, bool may_wait);
-    void        finish(const upload & done, bool has_arrived);
+    // The same for loads that other threads finish, one at a time: waits while n_in_flight_max are in flight, except for a
+    // demanded one. `hastened`: experts in flight that a demand waits for. Never TAKE_NONE, but either may be empty
+    take_result take_one(std::vector<upload> & out, std::vector<expert_id> & hastened, int n_in_flight_max);
+    void        finish(const upload & done, bool has_arrived); // from any thread
     // waits until that time, or until stopped
     void        wait_until(std::chrono::steady_clock::time_point time);
     // waits until no slot is pinned, but not longer than that
@@ -142,6 +147,7 @@ class residency_table {
     int64_t                       n_in_flight   = 0;
     int64_t                       n_pins        = 0;
     int                           n_demands     = 0; // callers that wait for single experts
+    std::vector<expert_id>        to_hasten;         // for take_one
     int64_t                       busy_from_ns  = 0;
     int64_t                       ready_ns      = 0; // time of the last plan, demand or slot that became free
     struct {

@@ -1,0 +1,93 @@
+#include "expert-loader.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <memory>
+
+namespace moeedge {
+
+// above every priority of a table: a computation waits for staging slots
+static constexpr int stage_priority = 256;
+
+expert_loader::expert_loader(const expert_layout & of, const slot_pools & to, double bytes_per_s)
+    : reader(bytes_per_s), layout(of), pools(to), requests((size_t) of.n_layers * of.n_experts, 0) {}
+
+bool expert_loader::open(const moeedge_cache_config & config, std::string & error) {
+    return reader.open(config.files, config.n_files, config.disk_buffered != 0, error);
+}
+
+int64_t expert_loader::read(int layer, int expert, int slot, bool is_staging, int priority, end_call ended) {
+    const int               group = layout.group_of[layer];
+    std::vector<read_range> ranges;
+    for (size_t r = 0; r < layout.slices[layer].size(); r++) {
+        const expert_slice & slice = layout.slices[layer][r];
+        const size_t         bytes = layout.groups[group].roles[r].bytes;
+        ggml_tensor *        pool  = is_staging ? pools.stage(group, (int) r) : pools.tensor(group, (int) r);
+        ranges.push_back({ slice.file, slice.offset + expert * slice.stride, bytes, (char *) pool->data + slot * bytes });
+    }
+    return reader.enqueue(std::move(ranges), priority, [this, layer, expert, call = std::move(ended)](const read_end & end) {
+        if (end.result == READ_FAILED) {
+            note_failure(layer, expert, end);
+        }
+        call(end.result == READ_DONE);
+    });
+}
+
+void expert_loader::load(int layer, int expert, int slot, int priority, end_call ended) {
+    requests[(size_t) layer * layout.n_experts + expert] =
+        read(layer, expert, slot, /* is_staging = */ false, priority, std::move(ended));
+}
+
+void expert_loader::hasten(int layer, int expert, int priority) {
+    reader.raise(requests[(size_t) layer * layout.n_experts + expert], priority);
+}
+
+bool expert_loader::stage(int layer, const int32_t * experts, int n, const int32_t * slots) {
+    struct arrivals {
+        std::mutex              mutex;
+        std::condition_variable changed;
+        int                     n_left;
+        bool                    have_all = true;
+    };
+    const auto all = std::make_shared<arrivals>();
+    all->n_left    = n;
+    for (int i = 0; i < n; i++) {
+        read(layer, experts[i], slots[i], /* is_staging = */ true, stage_priority, [all](bool has_arrived) {
+            std::lock_guard<std::mutex> lock(all->mutex);
+            all->have_all &= has_arrived;
+            if (--all->n_left == 0) {
+                all->changed.notify_all();
+            }
+        });
+    }
+    std::unique_lock<std::mutex> lock(all->mutex);
+    all->changed.wait(lock, [&] { return all->n_left == 0; });
+    return all->have_all;
+}
+
+void expert_loader::end() {
+    reader.cancel_all();
+    reader.wait_idle();
+}
+
+int expert_loader::loads_ahead() const {
+    size_t smallest = SIZE_MAX;
+    for (const expert_group & group : layout.groups) {
+        smallest = std::min(smallest, group.expert_bytes);
+    }
+    const size_t under_way = (size_t) reader.n_threads() * reader.piece_bytes();
+    return 1 + (int) std::min<size_t>(2 * under_way / smallest + 1, 64);
+}
+
+void expert_loader::note_failure(int layer, int expert, const read_end & end) {
+    const std::string what = reader.describe(end);
+    std::lock_guard<std::mutex> lock(mutex);
+    failure = "Expert " + std::to_string(expert) + " of layer " + std::to_string(layer) + " could not be loaded: " + what + ".";
+}
+
+std::string expert_loader::error() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return failure;
+}
+
+} // namespace moeedge
