@@ -13,16 +13,14 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from moeedge import __version__, paths
-from moeedge.engine.layer_choice import file_identity
+from moeedge.engine.layer_choice import session_conditions
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.paths import replace_file
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
 
 _SCHEMA = 1
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
@@ -118,15 +116,15 @@ class BudgetChoice:
     @classmethod
     def from_json(cls, text: str) -> BudgetChoice:
         """Reads what `to_json` wrote. Raises ValueError for anything else."""
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields.pop("schema") != _SCHEMA or not fields["trials"]:
-                raise ValueError("this measurement is of another version")
+
+        def make(fields: dict[str, Any]) -> BudgetChoice:
             del fields["budget"], fields["least_score"]
             trials = tuple(BudgetTrial(**trial) for trial in fields.pop("trials"))
+            if not trials:
+                raise ValueError("this measurement has no trial")
             return cls(trials=trials, **fields, from_file=True)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no measurement of expert budgets: {error}") from None
+
+        return parse_measurement(text, _SCHEMA, make)
 
 
 def candidate_budgets(n_expert_used: int, experts: float) -> tuple[int, ...]:
@@ -160,15 +158,8 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
     placement = asdict(config.placement) | {"ablations": sorted(config.placement.ablations)}
     del placement["measure_anew"], placement["calibrate"]
     order = None if template.order is None else hashlib.sha256(template.order.tobytes()).hexdigest()
-    conditions = {
+    conditions = session_conditions(config, device) | {
         "schema": _SCHEMA,
-        "moeedge": __version__,
-        "llama_cpp": version("llama-cpp-python"),
-        "models": [file_identity(path) for path in (config.model, config.draft) if path is not None],
-        "gamma": config.gamma,
-        "threads": config.n_threads,
-        "device": device.label,
-        "n_gpu_layers": config.n_gpu_layers,
         "n_cpu_moe": config.n_cpu_moe,
         "placement": placement,
         "ranking": template.ranking,
@@ -176,8 +167,7 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
         "prefer_resident": template.prefer_resident,
         "order": order,
     }
-    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    return paths.cache_dir() / "calibration" / f"{config.model.name}-budget-{digest[:16]}.json"
+    return measurement_file(f"{config.model.name}-budget", conditions)
 
 
 def read_choice(config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> BudgetChoice | None:
@@ -189,7 +179,4 @@ def read_choice(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
 
 def write_choice(choice: BudgetChoice, config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> None:
     """Keeps the choice for later runs. Raises OSError where it cannot be written."""
-    file = choice_file(config, template, device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(file) as new_file:
-        new_file.write_text(choice.to_json(), encoding="utf-8")
+    write_measurement(choice_file(config, template, device), choice.to_json())

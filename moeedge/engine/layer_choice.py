@@ -8,7 +8,6 @@ fastest.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,10 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moeedge import __version__, paths
+from moeedge import __version__
 from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.paths import replace_file
+from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
 from moeedge.scheduler.sizing import default_reserve
 
 _SCHEMA = 1
@@ -115,32 +114,25 @@ class LayerChoice:
     @classmethod
     def from_json(cls, text: str) -> LayerChoice:
         """Reads what `to_json` wrote. Raises ValueError for anything else."""
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields.pop("schema") != _SCHEMA or not fields["splits"]:
-                raise ValueError("this measurement is of another version")
+
+        def make(fields: dict[str, Any]) -> LayerChoice:
             splits = tuple(LayerSplit(**split) for split in fields.pop("splits"))
+            if not splits:
+                raise ValueError("this measurement has no division")
             return cls(splits=splits, **fields, from_file=True)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no measurement of whole layers: {error}") from None
+
+        return parse_measurement(text, _SCHEMA, make)
 
 
 def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
     """Where the choice for this model, device and configuration is kept. Raises OSError without a cache folder."""
     placement = config.placement
-    conditions = {
+    conditions = session_conditions(config, device) | {
         "schema": _SCHEMA,
-        "moeedge": __version__,
-        "llama_cpp": version("llama-cpp-python"),
-        "models": [file_identity(path) for path in (config.model, config.draft) if path is not None],
-        "device": device.label,
-        "threads": config.n_threads,
         "n_ctx": config.n_ctx,
         "n_parallel": config.n_parallel,
         "n_batch": config.n_batch,
         "n_ubatch": config.n_ubatch,
-        "gamma": config.gamma,
-        "n_gpu_layers": config.n_gpu_layers,
         "vram_bytes": placement.vram_bytes,
         "prefill": placement.prefill,
         "device_path": placement.device_path,
@@ -150,11 +142,23 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
         "ablations": sorted(placement.ablations),
         "execution": asdict(placement.execution),
     }
-    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    return paths.cache_dir() / "calibration" / f"{config.model.name}-layers-{digest[:16]}.json"
+    return measurement_file(f"{config.model.name}-layers", conditions)
 
 
-def file_identity(path: Path | str) -> list[Any]:
+def session_conditions(config: EngineConfig, device: ResolvedDevice) -> dict[str, Any]:
+    """Programs, models and settings on which any speed of a session depends."""
+    return {
+        "moeedge": __version__,
+        "llama_cpp": version("llama-cpp-python"),
+        "models": [_file_identity(path) for path in (config.model, config.draft) if path is not None],
+        "device": device.label,
+        "threads": config.n_threads,
+        "gamma": config.gamma,
+        "n_gpu_layers": config.n_gpu_layers,
+    }
+
+
+def _file_identity(path: Path | str) -> list[Any]:
     """What tells a model's file from others, without reading it; a word such as "ngram" is itself."""
     if isinstance(path, str):
         return [path]
@@ -202,7 +206,4 @@ def _mark_file(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) 
 
 def write_choice(choice: LayerChoice, config: EngineConfig, device: ResolvedDevice) -> None:
     """Keeps the choice for later runs. Raises OSError where it cannot be written."""
-    file = choice_file(config, device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(file) as new_file:
-        new_file.write_text(choice.to_json(), encoding="utf-8")
+    write_measurement(choice_file(config, device), choice.to_json())

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moeedge import paths
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.native.cache import ExpertCache
-from moeedge.paths import replace_file
 from moeedge.policies.base import PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.measurement import measurement_file, parse_measurement
 from moeedge.scheduler.sizing import emulated_threads
 
 SCHEMA = 1
@@ -105,10 +103,8 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str) -> Calibration:
         """Reads what `to_json` wrote. Raises ValueError for anything else."""
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields["schema"] != SCHEMA:
-                raise ValueError("this calibration is of another version")
+
+        def make(fields: dict[str, Any]) -> Calibration:
             units = fields["units"]
             return cls(
                 units=None if units is None else CostModel.from_json(json.dumps(units)),
@@ -123,8 +119,8 @@ class Calibration:
                 },
                 from_file=True,
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no calibration: {error}") from None
+
+        return parse_measurement(text, SCHEMA, make)
 
 
 def calibration_file(
@@ -134,7 +130,7 @@ def calibration_file(
     policy_config: PolicyConfig,
     device: ResolvedDevice,
 ) -> Path:
-    """Where a calibration under these conditions is kept; its folder exists only once `write_calibration` ran.
+    """Where a calibration under these conditions is kept; its folder exists only once something was written.
 
     Raises OSError where the cache folder can be neither found nor made.
     """
@@ -162,12 +158,4 @@ def calibration_file(
         "forgetting": config.forgetting,
         "ablations": sorted(config.ablations),
     }
-    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
-    return paths.cache_dir() / "calibration" / f"{path.name}-{digest[:16]}.json"
-
-
-def write_calibration(file: Path, calibration: Calibration) -> None:
-    """Replaces the file at once: another session may read it. Raises OSError where it cannot be written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(file) as new_file:
-        new_file.write_text(calibration.to_json(), encoding="utf-8")
+    return measurement_file(path.name, conditions)

@@ -28,9 +28,10 @@ from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel, ShareCurves, fit_side
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
-from moeedge.scheduler.calibration import Calibration, calibration_file, write_calibration
+from moeedge.scheduler.calibration import Calibration, calibration_file
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.measurement import write_measurement
 from moeedge.scheduler.routing_reader import RoutingReader
 
 SAMPLE_TEXT = """\
@@ -101,7 +102,7 @@ def calibrate(
         try:
             if file is None:
                 raise OSError
-            write_calibration(file, calibration)
+            write_measurement(file, calibration.to_json())
         except OSError:
             calibration = replace(calibration, kept=False)
     return _with_link_floor(calibration, cache, device)

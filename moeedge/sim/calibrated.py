@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moeedge import paths
 from moeedge.errors import InputError
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.measurement import measurement_files
 from moeedge.sim.model_shape import ModelShape, read_json
 from moeedge.sim.step_costs import StepCosts, measured_costs
 
@@ -24,8 +24,7 @@ def calibration_file(hardware: str, model: str) -> Path | None:
     if hardware != "this":
         path = Path(hardware)
         return path if path.suffix == ".json" and path.exists() and "units" in read_json(path) else None
-    folder = paths.cache_dir() / "calibration"
-    files = sorted(folder.glob(f"{model}-*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    files = measurement_files(model)
     if not files:
         raise InputError(f"No calibration is kept for {model}.", f"Run moeedge calibrate -m {model} first.")
     return files[-1]

@@ -17,8 +17,9 @@ from moeedge.llama.context import Context
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.cost_model import CostModel
-from moeedge.scheduler.calibration import Calibration, write_calibration
+from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.measurement import write_measurement
 from moeedge.scheduler.microbench import _timed, fewest_readers
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice
@@ -198,7 +199,7 @@ def test_a_full_disk_leaves_no_file(cache_folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError):
-        write_calibration(cache_folder / "calibration" / "a.json", made())
+        write_measurement(cache_folder / "calibration" / "a.json", made().to_json())
     assert list((cache_folder / "calibration").iterdir()) == []
 
 

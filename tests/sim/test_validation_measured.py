@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moeedge import paths
 from moeedge.bench.validation import median_cost_model
 from moeedge.cli.app import app
 from moeedge.errors import InputError
@@ -19,6 +18,7 @@ from moeedge.llama import gguf_file
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.manager import PlacementManager
+from moeedge.scheduler.measurement import measurement_file, write_measurement
 from moeedge.sim.calibrated import calibration_file, read_calibration, shape_of_file
 from tests.conftest import TinyFactory
 
@@ -66,10 +66,8 @@ def test_a_disturbed_measurement_does_not_count() -> None:
 def test_the_newest_measurement_of_a_model_is_taken() -> None:
     with pytest.raises(InputError, match="No calibration is kept"):
         calibration_file("this", "model.gguf")
-    folder = paths.cache_dir() / "calibration"
-    folder.mkdir(parents=True)
-    for name, cpu_s in (("model.gguf-a.json", 1e-4), ("model.gguf-b.json", 2e-4), ("other.gguf-c.json", 3e-4)):
-        (folder / name).write_text(calibration(cpu_s))
+    for name, cpu_s in (("model.gguf", 1e-4), ("model.gguf", 2e-4), ("model.gguf-budget", 3e-4), ("other.gguf", 4e-4)):
+        write_measurement(measurement_file(name, {"cpu_s": cpu_s}), calibration(cpu_s))
     file = calibration_file("this", "model.gguf")
     assert file is not None and read_calibration(file).cpu_ns[1] == 200_000
     assert calibration_file("rtx3090", "model.gguf") is None
