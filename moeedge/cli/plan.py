@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import show_log
+from moeedge.cli.common import names, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import (
     EngineOptions,
@@ -22,8 +23,12 @@ from moeedge.cli.engine_options import (
     layer_notes,
     resolve_models,
 )
-from moeedge.errors import ModelNameError
-from moeedge.units import parse_size
+from moeedge.errors import InputError, ModelNameError
+from moeedge.units import parse_rate, parse_size
+
+if TYPE_CHECKING:
+    from moeedge.planning.beyond_ram import RamTierRequest
+    from moeedge.planning.planner import Planner
 
 FreeVram = Annotated[
     str | None,
@@ -54,6 +59,23 @@ Reserve = Annotated[
         "Device memory to leave free in addition to the usual reserve.",
     ),
 ]
+DiskRates = Annotated[
+    str | None,
+    option(
+        options.HARDWARE,
+        "--disk-rate LIST",
+        "For a model larger than the memory: random reads of the disk, as 1GB/s; several, separated by commas, are "
+        "compared. Default: what moeedge calibrate --disk measured.",
+    ),
+]
+TraceOption = Annotated[
+    Path | None,
+    option(
+        options.TRACE,
+        "--trace FILE",
+        "For a model larger than the memory: its routing (moeedge profile --trace-out), to count hits in RAM.",
+    ),
+]
 
 
 def plan(
@@ -70,6 +92,8 @@ def plan(
     ram: FreeRam = None,
     cache_ratio: CacheRatio = None,
     reserve: Reserve = None,
+    disk_rate: DiskRates = None,
+    trace: TraceOption = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -77,7 +101,8 @@ def plan(
 
     The header of the file is enough: an unfinished download will do, and the header of a model that is not on this
     machine is read from the hub. Prints what is on the device and in memory, the share of the experts that the device
-    can hold, the largest context, and the command that runs the model this way.
+    can hold, the largest context, and the command that runs the model this way. For a model larger than the memory: how
+    many experts fit there, what is read from the disk per token, and which speed that allows.
     """
     from moeedge.planning.memory_map import this_machine
     from moeedge.planning.planner import Planner
@@ -101,19 +126,54 @@ def plan(
         device=device,
     )
     with ExitStack() as resources:
-        files, names = _find(model, model_draft, resources)
+        files, pull_names = _find(model, model_draft, resources)
         config = engine.config(placement, emulate_bundled=True, files=files)
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         if vram_bytes is None and (ignored := layer_notes(config)):
             machine = replace(machine, notes=(*machine.notes, *ignored))
             config = replace(config, n_gpu_layers=0 if config.n_gpu_layers == 0 else None, n_cpu_moe=None)
-        with Planner(config, machine, reserve=reserve_bytes or 0, names=names) as planner:
+        with Planner(config, machine, reserve=reserve_bytes or 0, names=pull_names) as planner:
             model_name = None if model is None else os.fspath(model)
-            found = make_session_plan(planner, model_name=model_name, draft_name=model_draft)
+            beyond_ram = _beyond_ram(planner, disk_rate, trace)
+            found = make_session_plan(planner, model_name=model_name, draft_name=model_draft, beyond_ram=beyond_ram)
         if output is Output.JSON:
             typer.echo(plan_json(found), nl=False)
         else:
             print_plan(found, stdout_console())
+
+
+def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None) -> RamTierRequest:
+    """What is known of the disk and the routing. Raises InputError for a trace of another model."""
+    from moeedge.planning.beyond_ram import ASSUMED_DISK_BYTES_PER_S, Disk, RamTierRequest, StepRouting
+    from moeedge.scheduler.disk import read_kept
+
+    measured = read_kept(planner.config.model) if planner.facts.is_here else None
+    if disk_rate is not None:
+        disks = [Disk(float(parse_rate(rate)), "given") for rate in names(disk_rate, "--disk-rate")]
+    elif measured is not None:
+        disks = [Disk(measured.best.bytes_per_s, "measured")]
+    else:
+        disks = [Disk(ASSUMED_DISK_BYTES_PER_S, "assumed")]
+    if trace is None:
+        return RamTierRequest(tuple(disks))
+    from moeedge.sim.ram_hits import replay_ram_hits
+    from moeedge.trace.importers import read_trace
+
+    routing, facts = read_trace(trace, planner.facts.n_experts), planner.facts
+    n_layers, n_experts = len(routing.expert_layers()), routing.meta.n_experts
+    if (n_layers, n_experts) != (facts.n_expert_layers, facts.n_experts):
+        raise InputError(
+            f"The trace has {n_layers} layers of {n_experts} experts, {facts.file} has {facts.n_expert_layers} of "
+            f"{facts.n_experts}.",
+            "Name a trace of the model.",
+        )
+    n_drafts = 0 if planner.draft is None and not planner.use_ngram else planner.config.gamma
+
+    def forecast(ratios: Sequence[float]) -> list[StepRouting]:
+        hits = replay_ram_hits(routing, ratios, gamma=n_drafts)
+        return [StepRouting(found.n_tokens, found.unique, found.hit_rate) for found in hits]
+
+    return RamTierRequest(tuple(disks), forecast, n_drafts, trace.name)
 
 
 def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:

@@ -195,6 +195,12 @@ class Planner:
     def _experts_bytes(self) -> int:
         return expert_bytes(self._experts)
 
+    @property
+    def host_experts(self) -> tuple[int, int]:
+        """Layers whose experts are in host memory, and the bytes of these experts."""
+        target = self._target(all_on_gpu=False)
+        return len(target.host_expert_layers), self._host_expert_bytes(target)
+
     def _host_expert_bytes(self, target: Model) -> int:
         return expert_bytes(in_host_memory(self._experts, target))
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from moeedge.engine.types import ALL_ON_CPU
+from moeedge.planning.beyond_ram import N_CTX, RamTier, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
@@ -40,10 +41,16 @@ class SessionPlan:
     largest_n_ctx: int  # tokens, with the cache on and of the requested ratio, if any; 0: none fits
     command: str  # that runs it; empty if it does not fit
     notes: tuple[str, ...]  # sentences for the user
+    ram_tier: RamTier | None = None  # of a model with experts that is larger than the memory
 
 
-def make_session_plan(planner: Planner, *, model_name: str | None, draft_name: str | None) -> SessionPlan:
-    """Returns the plan at the planner's context; the names, as the user typed them, go into the command."""
+def make_session_plan(
+    planner: Planner, *, model_name: str | None, draft_name: str | None, beyond_ram: RamTierRequest | None = None
+) -> SessionPlan:
+    """Returns the plan at the planner's context; the names, as the user typed them, go into the command.
+
+    beyond_ram: what is known of disk and routing, for a model that is larger than the memory.
+    """
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
     sizes = sorted({*(n for n in _CONTEXTS if n <= trained), chosen.n_ctx})
@@ -58,8 +65,30 @@ def make_session_plan(planner: Planner, *, model_name: str | None, draft_name: s
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
         advised = planner.map(max(rows, default=largest))  # a step below the largest leaves room for experts
     command = "" if advised.verdict == "does not fit" else _command(planner, advised, model_name, draft_name)
+    tier = None
+    if beyond_ram is not None and _ram(chosen).verdict != "fits" and planner.facts.n_experts:
+        tier = _plan_ram_tier(planner, chosen, beyond_ram)
+        if tier is None:
+            notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(
-        planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes)
+        planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes), tier
+    )
+
+
+def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest) -> RamTier | None:
+    """Experts in RAM at the user's context, or at the one that such a session has without one."""
+    facts, draft = planner.facts, planner.draft_facts
+    n_ctx = planner.config.n_ctx or min(chosen.n_ctx, N_CTX)
+    found = chosen if n_ctx == chosen.n_ctx else planner.map(n_ctx)
+    n_layers, n_bytes = planner.host_experts
+    return plan_ram_tier(
+        found,
+        request,
+        n_expert_layers=n_layers,
+        n_experts=facts.n_experts,
+        n_expert_used=facts.n_expert_used,
+        expert_bytes=n_bytes,
+        draft_bytes=0 if draft is None else draft.dense_bytes,
     )
 
 

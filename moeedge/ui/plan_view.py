@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from moeedge.ui.tables import Column, json_text, print_table, text_column
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from moeedge.planning.beyond_ram import RamTier, RamTierRow
     from moeedge.planning.headers import ModelFacts
     from moeedge.planning.memory_map import MemoryMap, MemoryPool
     from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
+_WORTH_IT = 1.1  # times the speed
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 
@@ -33,6 +36,9 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
     console.print(_largest_context(plan))
     for note in plan.notes:
         console.print(note)
+    if plan.ram_tier is not None:
+        console.print()
+        _print_ram_tier(plan.ram_tier, console)
     if plan.command:
         console.print()
         console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
@@ -93,6 +99,77 @@ def _largest_context(plan: SessionPlan) -> str:
     return f"Largest context that fits: {plan.largest_n_ctx:,} tokens{trained}."
 
 
+def _print_ram_tier(tier: RamTier, console: Console) -> None:
+    """A row for the machine, and one for each other disk and size of memory; then what they rest on."""
+    first, *others = tier.rows
+    columns = [
+        Column("RAM free MiB", "ram_free_bytes", _mib),
+        Column("disk", lambda row: row.disk.bytes_per_s, format_rate),
+        Column(f"slots of {tier.n_experts:,}", "n_slots", ","),
+        Column("in RAM", "ratio", ".1%"),
+        Column("slots MiB", "slots_bytes", _mib),
+        Column("hits", "hit_rate", ".1%"),
+        Column("MB/token", "bytes_per_token", ".0f", 1e-6),
+        Column("limit t/s", "limit_ts", ".1f"),
+        text_column("limited by", "limited_by"),
+    ]
+    title = f"experts from the disk, context {tier.n_ctx:,}"
+    print_table(console, columns, tier.rows, title=title, style=lambda row: "bold" if row is first else "")
+    console.print(_ram_tier_basis(tier))
+    if others:
+        best = max(others, key=lambda row: row.limit_ts)
+        if best.limit_ts > _WORTH_IT * first.limit_ts:
+            console.print(_what_helps(first, others))
+        else:
+            console.print("Neither a faster disk nor more memory of these would help much.")
+
+
+def _ram_tier_basis(tier: RamTier) -> str:
+    """What the figures rest on."""
+    disk = tier.machine.disk
+    rate = {
+        "measured": "as moeedge calibrate --disk measured it",
+        "given": "as given",
+        "assumed": "an assumption: moeedge calibrate --disk measures it",
+    }[disk.source]
+    hits = f"of a replay of {tier.source} (policy lfu, {tier.tokens_per_step:.2f} tokens per step)"
+    if not tier.source:
+        hits = (
+            "an assumption, those of gpt-oss-20b (policy lfu, no drafts): --trace FILE replays the model's own routing"
+        )
+    return (
+        f"The disk's rate is {rate}. The hits are {hits}. The limit is for reading and computing at the same time, and "
+        f"for memory that gives {format_rate(tier.ram_bytes_per_s)}."
+    )
+
+
+def _what_helps(first: RamTierRow, others: Sequence[RamTierRow]) -> str:
+    """The gain of each single change."""
+    parts = [
+        f"a disk of {format_rate(row.disk.bytes_per_s)} allows {row.limit_ts / first.limit_ts:.1f} times the speed"
+        for row in others
+        if row.ram_free_bytes == first.ram_free_bytes
+    ]
+    parts += [
+        f"{format_bytes(row.ram_free_bytes)} of free memory {row.limit_ts / first.limit_ts:.1f} times"
+        for row in others
+        if row.disk == first.disk
+    ]
+    return f"{'; '.join(parts)}."[:1].upper() + f"{'; '.join(parts)}."[1:]
+
+
+def _ram_tier_dict(tier: RamTier | None) -> dict[str, Any] | None:
+    if tier is None:
+        return None
+    values = dataclasses.asdict(tier) | {"hits_assumed": not tier.source}
+    values["trace"] = values.pop("source") or None
+    rows = []
+    for row in values.pop("rows"):
+        disk = row.pop("disk")
+        rows.append(row | {"disk_bytes_per_s": disk["bytes_per_s"], "disk_source": disk["source"]})
+    return values | {"rows": rows}
+
+
 def plan_json(plan: SessionPlan) -> str:
     """One JSON object; sizes in bytes."""
     device = plan.machine.device
@@ -105,6 +182,7 @@ def plan_json(plan: SessionPlan) -> str:
             "plan": _map_dict(plan.map),
             "contexts": [_map_dict(context) for context in plan.contexts],
             "largest_n_ctx": plan.largest_n_ctx,
+            "ram_tier": _ram_tier_dict(plan.ram_tier),
             "command": plan.command,
             "notes": list(plan.notes),
         }

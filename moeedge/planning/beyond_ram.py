@@ -1,0 +1,173 @@
+"""What a model larger than the memory needs of its disk: slots for experts in RAM, hits, bytes and seconds per token.
+
+The seconds are a limit, for perfect overlap of reading and computing:
+
+    t/s <= A / (t_dense + max(U b / BW_ram, U b (1 - h) / BW_disk) + t_draft)
+
+A: tokens gained by a step, U: distinct experts that it uses, b: bytes of one, h: share of these that are in RAM,
+t_dense: the dense weights at the memory's rate, t_draft: the drafts of the step at the same rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moeedge.planning.memory_map import MemoryMap
+from moeedge.scheduler.sizing import default_reserve, plan_budget
+
+N_CTX = 8192  # tokens, unless the user names a context: a larger one takes memory from the experts
+ASSUMED_DISK_BYTES_PER_S = 1e9
+ASSUMED_RAM_BYTES_PER_S = 20e9  # of a CPU that computes from memory, two channels of DDR4
+MORE_RAM = (1.5, 2.0, 3.0)  # times the free memory
+
+# Hits of distinct experts by the share of the experts in RAM: policy lfu, one token at a time. At each share the lowest
+# of gpt-oss-20b's published routing, Qwen3-30B-A3B's synthetic routing and the bundled pair's (docs/log.md, 2026-11-22)
+_ASSUMED_SHARES = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+_ASSUMED_HITS = (0.0, 0.617, 0.814, 0.921, 0.953, 0.982, 0.988, 1.0)
+
+Source = Literal["measured", "given", "assumed"]
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The rate at which experts are read."""
+
+    bytes_per_s: float
+    source: Source
+
+
+@dataclass(frozen=True)
+class StepRouting:
+    """The experts of a step where a share of all experts is in RAM."""
+
+    n_tokens: float  # that a step gives
+    unique: float  # distinct experts per layer
+    hit_rate: float  # share of these that are in RAM
+
+
+Forecast = Callable[[Sequence[float]], Sequence[StepRouting]]  # by shares of the experts in RAM
+
+
+@dataclass(frozen=True)
+class RamTierRequest:
+    """What is known beside the model and the machine."""
+
+    disks: tuple[Disk, ...]  # at least one; the first is the machine's
+    forecast: Forecast | None = None  # None: the assumed hits
+    n_drafts: int = 0  # per step, of the forecast
+    source: str = ""  # of the forecast: the trace's name
+
+
+@dataclass(frozen=True)
+class RamTierRow:
+    """One machine: a size of memory with a disk."""
+
+    ram_free_bytes: int
+    disk: Disk
+    n_slots: int
+    slots_bytes: int
+    ratio: float  # share of the experts in host memory that have a slot
+    hit_rate: float  # of distinct experts
+    bytes_per_token: float  # read from the disk
+    limit_ts: float
+    limited_by: Literal["disk", "memory"]
+
+
+@dataclass(frozen=True)
+class RamTier:
+    """Experts of a model larger than the memory, in slots in RAM."""
+
+    n_ctx: int
+    n_experts: int  # of all layers in host memory
+    rows: tuple[RamTierRow, ...]  # the machine, the machine with each other disk, with more memory, with both
+    source: str  # of the routing; empty: assumed
+    tokens_per_step: float
+    n_drafts: int
+    ram_bytes_per_s: float = ASSUMED_RAM_BYTES_PER_S
+
+    @property
+    def machine(self) -> RamTierRow:
+        """The row of the planned machine."""
+        return self.rows[0]
+
+
+def assumed_routing(n_expert_used: int) -> Forecast:
+    """One token at a time, with the lowest hits that policy lfu had on the routing of three models."""
+
+    def forecast(ratios: Sequence[float]) -> list[StepRouting]:
+        hits = np.interp(ratios, _ASSUMED_SHARES, _ASSUMED_HITS)
+        return [StepRouting(1.0, float(n_expert_used), float(hit)) for hit in hits]
+
+    return forecast
+
+
+def plan_ram_tier(
+    found: MemoryMap,
+    request: RamTierRequest,
+    *,
+    n_expert_layers: int,
+    n_experts: int,
+    n_expert_used: int,
+    expert_bytes: int,
+    draft_bytes: int,
+) -> RamTier | None:
+    """Slots, hits and limits on the machine of a memory map, with its disks and with more memory.
+
+    n_expert_layers: layers whose experts are in host memory. n_experts: per layer. expert_bytes: of all of these.
+    draft_bytes: weights of the draft model. None where not even one expert per layer fits.
+    """
+    ram = found.places[-1]
+    n_all = n_expert_layers * n_experts
+    others_bytes = ram.used_bytes - expert_bytes  # KV cache, dense weights, buffers
+    sizes = [ram.free_bytes, *(round(ram.free_bytes * factor) for factor in MORE_RAM)]
+    budgets = {
+        size: plan_budget(
+            expert_bytes_total=expert_bytes,
+            n_expert_layers=n_expert_layers,
+            n_experts=n_experts,
+            free_bytes=max(0, size - others_bytes),
+            reserve_bytes=default_reserve(size),
+        )
+        for size in sizes
+    }
+    if budgets[sizes[0]].n_slots == 0:
+        return None
+    sizes = [
+        size for i, size in enumerate(sizes) if i == 0 or budgets[sizes[i - 1]].n_slots < n_all
+    ]  # enough is enough
+    forecast = request.forecast or assumed_routing(n_expert_used)
+    routing = dict(zip(sizes, forecast([budgets[size].n_slots / n_all for size in sizes]), strict=True))
+    dense_bytes = sum(line.n_bytes for line in ram.lines if line.what == "dense weights")
+    machines = [(size, disk) for size in sizes for disk in request.disks]
+    rows = []
+    for size, disk in machines:
+        step = routing[size]
+        used_bytes = n_expert_layers * step.unique * expert_bytes / n_all
+        read_bytes = used_bytes * (1 - step.hit_rate)
+        compute_s, read_s = used_bytes / ASSUMED_RAM_BYTES_PER_S, read_bytes / disk.bytes_per_s
+        other_s = (dense_bytes + request.n_drafts * draft_bytes) / ASSUMED_RAM_BYTES_PER_S
+        rows.append(
+            RamTierRow(
+                ram_free_bytes=size,
+                disk=disk,
+                n_slots=budgets[size].n_slots,
+                slots_bytes=budgets[size].pool_bytes,
+                ratio=budgets[size].n_slots / n_all,
+                hit_rate=step.hit_rate,
+                bytes_per_token=read_bytes / step.n_tokens,
+                limit_ts=step.n_tokens / (other_s + max(compute_s, read_s)),
+                limited_by="disk" if read_s > compute_s else "memory",
+            )
+        )
+    return RamTier(
+        n_ctx=found.n_ctx,
+        n_experts=n_all,
+        rows=tuple(rows),
+        source=request.source,
+        tokens_per_step=routing[sizes[0]].n_tokens,
+        n_drafts=request.n_drafts,
+    )
