@@ -7,9 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from moeedge import paths
 from moeedge.engine.types import EngineConfig
-from moeedge.hardware.devices import ResolvedDevice, resolve
+from moeedge.hardware.devices import ResolvedDevice, ram, resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
@@ -27,7 +29,18 @@ def resolve_device(config: EngineConfig) -> ResolvedDevice:
     """The device that -dev names for this model; raises DeviceError where there is none of that name."""
     library.start()  # llama.cpp logs while it lists devices
     bundled = config.emulate_bundled and paths.is_bundled(config.model)
-    return resolve(DeviceSpec.parse(config.device), bundled=bundled)
+    device = resolve(DeviceSpec.parse(config.device), bundled=bundled)
+    return ram(device) if _loads_on_demand(config, device) else device
+
+
+def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
+    """Whether experts are loaded from the file into slots in RAM."""
+    if config.ram == "off" or config.mode == "stock" or device.kind in ("gpu", "rpc"):
+        return False
+    summary = gguf_file.read_summary(config.model)
+    if not summary.expert_layers:
+        return False
+    return config.ram != "auto" or summary.size_bytes >= psutil.virtual_memory().available
 
 
 def load_target(
@@ -55,6 +68,8 @@ def load_target(
         free_bytes=free_bytes,
         n_expert_used=config.n_expert_used,
     )
+    if device.kind == "ram":
+        return load(experts_from_file=True)
     is_split = config.n_cpu_moe is not None
     if is_split:
         load = partial(load, n_cpu_moe=config.n_cpu_moe)

@@ -28,6 +28,7 @@ from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
 from moeedge.scheduler.sizing import whole_expert_bytes
@@ -35,6 +36,7 @@ from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 Observer = Callable[[StepRecord, "Session"], None]
 
+RAM_CONTEXT_TOKENS = 8192  # unless the user names a size, where experts are loaded into what memory is left
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 _RESERVED_TOKENS = 4
 
@@ -134,7 +136,7 @@ class Session:
             no_cache = config.layers_measured and config.placement.cache_ratio == 0
             if config.mode == "moeedge" and target.sensor is not None and not no_cache:
                 placement, calibration = open_placement(
-                    config.placement,
+                    config.placement if device.kind != "ram" else _in_ram(config, notes),
                     device,
                     target,
                     draft_context,
@@ -361,9 +363,24 @@ class Session:
         self.close()
 
 
+def _in_ram(config: EngineConfig, notes: list[str]) -> PlacementConfig:
+    """The placement of experts in RAM, where --vram has no meaning."""
+    if config.placement.vram_bytes is not None:
+        notes.append("There is no GPU for experts: --vram has no effect. --ram SIZE sets the memory for them.")
+    size = config.ram if isinstance(config.ram, int) else None
+    return replace(
+        config.placement, vram_bytes=size, cache_ratio=config.placement.cache_ratio if size is None else None
+    )
+
+
 def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
     """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
     free_bytes = None  # of this machine
+    if device.kind == "ram" and not config.n_ctx:
+        n_ctx = min(models[0].info.n_ctx_train, RAM_CONTEXT_TOKENS)
+        if n_ctx < models[0].info.n_ctx_train:
+            notes.append(f"The context is {n_ctx:,} tokens, so that memory is left for experts. Set it with -c N.")
+        return n_ctx
     if kv_on_gpu(config, device, models[0]):
         reading = devices.read_memory(device)
         if reading is None:  # llama.cpp uses another GPU than the experts: it reports what does not fit

@@ -64,6 +64,8 @@ class EngineConfig:
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
     n_expert_used: int | None = None  # experts per token of the target instead of the file's number, for measuring
     device: str = "auto"  # for experts, as -dev names it
+    # bytes of RAM for experts that are loaded from the file on demand; "auto": where the file is larger than what is free
+    ram: int | Literal["auto", "off"] = "off"
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     mode: Mode = "moeedge"
@@ -88,6 +90,8 @@ class EngineConfig:
                 f"the contexts of {self.n_parallel} texts (-c) must be at most {MAX_N_CTX:,} tokens together, "
                 f"not {self.n_ctx * self.n_parallel:,}"
             )
+        if isinstance(self.ram, int) and self.ram <= 0:
+            raise ValueError(f"ram (--ram) must be more than 0, not {self.ram}")
         if not 0 <= self.n_threads <= MAX_N_THREADS:
             raise ValueError(f"n_threads (-t) must be in 0..{MAX_N_THREADS}, not {self.n_threads}")
 

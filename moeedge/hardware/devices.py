@@ -14,7 +14,7 @@ from moeedge.hardware.spec import EMULATED, DeviceSpec
 from moeedge.notifications import Notification
 from moeedge.units import format_rate
 
-DeviceKind = Literal["none", "emulated", "gpu", "rpc"]
+DeviceKind = Literal["none", "emulated", "gpu", "rpc", "ram"]
 EMULATED_RATIO = 0.17  # of all expert bytes: MoE-SpAc's 24 GB card under the unquantised Qwen3-30B-A3B
 _RPC_FORM = "rpc://HOST:PORT"
 _MAX_TOTAL_DIFFERENCE = 0.1  # if NVML's and llama.cpp's totals differ by more, llama.cpp has a slice of a card (MIG)
@@ -60,7 +60,7 @@ class VramReading:
     used_bytes: int
     free_bytes: int
     total_bytes: int
-    source: Literal["nvml", "ggml", "worker", "pool"]
+    source: Literal["nvml", "ggml", "worker", "pool", "system"]
 
 
 def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
@@ -82,6 +82,23 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     if device.kind == "CPU":
         return ResolvedDevice("none", notes=[f"{device.name} is the host: experts stay there, as with -dev none."])
     return _gpu(device, llama_device=device.name)
+
+
+def ram(beside: ResolvedDevice) -> ResolvedDevice:
+    """Host memory as the place of experts that are loaded on demand, for a model that is larger than it.
+
+    beside: what -dev stands for, which has no memory for experts.
+    """
+    memory = psutil.virtual_memory()
+    return ResolvedDevice(
+        "ram",
+        ggml_name="ram",
+        label="RAM",
+        llama_device=beside.llama_device,
+        free_bytes=memory.available,
+        total_bytes=memory.total,
+        notes=[note for note in beside.notes if beside.kind == "none" and not isinstance(note, Notification)],
+    )
 
 
 def check_known(spec: DeviceSpec) -> None:
@@ -255,15 +272,18 @@ def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: in
     """
     if device.kind == "none":
         return None
+    if device.kind == "ram":
+        memory = psutil.virtual_memory()
+        return VramReading(memory.total - memory.available, memory.available, memory.total, "system")
     if device.kind == "emulated":
         used = pool_bytes if filled_bytes is None else filled_bytes
         return VramReading(used, pool_bytes - used, pool_bytes, "pool")
     if device.kind == "rpc":
         free = max(0, device.free_bytes - pool_bytes)
         return VramReading(device.total_bytes - free, free, device.total_bytes, "worker")
-    memory = nvidia.memory(device.pci_id) if device.pci_id else None
-    if memory and abs(memory.total_bytes - device.total_bytes) <= _MAX_TOTAL_DIFFERENCE * memory.total_bytes:
-        return VramReading(memory.used_bytes, memory.free_bytes, memory.total_bytes, "nvml")
+    card = nvidia.memory(device.pci_id) if device.pci_id else None
+    if card and abs(card.total_bytes - device.total_bytes) <= _MAX_TOTAL_DIFFERENCE * card.total_bytes:
+        return VramReading(card.used_bytes, card.free_bytes, card.total_bytes, "nvml")
     for gpu in native.devices():
         if gpu.name == device.ggml_name:
             return VramReading(gpu.total_bytes - gpu.free_bytes, gpu.free_bytes, gpu.total_bytes, "ggml")

@@ -267,6 +267,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_destroy": (c_int, c_int64),
     "cache_get_info": (c_int, c_int64, c_void_p),
     "cache_groups": (c_int, c_int64, c_void_p, c_void_p, c_void_p),
+    "cache_set_utilities": (c_int, c_int64, c_void_p),
     "cache_plan": (c_int, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int),
     "cache_demand": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double),
     "cache_set_batch": (c_int, c_int64, c_int),

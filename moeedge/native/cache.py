@@ -293,6 +293,16 @@ class ExpertCache:
         """
         self._set("batch", n_experts)
 
+    def set_utilities(self, utilities: NDArray[np.float32]) -> None:
+        """Set by what an expert on the device "ram" goes for one that is loaded on demand: the lowest utility.
+
+        utilities: float32 [n_layers, n_experts], zeros at first; of equal ones the expert used longest ago goes.
+        """
+        if utilities.shape != self._residency.shape:
+            raise ValueError("Each expert needs a utility.")
+        utilities = np.ascontiguousarray(utilities, np.float32)
+        _check(self._library, self._library.moeedge_cache_set_utilities(self._cache, utilities.ctypes.data))
+
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
         _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency_address))

@@ -318,6 +318,11 @@ class ScoringPolicy:
         self._score: FloatArray = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
         self._utility: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
 
+    @property
+    def score(self) -> FloatArray:
+        """By what experts are ordered, float32 [n_layers, n_experts]; of the last step or plan."""
+        return self._score
+
     def observe(self, observation: Observation) -> None:
         """Learns from the routing of a step."""
 

@@ -27,6 +27,7 @@ from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
+from moeedge.scheduler.ram_tier import RamStore
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
@@ -68,7 +69,7 @@ class PlacementManager:
         self.device = device.label
         self.notify: Notify = ignore
         self._device = device
-        self._store = CacheStore(cache)
+        self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
         self._sensor = target.sensor
         self._op_offload = target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)

@@ -18,6 +18,7 @@ from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification, Notify
 from moeedge.policies.base import CacheShape, CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
+from moeedge.scheduler import ram_tier
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
@@ -67,6 +68,12 @@ def open_placement(
         if not _has_room_for_every_layer(cache, device, target, notes):
             return None, None
         policy_config = config.policy_config(gamma=gamma)
+        if device.kind == "ram":
+            notes.extend(ram_tier.describe(cache, target, config.policy))
+            make = partial(make_policy, config.policy, config=policy_config)
+            manager = _make_manager(cache, make, config, device, target, draft, gamma, notes)
+            stack.pop_all()
+            return manager, None
         calibration = calibrate(target, draft, cache, config, policy_config, device, notify=notify)
         notes.extend(_describe_placement(config, device, target, cache))
         prefill = config.prefill
@@ -112,13 +119,16 @@ def _open_cache(
     tensors, files = expert_tensors(target.model.path, n_layers=info.n_layers)
     if device.kind == "gpu" and target.model.host_expert_layers:
         warm_up_gpu(target, draft, gamma)
-    reading = devices.read_memory(device) if device.kind == "gpu" else None
+    reading = devices.read_memory(device) if device.kind in ("gpu", "ram") else None
+    free_bytes = reading.free_bytes if reading is not None else device.free_bytes
+    if device.kind == "ram":
+        free_bytes = ram_tier.free_for_slots(free_bytes, target, tensors)
     budget = cache_budget(
         config,
         device,
         tensors,
         target.model,
-        free_bytes=reading.free_bytes if reading is not None else device.free_bytes,
+        free_bytes=free_bytes,
         total_bytes=reading.total_bytes if reading is not None else device.total_bytes,
         n_ubatch=target.n_ubatch,
     )
@@ -140,6 +150,7 @@ def _open_cache(
                 emulated_threads=emulated_threads(device) or 1,
                 link_bytes_per_s=float(device.link_bytes_per_s),
                 link_latency_s=device.latency_us * 1e-6,
+                pool_bytes_max=ram_tier.pool_bytes_max(tensors) if device.kind == "ram" else 0,
             )
         )
     except EngineError as error:  # no memory for a single slot
@@ -206,7 +217,7 @@ def _make_manager(
     batch = execution.batch
     cache.set_batch((_TRANSFER_EXPERTS if policy.execution_model.batched_io else 0) if batch is None else batch)
     # the user's own size stays
-    watched = device.kind == "gpu" and not config.has_size
+    watched = device.kind == "ram" or (device.kind == "gpu" and not config.has_size)
     manager = PlacementManager(
         cache,
         policy,

@@ -155,7 +155,7 @@ def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n
 
 def reserve_bytes(device: ResolvedDevice, total_bytes: int) -> int:
     """What the cache leaves free on a device of that size."""
-    return default_reserve(total_bytes) if device.kind == "gpu" else 0
+    return default_reserve(total_bytes) if device.kind in ("gpu", "ram") else 0
 
 
 def cache_budget(

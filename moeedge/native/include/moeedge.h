@@ -163,8 +163,8 @@ struct moeedge_expert_tensor {
 };
 
 struct moeedge_cache_config {
-    const char *         device;           // ggml's name of it, "emulated": a second CPU instance with its own memory, or
-                                           // "ram": the host's memory, read directly from files that may be larger
+    const char *         device;           // ggml's name of it; "emulated": a second CPU instance with its own memory; "ram":
+                                           // slots in host memory that the CPU computes from, loaded on demand
     int32_t              emulated_threads;
     double               link_bytes_per_s; // rate of the emulated device's transfers; 0: not limited
     int32_t              n_layers, n_experts;
@@ -282,6 +282,9 @@ MOEEDGE_API int moeedge_cache_demand(int64_t cache, int layer, const int32_t * e
 // the most experts of a layer in one transfer. 0 (the default): one, with as many transfers under way as the device takes;
 // 1: one, and each transfer is awaited before the next
 MOEEDGE_API int moeedge_cache_set_batch(int64_t cache, int n_experts);
+// Device "ram": utilities [n_layers, n_experts], by which the expert is chosen that goes for one that is loaded on demand: the
+// lowest; of equal ones (all, at first) the one that was used longest ago
+MOEEDGE_API int moeedge_cache_set_utilities(int64_t cache, const float * utilities);
 // waits until no transfer is under way and the queue is empty or waits for a victim
 MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 // empties queue and slots; waits for transfers under way and slots in use

@@ -69,8 +69,8 @@ void instances_detach(const expert_cache * cache) {
     instance_list &             list = instances();
     std::lock_guard<std::mutex> lock(list.mutex);
     for (instance * self : list.live) {
-        if (self->cache.get() == cache) {
-            set_cache(self, nullptr);
+        if (self->cache.get() == cache || self->ram.get() == cache) {
+            remove_cache(self, cache);
         }
     }
 }

@@ -16,6 +16,7 @@
 #include "ggml-backend-impl.h"
 #include "hybrid-executor.h"
 #include "moe-blocks.h"
+#include "ram-executor.h"
 #include "router-inputs.h"
 #include "routing-sensor.h"
 
@@ -57,6 +58,8 @@ struct instance {
 
     std::shared_ptr<expert_cache>    cache;  // null: all experts on the CPU
     std::unique_ptr<hybrid_executor> hybrid; // of the cache
+    std::shared_ptr<expert_cache>    ram;    // slots in host memory; null: experts are computed from the mapped file
+    std::unique_ptr<ram_executor>    from_ram; // of these slots
     std::unique_ptr<pair_columns>    pairs;  // null: pairs without weight are computed as well
 
     // inputs of the next graph whose copies from a GPU are under way

@@ -65,7 +65,12 @@ static ggml_backend_t start_instance(ggml_backend_dev_t dev, int n_threads) {
 }
 
 void cache_device::start(bool has_stage) {
-    buft     = is_emulated || is_ram ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
+    if (is_ram) {
+        buft = staging_buft = ggml_backend_cpu_buffer_type();
+        is_host = is_started = true;
+        return;
+    }
+    buft     = is_emulated ? ggml_backend_cpu_buffer_type() : ggml_backend_dev_buffer_type(dev);
     is_host  = ggml_backend_buft_is_host(buft);
     compute  = start_instance(dev, n_threads);
     transfer = is_host ? nullptr : start_instance(dev, n_threads);

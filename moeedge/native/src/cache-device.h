@@ -1,7 +1,8 @@
 // Cache device: the device that holds the slots, and the backend instances that compute and transfer there.
 //
 // "emulated" is the CPU with memory and threads of its own: it shows everything about a device except its speed on a machine
-// without one. "ram" is the host's own memory: slots for the experts of a model that is larger.
+// without one. "ram" is host memory for a model whose file does not fit it: slots that the CPU itself computes from, and
+// experts outside them are loaded on demand.
 
 #pragma once
 
@@ -33,7 +34,7 @@ class cache_device : public std::enable_shared_from_this<cache_device> {
     ggml_backend_buffer_type_t buft         = nullptr;
     ggml_backend_buffer_type_t staging_buft = nullptr; // pinned where the device offers it, else the CPU's
     bool                       is_emulated  = false;
-    bool                       is_ram       = false; // the host's own memory, as a cache of files that are larger
+    bool                       is_ram       = false; // it has no backend instances: the CPU computes
     bool                       is_host      = false; // its buffers are host memory
     bool                       is_async     = false; // graph_compute_async returns before it is done (CUDA, not RPC)
     int                        n_threads    = 0;     // of the host's cores, in use while it computes

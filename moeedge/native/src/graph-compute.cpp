@@ -122,7 +122,7 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
     if (reads_inputs(self)) {
         find_router_inputs(graph, found.inputs);
     }
-    if (self->hybrid || self->pairs) {
+    if (self->hybrid || self->from_ram || self->pairs) {
         for (const moe_block & block : found.blocks) {
             placed_chain placed;
             placed.chain = find_chain(graph, block.i_first);
@@ -136,6 +136,9 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
             found.placed.push_back(std::move(placed));
             if (self->hybrid && !self->hybrid->place(found.placed.back())) {
                 self->cache->records.add_unknown();
+            }
+            if (self->from_ram && !self->from_ram->place(found.placed.back())) {
+                self->ram->records.add_unknown();
             }
         }
     }
@@ -276,6 +279,39 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
     return compute_part(self, graph, i_from, graph->n_nodes);
 }
 
+// Computes the graph with the experts of its blocks from slots in host memory.
+static enum ggml_status compute_from_ram(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph, const graph_paths & paths) {
+    int i_from = 0;
+    for (size_t b = 0; b < parsed.blocks.size(); b++) {
+        const moe_block &      block  = parsed.blocks[b];
+        const placed_chain &   placed = parsed.placed[b];
+        const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        i_from = block.i_first;
+        if (paths.sense_here) {
+            const int64_t begin_ns = now_ns();
+            sense_block(self, block);
+            self->sense_ns += now_ns() - begin_ns;
+        }
+        if (paths.has_hook) {
+            self->hooked   = graph;
+            self->i_hooked = block.i_first;
+            call_hook(self, &block, input_of(parsed, block));
+            self->hooked = nullptr;
+        }
+        if (placed.group < 0) {
+            continue;
+        }
+        if (self->from_ram->compute(placed, self->phase, paths.skips_unweighted) == BLOCK_ABORTED) {
+            return self->from_ram->status();
+        }
+        i_from = placed.chain.i_end;
+    }
+    return compute_part(self, graph, i_from, graph->n_nodes);
+}
+
 static bool is_view(const ggml_tensor * node) {
     return node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
@@ -344,12 +380,15 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     const bool          may_be_ahead = is_hybrid && is_after && !has_hook;
     const block_outcome ahead        = may_be_ahead ? compute_ahead(self, parsed, graph) : BLOCK_NOT_COMPUTED;
     wait_for_inputs(self); // they are there if the block was computed
-    if (!is_after && !is_hybrid) {
+    const bool is_from_ram = self->from_ram && !parsed.blocks.empty();
+    if (!is_after && !is_hybrid && !is_from_ram) {
         ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
         return ggml_backend_graph_compute(self->cpu, &extended);
     }
     enum ggml_status status;
-    if (ahead == BLOCK_ABORTED) {
+    if (is_from_ram) {
+        status = compute_from_ram(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
+    } else if (ahead == BLOCK_ABORTED) {
         status = self->hybrid->status();
     } else if (ahead == BLOCK_SUMMED) {
         status = compute_part(self, graph, parsed.placed.front().sum.i_end, graph->n_nodes);
@@ -395,6 +434,12 @@ enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
 
 void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
     self->parsed.clear(); // they name the old cache's pools
+    if (cache && cache->device().is_ram) {
+        self->from_ram.reset();
+        self->ram = std::move(cache);
+        self->from_ram.reset(new ram_executor(self->ram, self->cpu, self->cpu_dev));
+        return;
+    }
     if (self->cache && self->cache->is_foreign()) {
         self->hybrid.release(); // its threads and its device stayed in the process that forked this one
     }
@@ -403,6 +448,16 @@ void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
     if (self->cache) {
         self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
         self->hybrid->set_n_threads(self->n_threads);
+    }
+}
+
+void remove_cache(instance * self, const expert_cache * cache) {
+    if (self->ram.get() == cache) {
+        self->parsed.clear();
+        self->from_ram.reset();
+        self->ram.reset();
+    } else {
+        set_cache(self, nullptr);
     }
 }
 

@@ -17,7 +17,10 @@ void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_opt
 
 enum ggml_status compute_graph(instance * self, ggml_cgraph * graph);
 
-// from the next graph on; null detaches. Never while the instance computes.
+// From the next graph on; an instance has at most one cache of the device "ram" and one of another device. Null detaches the
+// latter. Never while the instance computes.
 void set_cache(instance * self, std::shared_ptr<expert_cache> cache);
+// detaches that one
+void remove_cache(instance * self, const expert_cache * cache);
 
 } // namespace moeedge

@@ -98,24 +98,28 @@ static bool takes_experts_twice(const expert_chain & chain) {
     });
 }
 
-bool hybrid_executor::place(placed_chain & placed) const {
+bool place_in_slots(const expert_cache & cache, placed_chain & placed) {
     const expert_chain & chain = placed.chain;
-    placed.group               = chain.is_complete() ? cache->group_of(chain.layer) : -1;
+    placed.group               = chain.is_complete() ? cache.group_of(chain.layer) : -1;
     if (placed.group < 0) {
         return false;
     }
     for (const expert_table & table : chain.tables) {
-        ggml_tensor * pool  = cache->pool(placed.group, table.role.c_str());
+        ggml_tensor * pool  = cache.pool(placed.group, table.role.c_str());
         const int64_t width = ggml_nrows(table.tensor) == 1 ? 1 : table.tensor->ne[0]; // one row: a factor per expert
         if (pool == nullptr || pool->type != table.tensor->type || pool->ne[0] != width) {
             placed.group = -1;
             return false;
         }
         placed.device_tables.push_back(pool);
-        placed.stage_tables.push_back(cache->stage(placed.group, table.role.c_str()));
+        placed.stage_tables.push_back(cache.stage(placed.group, table.role.c_str()));
     }
-    placed.takes_twice = takes_experts_twice(chain);
     return true;
+}
+
+bool hybrid_executor::place(placed_chain & placed) const {
+    placed.takes_twice = place_in_slots(*cache, placed) && takes_experts_twice(placed.chain);
+    return placed.group >= 0;
 }
 
 int hybrid_executor::count_unique(const index_list & pairs) {

@@ -14,6 +14,9 @@
 
 namespace moeedge {
 
+// sets the chain's group and its pools in the cache; false if the cache has none for it
+bool place_in_slots(const expert_cache & cache, placed_chain & placed);
+
 class hybrid_executor : private pair_columns {
   public:
     // The most pairs that a device gets at once. CUDA's kernels for experts keep an integer per column in a block's shared

@@ -67,6 +67,9 @@ int moeedge_instance_set_cache(int64_t instance_id, int64_t id) {
             return no_cache();
         }
         moeedge::set_cache(&self, cache);
+        if (id == 0) {
+            moeedge::remove_cache(&self, self.ram.get());
+        }
         return MOEEDGE_STATUS_OK;
     });
 }
@@ -137,6 +140,13 @@ int moeedge_cache_demand(int64_t id, int layer, const int32_t * experts, int n, 
             return cache.table().demand(layer, experts, n, { victims, victim_utility, n_victims }, timeout_s);
         },
         "The demand names an expert that the model does not have.");
+}
+
+int moeedge_cache_set_utilities(int64_t id, const float * utilities) {
+    return with_cache(id, [&](expert_cache & cache) -> int {
+        cache.table().set_utilities(utilities);
+        return MOEEDGE_STATUS_OK;
+    });
 }
 
 int moeedge_cache_set_batch(int64_t id, int n_experts) {

@@ -94,9 +94,24 @@ void pair_columns::sum_columns(const placed_chain & placed, const float * start)
 // pairs' input columns, null if not gathered yet.
 const float * pair_columns::columns_of_cpu(const placed_chain & placed, const index_list & pairs, int64_t & cpu_ns,
                                            const float * gathered) {
-    const expert_chain & chain  = placed.chain;
-    const pair_layout    layout = chain.n_tokens() == 1 ? LAYOUT_TOKEN : LAYOUT_PAIRS;
-    subgraph *           sub    = cpu_graphs.get(chain, (int64_t) pairs.size(), layout, placed.host_tables);
+    expert_ids.clear();
+    for (const int32_t p : pairs) {
+        expert_ids.push_back(experts[(size_t) p]);
+    }
+    return columns_of_tables(placed.chain, placed.host_tables, pairs, expert_ids, cpu_ns, gathered);
+}
+
+// The same for pairs whose experts are in slots of host memory; pair_slots [n pairs]
+const float * pair_columns::columns_of_slots(const placed_chain & placed, const index_list & pairs, const index_list & pair_slots,
+                                             int64_t & cpu_ns) {
+    return columns_of_tables(placed.chain, placed.device_tables, pairs, pair_slots, cpu_ns, nullptr);
+}
+
+// ids [n pairs]: the experts' indices in `tables`
+const float * pair_columns::columns_of_tables(const expert_chain & chain, const table_list & tables, const index_list & pairs,
+                                              const index_list & ids, int64_t & cpu_ns, const float * gathered) {
+    const pair_layout layout = chain.n_tokens() == 1 ? LAYOUT_TOKEN : LAYOUT_PAIRS;
+    subgraph *        sub    = cpu_graphs.get(chain, (int64_t) pairs.size(), layout, tables);
     if (sub == nullptr) {
         last_status = GGML_STATUS_ALLOC_FAILED;
         return nullptr;
@@ -106,10 +121,7 @@ const float * pair_columns::columns_of_cpu(const placed_chain & placed, const in
     } else {
         gather(chain, pairs, *sub, (float *) sub->input->data);
     }
-    int32_t * ids = (int32_t *) sub->ids->data;
-    for (size_t i = 0; i < pairs.size(); i++) {
-        ids[i] = experts[pairs[i]];
-    }
+    std::memcpy(sub->ids->data, ids.data(), ids.size() * sizeof(int32_t));
     const int64_t begin_ns = now_ns();
     last_status            = ggml_backend_graph_compute(cpu, sub->graph);
     cpu_ns += now_ns() - begin_ns;

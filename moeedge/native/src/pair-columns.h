@@ -54,6 +54,8 @@ class pair_columns {
     void          sum_columns(const placed_chain & placed, const float * start);
     const float * columns_of_cpu(const placed_chain & placed, const index_list & pairs, int64_t & cpu_ns,
                                  const float * gathered = nullptr);
+    const float * columns_of_slots(const placed_chain & placed, const index_list & pairs, const index_list & pair_slots,
+                                   int64_t & cpu_ns);
 
     ggml_backend_t             cpu;
     index_list                 experts;   // per pair
@@ -64,7 +66,11 @@ class pair_columns {
     enum ggml_status           last_status = GGML_STATUS_SUCCESS;
 
   private:
+    const float * columns_of_tables(const expert_chain & chain, const table_list & tables, const index_list & pairs,
+                                    const index_list & ids, int64_t & cpu_ns, const float * gathered);
+
     subgraph_set cpu_graphs;
+    index_list   expert_ids; // of the pairs that are computed
     index_list   weighted;
 };
 

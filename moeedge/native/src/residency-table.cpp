@@ -16,6 +16,9 @@ residency_table::residency_table(const expert_layout & layout, const std::vector
     offered.assign(n_flat_ids, 0);
     state.assign(n_flat_ids, MOEEDGE_RESIDENCY_ABSENT);
     slot.assign(n_flat_ids, no_slot);
+    awaited.assign(n_flat_ids, 0);
+    utility.assign(n_flat_ids, 0.0f);
+    used.assign(n_flat_ids, 0);
     for (size_t g = 0; g < groups.size(); g++) {
         groups[g].expert_bytes = (int64_t) layout.groups[g].expert_bytes;
         groups[g].owner.assign(capacity[g], -1);
@@ -44,6 +47,62 @@ int residency_table::acquire(int layer, const int32_t * experts, int n, int32_t 
     }
     n_pins += n_found;
     return n_found;
+}
+
+void residency_table::want(int layer, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        group_state &               group = groups[group_of[layer]];
+        is_unloadable                     = false;
+        n_wants++;
+        group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
+        group.head = 0;
+        for (int i = n - 1; i >= 0; i--) {
+            const int32_t flat_id = layer * n_experts + experts[i];
+            awaited[flat_id]       = 1;
+            used[flat_id]         = n_wants;
+            if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
+                group.queue.insert(group.queue.begin(), { flat_id, demand_priority });
+            }
+        }
+        mark_work();
+    }
+    work.notify_one();
+}
+
+int residency_table::await(int layer, const int32_t * experts, int n, int32_t * slots) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto is_resident = [&](int32_t expert) {
+        return state[(size_t) layer * n_experts + expert] == MOEEDGE_RESIDENCY_RESIDENT;
+    };
+    n_demands++;
+    changed.wait(lock, [&] { return is_stopped || is_unloadable || std::any_of(experts, experts + n, is_resident); });
+    n_demands--;
+    if (is_stopped || is_unloadable) {
+        return 0;
+    }
+    group_state & group   = groups[group_of[layer]];
+    int           n_found = 0;
+    for (int i = 0; i < n; i++) {
+        slots[i] = is_resident(experts[i]) ? slot[(size_t) layer * n_experts + experts[i]] : no_slot;
+        if (slots[i] != no_slot) {
+            group.pins[slots[i]]++;
+            n_found++;
+        }
+    }
+    n_pins += n_found;
+    return n_found;
+}
+
+void residency_table::forget(int layer, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int i = 0; i < n; i++) {
+            awaited[(size_t) layer * n_experts + experts[i]] = 0;
+        }
+        mark_work(); // an expert may go now that could not before
+    }
+    work.notify_one();
 }
 
 void residency_table::release(int layer, const int32_t * slots, int n) {
@@ -185,17 +244,36 @@ bool residency_table::find_room(group_state & group) {
         return true;
     }
     while (!group.victims.empty()) {
-        const victim & next = group.victims.front();
-        if (state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && group.pins[slot[next.flat_id]] == 0) {
+        const victim & next        = group.victims.front();
+        const bool     is_resident = state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && !awaited[next.flat_id];
+        if (is_resident && group.pins[slot[next.flat_id]] == 0) {
             return true;
         }
-        if (state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT) {
+        if (is_resident) {
             group.deferred.push_back(next);
         }
         std::pop_heap(group.victims.begin(), group.victims.end());
         group.victims.pop_back();
     }
-    return false;
+    return awaited[group.queue[group.head].flat_id] && find_least_useful(group);
+}
+
+// Names the expert that goes for a wanted one. Loading takes milliseconds, so that a look at each slot costs nothing.
+bool residency_table::find_least_useful(group_state & group) {
+    int32_t least = -1;
+    for (size_t s = 0; s < group.owner.size(); s++) {
+        const int32_t id = group.owner[s];
+        if (id < 0 || group.pins[s] > 0 || awaited[id]) {
+            continue;
+        }
+        if (least < 0 || utility[id] < utility[least] || (utility[id] == utility[least] && used[id] < used[least])) {
+            least = id;
+        }
+    }
+    if (least >= 0) {
+        group.victims.push_back({ least, utility[least], 0 }); // the heap is empty
+    }
+    return least >= 0;
 }
 
 upload residency_table::start(group_state & group) {
@@ -247,6 +325,7 @@ void residency_table::finish(const upload & done, bool has_arrived) {
         group.free.push_back(done.slot);
         counts.failed++;
         mark_work();
+        is_unloadable |= awaited[flat_id] != 0;
     }
     if (--n_in_flight == 0) {
         counts.transfer_ns += now_ns() - busy_from_ns;
@@ -279,6 +358,11 @@ void residency_table::stop() {
 }
 
 // counters
+
+void residency_table::set_utilities(const float * values) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::copy(values, values + utility.size(), utility.begin());
+}
 
 void residency_table::copy_residency(uint8_t * out) {
     std::lock_guard<std::mutex> lock(mutex);

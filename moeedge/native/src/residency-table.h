@@ -55,12 +55,25 @@ class residency_table {
     void release(int layer, const int32_t * slots, int n);
     bool has_resident(int layer) const;
 
+    // computing side of a cache that loads on demand; one thread computes
+
+    // Queues the absent ones of a layer's experts [n] before all else. None of them is evicted until it is released or
+    // forgotten; the unpinned expert of the lowest utility goes for them, of equal ones the one that was used longest ago.
+    void want(int layer, const int32_t * experts, int n);
+    // Waits until some of the wanted experts [n] are resident, and pins these as acquire does. Returns how many; 0: one cannot
+    // be loaded, or the table is stopped
+    int  await(int layer, const int32_t * experts, int n, int32_t * slots);
+    // experts [n] that were wanted may be evicted, and those that are queued need not be loaded
+    void forget(int layer, const int32_t * experts, int n);
+
     // planning side; see the moeedge_cache_* functions. They return a moeedge_status, demand a count as well
 
     int  plan(const int32_t * uploads, const uint8_t * priority, int n_uploads, const victim_list & victims);
     int  demand(int layer, const int32_t * experts, int n, const victim_list & victims, double timeout_s);
     int  drain(double timeout_s);
     int  clear();
+    // [n_layers * n_experts], zeros at first
+    void set_utilities(const float * values);
     void copy_residency(uint8_t * out);
     void add_stats(moeedge_cache_stats & stats);
 
@@ -119,6 +132,7 @@ class residency_table {
     group_state * next_group();
     bool          skip_to_absent(group_state & group);
     bool          find_room(group_state & group);
+    bool          find_least_useful(group_state & group);
     upload        start(group_state & group);
     void          pair_in_order(std::vector<upload> & uploads);
     void          evict(group_state & group, int32_t flat_id);
@@ -141,6 +155,11 @@ class residency_table {
     std::vector<group_state>      groups;
     std::vector<uint8_t>          state; // [flat_ids] moeedge_residency
     std::vector<int32_t>          slot;  // [flat_ids] no_slot: absent
+    std::vector<uint8_t>          awaited;  // [flat_ids] whether a computation waits for it, or has not used it yet
+    std::vector<float>            utility;  // [flat_ids] set_utilities
+    std::vector<int64_t>          used;     // [flat_ids] number of the `want` that named it last
+    int64_t                       n_wants      = 0;
+    bool                          is_unloadable = false; // an upload of a wanted expert failed
     std::vector<std::atomic<int>> n_resident; // [n_layers], read without the mutex
     std::atomic<bool>             is_stopped{ false };
     bool                          is_mover_idle = false; // it found no upload to start

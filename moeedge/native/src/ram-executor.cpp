@@ -1,0 +1,149 @@
+#include "ram-executor.h"
+
+#include <algorithm>
+
+#include "ggml-impl.h"
+#include "hybrid-executor.h"
+#include "moe-blocks.h"
+#include "timing.h"
+
+namespace moeedge {
+
+// Pairs that are computed together, about: their columns take a few ten MiB. An expert's pairs stay together, since its weights
+// are read once then.
+static constexpr size_t n_pairs_max = 2048;
+
+// Lets the experts of a block be evicted again, however the block ends.
+class want_guard {
+  public:
+    want_guard(residency_table & t, int block_layer, const std::vector<int32_t> & still_waiting)
+        : table(t), layer(block_layer), waiting(still_waiting) {
+        table.want(layer, waiting.data(), (int) waiting.size());
+    }
+    ~want_guard() { table.forget(layer, waiting.data(), (int) waiting.size()); }
+    want_guard(const want_guard &)             = delete;
+    want_guard & operator=(const want_guard &) = delete;
+
+  private:
+    residency_table &            table;
+    const int                    layer;
+    const std::vector<int32_t> & waiting;
+};
+
+ram_executor::ram_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
+    : pair_columns(cpu_backend, dev), cache(std::move(c)), pairs_of((size_t) cache->n_experts()) {}
+
+ram_executor::~ram_executor() = default;
+
+bool ram_executor::place(placed_chain & placed) const {
+    return place_in_slots(*cache, placed);
+}
+
+// groups the pairs by expert
+void ram_executor::sort_pairs(bool skips_unweighted) {
+    waiting.clear();
+    for (size_t p = 0; p < experts.size(); p++) {
+        if (skips_unweighted && weights[p] == 0.0f) {
+            continue;
+        }
+        index_list & pairs = pairs_of[(size_t) experts[p]];
+        if (pairs.empty()) {
+            waiting.push_back(experts[p]);
+        }
+        pairs.push_back((int32_t) p);
+    }
+}
+
+// Computes the pairs of the waiting experts that are resident by now, in chunks, and releases these experts; waits until there
+// are some. False: an expert cannot be loaded, or the backend stopped.
+bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first) {
+    const int     layer    = placed.chain.layer;
+    const int64_t begin_ns = now_ns();
+    found.resize(waiting.size());
+    const int n_found = is_first ? cache->acquire(layer, waiting.data(), (int) waiting.size(), found.data())
+                                 : cache->table().await(layer, waiting.data(), (int) waiting.size(), found.data());
+    if (!is_first) {
+        record.wait_ns += now_ns() - begin_ns;
+        if (n_found == 0) {
+            GGML_LOG_ERROR("%s\n", cache->load_error().c_str());
+            last_status = GGML_STATUS_FAILED;
+            return false;
+        }
+    }
+    // resident experts first, so that both lists can be cut there
+    size_t n = 0;
+    for (size_t i = 0; i < waiting.size(); i++) {
+        if (found[i] != expert_cache::not_resident) {
+            std::swap(waiting[i], waiting[n]);
+            std::swap(found[i], found[n]);
+            n++;
+        }
+    }
+    bool ok = true;
+    for (size_t i = 0; i < n && ok;) {
+        chunk.clear();
+        chunk_slots.clear();
+        for (; i < n && (chunk.empty() || chunk.size() + pairs_of[(size_t) waiting[i]].size() <= n_pairs_max); i++) {
+            const index_list & pairs = pairs_of[(size_t) waiting[i]];
+            chunk.insert(chunk.end(), pairs.begin(), pairs.end());
+            chunk_slots.insert(chunk_slots.end(), pairs.size(), found[i]);
+        }
+        const float * columns = columns_of_slots(placed, chunk, chunk_slots, record.cpu_ns);
+        if (columns) {
+            scatter(placed.chain, chunk, columns);
+        }
+        ok = columns != nullptr;
+    }
+    cache->release(layer, found.data(), (int) n);
+    for (size_t i = 0; i < n; i++) {
+        index_list & pairs = pairs_of[(size_t) waiting[i]];
+        (is_first ? record.pairs_device : record.pairs_cpu) += (int32_t) pairs.size();
+        pairs.clear();
+    }
+    cache->table().forget(layer, waiting.data(), (int) n);
+    waiting.erase(waiting.begin(), waiting.begin() + (ptrdiff_t) n);
+    if (is_first) {
+        record.unique_device = (int32_t) n;
+        record.unique_cpu    = (int32_t) waiting.size();
+    }
+    return ok;
+}
+
+block_outcome ram_executor::compute(const placed_chain & placed, int phase, bool skips_unweighted) {
+    const int64_t        begin_ns = now_ns();
+    const expert_chain & chain    = placed.chain;
+    skips_unweighted              = skips_unweighted && placed.sum.is_complete();
+    read_ids(chain.ids, experts);
+    read_input(chain, /* keep = */ true);
+    if (skips_unweighted) {
+        read_weights(placed.sum.weights);
+    }
+    sort_pairs(skips_unweighted);
+    moeedge_block_record record = {};
+    record.layer                = chain.layer;
+    record.phase                = phase;
+    record.path                 = MOEEDGE_PREFILL_PATH_RESIDENT;
+    record.n_tokens             = (int32_t) chain.n_tokens();
+    bool ok = true;
+    {
+        const want_guard wants(cache->table(), chain.layer, waiting);
+        ok = compute_resident(placed, record, /* is_first = */ true);
+        while (ok && !waiting.empty()) {
+            ok = compute_resident(placed, record, /* is_first = */ false);
+        }
+    }
+    for (const int32_t expert : waiting) {
+        pairs_of[(size_t) expert].clear();
+    }
+    if (!ok) {
+        return BLOCK_ABORTED;
+    }
+    if (skips_unweighted) {
+        clear_unweighted(chain);
+    }
+    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
+    cache->records.add(record);
+    return BLOCK_DONE;
+}
+
+} // namespace moeedge

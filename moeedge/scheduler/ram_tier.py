@@ -1,0 +1,67 @@
+"""Experts in RAM for a model that is larger than it: how much memory its slots get, and by what experts leave them.
+
+The native cache of the device "ram" loads an absent expert from the model's file when a computation needs it, in place of
+the resident one that the policy expects the least of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.llama.context import Context
+from moeedge.llama.gguf_file import expert_bytes
+from moeedge.native.cache import ExpertCache, ExpertTensor
+from moeedge.notifications import Notification
+from moeedge.policies.base import Plan, Policy, ScoringPolicy
+from moeedge.scheduler.cache_store import CacheStore
+from moeedge.units import format_bytes
+
+# slots in one tensor, about: llama.cpp's CPU kernel for experts looks at every one of them in each matrix product
+_POOL_SLOTS = 512
+
+
+def free_for_slots(free_bytes: int, target: Context, tensors: list[ExpertTensor]) -> int:
+    """Bytes of RAM that are left for slots; the kernel counts the dense weights as free, which are read all the time."""
+    return max(0, free_bytes - (target.model.info.size_bytes - expert_bytes(tensors)))
+
+
+def pool_bytes_max(tensors: list[ExpertTensor]) -> int:
+    """The largest pool tensor: about `_POOL_SLOTS` slots of the largest matrix."""
+    return _POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
+
+
+def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
+    """Sentences for the user: where the experts are."""
+    info = target.model.info
+    n_all = info.n_expert_layers * info.n_experts
+    slots = cache.info.n_slots
+    return [
+        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from the file as they are "
+        f"needed, into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
+        f"policy {policy}.",
+        Notification(_describe_dense(target)),
+    ]
+
+
+def _describe_dense(target: Context) -> str:
+    dense = target.model.dense
+    assert dense is not None  # loaded for this
+    locked = "locked" if dense.locked_bytes >= dense.n_bytes else f"{format_bytes(dense.locked_bytes)} of it locked"
+    return f"{format_bytes(dense.n_bytes)} of other weights stay in memory, {locked}."
+
+
+class RamStore(CacheStore):
+    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
+
+    def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
+        super().__init__(cache)
+        self._policy = policy
+
+    def push(self, plan: Plan) -> None:
+        """Sets by what experts are evicted until the next plan: the policy's scores."""
+        policy = self._policy()
+        scores: NDArray[np.float32] = policy.score if isinstance(policy, ScoringPolicy) else plan.utility
+        self.cache.set_utilities(scores)
