@@ -18,7 +18,7 @@ from moeedge.cli import options
 from moeedge.cli.budget_options import BudgetOptions
 from moeedge.cli.common import accept_any_text, show_log, valid_text
 from moeedge.cli.declare import Output, flatten, option, output_option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes, parse_ram
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
 
@@ -74,6 +74,7 @@ def chat(
     sampling: SamplingOptions,
     placement: PlacementOptions,
     budget: BudgetOptions,
+    ram: options.Ram = "auto",
     context_shift: ContextShift = False,
     output: options.TextOrJson = Output.TEXT,
     stats: Stats = None,
@@ -99,7 +100,7 @@ def chat(
     settings = Settings(sampling.config(), n_predict=n_predict)
     config = engine.config(placement.config(), emulate_bundled=True, context_shift=context_shift)
     err = stderr_console()
-    config = budget.config(replace(config, cpu_fallback=True), notify=notifier(err))
+    config = budget.config(replace(config, cpu_fallback=True, ram=parse_ram(ram)), notify=notifier(err))
     if verbose:
         show_log()
     question = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, notice=lambda line: say(err, line))

@@ -197,6 +197,11 @@ def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
     return ModelFiles(target.path, given, entry.draft_max)
 
 
+def parse_ram(text: str) -> int | Literal["auto", "off"]:
+    """The value of --ram. Raises ValueError for a malformed size."""
+    return text if text in ("auto", "off") else parse_size(text)  # type: ignore[return-value]
+
+
 def check_device(text: str) -> None:
     """Raises DeviceError for a malformed device, or one that this machine does not have; the hint names the known."""
     spec = DeviceSpec.parse(text)

@@ -212,6 +212,15 @@ Backend = Annotated[
 
 # expert placement
 
+Ram = Annotated[
+    str,
+    option(
+        PLACEMENT,
+        "--ram SIZE|auto|off",
+        "Memory for experts of a model that is larger than it: they are loaded from the file as they are needed. auto: "
+        "where the file does not fit what is free, as much as that; off: llama.cpp maps the file.",
+    ),
+]
 Vram = Annotated[
     str | None,
     option(
