@@ -64,7 +64,7 @@ class EngineConfig:
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
     n_expert_used: int | None = None  # experts per token of the target instead of the file's number, for measuring
     device: str = "auto"  # for experts, as -dev names it
-    # bytes of RAM for experts that are loaded from the file on demand; "auto": where the file is larger than what is free
+    # bytes of RAM for experts that are loaded from the file on demand; "auto": where the file does not fit what is free
     ram: int | Literal["auto", "off"] = "off"
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -1,7 +1,7 @@
 """Experts in RAM for a model that is larger than it: how much memory its slots get, and by what experts leave them.
 
-The native cache of the device "ram" loads an absent expert from the model's file when a computation needs it, in place of
-the resident one that the policy expects the least of.
+The native cache of the device "ram" loads an absent expert from the model's file when a computation needs it, in place
+of the resident one that the policy expects the least of.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POOL_SLOTS = 512
 
 
 def free_for_slots(free_bytes: int, target: Context, tensors: list[ExpertTensor]) -> int:
-    """Bytes of RAM that are left for slots; the kernel counts the dense weights as free, which are read all the time."""
+    """Bytes of RAM that are left for slots; the kernel counts the dense weights as free, but they are always in use."""
     return max(0, free_bytes - (target.model.info.size_bytes - expert_bytes(tensors)))
 
 
@@ -39,8 +39,8 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     n_all = info.n_expert_layers * info.n_experts
     slots = cache.info.n_slots
     return [
-        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from the file as they are "
-        f"needed, into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
+        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from the file as needed, "
+        f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
         f"policy {policy}.",
         Notification(_describe_dense(target)),
     ]

@@ -1,0 +1,132 @@
+"""Experts that are loaded from the file into RAM on demand: answers are stock's, whatever fits, for every kind of expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig
+from moeedge.experts import Residency
+from moeedge.llama.context import Context
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.scheduler.config import PlacementConfig
+from tests.lossless.conftest import PROMPT, Loaded, each_case
+from tests.support.cases import MOE_CASES
+from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer
+
+N_PREDICT = 24
+RATIOS = (0.04, 0.3, 1.0)
+TOKENS = np.random.default_rng(5).integers(0, 256, 150).tolist()
+
+
+def config_of(loaded: Loaded, ratio: float, gamma: int, policy: str = "lfu") -> EngineConfig:
+    tensors, _ = expert_tensors(loaded.path)
+    return EngineConfig(
+        model=loaded.path,
+        draft=loaded.draft_path if gamma else None,
+        gamma=gamma,
+        n_ctx=512,
+        n_threads=1,
+        device="none",
+        ram=max(1, int(ratio * expert_bytes(tensors) + MANY_EXPERTS)),
+        placement=PlacementConfig(calibrate=False, policy=policy),
+    )
+
+
+@each_case(MOE_CASES, "ratio", RATIOS, quick=(0.3,))
+def test_answers_are_stocks(loaded: Loaded, ratio: float) -> None:
+    with Session.open(config_of(loaded, ratio, gamma=4)) as session:
+        assert session.info.device == "RAM"
+        answer = greedy_answer(session, PROMPT, N_PREDICT)
+        stats = session.placement_stats()
+        assert stats is not None
+        assert stats.blocks_unknown == 0, "every kind of expert is computed from the slots"
+        assert stats.failed == 0
+        assert stats.uploads - stats.evictions == stats.slots_used <= stats.slots_total
+    assert_greedy(loaded.stock, PROMPT, answer, loaded.expected, f"{ratio} of the experts")
+
+
+@each_case(["qwen3moe"], "policy", ["lru", "lfu", "spac", "static", "none"])
+def test_any_policy(loaded: Loaded, policy: str) -> None:
+    with Session.open(config_of(loaded, 0.3, gamma=4, policy=policy)) as session:
+        assert_greedy(loaded.stock, PROMPT, greedy_answer(session, PROMPT, N_PREDICT), loaded.expected, policy)
+
+
+@each_case(["qwen3moe", "gpt-oss", "deepseek2-merged", "llama4"], "ratio", (0.04, 0.5), quick=(0.04, 0.5))
+def test_bit_identical_to_the_mapped_file(loaded: Loaded, ratio: float) -> None:
+    """A model that does not fit is not repacked, so that stock has the same kernels."""
+    path = loaded.path
+    with (
+        Model.load(path, free_bytes=1) as mapped,
+        Model.load(path, experts_from_file=True) as model,
+        Context(mapped, n_ctx=512, n_threads=2, mode="stock") as stock,
+        Context(model, n_ctx=512, n_threads=2) as context,
+    ):
+        info = model.info
+        tensors, files = expert_tensors(path, n_layers=info.n_layers)
+        cache_config = CacheConfig(
+            device="ram",
+            files=files,
+            tensors=tensors,
+            n_layers=info.n_layers,
+            n_experts=info.n_experts,
+            ratio=ratio,
+        )
+        with ExpertCache.open(cache_config) as cache:
+            assert context.sensor is not None
+            cache.attach(context.sensor)
+            for batch in (TOKENS[:1], TOKENS[1:6], TOKENS[6:120], TOKENS[120:121], TOKENS[121:150]):
+                expected = stock.decode(batch, phase=Phase.AUTO, logits="all").copy()
+                found = context.decode(batch, phase=Phase.AUTO, logits="all")
+                assert np.array_equal(found, expected)
+            assert cache.stats().evictions > 0
+            cache.detach()
+        stock.clear()
+        context.clear()
+        expected = stock.decode(TOKENS, phase=Phase.AUTO, logits="all").copy()
+        assert np.array_equal(context.decode(TOKENS, phase=Phase.AUTO, logits="all"), expected), (
+            "without the cache, too"
+        )
+
+
+def test_the_counts_are_stocks(tiny_moe: Path) -> None:
+    """What a policy observes does not depend on where the experts are."""
+    tensors, _ = expert_tensors(tiny_moe)
+    base = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none")
+    counts = []
+    for config in (base, replace(base, ram=expert_bytes(tensors) // 2)):
+        with Session.open(config) as session:
+            greedy_answer(session, TOKENS, 1)
+            assert session.counts is not None
+            counts.append(session.counts.copy())
+    assert np.array_equal(*counts)
+
+
+def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
+    """Experts of a high utility stay, once they are there."""
+    with Model.load(tiny_moe, experts_from_file=True) as model, Context(model, n_ctx=512, n_threads=1) as context:
+        info = model.info
+        tensors, files = expert_tensors(tiny_moe, n_layers=info.n_layers)
+        shape = (info.n_layers, info.n_experts)
+        cache_config = CacheConfig(
+            device="ram", files=files, tensors=tensors, n_layers=shape[0], n_experts=shape[1], ratio=0.5
+        )
+        with ExpertCache.open(cache_config) as cache:
+            assert context.sensor is not None
+            cache.attach(context.sensor)
+            context.decode(TOKENS[:1], phase=Phase.DECODE)
+            first = cache.copy_residency() == Residency.RESIDENT
+            cache.set_utilities(first.astype(np.float32))
+            context.decode(TOKENS, phase=Phase.PREFILL)
+            assert cache.stats().evictions > 0
+            assert (cache.copy_residency() == Residency.RESIDENT)[first].all()
+            with pytest.raises(ValueError, match="utility"):
+                cache.set_utilities(np.zeros((1, 1), dtype=np.float32))
+            cache.detach()
