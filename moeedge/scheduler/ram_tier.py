@@ -39,7 +39,7 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     n_all = info.n_expert_layers * info.n_experts
     slots = cache.info.n_slots
     return [
-        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from the file as needed, "
+        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed, "
         f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
         f"policy {policy}.",
         Notification(_describe_dense(target)),

@@ -1,4 +1,4 @@
-"""Experts that are loaded from the file into RAM on demand: answers are stock's, whatever fits, for every kind of expert."""
+"""Experts that are loaded from the file into RAM on demand: answers are stock's, whatever fits, of any kind."""
 
 from __future__ import annotations
 
