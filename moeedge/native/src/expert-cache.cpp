@@ -217,6 +217,11 @@ bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_
     return false;
 }
 
+std::string expert_cache::load_error() const {
+    const std::string reason = core->loader ? core->loader->error() : "";
+    return reason.empty() ? "The expert cache is closed." : reason;
+}
+
 // planning side
 
 void expert_cache::set_readers(int n, int64_t piece_bytes) {

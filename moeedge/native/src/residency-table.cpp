@@ -63,6 +63,8 @@ void residency_table::want(int layer, const int32_t * experts, int n) {
             used[flat_id]         = n_wants;
             if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
                 group.queue.insert(group.queue.begin(), { flat_id, demand_priority });
+            } else if (state[flat_id] == MOEEDGE_RESIDENCY_IN_FLIGHT) {
+                to_hasten.push_back(id_of(flat_id));
             }
         }
         mark_work();
