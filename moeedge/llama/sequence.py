@@ -62,11 +62,13 @@ class TokenBatch:
         """Sets the parts one after the other, each at the end of its sequence."""
         start = 0
         for part in parts:
-            n = len(part.tokens)
+            sequence, tokens, _ = part
+            n = len(tokens)
             stop = start + n
-            self._tokens[start:stop] = part.tokens
-            np.add(self._steps[:n], len(part.sequence.tokens), out=self._positions[start:stop])
-            self._sequence_pointers[start:stop] = self._addresses[part.sequence.index]
+            self._tokens[start:stop] = tokens
+            np.add(self._steps[:n], len(sequence.tokens), out=self._positions[start:stop])
+            if len(self._addresses) > 1:
+                self._sequence_pointers[start:stop] = self._addresses[sequence.index]
             self._outputs[start:stop] = 0
             self._outputs[stop - part.n_out : stop] = 1
             start = stop

@@ -12,6 +12,7 @@ import moeedge.llama.context as context_module
 from moeedge.errors import EngineError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.llama.sequence import BatchPart, WantedLogits
 from moeedge.native.abi import Phase
 from moeedge.native.decoding import Decoder
 from tests.conftest import TinyFactory
@@ -173,3 +174,82 @@ def test_more_logits_than_were_reserved_come_in_pieces(tiny_moe: Path) -> None:
             assert np.array_equal(context.decode(tokens, phase=Phase.PREFILL, logits="all"), expected)
             assert context.tokens == tokens
             assert context.decode(tokens, phase=Phase.PREFILL).shape == (1, model.info.n_vocab)
+
+
+@pytest.fixture
+def shared(tiny_moe: Path) -> Iterator[Context]:
+    """A context for three texts."""
+    with Model.load(tiny_moe) as model, Context(model, n_ctx=64, n_threads=1, n_parallel=3) as context:
+        yield context
+
+
+def test_sequences_do_not_see_each_other(shared: Context, context: Context) -> None:
+    texts = [TOKENS[:20], TOKENS[5:12], TOKENS[30:60]]
+    expected = []
+    for text in texts:
+        context.clear()
+        expected.append(context.decode(text, phase=Phase.PREFILL, logits="all").copy())
+    wanted: tuple[WantedLogits, ...] = ("all", "none", "last")
+    parts = [BatchPart(*part) for part in zip(shared.sequences, texts, wanted, strict=True)]
+    rows = shared.decode_parts(parts, phase=Phase.PREFILL)
+    assert [row.shape[0] for row in rows] == [20, 0, 1]
+    np.testing.assert_allclose(rows[0], expected[0], atol=0.01)
+    np.testing.assert_allclose(rows[2], expected[2][-1:], atol=0.01)
+    assert [sequence.tokens for sequence in shared.sequences] == texts
+    # one goes back, one is emptied, the third is as it was
+    shared.sequences[0].trim(10)
+    shared.sequences[1].clear()
+    rows = shared.decode_parts(
+        [BatchPart(shared.sequences[0], texts[0][10:], "last"), BatchPart(shared.sequences[1], texts[1], "last")],
+        phase=Phase.VERIFY,
+    )
+    np.testing.assert_allclose(rows[0], expected[0][-1:], atol=0.01)
+    np.testing.assert_allclose(rows[1], expected[1][-1:], atol=0.01)
+    assert [sequence.tokens for sequence in shared.sequences] == texts
+    shared.clear()
+    assert [sequence.n_past for sequence in shared.sequences] == [0, 0, 0]
+
+
+def test_a_text_does_not_take_the_room_of_the_others(shared: Context) -> None:
+    first, second, _ = shared.sequences
+    first.decode([65] * 60, phase=Phase.PREFILL, logits="none")
+    with pytest.raises(EngineError, match="context of 64 tokens is full"):
+        shared.decode_parts([BatchPart(second, [1], "all"), BatchPart(first, [65] * 5, "all")], phase=Phase.VERIFY)
+    assert (first.n_past, second.n_past) == (60, 0)
+    for sequence in shared.sequences:
+        sequence.decode([65] * (64 - sequence.n_past), phase=Phase.PREFILL, logits="none")
+
+
+def test_an_interruption_leaves_all_sequences_as_they_were(shared: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Decoder.__call__
+
+    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
+        real(self, batch, wait=wait)
+        raise KeyboardInterrupt
+
+    parts = [BatchPart(sequence, TOKENS[:10], "last") for sequence in shared.sequences]
+    shared.decode_parts(parts, phase=Phase.PREFILL)
+    more = [BatchPart(sequence, TOKENS[10:15], "all") for sequence in shared.sequences]
+    expected = [row.copy() for row in shared.decode_parts(more, phase=Phase.VERIFY)]
+    for sequence in shared.sequences:
+        sequence.trim(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shared.decode_parts(more, phase=Phase.VERIFY)
+    assert [sequence.tokens for sequence in shared.sequences] == [TOKENS[:10]] * 3
+    for row, before in zip(shared.decode_parts(more, phase=Phase.VERIFY), expected, strict=True):
+        np.testing.assert_allclose(row, before, atol=0.01)
+
+
+def test_parts_are_split_into_graphs(tiny_moe: Path) -> None:
+    with (
+        Model.load(tiny_moe) as model,
+        Context(model, n_ctx=64, n_threads=1, n_parallel=4, n_batch=16, n_ubatch=8, n_outputs=6) as context,
+    ):
+        parts = [BatchPart(seq, TOKENS[:n], "all") for seq, n in zip(context.sequences, (3, 3, 12, 2), strict=True)]
+        assert list(context.fitting(parts)) == [slice(0, 2), slice(2, 3), slice(3, 4)]
+        assert list(context.fitting([part._replace(logits="last") for part in parts])) == list(context.fitting(parts))
+        with pytest.raises(ValueError, match="do not fit"):
+            context.decode_parts(parts, phase=Phase.VERIFY)
+        assert len(context.decode_parts(parts[2:3], phase=Phase.VERIFY)[0]) == 12
