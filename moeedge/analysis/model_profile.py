@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from moeedge.analysis.groups import GroupProfile, profile_groups
 from moeedge.analysis.profile import LayerProfile, profile_steps
 from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
 from moeedge.engine.pair_similarity import PairSimilarity
-from moeedge.native.abi import Phase
 from moeedge.speculation import expected_tokens
-from moeedge.trace.format import Trace
+from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
 
 DETAILED_LAYERS = 3  # of those asked for, that a report shows step by step
@@ -65,7 +62,7 @@ def _over(value: float | None, one: float | None) -> float | None:
 class ModelProfile:
     """A model's routing on some texts."""
 
-    trace: Trace
+    meta: TraceMeta
     layers: list[LayerProfile]  # those asked for, in detail
     curves: list[RoutingCurves]  # of all layers with recorded experts
     mean: RoutingCurves | None  # over these layers; None where no token of text was recorded
@@ -73,7 +70,6 @@ class ModelProfile:
     groups: list[GroupProfile]
     drafts: DraftStats | None
     pair: PairSimilarity | None = None
-    agreement: float | None = None  # with the profile that it is compared with (`routing_agreement`)
 
 
 def profile_model(
@@ -111,7 +107,7 @@ def profile_model(
     drafts = drafts_of(steps)
     mean = mean_curves(curves)
     return ModelProfile(
-        trace=trace,
+        meta=meta,
         layers=detailed,
         curves=curves,
         mean=mean,
@@ -120,33 +116,3 @@ def profile_model(
         drafts=drafts,
         pair=pair,
     )
-
-
-def routing_agreement(first: Trace, second: Trace) -> float | None:
-    """Share of a token's experts that both traces name, over the tokens at the start of each text that both read.
-
-    Texts are matched by number; their tokens, prompt and accepted, are compared up to the first one that differs.
-    None where shapes or texts differ, or no token is recorded in both. Two quantisations of a model, for example.
-    """
-    same_shape = (first.meta.n_layers, first.meta.n_experts) == (second.meta.n_layers, second.meta.n_experts)
-    if not same_shape:
-        return None
-    shared = used = 0
-    for sequence in np.intersect1d(np.unique(first.sequence), np.unique(second.sequence)):
-        rows = [_text(trace, int(sequence)) for trace in (first, second)]
-        n = min(map(len, rows))
-        a, b = rows[0][:n], rows[1][:n]
-        same = (first.token[a] == second.token[b]) & (first.position[a] == second.position[b]) & (first.token[a] >= 0)
-        n = n if same.all() else int(same.argmin())
-        for layer in first.expert_layers():
-            ids, other = first.layer_ids(layer)[a[:n]], second.layer_ids(layer)[b[:n]]
-            known = (ids >= 0) & (other >= 0).any(axis=1, keepdims=True)
-            shared += int(((ids[:, :, None] == other[:, None, :]).any(axis=2) & known).sum())
-            used += int(known.sum())
-    return shared / used if used else None
-
-
-def _text(trace: Trace, sequence: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Rows of the prompt and of the accepted tokens of one text, in order."""
-    rows = np.flatnonzero((trace.sequence == sequence) & trace.accepted & (trace.phase != Phase.DRAFT))
-    return np.asarray(rows, dtype=np.int64)

@@ -37,6 +37,7 @@ from moeedge.trace.steps import Steps, activation_counts, recorded_steps
 
 N_HOTTEST = 10
 HEADLINE = "alg1-printed"
+SMOOTHING_STEPS = 16  # of the mean accuracy
 _LAYERS_AT_ONCE = 16  # bounds the memory of the replays: 5,000 tokens x 16 layers x 128 experts are 10 MB an array
 
 
@@ -87,6 +88,11 @@ class LayerProfile:
         """Accuracy of Algorithm 1 as printed, reading verification steps; None without speculation."""
         score = self.score(HEADLINE, "sd", "step")
         return score.accuracy if score else None
+
+    @property
+    def smoothed_accuracy(self) -> NDArray[np.float64]:
+        """Mean of `accuracy_curve` over the last SMOOTHING_STEPS steps, [steps], NaN before the first value."""
+        return moving_mean(self.accuracy_curve, SMOOTHING_STEPS)
 
     @property
     def ar_accuracy(self) -> float | None:
@@ -249,3 +255,14 @@ def _hottest(
             mean_weight = float(np.nanmean(weights[ids == expert]))
         hottest.append(HotExpert(int(expert), round(float(p[expert]) * n_recorded), float(p[expert]), mean_weight))
     return hottest
+
+
+def moving_mean(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """Mean of the known values among the last `width` up to each step; NaN where none is known."""
+    known = np.isfinite(curve)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, curve, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    ends = np.arange(1, curve.size + 1)
+    starts = np.maximum(ends - width, 0)
+    n_known = counts[ends] - counts[starts]
+    return np.where(n_known > 0, (sums[ends] - sums[starts]) / np.maximum(n_known, 1), np.nan)

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import UNIQUE_TOKENS
 from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
@@ -18,6 +22,27 @@ from moeedge.trace.format import Trace
 
 SCHEMA = "moeedge-profile-1"
 _DIGITS = 6  # of figures
+LAYER_KEYS = frozenset(  # of `layer_report`, without the run's
+    (
+        "layer",
+        "steps",
+        "tokens",
+        "hot_cold_accuracy",
+        "overlap",
+        "overlap_uniform",
+        "overlap_independence",
+        "overlap_by_distance",
+        "unique_experts",
+        "popularity",
+        "skew",
+        "unique_experts_per_step",
+        "hottest",
+        "utility",
+        "persistence",
+        "activation_counts",
+        "token_experts",
+    )
+)
 
 
 def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = True) -> dict[str, Any]:
@@ -53,11 +78,15 @@ def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = 
         },
     }
     if by_step:
-        accuracy = profile.accuracy_curve.tolist()
-        measured["hot_cold_accuracy"]["by_step"] = [None if value != value else value for value in accuracy]  # NaN
+        measured["hot_cold_accuracy"]["by_step"] = _known(profile.accuracy_curve)
+        measured["hot_cold_accuracy"]["by_step_smoothed"] = _known(profile.smoothed_accuracy)
         measured["activation_counts"]["per_step"] = profile.counts.tolist()
         measured["token_experts"] = profile.token_ids.tolist()
     return {**rounded(measured), **run}
+
+
+def _known(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if np.isnan(value) else value for value in values.tolist()]
 
 
 def _curve_figures(curves: RoutingCurves) -> dict[str, Any]:
@@ -97,9 +126,7 @@ def _layer_curves(curves: RoutingCurves) -> dict[str, Any]:
     }
 
 
-def complete_report(
-    profile: ModelProfile, run: dict[str, Any], compared: tuple[ModelProfile, dict[str, Any]] | None = None
-) -> dict[str, Any]:
+def complete_report(profile: ModelProfile, run: dict[str, Any], comparison: Comparison | None = None) -> dict[str, Any]:
     """Every number of the report: the run, its layers in detail, the model, and the profile it is compared with."""
     report = {
         "schema": SCHEMA,
@@ -109,11 +136,20 @@ def complete_report(
         ],
         "model_profile": model_report(profile),
     }
-    if compared is not None:
-        other, other_run = compared
-        report["compared_with"] = complete_report(other, other_run)
-        report["routing_agreement"] = rounded(profile.agreement)
+    if comparison is not None:
+        report |= comparison_report(comparison)
     return report
+
+
+def comparison_report(comparison: Comparison) -> dict[str, Any]:
+    """The keys of a profile that is compared with another one."""
+    return {
+        "compared_with": comparison.report,
+        "routing_agreement": rounded(comparison.routing_agreement),
+        "popularity_shared": rounded(
+            {"mean_of_layers": comparison.mean_popularity_shared, "by_layer": comparison.popularity_shared}
+        ),
+    }
 
 
 def run_facts(trace: Trace, recording: Recording | None = None) -> dict[str, Any]:

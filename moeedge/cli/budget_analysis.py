@@ -11,6 +11,7 @@ import typer
 
 from moeedge import paths
 from moeedge.cli.declare import Output
+from moeedge.cli.profile_texts import TextOptions
 from moeedge.data.prompts import Prompt
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EngineError, InputError
@@ -23,32 +24,24 @@ AUTO = "auto"
 
 
 def run_budget_analysis(
-    text: str,
-    config: EngineConfig,
-    prompts: list[Prompt],
-    source: dict[str, object],
-    sampling: SamplingConfig,
-    *,
-    n_predict: int,
-    raw: bool,
-    layers: str,
-    output: Output,
-    plot: Path | None,
+    text: str, texts: TextOptions, config: EngineConfig, *, layers: str, output: Output, plot: Path | None
 ) -> None:
     """Runs the analysis for budgets such as "8,16,32" or "auto" and reports it.
 
     The model runs on the CPU alone, where the outputs of all experts can be computed. layers: as --layers has them.
     """
+    prompts, source = texts.load()
+    sampling = texts.sampling()
     analysis, run, code = _analyse(
         text,
         replace(config, device="none", n_gpu_layers=0, expert_budget=None),
         prompts,
         sampling,
-        n_predict=n_predict,
-        raw=raw,
+        n_predict=texts.n_predict,
+        raw=texts.raw,
         layers=layers,
     )
-    run |= source | {"n_predict": n_predict, "temperature": sampling.temperature, "seed": sampling.seed}
+    run |= source | {"n_predict": texts.n_predict, "temperature": sampling.temperature, "seed": sampling.seed}
     _report(analysis, run, output, plot)
     if code:
         raise typer.Exit(code)

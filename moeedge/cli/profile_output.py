@@ -3,104 +3,180 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeedge.errors import InputError, LayerRangeError
+from moeedge.cli import options
+from moeedge.cli.declare import option
+from moeedge.cli.profile_run import Profiled
+from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from moeedge.analysis.comparison import Comparison
     from moeedge.analysis.model_profile import ModelProfile
     from moeedge.analysis.profile import LayerProfile
-    from moeedge.engine.pair_similarity import PairSimilarity
-    from moeedge.engine.recording import Recording
     from moeedge.trace.format import Trace
-    from moeedge.trace.steps import Steps
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.pictures import Picture
+    from moeedge.ui.progress import Bar
 
 _REPORTS = (".html", ".json")
 
+Report = Annotated[
+    Path | None,
+    option(options.OUTPUT, "--report FILE.html|FILE.json", "Write all pictures and numbers as one page, or as JSON."),
+]
+Pictures = Annotated[
+    Path | None, option(options.OUTPUT, "--pictures FOLDER", "Write every picture of the report as a PNG.")
+]
+Compare = Annotated[
+    Path | None,
+    option(
+        options.OUTPUT,
+        "--compare FILE",
+        "Compare with another model, file or data set: a trace, or a profile that was saved as JSON.",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
-class Profiled:
-    """What is profiled: a trace and what is known beside it."""
+class OutputOptions:
+    """The files that a profile reads and writes."""
 
-    trace: Trace
-    layers: list[int]  # in detail
-    recording: Recording | None = None  # None: the trace was read from a file
-    pair: PairSimilarity | None = None
-    sensitivity: NDArray[np.float64] | None = None  # [n_layers], for a ranking
-    steps: Steps | None = None  # simulated verifications; None: those of the trace
-    gamma: int | None = None  # of the simulated ones
+    report: Report = None
+    pictures: Pictures = None
+    compare: Compare = None
+    plot: options.Plot = None
+    save_ranking: options.SaveRanking = None
+
+    @property
+    def without_plot(self) -> bool:
+        """Whether any but --plot is given."""
+        return any(path is not None for path in (self.report, self.pictures, self.compare, self.save_ranking))
+
+
+@dataclass(frozen=True, eq=False)
+class _Other:
+    """The profile to compare with: a saved one with its JSON, or a trace to profile."""
+
+    trace: Trace | None
+    saved: tuple[ModelProfile, dict[str, Any]] | None
+
+    @classmethod
+    def read(cls, path: Path) -> _Other:
+        """Raises InputError for a file that is neither."""
+        from moeedge.analysis.saved_profile import read_profile
+        from moeedge.trace.importers import read_trace
+
+        if path.suffix.lower() == ".json":
+            return cls(None, read_profile(path))
+        return cls(read_trace(path), None)
+
+    def compared(self, profile: ModelProfile, trace: Trace) -> tuple[Comparison, int]:
+        """The comparison with the profile of `trace`, the same layers in detail, and the exit code."""
+        from moeedge.analysis.comparison import Comparison
+        from moeedge.analysis.profile_json import complete_report, run_facts
+
+        if self.saved is not None:
+            return Comparison.of(profile, *self.saved, None), 0
+        assert self.trace is not None
+        recorded = self.trace.expert_layers()
+        chosen = [each.layer for each in profile.layers if each.layer in recorded]
+        other, code = _model_profile(Profiled(trace=self.trace, layers=chosen))
+        report = complete_report(other, run_facts(self.trace))
+        return Comparison.of(profile, other, report, (trace, self.trace)), code
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOutput:
-    """Where the results go. Raises InputError for a place that cannot be written."""
+    """Where the results go."""
 
+    files: OutputOptions
     as_json: bool
     single: bool  # one object instead of an array
-    plot: Path | None
-    report: Path | None
-    pictures: Path | None  # a folder
-    compare: Path | None  # a trace
-    save_ranking: Path | None
+    other: _Other | None
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, files: OutputOptions, *, as_json: bool, single: bool) -> ProfileOutput:
+        """Reads the profile to compare with. Raises InputError for it, and for a place that cannot be written."""
         from moeedge.ui.console import check_output, check_picture
 
-        if self.plot is not None:
-            check_picture(self.plot)
-        if self.report is not None:
-            if self.report.suffix.lower() not in _REPORTS:
-                raise InputError(f"--report cannot write {self.report.name}.", "End the name in .html or .json.")
-            check_output(self.report)
-        if self.pictures is not None and self.pictures.exists() and not self.pictures.is_dir():
-            raise InputError(f"{self.pictures} is not a folder.", "Name a folder for --pictures.")
-        if self.compare is not None and self.report is None and self.pictures is None:
-            raise InputError("--compare shows the two profiles in a report.", "Add --report FILE.html.")
+        if files.plot is not None:
+            check_picture(files.plot)
+        if files.report is not None and files.report.suffix.lower() not in _REPORTS:
+            raise InputError(f"--report cannot write {files.report.name}.", "End the name in .html or .json.")
+        for path in (files.report, files.save_ranking):
+            if path is not None:
+                check_output(path)
+        if files.pictures is not None and files.pictures.exists() and not files.pictures.is_dir():
+            raise InputError(f"{files.pictures} is not a folder.", "Name a folder for --pictures.")
+        other = None if files.compare is None else _Other.read(files.compare)
+        results = cls(files=files, as_json=as_json, single=single, other=other)
+        if other is not None and not results.wants_model:
+            raise InputError("The array of --layers -o json has no comparison.", "Add --report FILE.json.")
+        return results
 
     @property
     def wants_model(self) -> bool:
-        """Whether more than the layers asked for is profiled."""
-        return self.report is not None or self.pictures is not None or (self.as_json and self.single)
+        """Whether more than the layers asked for is profiled: only an array of layers has no place for it."""
+        return self.files.report is not None or self.files.pictures is not None or not self.as_json or self.single
 
     def write(self, profiled: Profiled) -> int:
         """Computes what is asked for, and writes it. Returns the exit code: not 0 after an interruption."""
-        from moeedge.analysis.profile_json import layer_report, model_report, run_facts
-        from moeedge.ui.console import stdout_console
+        from moeedge.analysis.profile_json import run_facts
         from moeedge.ui.plots import draw_profiles
-        from moeedge.ui.trace_views import print_profiles
 
-        if self.save_ranking is not None:
+        if self.files.save_ranking is not None:
             from moeedge.analysis.expert_ranking import rank_experts, write_ranking
 
-            write_ranking(rank_experts(profiled.trace, profiled.sensitivity), self.save_ranking)
+            write_ranking(rank_experts(profiled.trace, profiled.sensitivity), self.files.save_ranking)
         run = run_facts(profiled.trace, profiled.recording)
         model, code = _model_profile(profiled) if self.wants_model else (None, 0)
+        comparison = None
+        if model is not None and self.other is not None:
+            comparison, stopped = self.other.compared(model, profiled.trace)
+            code = code or stopped
         layers = _layer_profiles(profiled) if model is None else model.layers
-        if self.as_json:
-            reports = [layer_report(layer, run) for layer in layers]
-            if self.single and model is not None:
-                reports[0]["model_profile"] = model_report(model)
-            typer.echo(json.dumps(reports[0] if self.single else reports, ensure_ascii=False))
-        else:
-            print_profiles(layers, stdout_console())
-        if self.plot is not None:
+        self._print(layers, model, comparison, run)
+        if self.files.plot is not None:
             meta = profiled.trace.meta
-            draw_profiles(layers, f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}", self.plot)
-        if model is not None and (self.report is not None or self.pictures is not None):
-            self._write_report(model, run)
+            title = f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}"
+            draw_profiles(layers, title, self.files.plot)
+        if model is not None and (self.files.report is not None or self.files.pictures is not None):
+            code = self._write_report(model, comparison, run) or code
         return code
 
-    def _write_report(self, profile: ModelProfile, run: dict[str, Any]) -> None:
-        """The page or its JSON, and the pictures as files."""
-        from moeedge.analysis.model_profile import routing_agreement
-        from moeedge.analysis.profile_json import complete_report, run_facts
+    def _print(
+        self,
+        layers: Sequence[LayerProfile],
+        model: ModelProfile | None,
+        comparison: Comparison | None,
+        run: dict[str, Any],
+    ) -> None:
+        """The profile on standard output."""
+        from moeedge.analysis.profile_json import comparison_report, layer_report, model_report
+        from moeedge.ui.console import stdout_console
+        from moeedge.ui.profile_views import print_model, print_profiles
+
+        if not self.as_json:
+            print_profiles(layers, stdout_console())
+            if model is not None:
+                print_model(model, comparison, stdout_console())
+            return
+        reports = [layer_report(layer, run) for layer in layers]
+        if self.single and model is not None:
+            reports[0]["model_profile"] = model_report(model)
+            reports[0] |= {} if comparison is None else comparison_report(comparison)
+        typer.echo(json.dumps(reports[0] if self.single else reports, ensure_ascii=False))
+
+    def _write_report(self, profile: ModelProfile, comparison: Comparison | None, run: dict[str, Any]) -> int:
+        """The page or its JSON, and the pictures as files. After a signal the pictures that were drawn until then."""
+        from moeedge.analysis.profile_json import complete_report
+        from moeedge.ui.chat.interrupt import Interrupt
         from moeedge.ui.console import say, stderr_console
         from moeedge.ui.pictures import save_picture
         from moeedge.ui.profile_findings import findings, page_title, run_lines
@@ -109,28 +185,35 @@ class ProfileOutput:
         from moeedge.ui.report import report_html, write_report
 
         err = stderr_console()
-        other, compared = None, None
-        if self.compare is not None:
-            other_trace = _read(self.compare)
-            chosen = [each.layer for each in profile.layers if each.layer in other_trace.expert_layers()]
-            other, _ = _model_profile(Profiled(trace=other_trace, layers=chosen))
-            profile = replace(profile, agreement=routing_agreement(profile.trace, other.trace))
-            compared = (other, run_facts(other.trace))
-        numbers: dict[str, Any] = complete_report(profile, run, compared)
-        pictures = profile_pictures(profile, other)
-        if self.report is not None and self.report.suffix.lower() == ".json":
-            write_report(self.report, json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n")
-        elif self.report is not None:
-            facts, sentences = run_lines(profile, other), findings(profile, other)
-            write_report(self.report, report_html(page_title(profile, other), facts, sentences, pictures, numbers))
-        if self.pictures is not None:
-            self.pictures.mkdir(parents=True, exist_ok=True)
-            with count_bar(err, "drawing", "pictures", len(pictures)) as bar:
-                for picture in pictures:
-                    save_picture(picture, self.pictures / f"{picture.key}.png")
-                    bar.add()
-        written = [str(path) for path in (self.report, self.pictures) if path is not None]
+        report, folder = self.files.report, self.files.pictures
+        numbers: dict[str, Any] = complete_report(profile, run, comparison)
+        pictures = profile_pictures(profile, comparison)
+        draws_page = report is not None and report.suffix.lower() == ".html"
+        n_drawn = len(pictures) * (draws_page + (folder is not None))
+        with Interrupt() as interrupt, count_bar(err, "drawing", "pictures", n_drawn) as bar:
+            interrupt.arm()
+            if report is not None and draws_page:
+                head = page_title(profile, comparison), run_lines(profile, comparison), findings(profile, comparison)
+                write_report(report, report_html(*head, _until_stopped(pictures, bar, interrupt), numbers))
+            elif report is not None:
+                write_report(report, json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n")
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                for picture in _until_stopped(pictures, bar, interrupt):
+                    save_picture(picture, folder / f"{picture.key}.png")
+        if interrupt.exit_code:
+            say(err, "Stopped: pictures are missing.", style="yellow")
+        written = [str(path) for path in (report, folder) if path is not None]
         say(err, f"Written: {', '.join(written)}.")
+        return interrupt.exit_code
+
+
+def _until_stopped(pictures: Sequence[Picture], bar: Bar, interrupt: Interrupt) -> Iterator[Picture]:
+    for picture in pictures:
+        if interrupt():
+            return
+        yield picture
+        bar.add()
 
 
 def _layer_profiles(profiled: Profiled) -> list[LayerProfile]:
@@ -164,42 +247,3 @@ def _model_profile(profiled: Profiled) -> tuple[ModelProfile, int]:
     if interrupt.exit_code:
         say(err, f"Stopped: curves of {len(profile.curves)} of {n_layers} layers.", style="yellow")
     return profile, interrupt.exit_code
-
-
-def profile_trace(
-    path: Path, layer: str | None, layers: str | None, *, gamma: int | None, acceptance_chance: float | None, seed: int
-) -> Profiled:
-    """A recorded trace to profile; with an acceptance chance, its text cut into verifications of `gamma` drafts.
-
-    Raises InputError for an unusable file, LayerRangeError for a layer that does not exist or was not recorded.
-    """
-    import numpy as np
-
-    from moeedge.engine.recording import parse_layers
-    from moeedge.trace.schedule import GAMMA
-    from moeedge.trace.steps import simulated_steps
-
-    trace = _read(path)
-    recorded = trace.expert_layers()
-    if not recorded:
-        raise InputError(f"{path} has no recorded experts.", "Name another trace.")
-    n_layers = trace.meta.n_layers
-    if layers is None:
-        asked = parse_layers(str(recorded[-1]) if layer is None else layer, n_layers, single=True)
-    else:
-        asked = parse_layers(layers, n_layers)
-    chosen = [each for each in asked if each in recorded]
-    if not chosen:
-        raise LayerRangeError(f"{path} has no recorded experts in layer {asked[0]}.", "Name another layer.")
-    if acceptance_chance is None:
-        return Profiled(trace=trace, layers=chosen)
-    gamma = GAMMA if gamma is None else gamma
-    rng = np.random.default_rng(max(seed, 0))
-    steps = simulated_steps(trace, gamma=gamma, acceptance_chance=acceptance_chance, rng=rng)
-    return Profiled(trace=trace, layers=chosen, steps=steps, gamma=gamma)
-
-
-def _read(path: Path) -> Trace:
-    from moeedge.trace.importers import read_trace
-
-    return read_trace(path)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from moeedge.analysis import expert_counts
-from moeedge.analysis.profile import LayerProfile
+from moeedge.analysis.profile import SMOOTHING_STEPS, LayerProfile
 from moeedge.analysis.utility_curves import UtilityCurves
 from moeedge.ui.pictures import Frame, Line, Picture, line_picture, map_picture
-from moeedge.ui.plots import smoothed
-from moeedge.ui.trace_views import PREDICTOR_NAMES
+from moeedge.ui.profile_views import PREDICTOR_NAMES
 
-_SMOOTHING_STEPS = 16
 _SHOWN_STEPS = 1000  # of the first ones: more are finer than a pixel
 
 
@@ -72,10 +70,10 @@ def _accuracy(profile: LayerProfile) -> Picture:
     curve = profile.accuracy_curve[:_SHOWN_STEPS]
     steps = list(range(1, curve.size + 1))
     known = [None if np.isnan(value) else value for value in curve.tolist()]
-    smooth = [None if np.isnan(value) else value for value in smoothed(curve, _SMOOTHING_STEPS).tolist()]
+    smooth = [None if np.isnan(value) else value for value in profile.smoothed_accuracy[:_SHOWN_STEPS].tolist()]
     fed = "verification steps" if profile.speculative else "single tokens"
     lines = [
-        Line(f"mean of {_SMOOTHING_STEPS} steps, fed with {fed}", smooth),
+        Line(f"mean of {SMOOTHING_STEPS} steps, fed with {fed}", smooth),
         Line("of the step", known, ".", colour=5),
         Line("always cold, mean", [profile.step_cold_share] * curve.size, ":"),
     ]

@@ -22,9 +22,13 @@ from moeedge.ui.tables import Column
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")  # lines of light pages
 DARK_COLOURS = ("#6cb6ff", "#ff7b72", "#56d364", "#d2a8ff", "#ffa657", "#56d4dd", "#d8a28f")
 _TEXT, _GRID = "#0a0b0c", "#d0d1d2"  # in SVG replaced by the page's; legible on white
-_SIZE = (4.8, 3.3)  # inches: text is legible on a phone's width
+_SIZE = (4.8, 3.5)  # inches: a phone shows 1 point as 0.9 pixels
 _DPI = 150
-_FONT_SIZE = 9
+_FONT_SIZE = 10.5
+_LEGEND_SIZE = 9
+_WIDE_LABEL = 27  # characters, of which two columns of the legend have room
+_MAX_LABEL = 56  # characters of a line's label, and
+_MAX_NAME = 22  # of a name next to the axis; tables have them in full
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def line_picture(
         for place, line in enumerate(shown):
             colour = COLOURS[(place if line.colour < 0 else line.colour) % len(COLOURS)]
             values = [np.nan if value is None else value for value in line.values]
-            axes.plot(x, values, line.style, color=colour, label=line.label, markersize=3.5, linewidth=1.4)
+            axes.plot(x, values, line.style, color=colour, markersize=3.5, linewidth=1.4)
         if log_x:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
@@ -93,8 +97,7 @@ def line_picture(
         if all(float(value).is_integer() for value in x) and not log_x:
             axes.locator_params(axis="x", integer=True)
         _label(axes, x_label, y_label)
-        if shown:
-            figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+        _legend(figure, axes, shown)
 
     columns = [Column(x_label, 0, "g", left=True)]
     columns += [Column(line.label, index, form) for index, line in enumerate(shown, start=1)]
@@ -112,12 +115,11 @@ def bar_picture(frame: Frame, x_label: str, names: Sequence[str], lines: Sequenc
         where = np.arange(len(names))[::-1]
         for place, line in enumerate(shown):
             values = [np.nan if value is None else value for value in line.values]
-            axes.plot(values, where, line.style, color=COLOURS[place], label=line.label, markersize=5)
-        axes.set_yticks(where, names)
+            axes.plot(values, where, line.style, color=COLOURS[place], markersize=5)
+        axes.set_yticks(where, [shortened(name, _MAX_NAME) for name in names])
         axes.set_xlim(left=0)
         _label(axes, x_label, "")
-        if shown:
-            figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+        _legend(figure, axes, shown)
 
     columns = [Column("", 0, left=True), *(Column(line.label, i, form) for i, line in enumerate(shown, start=1))]
     rows = list(zip(names, *(line.values for line in shown), strict=True))
@@ -139,6 +141,26 @@ def map_picture(
         _label(axes, x_label, y_label, grid=False)
 
     return Picture(frame.key, frame.section, frame.title, frame.caption, draw)
+
+
+def _legend(figure: Any, axes: Any, lines: Sequence[Line]) -> None:
+    """The labels of the axes' lines below the picture, which grows for the rows that they take."""
+    if not lines:
+        return
+    labels = [shortened(line.label, _MAX_LABEL) for line in lines]
+    n_columns = 1 if max(map(len, labels)) > _WIDE_LABEL else 2
+    n_rows = -(-len(labels) // n_columns)
+    figure.set_figheight(figure.get_figheight() + 0.18 * max(n_rows - 2, 0))
+    place = "outside lower center"
+    figure.legend(axes.lines, labels, loc=place, ncols=n_columns, fontsize=_LEGEND_SIZE, frameon=False)
+
+
+def shortened(text: str, width: int) -> str:
+    """The text with its middle left out if it has more than `width` characters: names often differ at their ends."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - (width - 1 - head) :]}"
 
 
 def _label(axes: Any, x_label: str, y_label: str, *, grid: bool = True) -> None:

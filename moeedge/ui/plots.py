@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from moeedge.analysis.profile import SMOOTHING_STEPS
 from moeedge.errors import InputError
 from moeedge.policies.registry import BOUNDS
 from moeedge.sim.clock import STREAMS, Span
@@ -26,7 +26,6 @@ _DPI = 130
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 MARKERS = "osD^vPX*"
 _SD, _AR, _COLD, _OVERLAP = "#1f77b4", "#d62728", "#7f7f7f", "#2ca02c"
-_SMOOTHING_STEPS = 16
 _DETAIL_LAYERS = 4
 _LEFT_EDGE = 0.05  # uploads, for policies that move less
 _BOUND = "offline bound"
@@ -226,10 +225,10 @@ def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> N
     for start in steps[profile.is_first][1:]:  # start of the next text
         for axes in (upper, lower):
             axes.axvline(start - 0.5, color="white" if axes is upper else "0.85", linewidth=0.5)
-    curve = smoothed(profile.accuracy_curve, _SMOOTHING_STEPS)
+    curve = profile.smoothed_accuracy
     lower.plot(steps[: curve.size], profile.accuracy_curve, color=_SD, alpha=0.25, linewidth=0.8)
     fed = "verification steps" if profile.speculative else "one token at a time"
-    lower.plot(steps[: curve.size], curve, color=_SD, label=f"Alg. 1, fed with {fed} (mean of {_SMOOTHING_STEPS})")
+    lower.plot(steps[: curve.size], curve, color=_SD, label=f"Alg. 1, fed with {fed} (mean of {SMOOTHING_STEPS})")
     if profile.speculative and profile.ar_accuracy is not None:
         lower.axhline(
             profile.ar_accuracy, color=_AR, linestyle="--", label="Alg. 1, fed with one token at a time (mean)"
@@ -269,17 +268,6 @@ def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerPr
     lower.set_ylabel("share")
     if lower.lines:
         lower.legend(loc="best", fontsize="small")
-
-
-def smoothed(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """Mean of the last `width` known values up to each step; NaN before the first."""
-    known = np.isfinite(curve)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, curve, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    ends = np.arange(1, curve.size + 1)
-    starts = np.maximum(ends - width, 0)
-    n_known = counts[ends] - counts[starts]
-    return np.where(n_known > 0, (sums[ends] - sums[starts]) / np.maximum(n_known, 1), np.nan)
 
 
 @dataclass(frozen=True)

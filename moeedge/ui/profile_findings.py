@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import UNIQUE_TOKENS
 from moeedge.analysis.model_profile import GAMMAS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
@@ -12,22 +13,22 @@ from moeedge.analysis.routing_curves import RoutingCurves
 Lines = list[tuple[str, str]]
 
 
-def page_title(profile: ModelProfile, other: ModelProfile | None) -> str:
-    """The model's name, and that of the one that it is compared with."""
-    name = f"Profile of {profile.trace.meta.model}"
-    return name if other is None else f"{name}, compared with {other.trace.meta.model}"
+def page_title(profile: ModelProfile, comparison: Comparison | None) -> str:
+    """The model's name, and what distinguishes the profile that it is compared with."""
+    name = f"Profile of {profile.meta.model}"
+    return name if comparison is None else f"{name}, compared with {comparison.name_beside(profile)}"
 
 
-def run_lines(profile: ModelProfile, other: ModelProfile | None) -> Lines:
+def run_lines(profile: ModelProfile, comparison: Comparison | None) -> Lines:
     """Labels and values of the model and the run; of both where two are compared."""
     lines = _run_lines(profile)
-    if other is not None:
-        lines += [(f"{label} (2)", value) for label, value in _run_lines(other)]
+    if comparison is not None:
+        lines += [(f"{label} (2)", value) for label, value in _run_lines(comparison.other)]
     return lines
 
 
 def _run_lines(profile: ModelProfile) -> Lines:
-    meta = profile.trace.meta
+    meta = profile.meta
     lines = [
         ("model", f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model),
         ("experts", f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers"),
@@ -42,7 +43,7 @@ def _run_lines(profile: ModelProfile) -> Lines:
     return lines
 
 
-def findings(profile: ModelProfile, other: ModelProfile | None = None) -> list[str]:
+def findings(profile: ModelProfile, comparison: Comparison | None = None) -> list[str]:
     """The main figures as sentences; those without data are left out."""
     mean = profile.mean
     if mean is None:
@@ -57,14 +58,14 @@ def findings(profile: ModelProfile, other: ModelProfile | None = None) -> list[s
             f"What the draft's layers read has a cosine similarity of {np.mean(pair.cosine):.2f} with the input of the "
             f"target's routers; the expert ranked first from it is used {_percent(top)} of the time."
         )
-    if other is not None and other.mean is not None:
-        sentences += _comparison(profile, mean, other, other.mean)
+    if comparison is not None and comparison.other.mean is not None:
+        sentences += _comparison(comparison, mean, comparison.other.mean, comparison.name_beside(profile))
     return sentences
 
 
 def _sharing(profile: ModelProfile, mean: RoutingCurves) -> list[str]:
     sentences = []
-    adjacent, n_used = mean.overlap[1], profile.trace.meta.n_expert_used
+    adjacent, n_used = mean.overlap[1], profile.meta.n_expert_used
     if adjacent is not None:
         sentences.append(
             f"Adjacent tokens share {_percent(adjacent)} of their experts. Popularity alone would give "
@@ -91,7 +92,7 @@ def _skew(mean: RoutingCurves, profile: ModelProfile) -> str:
     skew = mean.skew
     return (
         f"The hottest tenth of a layer's experts takes {_percent(skew.hot_share)} of the activations; popularity is as "
-        f"skewed as that of {skew.effective_experts:.0f} equal experts of {profile.trace.meta.n_experts}."
+        f"skewed as that of {skew.effective_experts:.0f} equal experts of {profile.meta.n_experts}."
     )
 
 
@@ -125,15 +126,21 @@ def _prediction(layer: LayerProfile) -> list[str]:
     ]
 
 
-def _comparison(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile, second: RoutingCurves) -> list[str]:
+def _comparison(comparison: Comparison, mean: RoutingCurves, second: RoutingCurves, name: str) -> list[str]:
     sentences = [
-        f"{other.trace.meta.model}: adjacent tokens share {_percent(second.overlap[1])} of their experts (here "
+        f"{name}: adjacent tokens share {_percent(second.overlap[1])} of their experts (here "
         f"{_percent(mean.overlap[1])}), and popularity is as skewed as that of {second.skew.effective_experts:.0f} "
         f"equal experts (here {mean.skew.effective_experts:.0f})."
     ]
-    if profile.agreement is not None:
+    if comparison.mean_popularity_shared is not None:
         sentences.append(
-            f"On the tokens that both read, {_percent(profile.agreement)} of a token's experts are the same in both."
+            f"The two agree on the popularity of experts for {_percent(comparison.mean_popularity_shared)} of the "
+            "activations."
+        )
+    if comparison.routing_agreement is not None:
+        sentences.append(
+            f"On the tokens that both read, {_percent(comparison.routing_agreement)} of a token's experts are the same "
+            "in both."
         )
     return sentences
 

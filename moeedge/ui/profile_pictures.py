@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS, GroupProfile
 from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
@@ -17,16 +19,20 @@ _POPULARITY, _SHARING, _SPECULATION = "Popularity of experts", "Experts shared b
 _TEXTS, _PAIR = "By kind of text", "Draft and target"
 
 
-def profile_pictures(profile: ModelProfile, other: ModelProfile | None = None) -> list[Picture]:
+def profile_pictures(profile: ModelProfile, comparison: Comparison | None = None) -> list[Picture]:
     """All pictures of the profile, with lines of the one that it is compared with."""
     mean = profile.mean
     if mean is None:
         return []
-    pictures = [*_popularity(profile, mean, other), *_sharing(profile, mean, other), *_gain(profile)]
+    other = None if comparison is None else _Other(comparison.other, comparison.name_beside(profile))
+    pictures = _popularity(profile, mean, other)
+    if comparison is not None and comparison.popularity_shared:
+        pictures.append(_shared(comparison))
+    pictures += [*_sharing(profile, mean, other), *_gain(profile, other)]
     for kind in KINDS:
         groups = [group for group in profile.groups if group.kind == kind]
         if groups:
-            pictures.append(_groups(kind, groups))
+            pictures += _groups(kind, groups)
     for layer in profile.layers[:DETAILED_LAYERS]:
         pictures += layer_pictures(layer)
     if profile.pair is not None:
@@ -34,20 +40,30 @@ def profile_pictures(profile: ModelProfile, other: ModelProfile | None = None) -
     return pictures
 
 
-def _name(profile: ModelProfile) -> str:
-    return profile.trace.meta.model
+@dataclass(frozen=True, eq=False)
+class _Other:
+    """The profile that is compared, and its name in legends."""
+
+    profile: ModelProfile
+    name: str
+
+    def by_layer(self, layers: Sequence[int], value: Callable[[RoutingCurves], float | None]) -> list[float | None]:
+        """Its value of each of these layers; None where it has no such layer."""
+        found = {curves.layer: value(curves) for curves in self.profile.curves}
+        return [found.get(layer) for layer in layers]
 
 
-def _popularity(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | None) -> list[Picture]:
-    n_experts, n_used = profile.trace.meta.n_experts, profile.trace.meta.n_expert_used
+def _popularity(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -> list[Picture]:
+    n_experts, n_used = profile.meta.n_experts, profile.meta.n_expert_used
     ranks = list(range(1, n_experts + 1))
     lines = [
         Line(f"layer {curves.layer}", np.sort(curves.popularity)[::-1].tolist())
         for curves in (layer.curves for layer in profile.layers[:DETAILED_LAYERS])
     ]
     lines.append(Line(f"mean of {len(profile.curves)} layers", mean.popularity.tolist()))
-    if other is not None and other.mean is not None and other.mean.popularity.size == n_experts:
-        lines.append(Line(f"mean, {_name(other)}", other.mean.popularity.tolist(), "--", colour=4))
+    theirs = None if other is None else other.profile.mean
+    if other is not None and theirs is not None and theirs.popularity.size == n_experts:
+        lines.append(Line(f"mean, {other.name}", theirs.popularity.tolist(), "--", colour=4))
     lines.append(Line("uniform, k/N", [n_used / n_experts] * n_experts, ":", colour=3))
     by_layer = np.stack([curves.popularity for curves in profile.curves]) * n_experts / n_used
     layers = [curves.layer for curves in profile.curves if curves.layer is not None]
@@ -56,9 +72,8 @@ def _popularity(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile 
         Line("hottest expert, multiple of k/N", [curves.skew.top_ratio for curves in profile.curves], "s-"),
     ]
     if other is not None:
-        skews.append(
-            Line(f"effective experts, {_name(other)}", _aligned(other, layers, "effective_experts"), "--", colour=4)
-        )
+        effective = other.by_layer(layers, lambda curves: curves.skew.effective_experts)
+        skews.append(Line(f"effective experts, {other.name}", effective, "--", colour=4))
     return [
         line_picture(
             Frame(
@@ -106,25 +121,22 @@ def _popularity(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile 
     ]
 
 
-def _aligned(other: ModelProfile, layers: Sequence[int], name: str) -> list[float | None]:
-    found = {curves.layer: getattr(curves.skew, name) for curves in other.curves}
-    return [found.get(layer) for layer in layers]
-
-
-def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | None) -> list[Picture]:
+def _sharing(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -> list[Picture]:
     own = [layer.curves for layer in profile.layers[:DETAILED_LAYERS]]
     n_layers = len(profile.curves)
     overlap = [Line(f"layer {curves.layer}", list(curves.overlap.values()), "o-") for curves in own]
     overlap.append(Line(f"mean of {n_layers} layers", list(mean.overlap.values()), "s-"))
     unique = [Line(f"layer {curves.layer}", list(curves.unique.values())) for curves in own]
     unique.append(Line(f"mean of {n_layers} layers", list(mean.unique.values())))
-    others = []
-    if other is not None and other.mean is not None:
-        overlap.append(Line(f"mean, {_name(other)}", list(other.mean.overlap.values()), "^--", colour=4))
-        unique.append(Line(f"mean, {_name(other)}", list(other.mean.unique.values()), "--", colour=4))
-        found = {curves.layer: curves.overlap[1] for curves in other.curves}
-        others = [Line(_name(other), [found.get(curves.layer) for curves in profile.curves], "^--", colour=4)]
     layers = [curves.layer for curves in profile.curves if curves.layer is not None]
+    overlaps, uniques = [], []  # of the other's layers
+    if other is not None and other.profile.mean is not None:
+        theirs = other.profile.mean
+        overlap.append(Line(f"mean, {other.name}", list(theirs.overlap.values()), "^--", colour=4))
+        unique.append(Line(f"mean, {other.name}", list(theirs.unique.values()), "--", colour=4))
+        overlaps = [Line(other.name, other.by_layer(layers, lambda curves: curves.overlap[1]), "^--", colour=4)]
+        distinct = other.by_layer(layers, lambda curves: curves.unique[UNIQUE_TOKENS])
+        uniques = [Line(other.name, distinct, "^--", colour=4)]
     return [
         line_picture(
             Frame(
@@ -179,7 +191,7 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
                 Line("measured", [curves.overlap[1] for curves in profile.curves], "o-"),
                 Line("independence", [curves.overlap_independence for curves in profile.curves], "--", colour=2),
                 Line("uniform", [curves.overlap_uniform for curves in profile.curves], ":", colour=3),
-                *others,
+                *overlaps,
             ],
             bottom=0,
         ),
@@ -202,6 +214,7 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
                     colour=2,
                 ),
                 Line("uniform", [curves.unique_uniform[UNIQUE_TOKENS] for curves in profile.curves], ":", colour=3),
+                *uniques,
             ],
             form=".2f",
             bottom=0,
@@ -209,11 +222,18 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: ModelProfile | N
     ]
 
 
-def _gain(profile: ModelProfile) -> list[Picture]:
+def _gain(profile: ModelProfile, other: _Other | None) -> list[Picture]:
     gain = profile.gain
     if gain is None:
         return []
     origin = "measured" if gain.measured else "assumed"
+    others = []
+    if other is not None and other.profile.gain is not None:
+        theirs = other.profile.gain
+        others = [
+            Line(f"Omega, {other.name}", theirs.omega, "o--", colour=5),
+            Line(f"a/b, {other.name}", theirs.a_over_b, "s--", colour=4),
+        ]
     return [
         line_picture(
             Frame(
@@ -232,6 +252,7 @@ def _gain(profile: ModelProfile) -> list[Picture]:
                 Line("a/b, measured", gain.a_over_b, "s-"),
                 Line("a/b, independence", gain.a_over_b_independence, "--"),
                 Line("a/b, uniform", gain.a_over_b_uniform, ":"),
+                *others,
             ],
             form=".2f",
             bottom=0,
@@ -239,27 +260,78 @@ def _gain(profile: ModelProfile) -> list[Picture]:
     ]
 
 
-def _groups(kind: str, groups: list[GroupProfile]) -> Picture:
-    return bar_picture(
+def _shared(comparison: Comparison) -> Picture:
+    return line_picture(
         Frame(
-            key=f"by-{kind}",
-            section=_TEXTS,
-            title=f"Overlap of adjacent tokens by {kind}",
-            caption="Means over the layers. Independence uses the popularity in the group's own tokens. Groups of few "
-            "tokens vary by chance.",
+            key="popularity-shared",
+            section=_POPULARITY,
+            title="Popularity shared with the other profile",
+            caption="Share of the activations that go to the same experts in both profiles: the sum over the "
+            "experts of the smaller share. 1: equally popular experts. Few tokens make it smaller.",
         ),
-        "overlap",
-        [f"{group.name} ({group.tokens})" for group in groups],
-        [
-            Line("measured", [group.overlap for group in groups], "o"),
-            Line("independence", [group.overlap_independence for group in groups], "D"),
-        ],
-        form=".3f",
+        "layer",
+        list(comparison.popularity_shared),
+        "share of activations",
+        [Line("shared", list(comparison.popularity_shared.values()), "o-")],
+        bottom=0,
     )
 
 
+def _groups(kind: str, groups: list[GroupProfile]) -> list[Picture]:
+    names = [f"{group.name} ({group.tokens})" for group in groups]
+    pictures = [
+        bar_picture(
+            Frame(
+                key=f"by-{kind}",
+                section=_TEXTS,
+                title=f"Overlap of adjacent tokens by {kind}",
+                caption="Means over the layers; in brackets the tokens. Independence uses the popularity in the "
+                "group's own tokens. Groups of few tokens vary by chance.",
+            ),
+            "overlap",
+            names,
+            [
+                Line("measured", [group.overlap for group in groups], "o"),
+                Line("independence", [group.overlap_independence for group in groups], "D"),
+            ],
+            form=".3f",
+        ),
+        bar_picture(
+            Frame(
+                key=f"unique-by-{kind}",
+                section=_TEXTS,
+                title=f"Distinct experts of {UNIQUE_TOKENS} tokens by {kind}",
+                caption="The same texts: means over the layers, with independence as before.",
+            ),
+            "distinct experts",
+            names,
+            [
+                Line("measured", [group.unique for group in groups], "o"),
+                Line("independence", [group.unique_independence for group in groups], "D"),
+            ],
+            form=".2f",
+        ),
+    ]
+    if any(group.acceptance_rate is not None for group in groups):
+        pictures.append(
+            bar_picture(
+                Frame(
+                    key=f"accepted-by-{kind}",
+                    section=_TEXTS,
+                    title=f"Accepted drafts by {kind}",
+                    caption="Accepted over drafted tokens.",
+                ),
+                "acceptance rate",
+                names,
+                [Line("accepted", [group.acceptance_rate for group in groups], "o")],
+                form=".3f",
+            )
+        )
+    return pictures
+
+
 def _pair(pair: PairSimilarity, profile: ModelProfile) -> list[Picture]:
-    n_experts = profile.trace.meta.n_experts
+    n_experts = profile.meta.n_experts
     popularity = {curves.layer: curves.skew.entropy_bits for curves in profile.curves}
     k = len(pair.top_n[0])
     shown = sorted({1, 2, 4, k} & set(range(1, k + 1)))

@@ -57,7 +57,7 @@ th {{ position: sticky; top: 0; background: var(--card); font-weight: 600; }}
 
 
 def report_html(
-    title: str, facts: Facts, findings: Iterable[str], pictures: Sequence[Picture], numbers: dict[str, Any]
+    title: str, facts: Facts, findings: Iterable[str], pictures: Iterable[Picture], numbers: dict[str, Any]
 ) -> str:
     """The page. facts: labels and values of the run; findings: sentences; numbers: the JSON that the page carries."""
     escaped = html.escape(title)

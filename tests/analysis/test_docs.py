@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.model_profile import profile_model
 from moeedge.analysis.profile import profile_layers
 from moeedge.analysis.profile_json import complete_report, layer_report, run_facts
@@ -46,7 +47,7 @@ def test_tables_name_every_array_and_key(tmp_path: Path) -> None:
     for key_name in (*report, *(key for name in inner for key in report[name]), *report["utility"][0]):
         assert f"`{key_name}`" in TEXT, key_name
     profile = profile_model(trace, [0])
-    complete = complete_report(profile, {}, (profile, {}))
+    complete = complete_report(profile, {}, Comparison.of(profile, profile, {}, (trace, trace)))
     model = complete["model_profile"]
     for key_name in (*complete, *model, *model["speculation"], *(field.name for field in fields(PairSimilarity))):
         assert f"`{key_name}`" in TEXT, key_name

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.analysis.profile import profile_layers
+from moeedge.analysis.profile import moving_mean, profile_layers
 from moeedge.errors import InputError
 from moeedge.ui.console import check_picture
-from moeedge.ui.plots import draw_profiles, smoothed
+from moeedge.ui.plots import draw_profiles
 from tests.support.traces import make_trace, plain_text, two_texts
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -42,5 +42,5 @@ def test_bad_paths(tmp_path: Path) -> None:
 
 def test_smoothing_by_hand() -> None:
     nan = np.nan
-    np.testing.assert_allclose(smoothed(np.array([nan, 1, 3, nan, 5]), 2), [nan, 1, 2, 3, 5])
-    np.testing.assert_allclose(smoothed(np.array([1.0, 2.0]), 16), [1.0, 1.5])
+    np.testing.assert_allclose(moving_mean(np.array([nan, 1, 3, nan, 5]), 2), [nan, 1, 2, 3, 5])
+    np.testing.assert_allclose(moving_mean(np.array([1.0, 2.0]), 16), [1.0, 1.5])

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moeedge.analysis.comparison import Comparison
+from moeedge.analysis.model_profile import profile_model
+from moeedge.analysis.profile_json import complete_report
+from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
+from moeedge.ui.profile_pictures import profile_pictures
 from tests.support.commands import run, run_json
-from tests.support.recomputed_profile import RecomputedProfile
+from tests.support.recomputed_profile import RecomputedProfile, assert_equal, same_routing, shared_popularity
 from tests.support.traces import make_trace
 
-RUN = {"model", "architecture", "n_layers", "n_experts", "n_experts_used", "gamma", "draft", "acceptance_rate"}
+PAIR = PairSimilarity("draft.gguf", 10, [0, 1], [0.9, 0.8], [[0.5, 0.4], [0.6, 0.5]], [1.0, 1.1], [1.2, 1.3])
 
 
-def assert_equal(shown: Any, expected: Any, where: str = "") -> None:
-    """Compares numbers within the rounding of the JSON; both must have the same keys."""
-    if isinstance(expected, dict):
-        assert set(shown) == set(expected), where
-        for key, value in expected.items():
-            assert_equal(shown[key], value, f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(shown) == len(expected), where
-        for place, value in enumerate(expected):
-            assert_equal(shown[place], value, f"{where}[{place}]")
-    elif isinstance(expected, float) and shown is not None:
-        assert shown == pytest.approx(expected, abs=1e-6, rel=1e-6), where
-    else:
-        assert shown == expected, where
+def sticky_trace(*, gamma: int = 3, seed: int = 3, gaps: bool = False) -> Trace:
+    """Texts whose tokens keep most experts of the token before, with drafts of which some are rejected.
 
-
-def sticky_trace(*, gamma: int = 3, seed: int = 3) -> Trace:
-    """Texts whose tokens keep most experts of the token before, with drafts of which some are rejected."""
+    gaps: some tokens of some layers are not recorded.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for sequence, n_steps in enumerate((24, 9, 1, 12)):
@@ -51,32 +45,47 @@ def sticky_trace(*, gamma: int = 3, seed: int = 3) -> Trace:
     for row in range(1, len(rows)):
         kept = rng.random(trace.meta.n_layers) < 0.6
         trace.ids[row, kept] = trace.ids[row - 1, kept]
+    if gaps:
+        trace.ids[rng.random(trace.ids.shape[:2]) < 0.1] = trace.sentinel
     return trace
 
 
-def check(report: dict[str, Any], recomputed: RecomputedProfile, layer: int) -> None:
-    """The object of a layer with the model's profile."""
-    model = report.pop("model_profile")
-    expected = recomputed.layer(layer)
-    run_keys = {"answers", "skipped", *RUN, *recomputed.meta["parameters"]}
-    assert_equal({key: value for key, value in report.items() if key not in run_keys}, expected)
-    layers = [recomputed.curves(each) for each in range(recomputed.meta["n_layers"])]
-    assert_equal(model["by_layer"], layers)
-    assert_equal(model["mean_of_layers"], recomputed.mean_curves())
-    assert_equal(model["groups"], recomputed.groups())
-    assert_equal(model["drafts"], recomputed.drafts())
-    assert_equal(model["speculation"], recomputed.speculation())
-
-
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_figures_of_a_trace(tmp_path: Path, gamma: int) -> None:
+@pytest.mark.parametrize(("gamma", "gaps"), [(0, False), (3, False), (3, True)])
+def test_figures_of_a_trace(tmp_path: Path, gamma: int, gaps: bool) -> None:
     path = tmp_path / "trace.npz"
-    sticky_trace(gamma=gamma).save(path)
-    report = run_json("profile", "--trace", path, "--layer", "1")
+    sticky_trace(gamma=gamma, gaps=gaps).save(path)
     recomputed = RecomputedProfile(path)
     if gamma:
         assert len(recomputed.groups()) == 4  # two data sets, two categories, one language
-    check(report, recomputed, 1)
+    assert_equal(run_json("profile", "--trace", path, "--layer", "1"), recomputed.complete(1))
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_figures_of_text_cut_into_verifications(tmp_path: Path, accepts: bool) -> None:
+    path = tmp_path / "trace.npz"
+    sticky_trace(gamma=0).save(path)
+    options = ["--acceptance-chance", str(int(accepts)), "--draft-max", "2"]
+    report = run_json("profile", "--trace", path, "--layer", "0", *options)
+    assert_equal(report, RecomputedProfile(path, gamma=2, accepts=accepts).complete(0))
+
+
+def test_figures_of_a_comparison(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
+    traces = [sticky_trace(seed=seed, gaps=True) for seed in (3, 4)]
+    for trace, path in zip(traces, (first, second), strict=True):
+        trace.token[:] = np.arange(trace.n_tokens) % 50
+        trace.position[:] = np.arange(trace.n_tokens)
+        trace.save(path)
+    report = run_json("profile", "--trace", first, "--compare", second, "--layer", "1")
+    mine, theirs = RecomputedProfile(first), RecomputedProfile(second)
+    shared = shared_popularity(mine, theirs)
+    mean = statistics.fmean(shared.values())
+    assert_equal(report.pop("popularity_shared"), {"by_layer": shared, "mean_of_layers": mean})
+    assert_equal(report.pop("routing_agreement"), same_routing(mine, theirs))
+    other = report.pop("compared_with")
+    assert_equal(other["model_profile"], theirs.model())
+    assert_equal(other["layers"], [theirs.layer(1)])
+    assert_equal(report, mine.complete(1))
 
 
 def test_figures_of_a_run(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> None:
@@ -89,19 +98,72 @@ def test_figures_of_a_run(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> N
     report = run_json("profile", "-m", tiny_moe, "-md", tiny_draft, *options, "--layer", "2", "--trace-out", path)
     recomputed = RecomputedProfile(path)
     assert [group["name"] for group in recomputed.groups()] == ["en", "de"]
-    check(report, recomputed, 2)
+    check_run(report, recomputed, 2)
+
+
+def check_run(report: dict[str, Any], recomputed: RecomputedProfile, layer: int) -> None:
+    """The object of a run: the trace's, its answers, and draft and target where they can be compared."""
+    report["model_profile"]["pair"] = None
+    drafts = recomputed.drafts()
+    answers = {"answers": len(set(recomputed.sequence)), "skipped": []}
+    answers["acceptance_rate"] = None if drafts is None else drafts["acceptance_rate"]
+    assert_equal(report, recomputed.complete(layer) | answers)
+
+
+@pytest.mark.slow
+def test_figures_of_the_bundled_pair(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path, page = tmp_path / "run.npz", tmp_path / "out.html"
+    options = ["--layer", "47", "-n", "24", "--limit", "4", "--trace-out", path, "--report", page]
+    report = run_json("profile", *options)
+    embedded = numbers_of(page)
+    assert embedded["model_profile"] == report["model_profile"]
+    assert embedded["layers"] == [{key: report[key] for key in embedded["layers"][0]}]
+    check_run(report, RecomputedProfile(path), 47)
+
+
+def numbers_of(page: Path) -> dict[str, Any]:
+    text = page.read_text()
+    start = text.index('id="numbers">') + len('id="numbers">')
+    return dict(json.loads(text[start : text.index("</script>", start)]))
+
+
+@pytest.mark.parametrize("layers", ["1", "0-1"])
+def test_every_number_of_a_picture_is_in_the_json(tmp_path: Path, layers: str) -> None:
+    """Of the tables under the pictures; the picture of r_c has 1 - r_c, as the paper's."""
+    trace = sticky_trace()
+    profile = profile_model(trace, [1] if layers == "1" else [0, 1], pair=PAIR)
+    other = profile_model(sticky_trace(seed=4), [])
+    comparison = Comparison.of(profile, other, complete_report(other, {}), None)
+    known = set(numbers(complete_report(profile, {"n": trace.meta.n_experts}, comparison)))
+    known |= {round(1 - value, 6) for layer in profile.layers for each in layer.utility for value in each.r_c if value}
+    known |= {round(float(np.log2(trace.meta.n_experts)), 6)}  # the entropy of random experts
+    pictures = [picture for picture in profile_pictures(profile, comparison) if picture.rows]
+    assert len(pictures) > 15
+    for picture in pictures:
+        for row in picture.rows:
+            for value in row[1:]:
+                assert value is None or round(value, 6) in known, picture.key
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers of a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, (int, float)):
+        yield value
 
 
 @pytest.mark.slow  # draws a page
 def test_the_report_has_the_same_numbers(tmp_path: Path) -> None:
-    path, page, numbers = tmp_path / "trace.npz", tmp_path / "out.html", tmp_path / "out.json"
+    path, page, written = tmp_path / "trace.npz", tmp_path / "out.html", tmp_path / "out.json"
     sticky_trace().save(path)
     report = run_json("profile", "--trace", path, "--layer", "0", "--report", page)
-    assert run("profile", "--trace", path, "--layer", "0", "--report", numbers).exit_code == 0
-    complete = json.loads(numbers.read_text())
-    text = page.read_text()
-    embedded = json.loads(text[text.index('id="numbers">') + len('id="numbers">') : text.index("</script>")])
-    assert complete == embedded
+    assert run("profile", "--trace", path, "--layer", "0", "--report", written).exit_code == 0
+    complete = json.loads(written.read_text())
+    assert complete == numbers_of(page)
     assert complete["model_profile"] == report.pop("model_profile")
     assert complete["layers"] == [{key: report[key] for key in complete["layers"][0]}]
     assert complete["run"] == {key: report[key] for key in complete["run"]}

@@ -16,6 +16,7 @@ from moeedge.analysis.expert_ranking import read_ranking
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from tests.support.commands import SIGNALS, refused, run, run_json
+from tests.support.recomputed_profile import assert_equal
 from tests.support.traces import plain_text, two_texts
 
 
@@ -163,7 +164,10 @@ def test_what_a_report_cannot_be(tmp_path: Path) -> None:
     assert ".html or .json" in refused("profile", "--trace", trace, "--report", tmp_path / "out.pdf")
     assert "cannot be written" in refused("profile", "--trace", trace, "--report", tmp_path / "no" / "out.html")
     assert "not a folder" in refused("profile", "--trace", trace, "--pictures", trace)
-    assert "--report" in refused("profile", "--trace", trace, "--compare", trace)
+    assert "--report" in refused("profile", "--trace", trace, "--compare", trace, "--layers", "all", "-o", "json")
+    (tmp_path / "other.json").write_text('{"schema": "another"}')
+    assert "not a saved profile" in refused("profile", "--trace", trace, "--compare", tmp_path / "other.json")
+    assert "cannot be read" in refused("profile", "--trace", trace, "--compare", tmp_path / "none.json")
     assert "--trace" in refused("profile", "--acceptance-chance", "0.5")
     assert "prompt" in refused("profile", "--trace", trace, "-p", "one")
     assert "0 to 1" in refused("profile", "--trace", trace, "--layer", "2")
@@ -178,9 +182,44 @@ def test_numbers_of_two_traces(tmp_path: Path) -> None:
     assert run("profile", "--trace", first, "--compare", second, "--report", numbers).exit_code == 0
     report = json.loads(numbers.read_text())
     assert report["schema"] == report["compared_with"]["schema"] == "moeedge-profile-1"
-    assert 0 < report["routing_agreement"] < 1
+    assert 0 < report["routing_agreement"] < 1 and 0 < report["popularity_shared"]["mean_of_layers"] < 1
+    assert set(report["popularity_shared"]["by_layer"]) == {"0", "1"}
     assert run("profile", "--trace", second, "--report", numbers).exit_code == 0
     assert json.loads(numbers.read_text()) == report["compared_with"]
+
+
+def test_a_saved_profile_is_compared_like_its_trace(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
+    two_texts().save(first)
+    two_texts(seed=5).save(second)
+    expected = run_json("profile", "--trace", first, "--compare", second)
+    assert expected["routing_agreement"] is not None
+    saved = {"one.json": ["-o", "json"], "all.json": ["-o", "json", "--layers", "all"]}
+    for name, options in saved.items():
+        (tmp_path / name).write_text(run("profile", "--trace", second, *options).stdout)
+    run("profile", "--trace", second, "--report", tmp_path / "report.json")
+    complete = expected["compared_with"]
+    for name in ("one.json", "report.json", "all.json"):
+        found = run_json("profile", "--trace", first, "--compare", tmp_path / name)
+        other = found["compared_with"]
+        assert found["popularity_shared"] == expected["popularity_shared"] and found["routing_agreement"] is None
+        assert other["run"] == complete["run"]
+        if name != "all.json":
+            assert other == complete
+    assert [layer["layer"] for layer in other["layers"]] == [0, 1]  # an array has its layers alone
+    assert other["model_profile"]["by_layer"] == complete["model_profile"]["by_layer"]
+    assert other["model_profile"]["speculation"] is None
+    assert_equal(other["model_profile"]["mean_of_layers"], complete["model_profile"]["mean_of_layers"])
+    text = run("profile", "--trace", first, "--compare", tmp_path / "one.json")
+    assert text.exit_code == 0 and "popularity shared" in text.stdout
+    assert max(map(len, text.stdout.splitlines())) <= 80
+
+
+def test_a_run_is_compared_with_an_earlier_one(pair: list[str], tmp_path: Path) -> None:
+    (tmp_path / "before.json").write_text(run("profile", *pair, "-p", "one two three", "-o", "json").stdout)
+    report = run_json("profile", *pair, "-p", "one two three", "--compare", tmp_path / "before.json")
+    assert report["popularity_shared"]["mean_of_layers"] == pytest.approx(1.0, abs=1e-5)
+    assert report["compared_with"]["model_profile"] == report["model_profile"]
 
 
 @pytest.mark.slow

@@ -15,6 +15,51 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+
+def assert_equal(shown: Any, expected: Any, where: str = "") -> None:
+    """Compares numbers within the rounding of the JSON; both must have the same keys."""
+    if isinstance(expected, dict):
+        assert set(shown) == set(expected), where
+        for key, value in expected.items():
+            assert_equal(shown[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(shown) == len(expected), where
+        for place, value in enumerate(expected):
+            assert_equal(shown[place], value, f"{where}[{place}]")
+    elif isinstance(expected, float) and shown is not None:
+        assert shown == pytest.approx(expected, abs=1e-6, rel=1e-6), where
+    else:
+        assert shown == expected, where
+
+
+def shared_popularity(first: RecomputedProfile, second: RecomputedProfile) -> dict[str, float]:
+    """By layer: the smaller of each expert's shares of the activations in the two, summed."""
+    shared = {}
+    for layer in range(first.meta["n_layers"]):
+        p, q = (profile.popularity(profile.text, layer) for profile in (first, second))
+        shared[str(layer)] = sum(min(a / sum(p), b / sum(q)) for a, b in zip(p, q, strict=True))
+    return shared
+
+
+def same_routing(first: RecomputedProfile, second: RecomputedProfile) -> float:
+    """Share of a token's experts that both traces name, up to each text's first token that differs."""
+    same = used = 0
+    for text in set(first.sequence) & set(second.sequence):
+        texts = [
+            [row for row, of in enumerate(each.sequence) if of == text and each.arrays["accepted"][row]]
+            for each in (first, second)
+        ]
+        for a, b in zip(*texts, strict=False):
+            if any(first.arrays[name][a] != second.arrays[name][b] for name in ("token", "position")):
+                break
+            for layer in range(first.meta["n_layers"]):
+                mine, theirs = first.used[layer][a], second.used[layer][b]
+                if mine and theirs:
+                    same, used = same + len(mine & theirs), used + len(mine)
+    return same / used
+
 
 Used = list[set[int]]  # per token: the experts of one layer
 DECODE, VERIFY = 2, 4
@@ -32,7 +77,8 @@ class Step:
 class RecomputedProfile:
     """The figures of one trace file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, gamma: int | None = None, accepts: bool = True) -> None:
+        """gamma: the text is cut into windows of gamma + 1 tokens whose drafts are all accepted, or none of them."""
         with np.load(path) as saved:
             self.arrays = {name: saved[name] for name in saved.files}
         self.meta: dict[str, Any] = json.loads(str(self.arrays["meta"]))
@@ -51,7 +97,39 @@ class RecomputedProfile:
             [{expert for expert in picks if expert != unknown} for picks in self.arrays["ids"][:, layer].tolist()]
             for layer in range(self.meta["n_layers"])
         ]
-        self.speculative = self.meta["gamma"] > 0
+        self.measured = gamma is None
+        self.gamma = self.meta["gamma"] if gamma is None else gamma
+        self.speculative = self.gamma > 0
+        if gamma is not None:
+            self.steps = [step for _, rows in self._texts() for step in self._windows(rows, accepts)]
+            self.text = [row for step in self.steps for row in step.rows[: step.n_text]]
+
+    def _texts(self) -> list[tuple[int, list[int]]]:
+        return [(text, list(rows)) for text, rows in groupby(self.text, key=lambda row: self.sequence[row])]
+
+    def _windows(self, rows: list[int], accepts: bool) -> list[Step]:
+        n_text = self.gamma + 1 if accepts else 1
+        starts = range(0, len(rows) - self.gamma, n_text)
+        return [Step(self.sequence[rows[0]], rows[start : start + self.gamma + 1], n_text) for start in starts]
+
+    def complete(self, layer: int) -> dict[str, Any]:
+        """The object of a layer of a trace with the model's profile: every key of it."""
+        return self.layer(layer) | self.run() | {"model_profile": self.model()}
+
+    def run(self) -> dict[str, Any]:
+        names = ("model", "architecture", "n_layers", "n_experts", "n_experts_used", "gamma", "draft")
+        return {name: self.meta[name] for name in names} | self.meta["parameters"]
+
+    def model(self) -> dict[str, Any]:
+        return {
+            "by_layer": [self.curves(each) for each in range(self.meta["n_layers"])],
+            "mean_of_layers": self.mean_curves(),
+            "speculation": self.speculation(),
+            "drafts": self.drafts(),
+            "groups": self.groups(),
+            "group_unique_tokens": 4,
+            "pair": None,  # needs the models: tests/engine/test_pair_similarity.py
+        }
 
     # sharing
 
@@ -162,7 +240,7 @@ class RecomputedProfile:
         return {
             "gamma": gammas,
             "acceptance": alpha,
-            "measured": drafts is not None,
+            "measured": self.measured and drafts is not None,
             "omega": [g + 1 if alpha == 1 else (1 - alpha ** (g + 1)) / (1 - alpha) for g in gammas],
             "a_over_b": [None if value is None else value / mean["empirical"]["1"] for value in empirical],
             "a_over_b_independence": [mean["independence"][str(g + 1)] / mean["independence"]["1"] for g in gammas],
@@ -210,6 +288,7 @@ class RecomputedProfile:
                 "always_cold_next_token": 1 - statistics.fmean(curves["popularity"]),
                 "predictors": predictors,
                 "by_step": by_step,
+                "by_step_smoothed": [_mean_known(by_step[max(i - 15, 0) : i + 1]) for i in range(len(by_step))],
             },
             "unique_experts_per_step": statistics.fmean(sum(f > 0 for f in step) for step in counts),
             "hottest": [
@@ -232,7 +311,13 @@ class RecomputedProfile:
                 "total": [sum(column) for column in zip(*counts, strict=True)],
                 "per_step": counts,
             },
-            "token_experts": self.arrays["ids"][self.text, layer].tolist(),
+            "token_experts": [
+                [
+                    expert if expert in self.used[layer][row] else -1
+                    for expert in self.arrays["ids"][row, layer].tolist()
+                ]
+                for row in self.text
+            ],
         }
 
     def _mean_weight(self, weights: Any, layer: int, expert: int) -> float:
@@ -254,7 +339,7 @@ class RecomputedProfile:
         horizon = statistics.fmean(len(step.rows) for step in self.steps)
         runs: list[tuple[str, str, str, Any]] = []
         if self.speculative:
-            gamma = self.meta["gamma"]
+            gamma = self.gamma
             for kind in ("printed", "float", "fixed"):
                 runs.append((f"alg1-{kind}", "sd", "step", lambda kind=kind: Utility(self.n_experts, gamma, kind)))
             runs.append(("count-ema", "sd", "step", lambda: Average(self.n_experts, 0.7, 0.5)))
@@ -306,7 +391,7 @@ class RecomputedProfile:
         return scores, by_step
 
     def _utility(self, counts: list[list[int]], first_steps: list[bool]) -> list[dict[str, Any]]:
-        gamma = self.meta["gamma"]
+        gamma = self.gamma
         cap = min(4, gamma)
         curves = []
         for kind in ("printed", "float"):
@@ -412,6 +497,11 @@ def _correlation(counts: list[list[int]], first: list[bool]) -> float | None:
     return covariance / math.sqrt(
         math.fsum((a - mean_a) ** 2 for a, _ in pairs) * math.fsum((b - mean_b) ** 2 for _, b in pairs)
     )
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:

@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.model_profile import ModelProfile, profile_model
-from moeedge.analysis.profile_json import complete_report, run_facts
+from moeedge.analysis.profile_json import complete_report
 from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.errors import InputError
 from moeedge.ui.pictures import COLOURS, DARK_COLOURS, save_picture, svg_of
@@ -64,7 +65,7 @@ def profiled() -> ModelProfile:
 
 def page_of(profile: ModelProfile, *, n_pictures: int = 1) -> str:
     """The page with the first pictures: each takes a while to draw."""
-    numbers = complete_report(profile, run_facts(profile.trace), None)
+    numbers = complete_report(profile, {"model": profile.meta.model})
     pictures = profile_pictures(profile)[:n_pictures]
     return report_html(page_title(profile, None), run_lines(profile, None), findings(profile), pictures, numbers)
 
@@ -87,14 +88,14 @@ def test_page(n_pictures: int) -> None:
 
 def test_names_cannot_end_an_element() -> None:
     profile = profiled()
-    meta = replace(profile.trace.meta, model="</script><script>alert(1)</script>")
-    text = page_of(replace(profile, trace=replace(profile.trace, meta=meta)))
+    meta = replace(profile.meta, model="</script><script>alert(1)</script>")
+    text = page_of(replace(profile, meta=meta))
     assert "alert(1)" in text and "<script>alert" not in text
     Page(text)
 
 
 def test_pictures_are_xml_and_files(tmp_path: Path) -> None:
-    pictures = profile_pictures(profiled(), profiled())
+    pictures = profile_pictures(profiled(), Comparison.of(profiled(), profiled(), {}, None))
     assert len({picture.key for picture in pictures}) == len(pictures)
     for picture in pictures:
         cells = {len(picture.columns)} | {len(row) for row in picture.rows}
@@ -114,12 +115,13 @@ def test_pages_without_speculation_and_without_text(trace: object) -> None:
 
 def test_models_of_other_shapes_are_compared() -> None:
     profile, other = profiled(), profile_model(two_texts(n_layers=4, n_experts=16, n_used=3), [0])
-    for picture in profile_pictures(profile, other):
+    comparison = Comparison.of(profile, other, {}, None)
+    for picture in profile_pictures(profile, comparison):
         assert picture.columns or not picture.rows
         if picture.key in ("overlap", "skew"):
             svg_of(picture)
-    assert "compared with random" in page_title(profile, other)
-    assert run_lines(profile, other)[-1][0].endswith("(2)")
+    assert "compared with random" in page_title(profile, comparison)
+    assert run_lines(profile, comparison)[-1][0].endswith("(2)")
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,341 @@
+"""The results of `moeedge profile` as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from moeedge.analysis.comparison import Comparison
+from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS
+from moeedge.analysis.model_profile import GAMMAS, ModelProfile, SpeculationGain
+from moeedge.analysis.profile import HotExpert, LayerProfile
+from moeedge.analysis.routing_curves import RoutingCurves, mean_or_none
+from moeedge.analysis.utility_curves import UtilityCurves
+from moeedge.engine.pair_similarity import PairSimilarity
+from moeedge.ui.console import visible
+from moeedge.ui.tables import NONE, Column, print_table, text_column
+
+_SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
+_STRIP_STEPS = 36  # steps in the strip after each of the hottest experts
+_SHOWN_LAYERS = 8  # of draft and target
+
+PREDICTOR_NAMES = {
+    "alg1-printed": "Alg. 1, printed",
+    "alg1-float": "Alg. 1, float",
+    "alg1-fixed": "Alg. 1, fixed",
+    "count-ema": "decayed counts",
+    "last-step": "used last step",
+}
+_ACCURACY_LEGEND = (
+    "sd: fed with verification steps; ar: with one accepted token at a time. cold: accuracy of always predicting cold. "
+    "balanced: mean share of the hot and of the cold experts predicted correctly. carried: accuracy if "
+    "the state is carried from text to text."
+)
+
+
+def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
+    """All about a single layer, or one row per layer."""
+    if len(profiles) == 1:
+        _print_layer(profiles[0], console)
+    else:
+        _print_layers(profiles, console)
+
+
+def _print_layers(profiles: Sequence[LayerProfile], console: Console) -> None:
+    first = profiles[0]
+    print_table(console, _LAYER_COLUMNS, profiles, title=_size_line(first))
+    console.print(
+        "sd, ar: share of experts correctly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "
+        "verification steps or with one token at a time; cold: accuracy of always predicting cold. overlap: of "
+        "adjacent tokens; chance: with this popularity and no order "
+        f"(k/N is {first.curves.overlap_uniform:.3f}). B=4: distinct experts of 4 tokens (uniform "
+        f"{first.curves.unique_uniform[4]:.1f}); step: of a step.",
+        style="dim",
+    )
+
+
+def _print_layer(profile: LayerProfile, console: Console) -> None:
+    console.print(f"layer {profile.layer}: {_size_line(profile)}", style="bold")
+    console.print(_activations_line(profile))
+    console.print()
+    print_table(
+        console,
+        _accuracy_columns(profile),
+        profile.scores,
+        title="hot or cold, predicted before the step (tau = 1)",
+        n_keys=3,
+    )
+    console.print(_ACCURACY_LEGEND, style="dim")
+    console.print()
+    for curves in profile.utility:
+        _print_utility(curves, console)
+        console.print()
+    _print_curves(profile.curves, console)
+    console.print()
+    print_table(console, _hottest_columns(profile), profile.hottest, title="hottest experts")
+
+
+def _print_utility(curves: UtilityCurves, console: Console) -> None:
+    """Figure 9 of MoE-SpAc: a row per score, which is also a threshold."""
+    by_tau = (curves.r_c, curves.r_g, curves.r_c_stddev, curves.r_g_stddev)
+    rows = [
+        (each, *ratios) for each, *ratios in zip(curves.frequency, *([None, *values] for values in by_tau), strict=True)
+    ]
+    print_table(
+        console,
+        [
+            Column("score, tau", lambda row: row[0].score, left=True),
+            Column("experts", lambda row: row[0].experts),
+            Column("mean f", lambda row: row[0].mean, ".2f"),
+            Column("median", lambda row: row[0].median, ".1f"),
+            Column("used", lambda row: row[0].used, _percent),
+            *(Column(title, place, ".3f") for place, title in enumerate(("r_c", "r_g", "dev r_c", "dev r_g"), start=1)),
+        ],
+        rows,
+        title=f"utility before a step against the step's activations f, {PREDICTOR_NAMES[curves.predictor]}",
+    )
+
+
+def _print_curves(curves: RoutingCurves, console: Console) -> None:
+    """Distinct experts, overlap and popularity of a layer or of the mean of layers."""
+    print_table(
+        console,
+        [
+            Column("B", str, left=True),
+            Column("empirical", curves.unique.get, ".2f"),
+            Column("independence", curves.unique_independence.get, ".2f"),
+            Column("uniform", curves.unique_uniform.get, ".2f"),
+        ],
+        _SHOWN_BATCHES,
+        title="distinct experts of B consecutive tokens",
+    )
+    distances = " ".join(_number(overlap) for overlap in curves.overlap.values())
+    console.print(
+        f"overlap of tokens 1-{max(curves.overlap)} apart {distances}; independence "
+        f"{_number(curves.overlap_independence)}, uniform (k/N) {_number(curves.overlap_uniform)}"
+    )
+    skew = curves.skew
+    console.print(
+        f"popularity: the hottest expert {skew.top_ratio:.1f} times k/N, the hottest tenth has "
+        f"{_percent(skew.hot_share)} of the activations; as skewed as {skew.effective_experts:.1f} equal experts; "
+        f"{skew.unused} unused"
+    )
+
+
+def print_model(profile: ModelProfile, comparison: Comparison | None, console: Console) -> None:
+    """What concerns more than one layer; nothing where no token of text was recorded."""
+    if profile.mean is None:
+        return
+    console.print(f"\nmean of {len(profile.curves)} layers", style="bold")
+    _print_curves(profile.mean, console)
+    if profile.gain is not None:
+        console.print()
+        _print_gain(profile.gain, console)
+    for kind in KINDS:
+        groups = [group for group in profile.groups if group.kind == kind]
+        if groups:
+            console.print()
+            print_table(console, _GROUP_COLUMNS, groups, title=f"by {kind}, means of the layers")
+    if profile.pair is not None:
+        console.print()
+        _print_pair(profile.pair, profile, console)
+    if comparison is not None:
+        console.print()
+        _print_comparison(profile, comparison, console)
+
+
+def _print_gain(gain: SpeculationGain, console: Console) -> None:
+    rows = list(zip(GAMMAS, gain.omega, gain.a_over_b, gain.a_over_b_independence, gain.a_over_b_uniform, strict=True))
+    origin = "measured" if gain.measured else "assumed"
+    print_table(
+        console,
+        [
+            Column("gamma", 0, left=True),
+            Column("Omega", 1, ".2f"),
+            Column("a/b", 2, ".2f"),
+            Column("Omega b/a", lambda row: row[1] / row[2] if row[2] else None, ".2f"),
+            Column("a/b independence", 3, ".2f"),
+            Column("a/b uniform", 4, ".2f"),
+        ],
+        rows[1:],
+        title=f"tokens gained against experts used, {gain.acceptance:.3f} chance of acceptance ({origin})",
+    )
+    console.print(
+        "Omega: expected tokens of a verification of gamma drafts; a/b: its distinct experts over those of one token. "
+        "Where experts take all the time and drafting none, speculation pays while a/b < Omega.",
+        style="dim",
+    )
+
+
+def _print_pair(pair: PairSimilarity, profile: ModelProfile, console: Console) -> None:
+    """Layers at equal distances, and the mean of all."""
+    k = len(pair.top_n[0])
+    shown = sorted({1, 2, 4, k} & set(range(1, k + 1)))
+    popularity = {curves.layer: curves.skew.entropy_bits for curves in profile.curves}
+    rows: list[tuple[Any, ...]] = [
+        (layer, cosine, *(found[n - 1] for n in shown), draft, own, popularity.get(layer))
+        for layer, cosine, found, draft, own in zip(
+            pair.layers, pair.cosine, pair.top_n, pair.entropy_draft_bits, pair.entropy_target_bits, strict=True
+        )
+    ]
+    places = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SHOWN_LAYERS)).astype(int))
+    mean = [mean_or_none(values) for values in list(zip(*rows, strict=True))[1:]]
+    titles = ("cosine", *(f"top {n}" for n in shown), "bits: draft", "router", "popularity")
+    print_table(
+        console,
+        [
+            Column("layer", 0, left=True),
+            *(
+                Column(title, place, ".3f" if place <= len(shown) + 1 else ".2f")
+                for place, title in enumerate(titles, 1)
+            ),
+        ],
+        [*(rows[place] for place in places), ("mean", *mean)],
+        title=f"draft {visible(pair.draft)} and target on {pair.tokens:,} tokens",
+    )
+    console.print(
+        "cosine: similarity of what both routers' layers read; top n: share of the n experts ranked first from the "
+        "draft's layer that the token uses; bits: entropy of the experts' probabilities from the draft's layer, of the "
+        f"router's own, and of popularity (random: {math.log2(profile.meta.n_experts):.2f}).",
+        style="dim",
+    )
+
+
+def _print_comparison(profile: ModelProfile, comparison: Comparison, console: Console) -> None:
+    both = (profile, comparison.other)
+    rows = [(label, *(value(each) for each in both)) for label, value in _COMPARED]
+    names = (visible(profile.meta.model), visible(comparison.name_beside(profile)))
+    columns = [text_column("compared", 0), *(Column(name, place, str) for place, name in enumerate(names, start=1))]
+    print_table(console, columns, rows)
+    for label, share in (
+        ("popularity shared", comparison.mean_popularity_shared),
+        ("experts that are the same on the tokens that both read", comparison.routing_agreement),
+    ):
+        if share is not None:
+            console.print(f"{label}: {_percent(share)}")
+
+
+def _mean_figure(value: Callable[[RoutingCurves], float | None], form: str) -> Callable[[ModelProfile], str | None]:
+    def text(profile: ModelProfile) -> str | None:
+        found = None if profile.mean is None else value(profile.mean)
+        return None if found is None else format(found, form)
+
+    return text
+
+
+def _accepted(profile: ModelProfile) -> str | None:
+    return None if profile.drafts is None else f"{profile.drafts.acceptance_rate:.3f}"
+
+
+def _expert_ratio(gamma: int) -> Callable[[ModelProfile], str | None]:
+    def text(profile: ModelProfile) -> str | None:
+        gain = profile.gain
+        ratio = None if gain is None else gain.a_over_b[gamma]
+        return None if gain is None or ratio is None else f"{ratio:.2f} / {gain.omega[gamma]:.2f}"
+
+    return text
+
+
+_COMPARED: tuple[tuple[str, Callable[[ModelProfile], str | None]], ...] = (
+    ("layers", lambda profile: str(len(profile.curves))),
+    ("experts, per token", lambda profile: f"{profile.meta.n_experts}, {profile.meta.n_expert_used}"),
+    ("data set", lambda profile: str(profile.meta.parameters.get("dataset", "")) or None),
+    ("tokens of text", _mean_figure(lambda mean: mean.tokens, ",")),
+    ("drafts accepted", _accepted),
+    ("overlap of adjacent tokens", _mean_figure(lambda mean: mean.overlap[1], ".3f")),
+    ("  independence", _mean_figure(lambda mean: mean.overlap_independence, ".3f")),
+    ("  uniform", _mean_figure(lambda mean: mean.overlap_uniform, ".3f")),
+    *(
+        (f"distinct experts of {b} tokens", _mean_figure(lambda mean, b=b: mean.unique[b], ".2f"))  # type: ignore[misc]
+        for b in (2, 4, 8, 16)
+    ),
+    ("effective experts", _mean_figure(lambda mean: mean.skew.effective_experts, ".1f")),
+    ("hottest tenth of experts", _mean_figure(lambda mean: mean.skew.hot_share, ".3f")),
+    *((f"a/b / Omega, gamma {gamma}", _expert_ratio(gamma)) for gamma in (2, 4, 8)),
+)
+
+
+def _size_line(profile: LayerProfile) -> str:
+    kind = "verification steps" if profile.speculative else "steps"
+    return f"{profile.n_experts} experts, top-{profile.n_used}; {profile.steps} {kind}, {profile.tokens} tokens of text"
+
+
+def _activations_line(profile: LayerProfile) -> str:
+    """Means over the steps: tokens, activations, distinct experts."""
+    if not profile.steps or not profile.unique_per_step:
+        return "no step was recorded"
+    activations = float(profile.counts.sum(axis=1).mean())
+    return (
+        f"per step: {profile.step_tokens.mean():.2f} tokens, {activations:.1f} activations on "
+        f"{profile.unique_per_step:.1f} distinct experts, {activations / profile.unique_per_step:.2f} each"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.3f}"
+
+
+def _hottest(profile: LayerProfile) -> str | None:
+    hot = profile.hottest[0] if profile.hottest else None
+    return None if hot is None else f"{hot.expert} ({hot.share:.0%})"
+
+
+_GROUP_COLUMNS = (
+    text_column("text", lambda group: visible(group.name)),
+    Column("texts", "texts"),
+    Column("tokens", "tokens"),
+    Column("overlap", "overlap", ".3f"),
+    Column("independence", "overlap_independence", ".3f"),
+    Column(f"B={UNIQUE_TOKENS}", "unique", ".2f"),
+    Column("independence", "unique_independence", ".2f"),
+    Column("accepted", "acceptance_rate", ".3f"),
+)
+
+_LAYER_COLUMNS = (
+    Column("layer", "layer", left=True),
+    Column("sd", "sd_accuracy", _percent),
+    Column("ar", "ar_accuracy", _percent),
+    Column("cold", "step_cold_share", _percent),
+    Column("overlap", lambda profile: profile.curves.overlap[1], ".3f"),
+    Column("chance", lambda profile: profile.curves.overlap_independence, ".3f"),
+    Column("B=4", lambda profile: profile.curves.unique[4], ".1f"),
+    Column("step", "unique_per_step", ".1f"),
+    Column("hottest", _hottest),
+)
+
+
+def _accuracy_columns(profile: LayerProfile) -> list[Column]:
+    cold = {"step": profile.step_cold_share, "token": profile.token_cold_share}
+    return [
+        text_column("score", lambda score: PREDICTOR_NAMES[score.predictor]),
+        text_column("sensor", "sensor"),
+        text_column("predicts", lambda score: f"next {score.predicts}"),
+        Column("accuracy", "accuracy", _percent),
+        Column("cold", lambda score: cold[score.predicts], _percent),
+        Column("balanced", "balanced_accuracy", _percent),
+        Column("carried", "accuracy_carried", _percent),
+    ]
+
+
+def _hottest_columns(profile: LayerProfile) -> list[Column]:
+    n_steps = min(_STRIP_STEPS, profile.steps)
+
+    def strip(hot: HotExpert) -> str:
+        counts = profile.counts[:n_steps, hot.expert]
+        return "".join("." if count == 0 else str(count) if count < 10 else "+" for count in counts)
+
+    return [
+        Column("expert", "expert", left=True),
+        Column("tokens", "activations"),
+        Column("share", "share", _percent),
+        Column("weight", "mean_weight", ".3f"),
+        text_column(f"activations in steps 1-{n_steps}", strip),
+    ]
