@@ -110,14 +110,16 @@ def bar_picture(frame: Frame, x_label: str, names: Sequence[str], lines: Sequenc
     shown = [line for line in lines if any(value is not None for value in line.values)]
 
     def draw(figure: Any) -> None:
-        figure.set_figheight(max(1.6 + 0.24 * len(names), _SIZE[1]))
+        figure.set_figheight(1.2 + 0.27 * len(names))
         axes = figure.add_subplot()
         where = np.arange(len(names))[::-1]
         for place, line in enumerate(shown):
             values = [np.nan if value is None else value for value in line.values]
             axes.plot(values, where, line.style, color=COLOURS[place], markersize=5)
         axes.set_yticks(where, [shortened(name, _MAX_NAME) for name in names])
-        axes.set_xlim(left=0)
+        high = max((value for line in shown for value in line.values if value is not None), default=1.0)
+        axes.set_xlim(0, 1.06 * high or 1.0)
+        axes.set_ylim(-0.6, len(names) - 0.4)
         _label(axes, x_label, "")
         _legend(figure, axes, shown)
 
@@ -144,8 +146,8 @@ def map_picture(
 
 
 def _legend(figure: Any, axes: Any, lines: Sequence[Line]) -> None:
-    """The labels of the axes' lines below the picture, which grows for the rows that they take."""
-    if not lines:
+    """The labels of several lines below the picture, which grows for the rows that they take."""
+    if len(lines) < 2:
         return
     labels = [shortened(line.label, _MAX_LABEL) for line in lines]
     n_columns = 1 if max(map(len, labels)) > _WIDE_LABEL else 2
@@ -217,5 +219,7 @@ def _render(picture: Picture, target: io.StringIO | Path, form: str, *, transpar
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasAgg(figure)
         picture.draw(figure)
+        if not transparent:  # a page has its own title
+            figure.suptitle(picture.title, fontsize=_FONT_SIZE)
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(target, format=form, dpi=_DPI, transparent=transparent, metadata=metadata)

@@ -20,10 +20,10 @@ def page_title(profile: ModelProfile, comparison: Comparison | None) -> str:
 
 
 def run_lines(profile: ModelProfile, comparison: Comparison | None) -> Lines:
-    """Labels and values of the model and the run; of both where two are compared."""
+    """Labels and values of the model and the run; those of the other profile where they differ."""
     lines = _run_lines(profile)
     if comparison is not None:
-        lines += [(f"{label} (2)", value) for label, value in _run_lines(comparison.other)]
+        lines += [(f"{each[0]} (2)", each[1]) for each in _run_lines(comparison.other) if each not in lines]
     return lines
 
 
@@ -146,4 +146,4 @@ def _comparison(comparison: Comparison, mean: RoutingCurves, second: RoutingCurv
 
 
 def _percent(share: float | None) -> str:
-    return "an unknown share" if share is None else f"{100 * share:.1f} %"
+    return "an unknown share" if share is None else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"

@@ -17,11 +17,13 @@ from moeedge.analysis.routing_curves import RoutingCurves, mean_or_none
 from moeedge.analysis.utility_curves import UtilityCurves
 from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.ui.console import visible
+from moeedge.ui.pictures import shortened
 from moeedge.ui.tables import NONE, Column, print_table, text_column
 
 _SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
 _STRIP_STEPS = 36  # steps in the strip after each of the hottest experts
 _SHOWN_LAYERS = 8  # of draft and target
+_MAX_NAME = 24  # characters
 
 PREDICTOR_NAMES = {
     "alg1-printed": "Alg. 1, printed",
@@ -208,9 +210,10 @@ def _print_pair(pair: PairSimilarity, profile: ModelProfile, console: Console) -
 def _print_comparison(profile: ModelProfile, comparison: Comparison, console: Console) -> None:
     both = (profile, comparison.other)
     rows = [(label, *(value(each) for each in both)) for label, value in _COMPARED]
-    names = (visible(profile.meta.model), visible(comparison.name_beside(profile)))
-    columns = [text_column("compared", 0), *(Column(name, place, str) for place, name in enumerate(names, start=1))]
-    print_table(console, columns, rows)
+    names = [shortened(visible(each.meta.model), _MAX_NAME) for each in both]
+    columns = [text_column("", 0), Column("this profile", 1, str), Column("other", 2, str)]
+    title = f"compared with {visible(comparison.name_beside(profile))}"
+    print_table(console, columns, [("model", *names), *rows], title=title)
     for label, share in (
         ("popularity shared", comparison.mean_popularity_shared),
         ("experts that are the same on the tokens that both read", comparison.routing_agreement),
