@@ -31,6 +31,11 @@ from tests.support.traces import plain_text, two_texts
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def test_steps_without_mass_say_nothing() -> None:
+    assert lost_curve(np.array([[1.0, 3.0], [0.0, 0.0]])).tolist() == [1.0, 0.25, 0.0]
+    assert lost_curve(np.zeros((2, 3))).tolist() == [0.0] * 4
+
+
 def ranking_of(lost: list[list[float]], k: int) -> ExpertRanking:
     n_layers, n_experts = len(lost), len(lost[0]) - 1
     frequency = np.arange(n_layers * n_experts, dtype=np.int64).reshape(n_layers, n_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from moeedge.bench.budget_choice import (
     write_choice,
 )
 from moeedge.bench.budget_search import Trials, find_budget
+from moeedge.bench.samples import Sample
 from moeedge.data import load_calibration
 from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
@@ -27,6 +29,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.notifications import Notification
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler.config import PlacementConfig
 
 TEMPLATE = ExpertBudget(budget=1 << 20)
 
@@ -113,14 +116,36 @@ def test_the_choice_is_kept_for_the_same_conditions_only(
         (replace(config, n_threads=1), TEMPLATE),
         (replace(config, draft="ngram"), TEMPLATE),
         (config, replace(TEMPLATE, coverage="truncation")),
-        (config, replace(TEMPLATE, ranking="static", order=np.zeros((48, 128), np.int32))),
+        (config, replace(TEMPLATE, prefer_resident=0.15)),
+        (replace(config, placement=PlacementConfig(cache_ratio=0.5)), TEMPLATE),
+        *[
+            (config, replace(TEMPLATE, ranking="static", order=np.full((48, 128), expert, np.int32)))
+            for expert in range(2)
+        ],
     ]
     for other_config, template in others:
         assert read_choice(other_config, template, device) is None
+    files = {choice_file(other_config, template, device) for other_config, template in others}
+    assert len(files) == len(others)
     file = choice_file(config, TEMPLATE, device)
     for broken in ("", "[]", '{"schema": 1}', '{"schema": 99, "trials": []}'):
         file.write_text(broken)
         assert read_choice(config, TEMPLATE, device) is None
+
+
+def test_a_trial_is_timed_against_the_same_tasks_and_scored_by_its_mean() -> None:
+    def samples(mode: str, seconds: list[float]) -> list[Sample]:
+        return [
+            Sample(mode, f"p{i}", 0, 0, 0, decode_tokens=20, decode_s=s, steps=5, experts_sum=50.0)
+            for i, s in enumerate(seconds)
+        ]
+
+    unbudgeted = budget_search._Tally(None, [1.0, 1.0, 1.0, 1.0], samples("off", [1.0, 1.0, 4.0, 4.0]))
+    dropped = budget_search._Tally(8, [1.0, 0.0], samples("budget", [0.5, 0.5]))  # two tasks were left out
+    trial = budget_search._task_trial(dropped, unbudgeted)
+    assert (trial.budget, trial.score, trial.n_scored, trial.tg_ts, trial.ratio) == (8, 0.5, 2, 40.0, 2.0)
+    assert trial.score_stddev == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
+    assert (trial.tokens_per_step, trial.experts) == (4.0, 10.0)
 
 
 def test_auto_is_off_without_drafts(bundled_pair: tuple[Path, Path]) -> None:

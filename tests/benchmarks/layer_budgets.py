@@ -12,9 +12,8 @@ is calibrated on the first half, too.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from moeedge.analysis.expert_ranking import ExpertRanking, fit_layers, rank_expe
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import schedules, texts_of
+from tests.benchmarks.rows import keep_rows
 
 SCHEMA = "moeedge-layer-budgets-1"
 
@@ -44,6 +44,12 @@ class Row:
     lost: float
     worst: float
     experts: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trace} {self.ranking} {self.mean_budget} {self.layers} ({self.least}-{self.most}): "
+            f"{self.lost:.4f} lost, worst layer {self.worst:.4f}, {self.experts:.2f} experts"
+        )
 
 
 def judge(trace: Trace, order: np.ndarray, ranking: str, budgets: tuple[int, ...]) -> tuple[float, float, float]:
@@ -110,17 +116,9 @@ def main() -> None:
     parser.add_argument("--budgets", default="6,8,10,12,16,20,24,32", help="mean budgets")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[Row] = []
-    for path in options.traces:
-        for row in rows_of(path.name, read_trace(path), [int(budget) for budget in options.budgets.split(",")]):
-            rows.append(row)
-            print(
-                f"{row.trace} {row.ranking} {row.mean_budget} {row.layers} ({row.least}-{row.most}): "
-                f"{row.lost:.4f} lost, worst layer {row.worst:.4f}, {row.experts:.2f} experts",
-                flush=True,
-            )
-    if options.out:
-        options.out.write_text(json.dumps({"schema": SCHEMA, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    means = [int(budget) for budget in options.budgets.split(",")]
+    rows = (row for path in options.traces for row in rows_of(path.name, read_trace(path), means))
+    keep_rows(rows, SCHEMA, options.out)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ Slots are in proportion to layers; the number of pools 1 is a cache that no devi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from moeedge.sim.batches import cache_shape
 from moeedge.sim.policy_replay import PolicyReplay
 from moeedge.trace.importers import read_trace
 from moeedge.trace.schedule import Schedule, schedules, texts_of
+from tests.benchmarks.rows import keep_rows
 
 SCHEMA = "moeedge-split-pools-1"
 
@@ -44,6 +44,12 @@ class Row:
     @property
     def hit_rate(self) -> float:
         return self.pairs_hit / max(self.pairs, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trace} {self.policy} {self.cache_ratio} {self.n_pools} {self.layout}: "
+            f"{self.hit_rate:.4f} hits, {self.uploads} uploads"
+        )
 
 
 def split(shape: CacheShape, n_pools: int, *, strided: bool) -> CacheShape:
@@ -92,24 +98,16 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=20, help="how many texts of each trace, from the first on")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[Row] = []
-    for path in options.traces:
-        for schedule in schedules(texts_of(read_trace(path), 0, options.texts), gamma=options.gamma):
-            for row in measure(
-                path.name,
-                schedule,
-                options.policy.split(","),
-                [float(ratio) for ratio in options.cache_ratio.split(",")],
-                [int(n) for n in options.pools.split(",")],
-            ):
-                rows.append(row)
-                print(
-                    f"{row.trace} {row.policy} {row.cache_ratio} {row.n_pools} {row.layout}: "
-                    f"{row.hit_rate:.4f} hits, {row.uploads} uploads",
-                    flush=True,
-                )
-    if options.out:
-        options.out.write_text(json.dumps({"schema": SCHEMA, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    policies = options.policy.split(",")
+    ratios = [float(ratio) for ratio in options.cache_ratio.split(",")]
+    pools = [int(n) for n in options.pools.split(",")]
+    rows = (
+        row
+        for path in options.traces
+        for schedule in schedules(texts_of(read_trace(path), 0, options.texts), gamma=options.gamma)
+        for row in measure(path.name, schedule, policies, ratios, pools)
+    )
+    keep_rows(rows, SCHEMA, options.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
+from moeedge.errors import BackendError, InputError
 from moeedge.experts import Residency
 from moeedge.llama import library
 from moeedge.llama.budget import ContextBudget
@@ -23,8 +23,8 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Logits
 from moeedge.native import Frame
-from moeedge.native.abi import Phase, RouterKind
-from moeedge.native.budget import LayerRouting
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RouterKind
+from moeedge.native.budget import LayerRouting, NativeBudget
 from moeedge.policies.expert_budget import (
     BudgetedRouting,
     Coverage,
@@ -186,6 +186,19 @@ def test_prompts_and_single_tokens_keep_all_experts(case: Case) -> None:
         np.testing.assert_array_equal(plain, budgeted)
 
 
+def test_the_library_leaves_single_tokens_alone(case: Case) -> None:
+    case.context.set_budget(ExpertBudget(budget=case.model.info.n_expert_used))
+    case.context.trim(0)
+    case.budget.native.set_active(True)
+    try:
+        for tokens, n_batches in ((TOKENS[:1], 0), (TOKENS[:2], 1)):
+            case.context.decode(tokens, phase=Phase.DECODE, logits="all")
+            sums = case.budget.native.read()[list(case.model.info.expert_layers)]
+            assert (sums["batches"] == n_batches).all()
+    finally:
+        case.budget.native.set_active(False)
+
+
 @pytest.mark.parametrize("coverage", COVERAGES)
 def test_resident_experts_are_preferred_as_in_the_reference(case: Case, coverage: Coverage) -> None:
     info = case.model.info
@@ -256,6 +269,35 @@ def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
                 coverage: Coverage = "substitution" if n_substituted else "truncation"
                 new.check(frame, layer, new.expected(layer, info.n_expert_used, coverage=coverage))
                 assert sums[layer]["substituted"] == n_substituted
+
+
+ORDER = np.tile(np.arange(8, dtype=np.int32), (2, 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranking": BudgetRanking.ORDER},
+        {"order": ORDER},
+        {"ranking": BudgetRanking.ORDER, "order": ORDER % 7},  # an expert twice
+        {"ranking": BudgetRanking.ORDER, "order": ORDER + 1},
+        {"budgets": np.array([4, 1])},  # below the experts per token
+        {"prefer_resident": -0.1},
+        {"prefer_resident": float("nan")},
+        {"ranking": 9},
+        {"coverage": 9},
+    ],
+)
+def test_the_library_refuses_what_it_cannot_keep_to(changes: dict[str, Any]) -> None:
+    valid = {"budgets": np.array([4, 8]), "ranking": BudgetRanking.ROUTER, "coverage": BudgetCoverage.TRUNCATION}
+    budget = NativeBudget(2, 8, 2)
+    try:
+        budget.configure(**valid)
+        budget.configure(**(valid | {"ranking": BudgetRanking.ORDER, "order": ORDER}))
+        with pytest.raises(BackendError, match="not valid"):
+            budget.configure(**(valid | changes))
+    finally:
+        budget.close()
 
 
 @settings(max_examples=4, deadline=None)
