@@ -140,7 +140,10 @@ def main() -> None:
     if options.out is not None:
         record = {
             "environment": asdict(read_environment()),
-            "options": {name: str(value) for name, value in vars(options).items()},
+            "model": options.model.name,
+            "rounds": options.rounds,
+            "experts": options.experts,
+            "seed": options.seed,
             "file_bytes": sum(path.stat().st_size for path in files),
             "ways": [asdict(way) | {"samples": [asdict(sample) for sample in found]} for way, found in samples.items()],
         }

@@ -20,6 +20,7 @@ import numpy as np
 
 from moeedge import native
 from moeedge.errors import BackendError
+from moeedge.native.abi import ReadFault
 from moeedge.native.cache import ExpertCache
 from tests.support.experts import ExpertFile, assert_balanced, assert_bytes, pairs, write_experts
 
@@ -68,6 +69,7 @@ class Stress:
             utility = np.sort(rng.random(len(victims))).astype(np.float32)
             assert 0 <= self.cache.demand(layer, wanted, victims, utility, 0.01) <= len(set(wanted.tolist()))
             self.cache.set_batch(int(rng.integers(0, 5)))
+            self.cache.set_readers(int(rng.integers(1, 6)), int(rng.choice([4096, 10_000, 1 << 20])))
 
     def read(self, seed: int) -> None:
         """Pin a few experts of a layer at a time, check the bytes of the resident ones, unpin them."""
@@ -105,6 +107,8 @@ def stress(model: ExpertFile, seconds: float, *, device: str = "emulated", link_
     """Runs the threads for that long; returns how many experts were checked."""
     config = model.config(RATIO, device=device, link_bytes_per_s=link_bytes_per_s)
     with ExpertCache.open(config) as cache:
+        if device == "ram":
+            cache.set_read_faults(ReadFault.EIO, 50)  # which the next attempt overcomes
         state = Stress(model, cache, time.monotonic() + seconds)
         jobs = [(state.plan,), (state.demand,), (state.read, 2), (state.read, 3), (state.clear,)]
         threads = [threading.Thread(target=state.guard, args=job) for job in jobs]
