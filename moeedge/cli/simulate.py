@@ -20,6 +20,7 @@ from moeedge.policies.registry import expand_names
 from moeedge.sim import simulate as simulation
 from moeedge.sim.constants import SIDES, Side
 from moeedge.sim.model_shape import ModelShape, builtin_models, find_model
+from moeedge.sim.ram_tier import RamTier
 from moeedge.sim.step_costs import StepCosts, find_hardware, program_of, roofline_costs
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
@@ -27,6 +28,7 @@ from moeedge.trace.steps import RejectedTokenModel
 from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
 from moeedge.ui.sim_views import print_simulation, typical_step
+from moeedge.units import parse_rate
 
 Hardware = Annotated[
     str,
@@ -75,6 +77,23 @@ LinkFactor = Annotated[
         "Link speed as a multiple of the machine's. Several, separated by commas, are compared.",
     ),
 ]
+RamRatios = Annotated[
+    str | None,
+    option(
+        options.PLACEMENT,
+        "--ram-ratio LIST",
+        "A model larger than the memory: this share of the experts has a slot in RAM, others are read from the disk "
+        "as the CPU needs them (--disk-rate). Several, separated by commas, are compared.",
+    ),
+]
+DiskRates = Annotated[
+    str | None,
+    option(
+        options.HARDWARE,
+        "--disk-rate LIST",
+        "Random reads of the disk, as 1GB/s (moeedge calibrate --disk); several, separated by commas, are compared.",
+    ),
+]
 Gantt = Annotated[
     Path | None, option(options.OUTPUT, "--gantt FILE", "Draw one step of every row (.png, .svg or .pdf).")
 ]
@@ -96,6 +115,8 @@ def simulate(
     draft_max: options.DraftMaxList = "8",
     utility_cap: options.UtilityCapList = "4",
     link: LinkFactor = "1",
+    ram_ratio: RamRatios = None,
+    disk_rate: DiskRates = None,
     *,
     expert_budgets: TraceBudgets,
     ranges: Ranges = True,
@@ -135,13 +156,15 @@ def simulate(
             seed=seed,
             max_steps=max_steps,
             budget=budget,
+            ram=ram,
         )
-        for name, ratio, gamma, cap, link_factor, budget in itertools.product(
+        for name, ratio, gamma, cap, link_factor, ram, budget in itertools.product(
             expand_names(names(policy, "--policy")),
             numbers(cache_ratio, "--cache-ratio"),
             integers(draft_max, "--draft-max"),
             integers(utility_cap, "--utility-cap"),
             numbers(link, "--link"),
+            _ram_tiers(ram_ratio, disk_rate, shape),
             budgets or (None,),
         )
     ]
@@ -177,6 +200,19 @@ def simulate(
             event_log.write_text(results[-1].chosen.log.text(), encoding="utf-8")
         except OSError as error:
             raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None
+
+
+def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTier] | list[None]:
+    """Every share of the experts in RAM with every disk. Raises InputError for one without the other."""
+    if (ratios is None) != (rates is None):
+        raise InputError("--ram-ratio and --disk-rate go together.", "Give both, or neither.")
+    if ratios is None or rates is None:
+        return [None]
+    return [
+        RamTier(ratio=ratio, disk_bytes_per_s=parse_rate(rate), expert_bytes=shape.expert_bytes)
+        for ratio in numbers(ratios, "--ram-ratio")
+        for rate in names(rates, "--disk-rate")
+    ]
 
 
 def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Trace, ModelShape]:

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 Process = Generator["int | Signal", None, None]
-STREAMS = ("draft", "gpu", "cpu", "link", "host")
+STREAMS = ("draft", "gpu", "cpu", "link", "disk", "host")
 
 
 def to_ns(seconds: float) -> int:

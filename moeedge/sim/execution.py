@@ -14,6 +14,7 @@ A step's time is the sum of its parts. In each of them the device works, or wait
   device  experts on the device      cpu     waiting for experts on the CPU
   load    waiting for a transfer on demand
   link    waiting for a link that is busy with other transfers, or for a prefetch that arrives late
+  disk    waiting for experts that the CPU computes, where not all fit the memory (moeedge.sim.ram_tier)
   host    handing a layer to the host and back, observing and planning
 
 What the host and the device exchange for a layer is a program's handoff (moeedge.sim.handoff). While uploads are under
@@ -22,7 +23,7 @@ way its copies to the device wait for a chunk, and the CPU shares its memory wit
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,10 +37,11 @@ from moeedge.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_ns
 from moeedge.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.sim.mover import Demand, Mover
 from moeedge.sim.noisy_predictor import NoisyPredictor
+from moeedge.sim.ram_tier import RamSlots
 from moeedge.sim.step_costs import StepCosts
 from moeedge.trace.schedule import Batch
 
-CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
+CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "disk", "host")
 _DRAFT_PARTS = 16  # of drafting a batch; a policy that reads the draft's hidden states plans anew after each
 
 
@@ -67,7 +69,8 @@ class Execution:
     """Runs `batches` under one policy. The first `warm_steps` verifications are not in the time breakdown.
 
     execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers more, all of whose experts are
-    on the device, use experts as the others do on average. budgeted: the expert budget of verifications.
+    on the device, use experts as the others do on average. budgeted: the expert budget of verifications. ram: makes the
+    slots in RAM where not all experts fit there, for policies that leave missing experts to the CPU.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Execution:
         keep_log: bool = False,
         n_whole_layers: int = 0,
         budgeted: BudgetedTrace | None = None,
+        ram: Callable[[Clock, Log], RamSlots] | None = None,
     ) -> None:
         self.clock = Clock()
         self.log = Log(kept=keep_log)
@@ -91,6 +95,9 @@ class Execution:
         self.execution_model = execution_model or policy.execution_model
         self.mover = Mover(self.clock, self.log, costs, shape, batched=self.execution_model.batched_io)
         self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
+        self.ram = None if ram is None else ram(self.clock, self.log)
+        if self.ram is not None and self.execution_model.device_only:
+            raise ValueError("slots in RAM are for policies that leave missing experts to the CPU")
         self.time = TimeBreakdown()
         self.step_ns: list[int] = []  # of every verification in the breakdown
         self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
@@ -105,6 +112,8 @@ class Execution:
     def run(self) -> TimeBreakdown:
         """Runs the entire simulation."""
         self.clock.start(self.mover.process())
+        if self.ram is not None:
+            self.clock.start(self.ram.process())
         self.clock.start(self._process())
         self.clock.run()
         return self.time
@@ -113,6 +122,8 @@ class Execution:
         for batch, following in zip(self._batches, [*self._batches[1:], None], strict=True):
             if batch.is_first:
                 self.driver.begin_text()
+                if self.ram is not None:
+                    self.ram.begin_text()
             if batch.prefill:
                 yield from self._end(batch, following)
             else:
@@ -138,6 +149,8 @@ class Execution:
         if self._n_verified == self._warm_steps:
             self.time = TimeBreakdown()
             self.step_ns.clear()
+            if self.ram is not None:
+                self.ram.hits = HitStats()
             if self._budgeted is not None:
                 self._budgeted.stats = BudgetStats()
 
@@ -195,22 +208,44 @@ class Execution:
         self.time.hits.add(counts[used], is_hit)
         hits, misses = used[is_hit], used[~is_hit]
         self.mover.pin(layer, hits.tolist())
+        if self.ram is None:
+            yield from self._compute(layer, counts, hits, misses)
+        else:
+            loads = self.ram.load(layer, counts, misses)
+            absent = [expert for expert, _ in loads]
+            yield from self._compute(layer, counts, hits, np.setdiff1d(misses, absent))
+            for expert, demand in loads:
+                yield from self._from_disk(layer, counts, expert, demand)
+        self.mover.pin(layer, [])
+
+    def _compute(
+        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
+    ) -> Process:
         if self.costs.handoff is not None:
             if self.execution_model.layerwise and not misses.size:  # the device needs nothing of the host
                 yield from self._on_gpu("device", self._device_ns(counts, hits, self.shape.n_experts), layer, hits.size)
                 return
             if not self.execution_model.device_only:
                 yield from self._divided(layer, counts, hits, misses)
-                self.mover.pin(layer, [])
                 return
             yield from self._on_host(self._submit_ns())
         if self.execution_model.keeps_loads:
-            yield from self._from_cache(layer, counts, used, misses)
+            yield from self._from_cache(layer, counts, np.flatnonzero(counts), misses)
         elif self.execution_model.device_only:
             yield from self._on_device(layer, counts, hits, misses)
         else:
             yield from self._on_both(layer, counts, hits, misses)
-        self.mover.pin(layer, [])
+
+    def _from_disk(self, layer: int, counts: NDArray[np.int32], expert: int, demand: Demand) -> Process:
+        """Waits for an expert that is not in RAM; then the CPU computes it."""
+        since_ns = self.clock.now_ns
+        yield demand.arrived
+        now_ns = self.clock.now_ns
+        self.time.ns["disk"] += now_ns - since_ns
+        cpu_ns = _sum_ns(self.costs.cpu_ns, counts, np.array([expert]))
+        done_ns = self.cpu.submit(now_ns, cpu_ns, "experts", self._n_verified, layer, 1)
+        self.time.ns["cpu"] += done_ns - now_ns
+        yield done_ns - now_ns
 
     def _divided(
         self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
@@ -337,6 +372,8 @@ class Execution:
             yield from self._on_host(self.costs.schedule_ns)
         self._predictor.learn(batch.counts)
         self.driver.observe(observation_of(batch))
+        if self.ram is not None:
+            self.ram.observe(batch)
         self.driver.plan_next([] if following is None or following.is_first else following.known_tokens[:1])
         self.driver.push()
         self.mover.clear_staging()

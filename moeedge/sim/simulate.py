@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,15 +11,16 @@ from numpy.typing import NDArray
 
 from moeedge.engine.budgets import budget_record
 from moeedge.native.abi import Phase
-from moeedge.policies.base import CacheShape, Policy, PolicyConfig
+from moeedge.policies.base import CacheShape, Policy, PolicyConfig, ScoringPolicy
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, make_policy
-from moeedge.sim.batches import cache_shape
-from moeedge.sim.clock import Log
+from moeedge.sim.batches import HitStats, cache_shape
+from moeedge.sim.clock import Clock, Log
 from moeedge.sim.execution import Execution, TimeBreakdown
 from moeedge.sim.expert_budgets import BudgetedTrace
 from moeedge.sim.model_shape import ModelShape
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.sim.ram_tier import RamSlots, RamTier
 from moeedge.sim.step_costs import StepCosts
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from moeedge.trace.schedule import Batch, Schedule, cut_schedule, recorded_schedule
@@ -44,6 +46,7 @@ class SimulationConfig:
     max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
     n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
     budget: ExpertBudget | None = None  # of verifications
+    ram: RamTier | None = None  # where not all experts fit the memory
     options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
 
     def __post_init__(self) -> None:
@@ -74,6 +77,7 @@ class SimulationResult:
     n_expert_layers: int
     experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
     first_step: int = 0  # number of the first verification in the breakdown
+    ram_hits: HitStats | None = None  # of experts that the CPU computed, where not all fit the memory
 
     @property
     def tpot_s(self) -> float:
@@ -113,7 +117,14 @@ class SimulationResult:
             "steps": time.steps,
             "tokens": time.tokens,
             **{f"busy_{stream}_s": self.log.busy_ns[stream] * 1e-9 for stream in ("gpu", "cpu", "link")},
+            **self._ram_row(),
         }
+
+    def _ram_row(self) -> dict[str, Any]:
+        if self.config.ram is None or self.ram_hits is None:
+            return {}
+        stalls = {"stall_disk_s": self.time.per_token_s("disk"), "busy_disk_s": self.log.busy_ns["disk"] * 1e-9}
+        return self.config.ram.row(self.ram_hits, self.time.tokens) | stalls
 
     def budget_row(self) -> dict[str, Any]:
         """The expert budget and its figures, flat."""
@@ -191,6 +202,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         keep_log=keep_log,
         n_whole_layers=n_whole,
         budgeted=budgeted,
+        ram=None if config.ram is None else _ram_slots(costs, trace, config.ram),
     )
     time = execution.run()
     return SimulationResult(
@@ -203,7 +215,17 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
         experts=budgeted.row(),
         first_step=warm_steps,
+        ram_hits=None if execution.ram is None else execution.ram.hits,
     )
+
+
+def _ram_slots(costs: StepCosts, trace: Trace, tier: RamTier) -> Callable[[Clock, Log], RamSlots]:
+    """Makes the slots in RAM. Raises ValueError for a policy without scores."""
+    shape = cache_shape(trace, tier.ratio)
+    policy = make_policy(tier.policy, shape, PolicyConfig())
+    if not isinstance(policy, ScoringPolicy):
+        raise ValueError(f"the policy {tier.policy} has no scores of experts")
+    return lambda clock, log: RamSlots(clock, log, costs, shape, policy, tier)
 
 
 def has_draft(config: SimulationConfig) -> bool:

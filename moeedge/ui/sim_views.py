@@ -14,6 +14,7 @@ from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.ui.console import visible
 from moeedge.ui.plots import Chart
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
+from moeedge.units import format_rate
 
 if TYPE_CHECKING:
     from moeedge.sim.curves import AtMost, CurvePanel
@@ -239,9 +240,12 @@ _VARIED = {
     "gamma": "gamma",
     "utility_cap": "K",
     "link_factor": "link",
+    "ram_ratio": "RAM ratio",
+    "disk_bytes_per_s": "disk rate",
     "rejected_token_model": "rejected tokens",
     "budget": "expert budget",
 }
+_FORMS: dict[str, Callable[[Any], str]] = {"disk_bytes_per_s": format_rate}
 _PARTS = {
     "draft_s": "draft",
     "dense_s": "dense",
@@ -260,20 +264,28 @@ _SIMULATE_COLUMNS = (
     Column("unique hit", "hit_rate_unique", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
 )
+_DISK_COLUMNS = (
+    Column("disk", "stall_disk_s", ".1f", _MS),
+    Column("RAM hit", "ram_hit_rate_unique", ".3f"),
+    Column("MB/token", "disk_bytes_per_token", ".0f", 1e-6),
+)
 
 
 def print_simulation(rows: Sequence[Row], console: Console) -> None:
     """Speed, parts of the time per token in ms, hits and transfers; the title names what all rows have in common."""
     has_budgets = "budget" in rows[0]
-    known = {key: name for key, name in _VARIED.items() if has_budgets or key != "budget"}
+    has_disk = "ram_ratio" in rows[0]
+    known = {key: name for key, name in _VARIED.items() if key in rows[0]}
     varied = [key for key in known if key == "policy" or len({row[key] for row in rows}) > 1]
-    same = [f"{name} {_short(rows[0][key])}" for key, name in known.items() if key not in varied]
+    same = [f"{name} {_FORMS.get(key, _short)(rows[0][key])}" for key, name in known.items() if key not in varied]
     about = [str(rows[0][key]) for key in ("model", "hardware", "trace")]
     title = ", ".join([*about, *(text for text in same if text not in ("without ", "link 1"))])
-    columns = [Column(_VARIED[key], key, _short, left=True) for key in varied]
-    columns += [*_SIMULATE_COLUMNS, *(_BUDGET_COLUMNS if has_budgets else ())]
+    columns = [Column(_VARIED[key], key, _FORMS.get(key, _short), left=True) for key in varied]
+    columns += [*_SIMULATE_COLUMNS, *(_DISK_COLUMNS if has_disk else ()), *(_BUDGET_COLUMNS if has_budgets else ())]
     print_table(console, columns, rows, title=title, n_keys=len(varied))
     note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
+    if has_disk:
+        note += " disk: ms per token that the CPU waits for it; RAM hit: of distinct experts."
     if has_budgets:
         note += f" {_BUDGET_LEGEND}; ranked by {_WEIGHT_SOURCES[rows[0]['budget_weights']]}."
     console.print(note, soft_wrap=not console.is_terminal)

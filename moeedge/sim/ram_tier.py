@@ -1,0 +1,116 @@
+"""Experts of a model larger than the memory: slots in RAM, and a disk from which absent experts are read on demand.
+
+The rules are those of the engine's cache in RAM. The CPU computes no expert that is not there. Once a layer's routing
+is known, its absent experts are read one after the other, each into a free slot or that of the resident expert with the
+lowest score, unless the layer uses it; scores are the policy's after the last step. The CPU computes the resident
+experts meanwhile, and each of the others as it arrives. A prompt takes no time and leaves in the slots what it used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.experts import Residency
+from moeedge.policies.base import CacheShape, ScoringPolicy
+from moeedge.sim.batches import HitStats, observation_of
+from moeedge.sim.clock import Clock, Log, to_ns
+from moeedge.sim.mover import Demand, Mover
+from moeedge.sim.step_costs import StepCosts
+from moeedge.trace.schedule import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamTier:
+    """The slots and the disk."""
+
+    ratio: float  # share of the experts that have a slot
+    disk_bytes_per_s: float  # of several reads at a time (moeedge calibrate --disk)
+    expert_bytes: float
+    latency_s: float = 0.0  # of a load, in addition to its bytes
+    policy: str = "lfu"  # whose scores say which expert leaves
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"the share of the experts in RAM must be in (0, 1], not {self.ratio}")
+        if not (self.disk_bytes_per_s > 0 and self.expert_bytes > 0):
+            raise ValueError("a disk has a rate above 0, and an expert has bytes")
+        if not self.latency_s >= 0:
+            raise ValueError(f"the latency of the disk must be >= 0, not {self.latency_s}")
+
+    @property
+    def load_ns(self) -> int:
+        """Time of one load."""
+        return to_ns(self.expert_bytes / self.disk_bytes_per_s + self.latency_s)
+
+    def row(self, hits: HitStats, n_tokens: int) -> dict[str, Any]:
+        """The tier and its figures, flat. hits: of experts that the CPU computed; n_tokens: of text."""
+        return {
+            "ram_ratio": self.ratio,
+            "disk_bytes_per_s": self.disk_bytes_per_s,
+            "ram_hit_rate_pairs": hits.hit_rate_pairs,
+            "ram_hit_rate_unique": hits.hit_rate_unique,
+            "disk_bytes_per_token": (hits.unique - hits.unique_hit) * self.expert_bytes / max(n_tokens, 1),
+        }
+
+
+class RamSlots(Mover):
+    """The slots in RAM with their disk, which is a link that carries demands alone."""
+
+    def __init__(
+        self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, policy: ScoringPolicy, tier: RamTier
+    ) -> None:
+        loads = replace(costs, demand_ns=tier.load_ns, latency_ns=0)
+        super().__init__(clock, log, loads, shape, batched=False, stream="disk")
+        self.hits = HitStats()
+        self._policy = policy
+        self._score = policy.score.copy()  # until the next step
+
+    def begin_text(self) -> None:
+        """A new text begins; what is in the slots stays."""
+        self._policy.reset()
+
+    def observe(self, batch: Batch) -> None:
+        """Takes in the routing of a batch; what a prompt used is in the slots afterwards, the highest scores first."""
+        self._policy.observe(observation_of(batch))
+        np.copyto(self._score, self._policy.score)
+        if batch.prefill:
+            self._fill((batch.counts > 0) | (self.resident == Residency.RESIDENT))
+        self.clear_staging()
+
+    def load(self, layer: int, counts: NDArray[np.int32], used: NDArray[np.intp]) -> list[tuple[int, Demand]]:
+        """Begins to read the absent ones among the experts that the CPU computes for a layer; returns them."""
+        is_hit = self.resident[layer, used] == Residency.RESIDENT
+        self.hits.add(counts[used], is_hit)
+        loads = []
+        for expert in used[~is_hit].tolist():
+            if self._make_room(layer, used):
+                self.resident[layer, expert] = Residency.RESIDENT  # no other layer asks before it arrives
+            loads.append((expert, self.demand(layer, [expert])))
+        return loads
+
+    def _make_room(self, layer: int, used: NDArray[np.intp]) -> bool:
+        """Takes a slot for an expert of the layer; False where all are in use."""
+        group = int(self.shape.group[layer])
+        if self._free[group] > 0:
+            self._free[group] -= 1
+            return True
+        may_leave = (self.resident == Residency.RESIDENT) & (self.shape.group == group)[:, None]
+        may_leave[layer, used] = False
+        if not may_leave.any():
+            return False
+        self.resident.flat[np.where(may_leave, self._score, np.inf).argmin()] = Residency.ABSENT
+        return True
+
+    def _fill(self, wanted: NDArray[np.bool_]) -> None:
+        """Makes those of `wanted` [n_layers, n_experts] resident that have the highest scores."""
+        for group, capacity in enumerate(self.shape.capacity.tolist()):
+            of_group = (self.shape.group == group)[:, None]
+            candidates = np.flatnonzero(wanted & of_group)
+            best = candidates[np.argsort(-self._score.flat[candidates], kind="stable")[:capacity]]
+            self.resident[self.shape.group == group] = Residency.ABSENT
+            self.resident.flat[best] = Residency.RESIDENT
+            self._free[group] = capacity - best.size
