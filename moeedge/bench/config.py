@@ -40,6 +40,7 @@ class BenchMode:
     method: Method = "shared"
     budget: ExpertBudget | None = None  # of verification; lossy
     gamma: int | None = None  # draft length
+    n_parallel: int | None = None  # texts that are decoded together; None: each answer on its own
     has_own_cache: bool = False  # one of several columns with our backend, each with an expert cache of its own
 
     @property
@@ -47,7 +48,8 @@ class BenchMode:
         """The name, and the choices that distinguish this column of a sweep from the others."""
         ratio = None if self.cache_ratio is None else f"{self.cache_ratio:g}"
         cutoff = None if self.execution is None else f"cutoff {self.execution.cutoff_layer}"
-        parts = (self.name, self.policy, ratio, cutoff, self.speculation)
+        parallel = "" if self.n_parallel is None else f"parallel {self.n_parallel}"
+        parts = (self.name, self.policy, ratio, cutoff, self.speculation, parallel)
         return " ".join(part for part in parts if part)
 
     @property
@@ -117,7 +119,14 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
     if mode.execution is not None:
         placement = replace(placement, execution=mode.execution)
     gamma = base.gamma if mode.gamma is None else mode.gamma
-    config = replace(base, mode=mode.engine, placement=placement, gamma=gamma, expert_budget=mode.budget)
+    config = replace(
+        base,
+        mode=mode.engine,
+        placement=placement,
+        gamma=gamma,
+        expert_budget=mode.budget,
+        n_parallel=mode.n_parallel or 1,
+    )
     return config if mode.drafts else replace(config, draft=None, gamma=0)
 
 
@@ -184,6 +193,17 @@ class BudgetSweep:
                 plain = replace(mode, gamma=gamma, has_own_cache=own_cache)
                 swept += [plain, *(replace(plain, budget=budget) for budget in self.budgets if ours)]
         return tuple(swept)
+
+
+def parallel_modes(modes: Sequence[BenchMode], counts: Sequence[int]) -> tuple[BenchMode, ...]:
+    """Returns each mode once per number of texts. Raises InputError for modes that decode no shared target."""
+    for mode in modes:
+        if mode.method != "shared":
+            raise InputError(
+                f"The mode {mode.name} decodes one text at a time.",
+                "With --parallel choose from stock-ar, stock-sd, moeedge and moeedge-ar.",
+            )
+    return tuple(replace(mode, n_parallel=count, has_own_cache=True) for count in counts for mode in modes)
 
 
 def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:

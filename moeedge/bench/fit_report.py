@@ -12,8 +12,9 @@ import moeedge
 from moeedge.analysis.step_fit import AmdahlRow, StepFit, StepTimes
 from moeedge.analysis.step_model import StepModel
 from moeedge.analysis.what_if import Acceptance, Outlook
-from moeedge.engine.types import EngineInfo
+from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
+from moeedge.llama import library
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,21 @@ class FittedPair:
     model: StepModel
     acceptance: Acceptance
     max_tokens: int  # of the largest batch that was measured
+
+    def differences(self, config: EngineConfig) -> list[str]:
+        """A sentence for each thing in which a run differs from the one that was fitted."""
+        draft = config.draft.name if isinstance(config.draft, Path) else config.draft or "none"
+        threads = config.n_threads or library.physical_cores()
+        pairs = (
+            ("model", self.target, config.model.name),
+            ("draft", self.draft, draft),
+            ("number of threads", str(self.threads), str(threads)),
+        )
+        return [
+            f"The fit is of another run: its {name} is {fitted}, here {own}."
+            for name, fitted, own in pairs
+            if fitted != own
+        ]
 
     def speed_up(self, gamma: int, batch_size: int) -> float | None:
         """Speculative over plain decoding of `batch_size` sequences; None for drafts longer than were counted."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from moeedge.bench.samples import Sample
 from moeedge.llama.context import Context
+from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 
 # logits; rounding moved logits of scale 16 by at most 0.3 % (repacked against plain kernels), so a wider gap is no tie
@@ -66,6 +67,20 @@ def reference_logits(
     for token in answer[:position]:
         logits = context.decode([token], phase=Phase.DECODE, logits="last")
     return np.array(logits[0])  # a copy: the view is valid until the next decode
+
+
+def logits_in(context: Context) -> LogitsAt:
+    """Returns what computes the reference's logits after some tokens of an answer, in `context`."""
+
+    def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
+        return reference_logits(context, sample.prompt_ids, sample.tokens, position)
+
+    return logits_at
+
+
+def stop_tokens(model: Model) -> list[int]:
+    """Returns the ids that end an answer."""
+    return [token for token in range(model.info.n_vocab) if model.is_eog(token)]
 
 
 def top2_gap(logits: NDArray[np.float32]) -> float:
@@ -123,6 +138,11 @@ class OutputCheck:
 
     def __str__(self) -> str:
         return f"{self.equal}/{self.compared}"
+
+    @property
+    def summary(self) -> str:
+        """The count of equal prompts, and that of near-ties."""
+        return f"{self} ({len(self.near_ties)} near-ties)" if self.near_ties else str(self)
 
 
 def check_answers(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import moeedge
+from moeedge.bench.batch_curve import ParallelFigures, parallel_record
 from moeedge.bench.budgets import BudgetFigures, figures_record
 from moeedge.bench.config import MODES, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm
@@ -123,6 +124,7 @@ class BenchRow:
     samples: tuple[Sample, ...]
     asked_ratio: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
     figures: BudgetFigures | None = None  # where expert budgets, draft lengths or perplexities are compared
+    parallel: ParallelFigures | None = None  # where several texts were decoded together
     ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
     ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
     simulated_ts: float | None = None  # tokens/s of a replayed cache by the simulator
@@ -144,6 +146,9 @@ class BenchRow:
         policy = "" if self.policy == "none" else f" {self.policy}"
         cache = "" if self.cache_ratio is None else f"{policy} {self.cache_ratio:g}"
         speculation = "" if self.figures is None else self.figures.mode.speculation
+        if self.parallel is not None:
+            gamma = self.setup["gamma"]
+            speculation = f"{f'gamma {gamma} ' if gamma else ''}parallel {self.parallel.n_parallel}"
         return f"{self.mode}{cache}{' ' if speculation else ''}{speculation}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -184,6 +189,7 @@ class BenchRow:
             "simulated_tg_ts": self.simulated_ts,
             "simulated_moeedge_tg_ts": self.simulated_moeedge_ts,
             **figures_record(self.figures),
+            **parallel_record(self.parallel),
             "warm": all(sample.warm for sample in self.samples) and not self.is_replayed,
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
@@ -200,11 +206,12 @@ def make_row(
     scores: Scores,
     setup: dict[str, Any],
     figures: BudgetFigures | None = None,
+    parallel: ParallelFigures | None = None,
 ) -> BenchRow:
     """Returns the row of `samples`, all of one mode and test.
 
     reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`. figures: where
-    expert budgets are compared.
+    expert budgets are compared. parallel: where texts were decoded together.
     """
     steps = sum(sample.steps for sample in samples)
     experts_sum = sum(sample.experts_sum for sample in samples)
@@ -233,6 +240,7 @@ def make_row(
         samples=tuple(samples),
         asked_ratio=mode.cache_ratio,
         figures=figures,
+        parallel=parallel,
     )
 
 

@@ -8,14 +8,11 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moeedge.bench.arms import Arms
 from moeedge.bench.budgets import budget_figures, unbudgeted_label
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
-from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, reference_logits
+from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.passes import Pass, fit_context
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
@@ -26,7 +23,6 @@ from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import EvaluationText, Prompt
 from moeedge.engine.loading import resolve_device
-from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.trace.format import Trace
 
@@ -272,7 +268,7 @@ class Bench:
         return answer_text(self._models[0], sample.tokens)
 
     def _check(self, own: Sequence[Sample], reference: Sequence[Sample], mode: BenchMode) -> OutputCheck:
-        logits_at = _logits_of(self.arms.stock(REFERENCE).session.target)
+        logits_at = logits_in(self.arms.stock(REFERENCE).session.target)
         return check_answers(own, reference, logits_at, self._end_tokens, lossy=mode.budget is not None)
 
     def _check_split(self, arm: BenchArm, current: Pass) -> OutputCheck:
@@ -285,21 +281,11 @@ class Bench:
         own = [sample for sample in samples if sample.mode == arm.mode.label]
         reference = [sample for sample in samples if sample.mode == REFERENCE]
         arm.session.set_mode("stock")
-        logits_at = _logits_of(arm.session.target)
+        logits_at = logits_in(arm.session.target)
         lossy = arm.mode.budget is not None
         return check_answers(own, reference, logits_at, self._end_tokens, own_split=True, lossy=lossy)
 
     @cached_property
     def _end_tokens(self) -> list[int]:
         assert self._models is not None
-        model = self._models[0]
-        return [token for token in range(model.info.n_vocab) if model.is_eog(token)]
-
-
-def _logits_of(context: Context) -> LogitsAt:
-    """Returns what computes the reference's logits after some tokens of an answer, in `context`."""
-
-    def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
-        return reference_logits(context, sample.prompt_ids, sample.tokens, position)
-
-    return logits_at
+        return stop_tokens(self._models[0])

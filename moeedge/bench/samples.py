@@ -22,7 +22,10 @@ Counters = dict[str, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed answer, or one timed run of decodes in a synthetic test. All figures are computed from samples."""
+    """One timed answer, one timed run of decodes in a synthetic test, or all answers decoded together.
+
+    All figures are computed from samples.
+    """
 
     mode: str  # BenchMode.label
     prompt: str  # the prompt's id; "" in a synthetic test
@@ -38,7 +41,8 @@ class Sample:
     decode_s: float = 0.0
     ttft_s: float = 0.0
     drain_s: float = 0.0  # after the answer: transfers that it planned end, or are dropped; not in decode_s
-    steps: int = 0
+    all_decode_s: float = 0.0  # of answers decoded together: with the steps of fewer texts, which decode_s leaves out
+    steps: int = 0  # of answers decoded together: of each text
     drafted: int = 0
     accepted: int = 0
     experts_sum: float = 0.0  # over steps: distinct experts per layer and verification
@@ -153,19 +157,27 @@ def speed(samples: Sequence[Sample], phase: Literal["prefill", "decode"]) -> Spr
     return spread(values)
 
 
-def paired_ratio(
+def paired_ratios(
     samples: Sequence[Sample], reference: Sequence[Sample], speed_of: Callable[[Sample], float | None]
-) -> float | None:
-    """Returns the median over (prompt, turn, repetition) of the speed over the reference's speed at the same work.
-
-    The two were measured within seconds of each other, so that slow drift cancels; a median ignores single outliers.
-    """
+) -> list[float]:
+    """Returns the speed over the reference's speed at the same work, for each (prompt, turn, repetition) of both."""
     base = {sample.key: speed_of(sample) for sample in reference}
     ratios = []
     for sample in samples:
         ours, theirs = speed_of(sample), base.get(sample.key)
         if ours is not None and theirs:
             ratios.append(ours / theirs)
+    return ratios
+
+
+def paired_ratio(
+    samples: Sequence[Sample], reference: Sequence[Sample], speed_of: Callable[[Sample], float | None]
+) -> float | None:
+    """Returns the median of `paired_ratios`.
+
+    The two were measured within seconds of each other, so that slow drift cancels; a median ignores single outliers.
+    """
+    ratios = paired_ratios(samples, reference, speed_of)
     return statistics.median(ratios) if ratios else None
 
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeedge import speculation
-from moeedge.analysis.step_fit import StepTimes, amdahl, expert_share, expert_share_measured, fit_steps
+from moeedge.analysis.step_fit import StepTimes, TimePoint, amdahl, expert_share, expert_share_measured, fit_steps
 from moeedge.analysis.step_model import Machine, StepModel
 from moeedge.analysis.what_if import Acceptance, DraftCount, count_acceptance, outlooks
 from moeedge.bench.fit_report import FitReport, SpeedUp
 from moeedge.bench.harness import GREEDY, never, rotated
+from moeedge.bench.sequence_times import MAX_TOKENS, N_CTX, SequenceTimer
 from moeedge.bench.step_times import StepTimer, read_weights, this_machine
 from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
@@ -96,8 +97,10 @@ def run_fit(
             session, text, tokens=plan.tokens, repetitions=plan.repetitions, cancel=cancel, on_pass=on_pass
         )
         n_passes = plan.repetitions * len(set(plan.tokens))
-        on_part(f"timing, {info.n_expert_used} experts per token", 2 * n_passes)
-        target, draft, reject = timer.target(), timer.draft(), timer.reject()
+        on_part(f"timing, {info.n_expert_used} experts per token", n_passes)
+        target, reject = timer.target(), timer.reject()
+        together, draft = _time_sequences(session, config, plan, text, on_part, cancel, on_pass)
+        target += together
         measured: list[tuple[int, SpeedUpSample]] = []
         if plan.measure_speed_up and info.draft != "none" and not cancel():
             gammas = (0, *plan.gammas)
@@ -221,6 +224,32 @@ def _from_times(gamma: int, n_tokens: float, times: StepTimes) -> float | None:
     return speculation.speed_up(
         n_tokens, gamma, target_s=plain.seconds, verify_s=verify.seconds, draft_s=draft, reject_s=reject
     )
+
+
+def _time_sequences(
+    session: Session,
+    config: EngineConfig,
+    plan: FitPlan,
+    text: Sequence[int],
+    on_part: Callable[[str, int], None],
+    cancel: Callable[[], bool],
+    on_pass: Callable[[], None],
+) -> tuple[list[TimePoint], list[TimePoint]]:
+    """Times of target and draft with several sequences in one batch; that of the draft with one, too.
+
+    The sequences have a session of their own on the same models, whose short contexts take little memory.
+    """
+    if cancel():
+        return [], []
+    sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= MAX_TOKENS)
+    together = replace(config, gamma=max(plan.gammas), n_expert_used=None, n_parallel=max(sizes), n_ctx=N_CTX)
+    draft_model = session.draft_context.model if session.draft_context is not None else None
+    with Session.open(together, model=session.model, draft_model=draft_model) as parallel:
+        timer = SequenceTimer(
+            parallel, text, batch_sizes=sizes, repetitions=plan.repetitions, cancel=cancel, on_pass=on_pass
+        )
+        on_part(f"timing, up to {max(sizes)} sequences", timer.n_passes)
+        return timer.target(), timer.draft()
 
 
 def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:

@@ -1,4 +1,4 @@
-"""Times the parts of a speculative step: the target over 1 to 64 tokens, the draft, rejection sampling.
+"""Times the parts of a speculative step: the target over 1 to 64 tokens of one text, rejection sampling.
 
 Batches are windows of real text, because which experts its tokens share decides how long they take. Every repetition
 takes another place of the text, and runs through the numbers of tokens in another order. Before each timed pass runs
@@ -110,7 +110,7 @@ def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -
 
 
 class StepTimer:
-    """Times passes of one session's models over windows of `text`; both KV caches are its own while it works.
+    """Times passes of a session's target over windows of `text`; its KV cache is the timer's while it works.
 
     cancel: True ends the measurement; the medians are of what was measured until then. on_pass: called after each.
     """
@@ -171,31 +171,6 @@ class StepTimer:
             )
             for n_tokens, samples in sorted(seconds.items())
         ]
-
-    def draft(self) -> list[TimePoint]:
-        """T_D(t): one pass of the draft model over the last tokens of t sequences, and a choice for each.
-
-        Empty without a draft model.
-        """
-        context = self._session.draft_context
-        if context is None:
-            return []
-        sampler = Sampler(GREEDY, context.model.info.n_vocab)
-        seconds: dict[int, list[float]] = defaultdict(list)
-        context.clear()
-        for turn, place in enumerate(self._places):
-            for n_tokens in rotated(self._tokens, turn):
-                if self._cancel():
-                    break
-                self._warm_up(context, place, n_tokens, Phase.DRAFT)
-                start_s = time.perf_counter()
-                logits = context.decode(self._text[place : place + n_tokens], phase=Phase.DRAFT, logits="all")
-                for row in logits:
-                    sampler.pick(sampler.candidates(row, []))
-                seconds[n_tokens].append(time.perf_counter() - start_s)
-                context.trim(place)
-                self._on_pass()
-        return _points(seconds)
 
     def reject(self) -> list[TimePoint]:
         """T_rej(t): rejection sampling of t - 1 drafts, all of which are accepted, which takes longest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
+from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
 from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
@@ -105,6 +107,7 @@ def bench(
     ignore_eos: IgnoreEos = False,
     no_warmup: NoWarmup = False,
     *,
+    together: ParallelOptions,
     engine: EngineOptions,
     draft_max: DraftMaxima = None,
     budgets: BudgetSweepOptions,
@@ -125,8 +128,9 @@ def bench(
 
     Answers are greedy. The modes take turns at every prompt, so that drift of the machine affects all alike; ratios to
     stock-ar are medians over neighbouring pairs. --policy and --cache-ratio compare several expert caches with each
-    other and with stock modes, which have none; --expert-budget and --draft-max compare speed with quality. Exit code
-    1 if a mode without an expert budget answers otherwise than stock-ar by more than a near-tie.
+    other and with stock modes, which have none; --expert-budget and --draft-max compare speed with quality; --parallel
+    decodes several texts together. Exit code 1 if a mode without an expert budget answers otherwise than stock-ar by
+    more than a near-tie.
     """
     from moeedge.bench.config import BudgetSweep
     from moeedge.ui.console import notifier, stderr_console
@@ -136,7 +140,17 @@ def bench(
     accept_any_text()
     if limit < 0:
         raise InputError(f"--limit must be at least 0, not {limit}.", "0: all prompts.")
-    gammas = parse_gammas(draft_max)
+    gammas, counts = parse_gammas(draft_max), together.counts()
+    if counts:
+        refuse_with_parallel(
+            {
+                "--score": score,
+                "-p": bool(n_prompt),
+                "--trace-out": trace_out is not None,
+                "--expert-budget": budgets.expert_budget is not None,
+                "--perplexity": budgets.perplexity is not None,
+            }
+        )
     if gammas:
         engine = replace(engine, draft_max=max(gammas))
     sweep = _parse_sweep(policy, cache_ratio)
@@ -150,17 +164,17 @@ def bench(
     )
     base = engine.config(placement.config(), emulate_bundled=sweeps)
     speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)
-    _check_plot(plot, sweep, speculation)
+    _check_plot(plot, compares=sweep.asked or speculation.asked or bool(counts))
     if sweep.asked:
         _check_cache(base, cache_ratio)
     if dataset is None:
-        compares = (sweeps or speculation.asked) and n_prompt is None
+        compares = (sweeps or speculation.asked or bool(counts)) and n_prompt is None
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_dataset(dataset, offline_sample=offline_sample)
     plan, notes = make_bench_plan(
         base,
-        _default_modes(base) if modes is None else modes,
+        _default_modes(base, counts) if modes is None else modes,
         prompts,
         limit=limit or None,
         n_prompt=n_prompt,
@@ -172,9 +186,12 @@ def bench(
         warm_up=not no_warmup,
         sweep=sweep,
         speculation=speculation,
-        text=budgets.text(base.model),
+        counts=counts,
+        text=None if counts else budgets.text(base.model),
     )
     notes += layer_notes(base)
+    if counts:
+        raise typer.Exit(measure_parallel(plan, together.fit, notes, output, verbose=verbose, plot=plot))
     raise typer.Exit(_measure(plan, notes, output, verbose=verbose, plot=plot, trace_out=trace_out))
 
 
@@ -193,25 +210,27 @@ def make_bench_plan(
     warm_up: bool = True,
     sweep: Sweep | None = None,
     speculation: BudgetSweep | None = None,
+    counts: Sequence[int] = (),
     text: EvaluationText | None = None,
 ) -> tuple[BenchPlan, list[str]]:
     """The work that the options ask for together, and a sentence for each mode that was left out.
 
     -p and -n are llama-bench's sizes without a dataset; with one, -n is the length of an answer. Scores need complete
-    answers, but no repetition: greedy answers are the same every time.
+    answers, but no repetition: greedy answers are the same every time. counts: of texts decoded together.
     """
-    from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, applicable_modes, parse_modes
+    from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, applicable_modes, parallel_modes, parse_modes
 
     kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     if not kept:
         raise InputError("No mode is left to measure.", " ".join(notes))
     swept = kept if sweep is None else sweep.modes(kept)
+    swept = swept if speculation is None else speculation.modes(swept)
     length = n_predict
     if length is None:
         length = dataset.answer_tokens if dataset is not None and score else _SYNTHETIC_ANSWER
     plan = BenchPlan(
         base=base,
-        modes=swept if speculation is None else speculation.modes(swept),
+        modes=parallel_modes(swept, counts) if counts else swept,
         dataset=None if dataset is None else dataset.limited(limit),
         limit=limit,
         n_predict=_SYNTHETIC_ANSWER if dataset is None else length,
@@ -227,11 +246,13 @@ def make_bench_plan(
     return plan, notes
 
 
-def _default_modes(base: EngineConfig) -> str:
+def _default_modes(base: EngineConfig, counts: Sequence[int]) -> str:
     """The modes of a run without --modes."""
     from moeedge.bench.config import DEFAULT_MODES, GPU_MODES
     from moeedge.engine.loading import resolve_device
 
+    if counts:
+        return DEFAULT_MODES
     return f"{DEFAULT_MODES},{GPU_MODES}" if resolve_device(base).kind == "gpu" else DEFAULT_MODES
 
 
@@ -243,16 +264,16 @@ def _parse_sweep(policy: str | None, cache_ratio: str | None) -> Sweep:
     return Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
 
 
-def _check_plot(plot: Path | None, sweep: Sweep, speculation: BudgetSweep) -> None:
+def _check_plot(plot: Path | None, *, compares: bool) -> None:
     """Raises InputError for a picture that cannot be written, or that would show nothing."""
     from moeedge.ui.console import check_picture
 
     if plot is None:
         return
     check_picture(plot)
-    if not sweep.asked and not speculation.asked:
+    if not compares:
         raise InputError(
-            "--plot draws what --policy, --cache-ratio, --expert-budget and --draft-max compare.",
+            "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
             "Give at least one of them.",
         )
 

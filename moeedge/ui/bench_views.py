@@ -11,6 +11,7 @@ from rich.console import Console
 from moeedge.bench.scores import different_scores
 from moeedge.policies.base import LookaheadStatus
 from moeedge.ui.figures import lookahead
+from moeedge.ui.parallel_views import curve_lines, parallel_markdown
 from moeedge.ui.quality_views import quality_markdown
 from moeedge.ui.tables import (
     NONE,
@@ -51,6 +52,8 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
         return csv_text([{key: value for key, value in record.items() if key != "samples"} for record in records])
     replayed = [row for row in rows if row.is_replayed]
     measured = [row for row in rows if not row.is_replayed]
+    if any(row.parallel is not None for row in measured):
+        return parallel_markdown(measured) + "\n".join(["", *setup_lines(measured), *curve_lines(measured)]) + "\n"
     return _markdown(measured) + quality_markdown(measured) + (_replayed_markdown(replayed) if replayed else "")
 
 
@@ -126,10 +129,7 @@ def _spread(spread: Spread) -> str:
 def _output(row: BenchRow) -> str:
     if row.output is None:
         return NONE
-    near_ties = len(row.output.near_ties)
-    if row.is_lossy:
-        return f"{row.output} (lossy)"
-    return f"{row.output} ({near_ties} near-ties)" if near_ties else str(row.output)
+    return f"{row.output} (lossy)" if row.is_lossy else row.output.summary
 
 
 def _markdown(rows: Sequence[BenchRow]) -> str:
@@ -142,6 +142,12 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         has_layers=any(row.setup.get("whole_layers") for row in rows),
         has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
     )
+    lines = ["", *setup_lines(rows), *lookahead_lines(rows), *score_lines(rows)]
+    return markdown(columns, rows) + "\n".join(lines) + "\n"
+
+
+def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """What all rows have in common."""
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
     drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
@@ -150,15 +156,11 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
     cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
     if cached is not None:
         draft += f"; device {cached['device']}"
-    lines = [
-        "",
+    return [
         f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
         f"repetitions: {setup['repetitions']}",
         f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
-        *lookahead_lines(rows),
-        *score_lines(rows),
     ]
-    return markdown(columns, rows) + "\n".join(lines) + "\n"
 
 
 def lookahead_lines(rows: Sequence[BenchRow]) -> list[str]:

@@ -46,14 +46,14 @@ def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft
     report = run_fit(
         config_of(tiny_moe, tiny_draft), PROMPTS, PLAN, on_part=lambda label, total: parts.append((label, total))
     )
-    assert {(point.n_tokens, point.n_used) for point in report.times.target} == {
-        (t, k) for t in PLAN.tokens for k in (4, 2)
-    }
+    shapes = [(point.n_tokens, point.n_sequences, point.n_used) for point in report.times.target]
+    alone, together = {(t, 1, k) for t in PLAN.tokens for k in (4, 2)}, {(8 * each, 8, 4) for each in (1, 2, 3, 5)}
+    assert set(shapes) == alone | together and len(shapes) == len(set(shapes))
     assert all(len(point.samples_s) == 2 and point.seconds > 0 for point in report.times.target)
     for point in report.times.target:
         assert point.unique_experts is not None
         assert point.n_used <= point.unique_experts <= min(16, point.n_used * point.n_tokens)
-    assert [point.n_tokens for point in report.times.draft] == list(PLAN.tokens)
+    assert [(point.n_tokens, point.n_sequences) for point in report.times.draft] == [(1, 1), (8, 8)]
     assert [point.n_tokens for point in report.times.reject] == list(PLAN.tokens)
     assert [row.gamma for row in report.speed_ups] == [1, 3]
     for row in report.speed_ups:
@@ -64,7 +64,7 @@ def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft
     assert report.fit.model.in_sequence != report.other_fit.model.in_sequence
     assert report.fit.left_out_error is not None and report.other_fit.left_out_error is not None
     assert report.fit.left_out_error <= report.other_fit.left_out_error
-    assert len(parts) == 4 and not report.interrupted
+    assert len(parts) == 5 and not report.interrupted
     assert {row.n_used for row in report.outlooks} == {1, 2, 4, 8}
 
 
@@ -78,7 +78,7 @@ def test_a_written_fit_predicts_the_same(tiny_moe: Path, tiny_draft: Path, tmp_p
     for row in own:
         assert pair.speed_up(row.gamma, row.batch_size) == pytest.approx(row.speed_up)
     assert pair.speed_up(4, 1) is None  # acceptance was counted for drafts of up to 3
-    assert (pair.target, pair.draft, pair.max_tokens) == (tiny_moe.name, tiny_draft.name, 32)
+    assert (pair.target, pair.draft, pair.max_tokens) == (tiny_moe.name, tiny_draft.name, 40)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"times": {}}'])
@@ -106,7 +106,8 @@ def test_interruption_fits_what_there_is_or_says_so(tiny_moe: Path, tiny_draft: 
         fit_until("timing")
     report = fit_until("decoding")
     assert report.interrupted and report.as_dict()["interrupted"]
-    assert [(point.n_tokens, point.n_used) for point in report.times.target] == [(t, 4) for t in PLAN.tokens]
+    alone = [point for point in report.times.target if point.n_sequences == 1]
+    assert [(point.n_tokens, point.n_used) for point in alone] == [(t, 4) for t in PLAN.tokens]
     assert [row.measured for row in report.speed_ups] == [None, None] and report.share_measured is None
 
 
@@ -144,7 +145,7 @@ def test_command(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> None:
     report = run_json("fit", *pair, *work, "--n-expert-used", "4", "--plot", str(picture))
     assert picture.stat().st_size > 10_000
     assert set(report["parameters"]) == set(report["lower_bounds"]) and len(report["parameters"]) == 10
-    assert report["left_out_error"] > 0 and len(report["left_out"]) == 7
+    assert report["left_out_error"] > 0 and len(report["left_out"]) == 7 + 5
     assert {row["machine"] for row in report["outlook"]} == {"this", "rtx4090-pcie4", "h200"}
     text = run("fit", *pair, *work, "--n-expert-used", "4", "--no-measure-speed-up", "--what-if-hardware", "none")
     assert text.exit_code == 0 and "Amdahl" in text.stdout

@@ -1,0 +1,175 @@
+"""Texts that are decoded together: rows per mode and number of texts, equal answers, and the batch-size curve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeedge.bench.batch_curve import batch_curves, plain_mode
+from moeedge.bench.config import MODES, BenchPlan, BudgetSweep, parallel_modes, parse_modes
+from moeedge.bench.fit_report import read_fit
+from moeedge.bench.parallel import ParallelBench
+from moeedge.bench.records import BenchRow
+from moeedge.data import load_dataset
+from moeedge.errors import InputError
+from tests.bench.recording import Recorder, make_plan
+from tests.support.commands import refused, run, run_json
+
+TEXTS = ("the sea", "a stone and a bird", "def add(a, b):", "one two three", "go home", "what is it?")
+
+FIT = {
+    "threads": 1,
+    "times": {"n_experts": 16, "n_used": 4, "target": [{"n_tokens": 64}]},
+    "acceptance": {"at_least": [0.5, 0.3, 0.2], "n_steps": 100},
+    "ridge_point_tokens": 8.0,
+    "experts_in_sequence": False,
+    "parameters": {
+        "bias_s": 0.01, "k1_s": 0.002, "k2_s": 0.001, "k3_s": 0.001, "draft_bias_s": 0.001, "draft_k_s": 0.0003,
+        "reject_bias_s": 2e-5, "reject_k_s": 1e-5, "ridge_share": 0.6, "growth": 1.05,
+    },
+}  # fmt: skip
+
+
+def write_texts(folder: Path) -> Path:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"id": str(i), "prompt": text}) + "\n" for i, text in enumerate(TEXTS)))
+    return path
+
+
+def plan_of(folder: Path, target: Path, draft: Path, modes: str, counts: tuple[int, ...]) -> BenchPlan:
+    dataset = load_dataset(str(write_texts(folder)))
+    chosen = parallel_modes(BudgetSweep(gammas=(1, 3)).modes(parse_modes(modes)), counts)
+    return replace(make_plan(target, draft, dataset=dataset, ignore_eos=True), modes=chosen)
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path, tiny_draft: Path
+) -> tuple[list[BenchRow], Recorder]:
+    """Stock and our backend, plain and with two draft lengths, 1 and 4 texts at a time, two repetitions."""
+    folder, recorder = tmp_path_factory.mktemp("texts"), Recorder()
+    plan = plan_of(folder, tiny_moe, tiny_draft, "stock-ar,moeedge,moeedge-ar", (1, 4))
+    with ParallelBench(plan, None, recorder) as bench:
+        assert bench.run()
+    return bench.rows, recorder
+
+
+def test_rows_are_of_every_mode_and_number_of_texts(finished: tuple[list[BenchRow], Recorder]) -> None:
+    rows, recorder = finished
+    assert [row.label for row in rows] == [
+        f"{name} parallel {n}"
+        for n in (1, 4)
+        for name in ("stock-ar", "moeedge gamma 1", "moeedge gamma 3", "moeedge-ar")
+    ]
+    assert recorder.total == len(recorder.samples) == 6 + 2 * 8  # alone, then per repetition and mode
+    for row in rows:
+        assert row.output is not None and row.output.passed and row.output.compared == 6, row.label
+        assert row.parallel is not None and row.parallel.full_batch_share is not None
+        assert row.parallel.sequence_ts == pytest.approx(_throughput_ts(row) / row.parallel.n_parallel)
+        assert [sample.steps % row.parallel.n_parallel for sample in row.samples] == [0, 0]
+        assert 0 < row.parallel.full_batch_share <= 1
+    alone = rows[0].parallel
+    assert alone is not None and alone.full_batch_share == pytest.approx(1)
+
+
+def _throughput_ts(row: BenchRow) -> float:
+    return sum(s.decode_tokens for s in row.samples) / sum(s.decode_s for s in row.samples)
+
+
+def test_texts_share_experts(finished: tuple[list[BenchRow], Recorder]) -> None:
+    """A plain step of four texts uses at least the experts of one, and at most four times as many."""
+    by_label = {row.label: row for row in finished[0]}
+    one, four = (by_label[f"moeedge-ar parallel {n}"].experts_per_verification for n in (1, 4))
+    assert one == 4 and four is not None and one < four < 16
+    assert by_label["moeedge-ar parallel 4"].tokens_per_step == 1.0
+    drafted = by_label["moeedge gamma 3 parallel 4"]
+    assert drafted.tokens_per_step is not None and 1 <= drafted.tokens_per_step <= 4
+
+
+def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list[BenchRow], Recorder]) -> None:
+    rows = finished[0]
+    by_label = {row.label: row for row in rows}
+    own, plain = by_label["moeedge gamma 3 parallel 4"], by_label["moeedge-ar parallel 4"]
+    assert own.parallel is not None and plain.parallel is not None
+    assert (own.parallel.plain_mode, plain.parallel.plain_mode, plain.parallel.speed_up) == ("moeedge-ar", None, None)
+    expected = []
+    for ours, theirs in zip(own.samples, plain.samples, strict=True):
+        assert ours.repetition == theirs.repetition and ours.tg_ts and theirs.tg_ts
+        expected.append(ours.tg_ts / theirs.tg_ts)
+    assert own.parallel.speed_up_samples == pytest.approx(expected)
+    assert own.parallel.speed_up == pytest.approx(sum(expected) / 2)
+    curves = batch_curves(rows)
+    assert [(curve.mode, curve.gamma, list(curve.measured)) for curve in curves] == [
+        ("moeedge", 1, [1, 4]),
+        ("moeedge", 3, [1, 4]),
+    ]
+    assert curves[0].peak in (1, 4) and curves[0].errors == {}
+
+
+def test_without_plain_decoding_of_the_engine_stock_is_the_base() -> None:
+    modes = parallel_modes(parse_modes("stock-ar,stock-sd,moeedge"), (2, 4))
+    found = {mode.label: plain_mode(mode, modes) for mode in modes}
+    assert {label: plain and plain.label for label, plain in found.items()} == {
+        f"{name} parallel {n}": None if name == "stock-ar" else f"stock-ar parallel {n}"
+        for name in ("stock-ar", "stock-sd", "moeedge")
+        for n in (2, 4)
+    }
+    assert plain_mode(modes[-1], modes[1:3]) is None
+    with pytest.raises(InputError):
+        parallel_modes([MODES["stock-ncmoe"]], (2,))
+
+
+def test_fewer_prompts_than_texts_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (8,))
+    with pytest.raises(InputError, match="6 prompts"), ParallelBench(plan, None, Recorder()):
+        pass
+
+
+def test_an_interrupted_run_keeps_the_repetitions_of_all_modes(
+    tmp_path: Path, tiny_moe: Path, tiny_draft: Path
+) -> None:
+    recorder = Recorder()
+    plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar,stock-sd", (2, 4))
+    with ParallelBench(plan, None, recorder) as bench:
+        assert not bench.run(cancel=lambda: len(recorder.samples) >= 6 + 4)
+    assert [(row.label, len(row.samples)) for row in bench.rows] == [
+        ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
+    ]  # fmt: skip
+
+
+def test_command_with_a_fit(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    """The fit's predictions stand next to the measured speed-ups, in JSON, table and picture."""
+    fit, picture = tmp_path / "fit.json", tmp_path / "curve.png"
+    pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1", "-dev", "none"]
+    fit.write_text(json.dumps(FIT | {"model": tiny_moe.name, "draft": tiny_draft.name}))
+    work = ["--dataset", str(write_texts(tmp_path)), "-n", "12", "-r", "1", "--ignore-eos", "--draft-max", "1,3"]
+    bench = ["bench", *pair, *work, "--modes", "stock-ar,stock-sd", "--parallel", "4,2", "--fit", str(fit)]
+    rows = run_json(*bench, "--plot", str(picture))
+    assert picture.stat().st_size > 10_000
+    assert [(row["mode"], row["gamma"], row["n_parallel"]) for row in rows] == [
+        (mode, gamma, n) for n in (2, 4) for mode, gamma in (("stock-ar", 0), ("stock-sd", 1), ("stock-sd", 3))
+    ]
+    fitted = read_fit(fit)
+    for row in rows:
+        if row["gamma"]:
+            assert row["predicted_speed_up"] == pytest.approx(fitted.speed_up(row["gamma"], row["n_parallel"]))
+            by_tokens = fitted.model.speed_up(row["tokens_per_step"], row["gamma"], row["n_parallel"])
+            assert row["predicted_by_tokens"] == pytest.approx(by_tokens)
+            assert row["speed_up"] == pytest.approx(row["speed_up_samples"][0])
+        else:
+            assert row["speed_up"] is None and row["predicted_speed_up"] is None
+    text = run(*bench)
+    assert text.exit_code == 0, text.output
+    assert "stock-sd gamma 3" in text.stdout and "Predicted" in text.stdout
+
+
+def test_options_that_exclude_each_other(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1"]
+    for wrong in (["--score"], ["-p", "64"], ["--trace-out", str(tmp_path / "a.npz")], ["--expert-budget", "4"]):
+        assert "--parallel" in refused("bench", *pair, "--dataset", "toy", "--parallel", "2", *wrong)
+    assert "--fit" in refused("bench", *pair, "--dataset", "toy", "--fit", str(tmp_path / "fit.json"))
+    assert "0" in refused("bench", *pair, "--dataset", "toy", "--parallel", "0")
+    assert "65" in refused("bench", *pair, "--dataset", "toy", "--parallel", "65")
