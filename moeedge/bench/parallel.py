@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from moeedge.bench.batch_curve import parallel_figures, plain_mode
 from moeedge.bench.config import MODES, REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.fit_report import FittedPair
 from moeedge.bench.harness import GREEDY, BenchArm, load_models, never, open_arms, rotated
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
+from moeedge.bench.parallel_figures import parallel_figures, plain_mode
 from moeedge.bench.passes import fit_context
 from moeedge.bench.records import BenchRow, describe_setup, make_row, read_environment
 from moeedge.bench.runner import Progress

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import moeedge
-from moeedge.bench.batch_curve import ParallelFigures, parallel_record
 from moeedge.bench.budgets import BudgetFigures, figures_record
 from moeedge.bench.config import MODES, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
+from moeedge.bench.parallel_figures import ParallelFigures, parallel_record
 from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
 from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse

@@ -12,8 +12,9 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
+from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
-from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error, show_log
+from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
 from moeedge.data import Dataset, EvaluationText, load_dataset
@@ -359,14 +360,3 @@ def _measure(
         progress.note("Interrupted: the rows hold what every mode had done.")
         return interrupt.exit_code
     return exit_code(rows)
-
-
-def exit_code(rows: list[BenchRow]) -> int:
-    """1, and a message on standard error, if a mode's output differs from the reference by more than a near-tie."""
-    wrong = [row for row in rows if row.output is not None and not row.output.passed]
-    if not wrong:
-        return 0
-    names = ", ".join(dict.fromkeys(row.label for row in wrong))
-    n = sum(len(row.output.different) for row in wrong if row.output is not None)
-    print_error(f"The output of {names} differs from stock-ar's at {n} position(s) by more than a near-tie.")
-    return EXIT_FAILURE

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeedge.cli import options
+from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, option
 from moeedge.errors import InputError
@@ -72,7 +73,6 @@ def measure_parallel(
     """Runs the plan, prints the rows and draws the curve. Returns the exit code."""
     from moeedge.bench.fit_report import read_fit
     from moeedge.bench.parallel import ParallelBench
-    from moeedge.cli.bench import exit_code
     from moeedge.ui.bench_views import difference_lines, render
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.parallel_plots import draw_batch_curves

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.batch_curve import batch_curves, plain_mode
+from moeedge.bench.batch_curve import batch_curves
 from moeedge.bench.config import MODES, BenchPlan, BudgetSweep, parallel_modes, parse_modes
 from moeedge.bench.fit_report import read_fit
 from moeedge.bench.parallel import ParallelBench
+from moeedge.bench.parallel_figures import plain_mode
 from moeedge.bench.records import BenchRow
 from moeedge.data import load_dataset
 from moeedge.errors import InputError

@@ -20,7 +20,8 @@ from moeedge.bench.output_check import Difference, OutputCheck
 from moeedge.bench.records import SCHEMA, BenchRow, Environment
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
-from moeedge.cli.bench import exit_code, make_bench_plan
+from moeedge.cli.bench import make_bench_plan
+from moeedge.cli.bench_exit import exit_code
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
