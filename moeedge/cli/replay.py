@@ -153,15 +153,7 @@ def replay(
         if not curve:
             raise InputError("--plot draws the curves of --curve.", "Add --curve.")
         check_picture(plot)
-    limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
-    if limits is not None and len(limits) > 1 and not curve:
-        raise InputError("Several --max-uploads are points of a curve.", "Add --curve, or name one.")
-    if (link is None) != (step_time is None):
-        raise InputError(
-            "--link and --step-time belong together.", "A trace has no clock: name the link's rate and a step's time."
-        )
-    if link is not None and (curve or limits is not None):
-        raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
+    limits = _limits(max_uploads, link, step_time, curve=curve)
     if curve and expert_budgets.expert_budget is not None:
         raise InputError("--curve has no expert budgets.", "Leave out one of them.")
     ranges = _ranges(texts, len(traces))
@@ -225,6 +217,20 @@ class _Job:
     profile: np.ndarray | None
     expert_bytes: np.ndarray | None
     budgets: tuple[ExpertBudget | None, ...] | None
+
+
+def _limits(max_uploads: str | None, link: str | None, step_time: float | None, *, curve: bool) -> list[float] | None:
+    """The values of --max-uploads. Raises InputError where the three options or --curve exclude each other."""
+    limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
+    if limits is not None and len(limits) > 1 and not curve:
+        raise InputError("Several --max-uploads are points of a curve.", "Add --curve, or name one.")
+    if (link is None) != (step_time is None):
+        raise InputError(
+            "--link and --step-time belong together.", "A trace has no clock: name the link's rate and a step's time."
+        )
+    if link is not None and (curve or limits is not None):
+        raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
+    return limits
 
 
 def _policies(text: str) -> tuple[str, ...]:

@@ -196,10 +196,15 @@ def simulate(
 
         draw_gantt([typical_step(result.chosen) for result in results], gantt)
     if event_log is not None:
-        try:
-            event_log.write_text(results[-1].chosen.log.text(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"Cannot write {event_log}: {error.strerror}.", "Name another file.") from None
+        _write_log(results[-1].chosen, event_log)
+
+
+def _write_log(result: simulation.SimulationResult, path: Path) -> None:
+    """Writes all events. Raises InputError where the file cannot be written."""
+    try:
+        path.write_text(result.log.text(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror}.", "Name another file.") from None
 
 
 def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTier] | list[None]:
