@@ -19,15 +19,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge import paths
 from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
-from moeedge.paths import replace_file
+from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
 
 SCHEMA = 1
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
@@ -87,26 +87,22 @@ class DiskCalibration:
     @classmethod
     def from_json(cls, text: str) -> DiskCalibration:
         """Reads what `to_json` wrote. Raises ValueError for anything else."""
-        try:
-            fields = json.loads(text)
-            if fields.pop("schema") != SCHEMA:
-                raise ValueError("this measurement of a disk is of another version")
+
+        def make(fields: dict[str, Any]) -> DiskCalibration:
+            rates = tuple(ReadRate(**rate) for rate in fields.pop("rates"))
             for name in ("in_memory", "best", "kept"):
                 fields.pop(name)
-            rates = tuple(ReadRate(**rate) for rate in fields.pop("rates"))
-            if not rates:
-                raise ValueError("this is no measurement of a disk: no rates")
             return cls(**fields, rates=rates, from_file=True)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no measurement of a disk: {error}") from None
+
+        return parse_measurement(text, SCHEMA, make)
 
 
 def calibration_file(model: Path) -> Path:
     """Where the figures of the disk that holds `model` are kept. Raises OSError without a cache folder."""
     device = model.stat().st_dev
-    file_system = os.statvfs(model).f_fsid  # numbers of devices may change when the machine starts anew
-    name = f"disk-{os.major(device)}-{os.minor(device)}-{file_system:x}.json"
-    return paths.cache_dir() / "calibration" / name
+    # numbers of devices may change when the machine starts anew
+    conditions = {"schema": SCHEMA, "device": device, "file_system": os.statvfs(model).f_fsid}
+    return measurement_file(f"disk-{os.major(device)}-{os.minor(device)}", conditions)
 
 
 def read_kept(model: Path) -> DiskCalibration | None:
@@ -257,10 +253,7 @@ def _mount_of(model: Path) -> tuple[str, str]:
 
 def _keep(model: Path, calibration: DiskCalibration) -> DiskCalibration:
     try:
-        file = calibration_file(model)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(file) as new_file:
-            new_file.write_text(calibration.to_json(), encoding="utf-8")
+        write_measurement(calibration_file(model), calibration.to_json())
     except OSError:
         return replace(calibration, kept=False)
     return calibration

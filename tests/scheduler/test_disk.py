@@ -105,7 +105,7 @@ def test_the_best_has_few_and_small_requests() -> None:
     )
     assert found.best == ReadRate(4, 2**20, 970e6, 1)
     assert DiskCalibration.from_json(found.to_json()) == found
-    for text in ("{}", "[]", json.dumps(json.loads(found.to_json()) | {"schema": 0}), "no JSON"):
+    for text in ("{}", "[]", "1", json.dumps(json.loads(found.to_json()) | {"schema": 0}), "no JSON"):
         with pytest.raises(ValueError):
             DiskCalibration.from_json(text)
 
