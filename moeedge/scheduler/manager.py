@@ -113,6 +113,11 @@ class PlacementManager:
         return self._attached and not self._lost and self.cache.info.n_slots > 0
 
     @property
+    def reads_draft(self) -> bool:
+        """Whether experts are predicted from what the draft model computes."""
+        return self._keeps_hidden_states or self.draft_prefetch is not None
+
+    @property
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
         return self._keeps_hidden_states and self._n_texts == 1 and self.active and self.driver.reads_drafts

@@ -168,7 +168,7 @@ def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
         if context is None:
             continue
         text = context.model.tokenize("A few words, so that there is something to compute.")
-        for n in (_PREFILL_TOKENS_MIN, gamma + 1, 1):
+        for n in (_PREFILL_TOKENS_MIN, context.n_parallel * (gamma + 1), 1):
             n = max(1, min(n, context.n_ctx // 4, context.n_ubatch))
             context.clear()
             context.decode((text * n)[:n], phase=Phase.PREFILL, logits="last")
@@ -231,8 +231,10 @@ def _make_manager(
         watch=MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None,
         remake_policy=make,
     )
+    if target.n_parallel > 1 and manager.reads_draft:
+        notes.append(f"For several texts in a batch the policy {policy.name} plans without what the draft computes.")
     if manager.layer_hook is not None:
-        if gamma >= CAPTURED_TOKENS:
+        if target.n_parallel * (gamma + 1) > CAPTURED_TOKENS:
             notes.append(
                 f"In verifications of more than {CAPTURED_TOKENS} tokens no expert is predicted or loaded between the "
                 "layers."
