@@ -128,13 +128,13 @@ class Answer:
 
 def repeated(work: Callable[[], _Result], loop: SpeculativeLoop, recover: Recover | None) -> _Result:
     """The result of `work`, which is repeated where a GPU fails and the answers can go on without it."""
+    if recover is None:
+        return work()
     samplers = [state.sampler for state in loop.texts]
     positions = [sampler.state for sampler in samplers]
     try:
         return work()
     except DeviceFailedError as error:
-        if recover is None:
-            raise
         recover(error)
         for sampler, position in zip(samplers, positions, strict=True):
             sampler.state = position

@@ -98,7 +98,8 @@ class SpeculativeLoop:
         verified = self._verify(proposals)
         verified_s = time.perf_counter()
         record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
-        return _by_text(replace(record, observe_s=time.perf_counter() - verified_s), proposals, verified)
+        record.observe_s = time.perf_counter() - verified_s
+        return _by_text(record, proposals, verified)
 
     def overlapped_step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """The same with placement: experts move to the device during drafting and between the target's layers."""
@@ -110,7 +111,7 @@ class SpeculativeLoop:
         proposals = self._propose(gammas, placement)
         drafted_s = time.perf_counter()
         batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
-        if len(batch) > len(proposals):
+        if len(batch) > len(proposals):  # there are drafts
             placement.before_verification(batch, proposals[0].hidden_states)
         planned_s = time.perf_counter()
         # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
@@ -120,7 +121,7 @@ class SpeculativeLoop:
         record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
         assert self.counts is not None  # a model with placement has a sensor
         placement.after_verification(self.counts, batch, record, _text_first(verified) if len(verified) > 1 else None)
-        record = replace(record, observe_s=time.perf_counter() - verified_s + planned_s - drafted_s)
+        record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
         return _by_text(record, proposals, verified)
 
     def _propose(self, gammas: Sequence[int], placement: PlacementManager | None = None) -> list[Proposal]:
@@ -173,10 +174,11 @@ class SpeculativeLoop:
         """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
         start_s = time.perf_counter()
         self.counts = self._read_counts()
-        n_verified = sum(len(result.batch) for result in verified)
+        emitted, n_accepted, batch = _sum_up(verified)
+        drafts = proposals[0].tokens if len(proposals) == 1 else [t for proposal in proposals for t in proposal.tokens]
         experts_unique = experts_natural = 0.0
         experts_max, kept_probability, substituted_layers = 0, None, 0
-        if n_verified and self.counts is not None and self._n_expert_layers:
+        if batch and self.counts is not None and self._n_expert_layers:
             experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
         layers = self._read_budget()
         if layers is not None:
@@ -184,12 +186,11 @@ class SpeculativeLoop:
             experts_max = int(layers["unique_max"].max())
             kept_probability = float((layers["kept"] / layers["batches"]).mean())
             substituted_layers = int(np.count_nonzero(layers["substituted"]))
-        drafts = [token for proposal in proposals for token in proposal.tokens]
         record = StepRecord(
-            tokens=[token for result in verified for token in result.emitted],
+            tokens=emitted,
             n_drafted=len(drafts),
-            n_accepted=sum(result.n_accepted for result in verified),
-            n_verified=n_verified,
+            n_accepted=n_accepted,
+            n_verified=len(batch),
             experts_unique=experts_unique,
             experts_natural=experts_natural,
             experts_max=experts_max,
@@ -255,6 +256,18 @@ class SpeculativeLoop:
     def sense_s(self) -> float:
         """Time that the target's native sensor has taken so far."""
         return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
+
+
+def _sum_up(verified: Sequence[Verified]) -> tuple[list[int], int, list[int]]:
+    """The fields of Verified, of all texts together."""
+    first = verified[0]
+    if len(verified) == 1:
+        return first.emitted, first.n_accepted, first.batch
+    return (
+        [token for result in verified for token in result.emitted],
+        sum(result.n_accepted for result in verified),
+        [token for result in verified for token in result.batch],
+    )
 
 
 def _batch(text: TextState, proposal: Proposal) -> list[int]:

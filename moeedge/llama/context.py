@@ -89,7 +89,7 @@ class Context:
                 f"{library.first_error()}.",
                 "Choose a smaller one with -c N.",
             )
-        self._decode_batch = Decoder(lib._lib, self._handle)
+        self._decoder = Decoder(lib._lib, self._handle)
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
@@ -201,11 +201,16 @@ class Context:
         """
         if not self._handle:
             raise EngineError("The context is closed.")
+        n = n_out = 0
+        before: list[int] = []
         for part in parts:
             if len(part.tokens) == 0:
                 raise ValueError("no tokens to decode")
             if hidden_states and part.logits != "all":
                 raise ValueError("hidden states require logits='all': llama.cpp keeps those of tokens with logits")
+            n += len(part.tokens)
+            n_out += part.n_out
+            before.append(len(part.sequence.tokens))
         if hidden_states != self._keeps_hidden_states:
             lib.llama_set_embeddings(self._handle, hidden_states)
             self._keeps_hidden_states = hidden_states
@@ -213,24 +218,20 @@ class Context:
             self.sensor.set_phase(phase)
         elif self._capture is not None:
             self._capture.set_phase(phase)
-        before = [len(part.sequence.tokens) for part in parts]
         try:
-            return self._decode_parts(parts, phase, hidden_states)
+            if n <= self._batch.n_max and n_out <= self._n_outputs:
+                return self._decode_batch(parts, n, n_out, phase)
+            if len(parts) > 1:
+                raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
+            return [self._decode_in_pieces(parts[0], phase, hidden_states)]
         except BaseException:
             for part, n_before in zip(parts, before, strict=True):
                 del part.sequence.tokens[n_before:]
                 part.sequence.resync()
             raise
 
-    def _decode_parts(self, parts: Sequence[BatchPart], phase: Phase, hidden_states: bool) -> list[Logits]:
-        n = n_out = 0
-        for part in parts:
-            n += len(part.tokens)
-            n_out += part.n_out
-        if n > self._batch.n_max or n_out > self._n_outputs:
-            if len(parts) > 1:
-                raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
-            return [self._decode_in_pieces(parts[0], phase, hidden_states)]
+    def _decode_batch(self, parts: Sequence[BatchPart], n: int, n_out: int, phase: Phase) -> list[Logits]:
+        """Decodes `n` tokens, of which `n_out` get logits, in one call of llama_decode."""
         if self.n_parallel > 1:  # llama.cpp would let a text take the room of the others
             for part in parts:
                 if len(part.sequence.tokens) + len(part.tokens) > self.n_ctx:
@@ -263,7 +264,7 @@ class Context:
         """Decodes the batch of `n` tokens; wait: until its logits are there."""
         library.clear_errors()
         try:
-            code = self._decode_batch(self._batch.c_batch, wait=wait)
+            code = self._decoder(self._batch.c_batch, wait=wait)
         except DriverThrewError as error:
             self.abandon()
             raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None

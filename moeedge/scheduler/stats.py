@@ -15,7 +15,7 @@ from moeedge.native.structs import counter, counters
 from moeedge.policies.base import LookaheadStatus
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)  # arrays do not compare to one truth value
 class StepRecord:
     """One step of the loop: draft, verify, observe, plan, prefetch. `n_verified` 0: a prompt.
 
@@ -37,7 +37,7 @@ class StepRecord:
     substituted_layers: int = 0  # where truncation was asked for, and the experts' weights were not recognised
     draft_s: float = 0.0
     verify_s: float = 0.0
-    observe_s: float = 0.0  # sensing and scheduling
+    observe_s: float = 0.0  # sensing and scheduling; set at the end of the step
     drafts: list[int] = field(default_factory=list)  # the drafted tokens, rejected ones included
     # float32 [n_states, n_embd], the draft's hidden states of the batch's first tokens; None where they are not kept
     hidden_states: NDArray[np.float32] | None = None
