@@ -12,10 +12,12 @@ import pytest
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.native.abi import DevicePath
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
+from tests.support.counting import DEVICE, CountingDevice
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, hybrid_config
 from tests.support.stock import StockContext
 
@@ -28,7 +30,8 @@ PROMPTS = [
     for n, n_copies in ((20, 1), (7, 3), (33, 1), (5, 4), (12, 2))
 ]
 DRAFTS = [None, ("model", 1), ("model", 4), ("model", 8), ("ngram", 4)]
-QUICK = (None, ("model", 4), ("ngram", 4))
+QUICK = (None, ("model", 4), ("ngram", 4))  # with every model
+QUICK_PAIRS = [(case, ("model", 4)) for case in ("gpt-oss", "deepseek2")]  # the other pairs are slow
 
 
 def config(target: Path, speculation: tuple[str, int] | None, draft: Path, **options: Any) -> EngineConfig:
@@ -63,7 +66,7 @@ def check(stock: StockContext, prompts: list[list[int]], generation: ParallelGen
             case,
             speculation,
             id=f"{case}-{'-'.join(map(str, speculation)) if speculation else 'plain'}",
-            marks=() if case == "qwen3moe" or speculation == ("model", 4) else pytest.mark.slow,
+            marks=() if case == "qwen3moe" or (case, speculation) in QUICK_PAIRS else pytest.mark.slow,
         )
         for case in MOE_CASES
         for speculation in (DRAFTS if case == "qwen3moe" else QUICK)
@@ -84,7 +87,9 @@ def test_each_text_is_stocks(
         assert generation.stats.generated_tokens == len(PROMPTS) * (N_PREDICT - 1)
 
 
-@pytest.mark.parametrize("policy", ["spac", "lru", "sp-moe", "fate"])
+@pytest.mark.parametrize(
+    "policy", ["spac", "sp-moe", *(pytest.param(p, marks=pytest.mark.slow) for p in ("lru", "fate"))]
+)
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_with_a_cache(policy: str, gamma: int, tiny: TinyFactory, tiny_draft: Path) -> None:
     """Half of the experts on the emulated device; policies that read the draft's layers do without."""
@@ -156,3 +161,24 @@ def test_seeds_give_the_tokens_of_single_runs(kind: str, tiny: TinyFactory, tiny
             for _ in alone:
                 pass
             assert answer.tokens == alone.tokens and answer.stats.accepted == alone.stats.accepted
+
+
+@pytest.mark.parametrize("gamma", [0, 8])
+@pytest.mark.parametrize("path", list(DevicePath))
+def test_next_to_a_gpu(
+    path: DevicePath, gamma: int, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    """Attention on the counting device, which executes as late as a GPU may; 4 or 36 tokens in a batch."""
+    model = tiny("qwen3moe", experts=MANY_EXPERTS)
+    gpu: dict[str, Any] = {"n_gpu_layers": 99}
+    options = hybrid_config(model, tiny_draft, 0.5, gamma=gamma, device=DEVICE, device_path=path)
+    with (
+        StockContext(model, n_ctx=512, gpu=DEVICE, experts_on_cpu=True, **gpu) as stock,
+        counting.late(),
+        Session.open(replace(options, n_parallel=4, **gpu)) as session,
+    ):
+        generation = answer_all(session, PROMPTS, n_predict=24)
+        stats = session.placement_stats()
+        assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
+        check(stock, PROMPTS, generation)
+    counting.check()
