@@ -266,7 +266,9 @@ class Session:
 
     def _draft_of(self, sequence: int) -> DraftSource:
         """The source of drafts for the text in that sequence."""
-        return self.draft.for_sequence(sequence) if self.gamma > 0 else NoDraft()
+        if self.gamma == 0:
+            return NoDraft()
+        return self.draft if sequence == 0 else self.draft.for_sequence(sequence)
 
     def _limits(self, state: TextState, n_predict: int, ignore_eos: bool) -> AnswerLimits:
         return AnswerLimits(
