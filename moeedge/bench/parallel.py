@@ -26,6 +26,7 @@ from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import Prompt
 from moeedge.engine.loading import resolve_device
+from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 
@@ -129,7 +130,7 @@ class ParallelBench:
         plan = self.plan
         if plan.warm_up:
             for arm in current.arms:
-                self._answer(arm, _WARM_UP_TOKENS, -1, 0, cancel)
+                self._generate(arm, self._prompt_ids[: arm.mode.n_parallel], _WARM_UP_TOKENS, cancel)
         for repetition in range(plan.repetitions):
             for place, arm in enumerate(rotated(current.arms, repetition)):
                 if cancel():
@@ -146,16 +147,9 @@ class ParallelBench:
     ) -> tuple[Sample, list[Sample]]:
         """Answers all prompts; the sample holds the steps with N texts, the answers one text each."""
         session, label, n_parallel = arm.session, arm.mode.label, arm.mode.n_parallel or 1
-        session.reset()
         before, cpu_before_s = session.placement_stats(), time.process_time()
-        generation = session.generate_parallel(
-            self._prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=self.plan.ignore_eos
-        )
-        for _ in generation:
-            pass
+        generation = self._generate(arm, self._prompt_ids, n_predict, cancel)
         cpu_s = time.process_time() - cpu_before_s
-        if not cancel() and any(answer.stop_reason == "interrupted" for answer in generation.answers):
-            raise KeyboardInterrupt
         drain_s = arm.drain_transfers()
         stats, steps = generation.stats, generation.stats.at(n_parallel).steps
         sample = Sample(
@@ -197,6 +191,20 @@ class ParallelBench:
             for prompt, prompt_ids, answer in zip(self._prompts, self._prompt_ids, generation.answers, strict=True)
         ]
         return sample, answers
+
+    def _generate(
+        self, arm: BenchArm, prompts: Sequence[Sequence[int]], n_predict: int, cancel: Callable[[], bool]
+    ) -> ParallelGeneration:
+        """Answers the prompts from empty KV caches. Raises KeyboardInterrupt where Ctrl-C ended an answer."""
+        arm.session.reset()
+        generation = arm.session.generate_parallel(
+            prompts, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=self.plan.ignore_eos
+        )
+        for _ in generation:
+            pass
+        if not cancel() and any(answer.stop_reason == "interrupted" for answer in generation.answers):
+            raise KeyboardInterrupt
+        return generation
 
     # rows
 
