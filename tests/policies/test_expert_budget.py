@@ -222,6 +222,22 @@ def test_oracle_is_the_greedy_search_of_equation_6(seed: int, budget: int) -> No
     assert len(found) == budget and error(found) == pytest.approx(error(greedy), rel=1e-4, abs=1e-7)
 
 
+def test_a_preference_is_a_share_of_the_range() -> None:
+    """Scores from 2 to 12: a resident expert with half of the range gains 5."""
+    scores, resident = np.array([12.0, 7.5, 6.5, 2.0]), np.array([False, True, True, False])
+    for prefer, best in ((0.4, [0]), (0.5, [1])):
+        assert np.flatnonzero(shortlist(scores, 1, resident=resident, prefer=prefer)).tolist() == best
+
+
+def test_experts_that_fit_the_budget_stay_whatever_others_score() -> None:
+    """Selected by a bias, as DeepSeek-V3 does, against the probabilities."""
+    probabilities = np.array([[0.1, 0.1, 0.4, 0.4], [0.1, 0.1, 0.4, 0.4]])
+    selection, ids = probabilities + np.array([1.0, 1.0, 0.0, 0.0]), np.array([[0], [1]])
+    for budget, expected in ((2, [[0], [1]]), (1, [[2], [2]])):
+        found = apply_budget(selection, ids, probabilities, budget, scores=router_scores(probabilities))
+        assert found.ids.tolist() == expected
+
+
 def test_layers_are_independent() -> None:
     rng = np.random.default_rng(3)
     values = softmax(rng.normal(size=(3, 5, 8)))
