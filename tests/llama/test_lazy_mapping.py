@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -142,6 +143,43 @@ def test_experts_are_not_read(wide: Path, is_lazy: bool) -> None:
             assert resident[in_experts].all()
             assert model.dense is None
     assert mapping._mappings(wide) == []
+
+
+@on_linux
+def test_split_files(wide: Path, tmp_path: Path) -> None:
+    drop_from_page_cache(wide)
+    if resident_pages(wide).mean() > 0.02:
+        pytest.skip("the file system keeps its files in memory")
+    files = split(wide, tmp_path)
+    assert len(files) == 3
+    for file in files:
+        drop_from_page_cache(file)
+    weights = SplitWeights.read(files[0])
+    with Model.load(files[0], experts_from_file=True):
+        for file in files:
+            resident = resident_pages(file)
+            in_dense = pages_of([tensor for tensor in weights.dense if tensor.file == file], len(resident))
+            in_experts = pages_of([tensor for tensor in weights.experts if tensor.file == file], len(resident))
+            assert resident[in_dense].all() and resident[in_experts & ~in_dense].mean() < 0.02
+    assert np.array_equal(logits_of(files[0], experts_from_file=True), logits_of(wide, experts_from_file=False))
+
+
+def split(path: Path, folder: Path) -> list[Path]:
+    """The model in files of at most 20 tensors."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(folder / "m.gguf", "qwen3moe", split_max_tensors=20)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, of)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("m-*.gguf"))
 
 
 @on_linux
