@@ -85,7 +85,7 @@ def profile_model(
     """The profile of a trace; `layers` in detail.
 
     steps, gamma: other steps than the recorded ones, such as simulated verifications. on_layer: called with the number
-    of layers done. cancel: True leaves out the layers that are not done yet.
+    of layers done. cancel: True leaves out the layers that are not done yet; those in detail are.
     """
     is_recorded = steps is None
     steps = recorded_steps(trace) if steps is None else steps
@@ -96,9 +96,9 @@ def profile_model(
     meta = trace.meta
     curves = []
     for done, layer in enumerate(trace.expert_layers()):
-        if cancel():
-            break
         if layer not in known:
+            if cancel():
+                continue
             known[layer] = RoutingCurves.measure(
                 layer, trace.layer_ids(layer)[rows], trace.sequence[rows], meta.n_experts, meta.n_expert_used
             )

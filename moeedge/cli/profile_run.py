@@ -93,24 +93,25 @@ def record(
         print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
         if unseen := unseen_layers(session):
             say(err, unseen, style="yellow")
-        with Interrupt() as interrupt, ProfileProgress(len(prompts), err) as progress:
+        with Interrupt() as interrupt:
             interrupt.arm()
-            try:
-                recording = record_routing(
-                    session,
-                    prompts,
-                    n_predict=texts.n_predict,
-                    sampling=sampling,
-                    raw=texts.raw,
-                    source=source,
-                    cancel=interrupt,
-                    on_step=progress.step,
-                )
-            except EngineError:
-                if interrupt.exit_code:  # stopped before there was anything to report
-                    raise typer.Exit(interrupt.exit_code) from None
-                raise
-            progress.update(completed=len(prompts))
+            with ProfileProgress(len(prompts), err) as progress:
+                try:
+                    recording = record_routing(
+                        session,
+                        prompts,
+                        n_predict=texts.n_predict,
+                        sampling=sampling,
+                        raw=texts.raw,
+                        source=source,
+                        cancel=interrupt,
+                        on_step=progress.step,
+                    )
+                except EngineError:
+                    if interrupt.exit_code:  # stopped before there was anything to report
+                        raise typer.Exit(interrupt.exit_code) from None
+                    raise
+                progress.update(completed=len(prompts))
             pair = _compare_pair(session, recording, interrupt) if with_pair else None
             sensitivity = _sensitivity(session, recording, interrupt) if with_sensitivity else None
     if recording.skipped:

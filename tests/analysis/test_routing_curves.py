@@ -64,7 +64,7 @@ def test_layers_without_tokens_have_no_part_in_the_mean() -> None:
 def test_a_stop_keeps_the_layers_until_then() -> None:
     done: list[int] = []
     profile = profile_model(two_texts(n_layers=5), [4], on_layer=done.append, cancel=lambda: len(done) == 2)
-    assert [curves.layer for curves in profile.curves] == [0, 1] and done == [1, 2]
+    assert [curves.layer for curves in profile.curves] == [0, 1, 4] and done == [1, 2, 5]
     assert [layer.layer for layer in profile.layers] == [4]
 
 
