@@ -378,7 +378,7 @@ def _pair(pair: PairSimilarity, profile: ModelProfile) -> list[Picture]:
             "bits",
             [
                 Line("target's router", pair.entropy_target_bits),
-                Line("draft through the router", pair.entropy_draft_bits),
+                Line("draft through the router", pair.entropy_draft_bits, "--"),
                 Line("popularity", [popularity.get(layer) for layer in pair.layers]),
                 Line("random", [float(np.log2(n_experts))] * len(pair.layers), ":"),
             ],
