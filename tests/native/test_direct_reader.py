@@ -212,6 +212,21 @@ def test_a_plan_replaces_what_has_not_begun(experts: ExpertFile) -> None:
         assert_bytes(cache, experts)
 
 
+def test_a_plan_leaves_what_is_demanded(experts: ExpertFile) -> None:
+    with ExpertCache.open(slow(experts, 40.0)) as cache:
+        found: list[int] = []
+        waiting = threading.Thread(target=lambda: found.append(demand(cache, 0, list(range(8)))))
+        waiting.start()
+        while not cache.stats().in_flight:
+            time.sleep(0.001)
+        ask(cache, [(3, 1)], priority=[255])
+        waiting.join()
+        assert found == [8]
+        assert (3, 1) not in resident(cache), "no priority of a plan is above a demand's"
+        drain(cache)
+        assert len(resident(cache)) == 9
+
+
 def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
     with ExpertCache.open(slow(experts, 1.0)) as cache:
         cache.set_readers(4, 4096)

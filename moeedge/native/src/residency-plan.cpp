@@ -38,7 +38,8 @@ bool residency_table::sort_plan(const int32_t * uploads, const uint8_t * priorit
         }
         if (asked[flat_id] != n_plans) {
             asked[flat_id] = n_plans;
-            out.queues[group_of[layer_of(flat_id)]].push_back({ flat_id, priority[i] });
+            const uint8_t below = std::min<uint8_t>(priority[i], demand_priority - 1);
+            out.queues[group_of[layer_of(flat_id)]].push_back({ flat_id, below });
         }
     }
     for (int i = 0; i < victims.n; i++) {
@@ -75,6 +76,7 @@ int residency_table::plan(const int32_t * uploads, const uint8_t * priority, int
         std::lock_guard<std::mutex> lock(mutex);
         counts.plans++;
         for (size_t g = 0; g < groups.size(); g++) {
+            keep_demanded(groups[g], next.queues[g]);
             cancel_queue(groups[g]);
             groups[g].queue.swap(next.queues[g]);
             groups[g].victims.swap(next.victims[g]);
@@ -147,6 +149,18 @@ int residency_table::demand(int layer, const int32_t * experts, int n, const vic
     // the victims' order holds for this moment only: the next demand is of another layer
     remove_victims(group, [](const victim & v) { return v.by_demand; });
     return (int) std::count_if(wanted.begin(), wanted.end(), is_resident);
+}
+
+// takes over into the front of a new queue what someone waits for
+void residency_table::keep_demanded(group_state & group, std::vector<queued> & next) {
+    std::vector<queued> demanded;
+    for (; group.head < group.queue.size() && group.queue[group.head].priority == demand_priority; group.head++) {
+        const int32_t flat_id = group.queue[group.head].flat_id;
+        if (n_demands > 0 || awaited[flat_id]) {
+            demanded.push_back(group.queue[group.head]);
+        }
+    }
+    next.insert(next.begin(), demanded.begin(), demanded.end());
 }
 
 // drops the queue; counts the uploads that the current plan does not ask for again

@@ -126,6 +126,7 @@ class residency_table {
     int       flat_id_of(int layer, int expert) const; // -1: that expert does not exist
     bool      sort_plan(const int32_t * uploads, const uint8_t * priority, int n_uploads, const victim_list & victims,
                         new_plan & out);
+    void      keep_demanded(group_state & group, std::vector<queued> & next);
     void      cancel_queue(group_state & group);
     void      mark_work();
 
