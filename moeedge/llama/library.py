@@ -74,8 +74,11 @@ def clear_errors() -> None:
 
 
 def first_error(default: str = "it gave no reason") -> str:
-    """Returns llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed."""
-    return _error_lines[0] if _error_lines else default
+    """Returns llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed.
+
+    Without a full stop, as llama.cpp's have none.
+    """
+    return _error_lines[0].rstrip(".") if _error_lines else default
 
 
 def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
