@@ -26,8 +26,9 @@ def print_disk(found: DiskCalibration, console: Console) -> None:
     print_table(console, columns, rows)
     best = found.best
     console.print(
-        f"Best: {best.depth} requests of {_size(best.piece_bytes)} at a time, {format_rate(best.bytes_per_s)}; the "
-        f"fewest that reach 95 % of the highest rate. Measured in {found.seconds:.0f} s."
+        f"Best: {best.depth} requests of {_size(best.piece_bytes)} at a time, {format_rate(best.bytes_per_s)} "
+        "with their neighbours in the table; the fewest that reach 95 % of the highest rate. "
+        f"Measured in {found.seconds:.0f} s."
     )
     if found.in_memory:
         console.print(f"{found.file_system} keeps its files in memory: these are not the rates of a disk.")

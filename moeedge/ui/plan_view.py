@@ -134,9 +134,7 @@ def _ram_tier_basis(tier: RamTier) -> str:
     }[disk.source]
     hits = f"of a replay of {tier.source} (policy lfu, {tier.tokens_per_step:.2f} tokens per step)"
     if not tier.source:
-        hits = (
-            "an assumption, those of gpt-oss-20b (policy lfu, no drafts): --trace FILE replays the model's own routing"
-        )
+        hits = "an assumption from other models (policy lfu, no drafts): --trace FILE replays the model's own routing"
     return (
         f"The disk's rate is {rate}. The hits are {hits}. The limit is for reading and computing at the same time, and "
         f"for memory that gives {format_rate(tier.ram_bytes_per_s)}."

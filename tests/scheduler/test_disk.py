@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.support.commands import refused, run, run_json
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
 
+SIZES = tuple(2**exponent for exponent in range(16, 23))
 quick = partial(disk.measure, depths=(1, 4), read_s=0.002)
 
 
@@ -99,11 +101,15 @@ def test_a_cache_folder_that_cannot_be_written(wide: Path, tmp_path: Path, monke
 
 
 def test_the_best_has_few_and_small_requests() -> None:
-    rates = ((1, 2**20, 500e6), (2, 2**16, 300e6), (4, 2**20, 970e6), (4, 2**22, 980e6), (8, 2**20, 1000e6))
-    found = DiskCalibration(
-        "m", 1, 1, 1, "", "ext4", True, tuple(ReadRate(*rate, reads=1) for rate in rates), seconds=1.0
-    )
-    assert found.best == ReadRate(4, 2**20, 970e6, 1)
+    """A disk that needs four requests or 1 MiB, with one rate that is too high: the median of neighbours counts."""
+    limits = {(depth, size): min(1e9, 2e8 * depth * size / 2**18) for depth in (1, 2, 4, 8) for size in SIZES}
+    limits[1, 2**17] = 3e9
+    rates = tuple(ReadRate(*cell, bytes_per_s, 1) for cell, bytes_per_s in limits.items())
+    found = DiskCalibration("m", 1, 1, 1, "", "ext4", True, rates, seconds=1.0)
+    # of 1 request and 2 MiB the neighbours have 2 requests, 1 and 4 MiB
+    assert found.best == ReadRate(1, 2**21, 1e9, 1)
+    one = replace(found, rates=rates[:1])
+    assert one.best == rates[0]
     assert DiskCalibration.from_json(found.to_json()) == found
     for text in ("{}", "[]", "1", json.dumps(json.loads(found.to_json()) | {"schema": 0}), "no JSON"):
         with pytest.raises(ValueError):
