@@ -67,12 +67,11 @@ def _mappings(path: Path) -> list[tuple[int, int, int]]:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    inode = os.stat(path).st_ino
     name = os.path.realpath(path)
     found = []
     for line in lines:
-        addresses, _access, offset, _device, number, *rest = line.split(maxsplit=5)
-        if int(number) == inode and rest and rest[0] == name:
+        addresses, _access, offset, _device, _inode, *rest = line.split(maxsplit=5)
+        if rest and rest[0] == name:
             first, last = (int(address, 16) for address in addresses.split("-"))
             found.append((first, int(offset, 16), int(offset, 16) + last - first))
     return found

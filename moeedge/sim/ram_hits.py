@@ -11,7 +11,7 @@ from moeedge.sim.replay import ReplayArm, ReplayConfig, replay_arms
 from moeedge.trace.format import Trace
 from moeedge.trace.schedule import cut_schedule, recorded_schedule, texts_of
 
-_TOKENS_MAX = 8192  # of the trace, in entire texts: a replay takes a minute for ten times as many
+_TOKENS_MAX = 4096  # of the trace, in entire texts: a replay of them takes seconds
 _ACCEPTANCE = 0.8  # of a draft, where the trace was recorded with others
 
 
