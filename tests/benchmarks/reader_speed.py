@@ -3,9 +3,10 @@
     python -m tests.benchmarks.reader_speed -m FILE --threads 1,2,4,8 --pieces 256K,1M,whole --rounds 9 --out OUT.json
 
 Every round measures all ways once, in random order. A way empties the slots, drops the file's pages from the page cache
-(all pages of the system with --drop-caches, for which one must be root), asks for `--experts` random experts and waits
-until they are there. Figures are bytes of experts per second, and processor time of the process per GB. One line per
-way goes to standard output, best first; the record with all raw samples to --out.
+(all pages of the system with --drop-caches, for which one must be root), asks for `--experts` random experts, all at
+once or `--at-once` at a time as a computation does, and waits until they are there. Figures are bytes of experts per
+second, and processor time of the process per GB. One line per way goes to standard output, best first; the record with
+all raw samples to --out.
 """
 
 from __future__ import annotations
@@ -66,16 +67,17 @@ def drop_pages(files: list[Path], *, of_all: bool) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(cache: ExpertCache, way: Way, experts: np.ndarray, files: list[Path], *, drop_all: bool) -> Sample:
-    """Read the experts [n, 2] (layer, expert) in that way."""
+def measure(cache: ExpertCache, way: Way, experts: np.ndarray, at_once: int) -> Sample:
+    """Read the experts [n, 2] (layer, expert) in that way, so many at a time."""
     cache.clear()
     cache.set_readers(way.n_threads, piece_bytes(way.piece))
-    drop_pages(files, of_all=drop_all)
     before, read_before = cache.stats(), cache.reader().bytes_read
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     nobody = np.zeros((0, 2), np.int32)
-    cache.plan(experts, np.ones(len(experts), np.uint8), nobody, np.zeros(0, np.float32))
-    assert cache.drain(WAIT_S)
+    for begin in range(0, len(experts), at_once):
+        asked = experts[begin : begin + at_once]
+        cache.plan(asked, np.ones(len(asked), np.uint8), nobody, np.zeros(0, np.float32))
+        assert cache.drain(WAIT_S)
     seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     after = cache.stats()
     assert after.uploads - before.uploads == len(experts)
@@ -90,7 +92,9 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2,4,8")
     parser.add_argument("--pieces", default="256K,1M,whole")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--experts", type=int, default=128, help="read at once")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--at-once", type=int, default=0)
+    parser.add_argument("--only-direct", action="store_true")
     parser.add_argument("--drop-caches", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -103,7 +107,7 @@ def main() -> None:
     places = np.array(list(product(layers, range(n_experts))), dtype=np.int32)
     ways = [
         Way(direct, int(n_threads), piece)
-        for direct in (True, False)
+        for direct in ((True,) if options.only_direct else (True, False))
         for n_threads in options.threads.split(",")
         for piece in options.pieces.split(",")
     ]
@@ -124,7 +128,8 @@ def main() -> None:
                 way = ways[index]
                 cache = past if way.direct else through
                 chosen = rng.choice(places, min(options.experts, len(places)), replace=False)
-                sample = measure(cache, way, chosen, files, drop_all=options.drop_caches)
+                drop_pages(files, of_all=options.drop_caches)
+                sample = measure(cache, way, chosen, options.at_once or len(chosen))
                 assert cache.reader().is_direct == way.direct
                 if number >= 0:
                     samples[way].append(sample)
@@ -143,6 +148,7 @@ def main() -> None:
             "model": options.model.name,
             "rounds": options.rounds,
             "experts": options.experts,
+            "at_once": options.at_once,
             "seed": options.seed,
             "file_bytes": sum(path.stat().st_size for path in files),
             "ways": [asdict(way) | {"samples": [asdict(sample) for sample in found]} for way, found in samples.items()],

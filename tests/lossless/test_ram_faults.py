@@ -6,10 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,42 +15,13 @@ from moeedge.errors import MoeedgeError
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, ReadFault
-from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.native.abi import ReadFault
 from tests.conftest import TinyFactory
 from tests.support.hybrid import MANY_EXPERTS
 from tests.support.hybrid_driver import churn
+from tests.support.ram_driver import decode, ram_context
 
-TOKENS = np.random.default_rng(3).integers(0, 256, 60).tolist()
 SLOW_BYTES_PER_S = 2e6
-BATCHES = (TOKENS[:1], TOKENS[1:6], TOKENS[6:50], TOKENS[50:51], TOKENS[51:])
-
-
-@contextmanager
-def ram_context(path: Path, ratio: float, **changes: Any) -> Iterator[tuple[Context, ExpertCache]]:
-    """A context whose experts are loaded on demand into slots for that share of them."""
-    with Model.load(path, experts_from_file=True) as model, Context(model, n_ctx=512, n_threads=1) as context:
-        tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
-        config = CacheConfig(
-            device="ram",
-            files=files,
-            tensors=tensors,
-            n_layers=model.info.n_layers,
-            n_experts=model.info.n_experts,
-            ratio=ratio,
-            **changes,
-        )
-        with ExpertCache.open(config) as cache:
-            assert context.sensor is not None
-            cache.attach(context.sensor)
-            yield context, cache
-            cache.detach()
-
-
-def decode(context: Context) -> list[np.ndarray]:
-    """Logits of all batches, from an empty KV cache."""
-    context.clear()
-    return [context.decode(batch, phase=Phase.AUTO, logits="all").copy() for batch in BATCHES]
 
 
 @pytest.fixture(scope="module")

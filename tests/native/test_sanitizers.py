@@ -89,6 +89,7 @@ def test_no_reports(sanitizer: str, tiny: TinyFactory, build_folder: Path) -> No
     run_driver("cache_stress", [str(STRESS_S)], environment)
     models = [tiny(arch, experts=32, **dimensions) for arch, dimensions in HYBRID_CASES]
     run_driver("hybrid_driver", list(map(str, models)), environment)
+    run_driver("ram_driver", list(map(str, models)), environment)
 
 
 def run_driver(name: str, arguments: list[str], environment: dict[str, str]) -> None:

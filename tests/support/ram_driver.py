@@ -1,0 +1,68 @@
+"""Blocks whose experts are loaded on demand while plans come and reads fail: run by the sanitizer tests.
+
+MOEEDGE_LIBRARY=libmoeedge.so LD_PRELOAD=libtsan.so python -m tests.support.ram_driver MODEL...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeedge.llama.context import Context
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase, ReadFault
+from moeedge.native.cache import CacheConfig, ExpertCache
+from tests.support.hybrid_driver import churn
+
+TOKENS = np.random.default_rng(3).integers(0, 256, 60).tolist()
+BATCHES = (TOKENS[:1], TOKENS[1:6], TOKENS[6:50], TOKENS[50:51], TOKENS[51:])
+
+
+@contextmanager
+def ram_context(path: Path, ratio: float, **changes: Any) -> Iterator[tuple[Context, ExpertCache]]:
+    """A context whose experts are loaded on demand into slots for that share of them."""
+    with Model.load(path, experts_from_file=True) as model, Context(model, n_ctx=512, n_threads=1) as context:
+        tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
+        config = CacheConfig(
+            device="ram",
+            files=files,
+            tensors=tensors,
+            n_layers=model.info.n_layers,
+            n_experts=model.info.n_experts,
+            ratio=ratio,
+            **changes,
+        )
+        with ExpertCache.open(config) as cache:
+            assert context.sensor is not None
+            cache.attach(context.sensor)
+            yield context, cache
+            cache.detach()
+
+
+def decode(context: Context) -> list[np.ndarray]:
+    """Logits of all batches, from an empty KV cache."""
+    context.clear()
+    return [context.decode(batch, phase=Phase.AUTO, logits="all").copy() for batch in BATCHES]
+
+
+def main(arguments: list[str]) -> None:
+    """Decode each model several times; every answer is the first one."""
+    for path in map(Path, arguments):
+        with ram_context(path, 0.2) as (context, cache):
+            expected = decode(context)
+            with churn(cache, seed=3):
+                for fault in ReadFault:
+                    cache.set_read_faults(fault, 20, 0.001)
+                    cache.set_readers(1 + fault, 4096)
+                    assert all(map(np.array_equal, decode(context), expected))
+    print("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
