@@ -12,8 +12,10 @@ import pytest
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.native.abi import DevicePath
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
@@ -182,3 +184,18 @@ def test_next_to_a_gpu(
         assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
         check(stock, PROMPTS, generation)
     counting.check()
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_experts_from_the_file(gamma: int, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """Slots in RAM for a third of the experts, of which a batch of three texts may need more than a layer has."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    tensors, _ = expert_tensors(path)
+    placement = PlacementConfig(calibrate=False, policy="lfu")
+    options = config(path, ("model", gamma), tiny_draft, ram=expert_bytes(tensors) // 3, placement=placement)
+    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+        assert session.info.device == "RAM"
+        generation = answer_all(session, PROMPTS)
+        check(stock, PROMPTS, generation)
+        stats = session.placement_stats()
+        assert stats is not None and stats.failed == 0 and stats.evictions > 0
