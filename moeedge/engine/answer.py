@@ -53,12 +53,11 @@ class Answer:
         self._start_s = time.perf_counter()
         self._decoder = StreamDecoder()
 
-    def add_prompt(self, record: StepRecord, start_s: float) -> StepRecord:
-        """Adds the first token, of a prompt that was decoded from `start_s` until now."""
-        now_s = time.perf_counter()
+    def add_prompt(self, record: StepRecord, prefill_s: float) -> StepRecord:
+        """Adds the first token; the last part of the prompt took `prefill_s`."""
         self.stats.prefill_tokens = self.state.n_prefilled
-        self.stats.prefill_s = now_s - start_s
-        self.stats.ttft_s = now_s - self._start_s
+        self.stats.prefill_s += prefill_s
+        self.stats.ttft_s = time.perf_counter() - self._start_s
         return self._emit(record)
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> StepRecord:

@@ -61,7 +61,7 @@ class Generation(Answer):
         try:
             start_s = time.perf_counter()
             record = repeated(partial(loop.prefill, self.state), loop, self._recover)
-            yield self.add_prompt(record, start_s)
+            yield self.add_prompt(record, time.perf_counter() - start_s)
             while self.stop_reason is None:
                 if self._cancel is not None and self._cancel():
                     self.interrupt()

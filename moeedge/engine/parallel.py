@@ -10,7 +10,7 @@ from functools import partial
 
 from moeedge.engine.answer import Answer, Recover, repeated
 from moeedge.engine.drafts import DraftSource
-from moeedge.engine.speculative import SpeculativeLoop
+from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import SamplingConfig
 from moeedge.llama.sequence import Cancelled
 from moeedge.scheduler.stats import StepRecord
@@ -102,6 +102,7 @@ class ParallelGeneration:
         self._cancel = cancel
         self._recover = recover
         self._waiting: deque[int] = deque()  # indices of answers
+        self._joining: int | None = None  # the text whose prompt is being decoded; it has a sequence
         self._active: dict[int, Answer] = {}
         self._free = list(range(len(loop.target.sequences)))  # sequences without a text
         self._ready: deque[tuple[int, StepRecord]] = deque()  # computed, and not yielded yet
@@ -117,8 +118,8 @@ class ParallelGeneration:
 
     def stop(self, index: int) -> None:
         """Ends one answer here; what was emitted stays in its `tokens` and in the KV cache."""
-        if index in self._active:
-            self._active[index].interrupt()
+        if index in self._active or index == self._joining:
+            self.answers[index].interrupt()
             self._end(index)
         elif index in self._waiting:
             self._waiting.remove(index)
@@ -133,41 +134,62 @@ class ParallelGeneration:
 
     def __next__(self) -> tuple[int, StepRecord]:
         while not self._ready:
-            if not self._active and not self._waiting:
+            if not self._active and not self._waiting and self._joining is None:
                 raise StopIteration
             self._advance()
         return self._ready.popleft()
 
     def _advance(self) -> None:
-        """Decodes the prompt of a text that joins, or one step of all texts."""
+        """Decodes the prompt of a text that joins, or one step of all texts; of a long prompt a part before each."""
         try:
             if self._cancel is not None and self._cancel():
                 self._interrupt()
-            elif self._waiting and self._free:
-                self._join(self._waiting.popleft())
-            else:
+                return
+            if self._joining is None and self._waiting and self._free:
+                self._take_sequence(self._waiting.popleft())
+            if self._joining is None or not self._join(self._joining):
                 self._step()
         except (KeyboardInterrupt, Cancelled):
             self._interrupt()
 
-    def _join(self, index: int) -> None:
+    def _take_sequence(self, index: int) -> None:
+        """Gives a text the free sequence that holds most of its prompt."""
+        state, sequences = self.answers[index].state, self._loop.target.sequences
+        sequence = max(self._free, key=lambda free: sequences[free].n_common(state.history))
+        state.target = sequences[sequence]
+        self._free.remove(sequence)
+        self._joining = index
+
+    def _join(self, index: int) -> bool:
+        """Decodes the prompt of a text, or a part of a long one; returns whether it has joined."""
         start_s = time.perf_counter()
         answer, loop = self.answers[index], self._loop
-        state = answer.state
-        sequence = max(self._free, key=lambda free: loop.target.sequences[free].n_common(state.history))
-        self._free.remove(sequence)
-        state.target, state.draft = loop.target.sequences[sequence], self._draft_of(sequence)
-        self._active[index] = answer
-        loop.texts = [active.state for active in self._active.values()]
-        record = answer.add_prompt(repeated(partial(loop.prefill, state), loop, self._recover), start_s)
-        self._hand_out(index, record)
-        begin_s = time.perf_counter()
+        state, sequence = answer.state, answer.state.target.index
+        state.target, state.draft = loop.target.sequences[sequence], self._draft_of(sequence)  # a GPU may have failed
+        loop.texts = [*self._active_states(), state]
+        if len(self._active) > 0 and repeated(partial(loop.prefill_part, state), loop, self._recover):
+            loop.texts.pop()
+            self._add_prefill(answer, start_s)
+            return False
+        record = repeated(partial(loop.prefill, state), loop, self._recover)
+        now_s = time.perf_counter()
+        self.stats.prefill_s += now_s - start_s
+        shown = answer.add_prompt(record, now_s - start_s)
+        self.stats.prefill_tokens += answer.stats.prefill_tokens
+        self._joining, self._active[index] = None, answer
+        self._hand_out(index, shown)
         if answer.stop_reason is None:
             repeated(partial(loop.begin, state), loop, self._recover)
-        end_s = time.perf_counter()
-        answer.stats.prefill_s += end_s - begin_s
-        self.stats.prefill_tokens += answer.stats.prefill_tokens
-        self.stats.prefill_s += end_s - start_s
+            self._add_prefill(answer, now_s)
+        return True
+
+    def _add_prefill(self, answer: Answer, start_s: float) -> None:
+        seconds = time.perf_counter() - start_s
+        answer.stats.prefill_s += seconds
+        self.stats.prefill_s += seconds
+
+    def _active_states(self) -> list[TextState]:
+        return [answer.state for answer in self._active.values()]
 
     def _step(self) -> None:
         for index, answer in list(self._active.items()):
@@ -211,16 +233,20 @@ class ParallelGeneration:
 
     def _end(self, index: int) -> None:
         """An answer is complete: its sequence is free for another text, which may reuse what the KV cache holds."""
-        answer = self._active.pop(index)
+        answer = self.answers[index]
         answer.read([], last=True)
+        if self._joining == index:
+            self._joining = None
+        self._active.pop(index, None)
         self._free.append(answer.state.target.index)
-        self._loop.texts = [active.state for active in self._active.values()]
+        self._loop.texts = self._active_states()
 
     def _interrupt(self) -> None:
         """Ends all answers, and leaves the KV caches with the accepted texts only."""
         self._waiting.clear()
-        for index, answer in list(self._active.items()):
-            answer.interrupt()
+        joining = [] if self._joining is None else [self._joining]
+        for index in (*self._active, *joining):
+            self.answers[index].interrupt()
             self._end(index)
         for answer in self.answers:
             answer.stop_reason = answer.stop_reason or "interrupted"

@@ -219,13 +219,30 @@ class SpeculativeLoop:
 
     # between the steps
 
+    def prefill_part(self, text: TextState) -> bool:
+        """Decodes as much of a long prompt as one graph computes; False where `prefill` needs no more than one graph.
+
+        Other texts can go on between the parts.
+        """
+        n_held = text.target.keep_prefix(text.history[:-1])
+        part = text.history[n_held : n_held + self.target.n_ubatch]
+        if n_held + len(part) == len(text.history):
+            return False
+        text.target.decode(part, phase=Phase.PREFILL, logits="none")
+        text.n_prefilled += len(part)
+        counts = self._read_counts()
+        if self.placement is not None:
+            assert counts is not None
+            self.placement.after_verification(counts, part, StepRecord(tokens=[]))
+        return True
+
     def prefill(self, text: TextState) -> StepRecord:
         """Decodes what the KV cache lacks of a text's prompt and draws its first token."""
         start_s = time.perf_counter()
         n_held = text.target.keep_prefix(text.history[:-1])
         prompt = text.history[n_held:]
-        text.n_prefilled = len(prompt)
         logits = text.target.prefill(prompt, logits="last", cancel=self._cancel)
+        text.n_prefilled += len(prompt)
         token = text.sampler.pick(text.sampler.candidates(logits[0], text.history))
         verify_s = time.perf_counter() - start_s
         text.history.append(token)

@@ -16,6 +16,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError, InputError
 from moeedge.native.decoding import Decoder
+from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.recurrent import make_mamba
 
@@ -155,6 +156,53 @@ def test_a_text_takes_the_sequence_that_holds_its_beginning(session: Session) ->
     assert all(answer.stats.prefill_tokens in (2, 3) for answer in second.answers)
 
 
+def long_prompt_session(config: EngineConfig, **changes: Any) -> Session:
+    """A graph has 16 tokens."""
+    return Session.open(replace(config, n_batch=16, n_ubatch=16, **changes))
+
+
+LONG = RNG.integers(0, 256, 90).tolist()
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_others_go_on_while_a_long_prompt_is_decoded(config: EngineConfig, ratio: float | None) -> None:
+    with Session.open(replace(config, n_parallel=1)) as session:
+        expected = [single(session, prompt) for prompt in (PROMPTS[1], LONG)]
+    placed: dict[str, Any] = {}
+    if ratio is not None:
+        placement = PlacementConfig(cache_ratio=ratio, calibrate=False)
+        placed = {"device": "emulated:threads=1", "placement": placement}
+    with long_prompt_session(config, **placed) as session:
+        generation = start(session, prompts=[PROMPTS[1], LONG])
+        order = [index for index, _ in generation]
+        assert order[: order.index(1)] == [0] * (1 + 5)  # its first token, and a step after each of five parts
+        assert [answer.tokens for answer in generation.answers] == expected
+        stats = generation.answers[1].stats
+        assert stats.prefill_tokens == len(LONG) and stats.prefill_s > 0
+        assert generation.stats.prefill_tokens == len(LONG) + len(PROMPTS[1])
+        assert generation.stats.prefill_s == pytest.approx(sum(a.stats.prefill_s for a in generation.answers))
+
+
+@pytest.mark.parametrize("at_step", [2, 4, 6])
+def test_a_long_prompt_is_cut_off(config: EngineConfig, at_step: int) -> None:
+    """Stopped alone, or with all: what was decoded of it is not decoded again."""
+    for stops_all in (False, True):
+        with long_prompt_session(config) as session:
+            generation = start(session, prompts=[PROMPTS[1], LONG])
+            for _ in range(at_step):
+                next(generation)
+            generation.close() if stops_all else generation.stop(1)
+            list(generation)
+            assert generation.answers[1].stop_reason == "interrupted"
+            assert generation.answers[0].stop_reason == ("interrupted" if stops_all else "length")
+            check_caches(
+                session, [[*PROMPTS[1], *generation.answers[0].tokens], [*LONG, *generation.answers[1].tokens]]
+            )
+            again = start(session, prompts=[LONG])
+            list(again)
+            assert again.answers[0].stats.prefill_tokens == max(len(LONG) - 16 * (at_step - 1), 1)
+
+
 @pytest.mark.parametrize("at_call", range(1, 14))
 def test_ctrl_c_at_any_decode(
     session: Session, monkeypatch: pytest.MonkeyPatch, alone: list[list[int]], at_call: int
@@ -247,12 +295,13 @@ def failing(at_call: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("n_ubatch", [512, 16])
 @pytest.mark.parametrize("at_call", [1, 2, 3, 4, 5, 7, 8, 12])
-def test_the_answers_go_on_without_a_gpu(config: EngineConfig, at_call: int) -> None:
-    """Text by text with the same random numbers; texts that wait start on the CPU."""
+def test_the_answers_go_on_without_a_gpu(config: EngineConfig, at_call: int, n_ubatch: int) -> None:
+    """Text by text with the same random numbers; texts that wait start on the CPU. 16: prompts have several graphs."""
     with Session.open(replace(config, n_parallel=1)) as session:
         expected = [single(session, prompt, RANDOM) for prompt in PROMPTS]
-    with Session.open(replace(config, cpu_fallback=True)) as session:
+    with Session.open(replace(config, cpu_fallback=True, n_ubatch=n_ubatch)) as session:
         for context in (session.target, session.draft_context):
             assert context is not None
             context.model.uses_gpu = True
