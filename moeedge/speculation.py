@@ -34,12 +34,13 @@ def sigma(gamma: int, acceptance: float) -> float:
 
 
 def speed_up(
-    n_tokens: float, gamma: int, *, target_s: float, verify_s: float, draft_s: float, reject_s: float
+    n_tokens: float, gamma: float, *, target_s: float, verify_s: float, draft_s: float, reject_s: float
 ) -> float:
     """Speculative over plain decoding (MoESD, Eq. 4).
 
-    n_tokens: of a step, sigma * (gamma + 1). target_s: a plain step of the target, T_T(B, 1). verify_s: its
-    verification. draft_s: one pass of the draft. reject_s: rejection sampling of one step.
+    n_tokens: of a step, sigma * (gamma + 1). gamma: drafts of a step; a mean where some end early. target_s: a plain step
+    of the target, T_T(B, 1). verify_s: its verification. draft_s: one pass of the draft. reject_s: rejection sampling of
+    one step.
     """
     return n_tokens / ((gamma * draft_s + verify_s + reject_s) / target_s)
 

@@ -114,12 +114,15 @@ class StepModel:
         """T_T(B, 1) / T_T(B, gamma)."""
         return speculation.target_efficiency(self.target_s(batch_size), self.target_s(batch_size * (gamma + 1)))
 
-    def speed_up(self, n_tokens: float, gamma: int, batch_size: int = 1) -> float:
-        """Speculative over plain decoding of `batch_size` sequences; n_tokens: of one sequence and step (Eq. 4)."""
-        n_verified = batch_size * (gamma + 1)
+    def speed_up(self, n_tokens: float, n_drafts: float, batch_size: int = 1) -> float:
+        """Speculative over plain decoding of `batch_size` sequences (Eq. 4).
+
+        n_tokens, n_drafts: of one sequence and step; n_drafts is gamma, or less on average where drafts end early.
+        """
+        n_verified = batch_size * (n_drafts + 1)
         return speculation.speed_up(
             n_tokens,
-            gamma,
+            n_drafts,
             target_s=self.target_s(batch_size),
             verify_s=self.target_s(n_verified),
             draft_s=self.draft_s(batch_size),

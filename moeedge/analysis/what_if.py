@@ -17,13 +17,22 @@ class Acceptance:
     """How many drafts are accepted, counted on steps of the longest drafts."""
 
     at_least: tuple[float, ...]  # [gamma]: share of steps that accept 1, 2, ... drafts, of those that ask for so many
+    drafted: tuple[float, ...]  # [gamma]: share of these steps that have so many: a draft ends with the text
     n_steps: int
 
     def tokens(self, gamma: int) -> float:
         """Expected tokens of a step with `gamma` drafts, at most as many as were counted. Raises ValueError beyond."""
+        self._check(gamma)
+        return 1.0 + sum(self.at_least[:gamma])
+
+    def drafts(self, gamma: int) -> float:
+        """Expected drafts of such a step. Raises ValueError beyond."""
+        self._check(gamma)
+        return sum(self.drafted[:gamma])
+
+    def _check(self, gamma: int) -> None:
         if gamma > len(self.at_least):
             raise ValueError(f"acceptance was counted for drafts of up to {len(self.at_least)} tokens, not {gamma}")
-        return 1.0 + sum(self.at_least[:gamma])
 
 
 @dataclass(frozen=True)
@@ -53,15 +62,20 @@ class DraftCount:
 def count_acceptance(steps: Iterable[DraftCount], gamma: int) -> Acceptance:
     """Counts accepted drafts by place. A draft that ends early is rejected from there on: it gives no more tokens."""
     asked = [0] * gamma
+    drafted = [0] * gamma
     accepted = [0] * gamma
     n_steps = 0
     for step in steps:
         n_steps += 1
         for index in range(min(step.n_asked, gamma)):
             asked[index] += 1
+            drafted[index] += step.n_drafted > index
             accepted[index] += step.n_accepted > index
-    shares = tuple(hit / n if n else 0.0 for hit, n in zip(accepted, asked, strict=True))
-    return Acceptance(shares, n_steps)
+
+    def shares(counts: Sequence[int]) -> tuple[float, ...]:
+        return tuple(count / n if n else 0.0 for count, n in zip(counts, asked, strict=True))
+
+    return Acceptance(shares(accepted), shares(drafted), n_steps)
 
 
 def outlooks(
@@ -93,7 +107,7 @@ def outlooks(
                             gamma,
                             n_tokens,
                             variant.target_efficiency(batch_size, gamma),
-                            variant.speed_up(n_tokens, gamma, batch_size),
+                            variant.speed_up(n_tokens, acceptance.drafts(gamma), batch_size),
                             threshold,
                             batch_size * (gamma + 1) > max_tokens,
                         )

@@ -138,7 +138,7 @@ class FittedPair:
         """Speculative over plain decoding of `batch_size` sequences; None for drafts longer than were counted."""
         if gamma > len(self.acceptance.at_least):
             return None
-        return self.model.speed_up(self.acceptance.tokens(gamma), gamma, batch_size)
+        return self.model.speed_up(self.acceptance.tokens(gamma), self.acceptance.drafts(gamma), batch_size)
 
 
 def read_fit(path: Path) -> FittedPair:
@@ -158,7 +158,11 @@ def read_fit(path: Path) -> FittedPair:
             str(record["draft"]),
             int(record["threads"]),
             model,
-            Acceptance(tuple(map(float, acceptance["at_least"])), int(acceptance["n_steps"])),
+            Acceptance(
+                tuple(map(float, acceptance["at_least"])),
+                tuple(map(float, acceptance["drafted"])),
+                int(acceptance["n_steps"]),
+            ),
             max(int(point["n_tokens"]) for point in times["target"]),
         )
     except OSError as error:

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from moeedge import speculation
 from moeedge.analysis.step_fit import StepTimes, TimePoint, amdahl, expert_share, expert_share_measured, fit_steps
 from moeedge.analysis.step_model import Machine, StepModel
@@ -130,7 +132,8 @@ def run_fit(
     )
     acceptance = count_acceptance(steps, most_drafts)
     if plan.acceptance_chance is not None:
-        acceptance = Acceptance(tuple(plan.acceptance_chance**n for n in range(1, most_drafts + 1)), 0)
+        chances = tuple(plan.acceptance_chance**n for n in range(1, most_drafts + 1))
+        acceptance = Acceptance(chances, (1.0,) * most_drafts, 0)
     return _report(info, times, acceptance, measured, plan, interrupted=cancel())
 
 
@@ -197,8 +200,8 @@ def _speed_up(
         gamma,
         n_tokens,
         model.target_efficiency(1, gamma),
-        model.speed_up(n_tokens, gamma),
-        _from_times(gamma, n_tokens, times),
+        model.speed_up(n_tokens, acceptance.drafts(gamma)),
+        _from_times(acceptance.drafts(gamma), n_tokens, times),
     )
     if not own:
         return row
@@ -214,16 +217,25 @@ def _speed_up(
     )
 
 
-def _from_times(gamma: int, n_tokens: float, times: StepTimes) -> float | None:
-    """Eq. 4 of MoESD with measured times of one sequence."""
-    plain, verify = times.target_at(1), times.target_at(gamma + 1)
-    draft = next((point.seconds for point in times.draft if point.n_tokens == 1), None)
-    reject = next((point.seconds for point in times.reject if point.n_tokens == gamma + 1), None)
-    if plain is None or verify is None or draft is None or reject is None:
+def _from_times(n_drafts: float, n_tokens: float, times: StepTimes) -> float | None:
+    """Eq. 4 of MoESD with measured times of one sequence, between two of them on a line."""
+    plain, draft = times.target_at(1), next((point.seconds for point in times.draft if point.n_tokens == 1), None)
+    verify_s = _between([p for p in times.target if p.n_sequences == 1 and p.n_used == times.n_used], n_drafts + 1)
+    reject_s = _between(times.reject, n_drafts + 1)
+    if plain is None or draft is None or verify_s is None or reject_s is None:
         return None
     return speculation.speed_up(
-        n_tokens, gamma, target_s=plain.seconds, verify_s=verify.seconds, draft_s=draft, reject_s=reject
+        n_tokens, n_drafts, target_s=plain.seconds, verify_s=verify_s, draft_s=draft, reject_s=reject_s
     )
+
+
+def _between(points: Sequence[TimePoint], n_tokens: float) -> float | None:
+    """Seconds for so many tokens; None beyond the largest batch."""
+    known = sorted((point.n_tokens, point.seconds) for point in points)
+    if not known or not known[0][0] <= n_tokens <= known[-1][0]:
+        return None
+    tokens, seconds = zip(*known, strict=True)
+    return float(np.interp(n_tokens, tokens, seconds))
 
 
 def _time_sequences(

@@ -194,6 +194,8 @@ def test_acceptance_counts_by_place() -> None:
     acceptance = count_acceptance(steps, 4)
     assert acceptance.at_least == (4 / 5, 2 / 5, 1 / 4, 1 / 4) and acceptance.n_steps == 5
     assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.4)
+    assert acceptance.drafted == (1.0, 4 / 5, 3 / 4, 3 / 4)
+    assert acceptance.drafts(3) == pytest.approx(1 + 0.8 + 0.75)
     with pytest.raises(ValueError, match="up to 4"):
         acceptance.tokens(5)
 
@@ -202,7 +204,7 @@ def test_outlooks_cover_every_combination_and_mark_what_was_not_measured() -> No
     here = machine()
     rows = outlooks(
         MODEL,
-        Acceptance((0.8, 0.6), 10),
+        Acceptance((0.8, 0.6), (1.0, 1.0), 10),
         gammas=(1, 2),
         batch_sizes=(1, 32),
         n_used=(4, 8),

@@ -24,7 +24,7 @@ TEXTS = ("the sea", "a stone and a bird", "def add(a, b):", "one two three", "go
 FIT = {
     "threads": 1,
     "times": {"n_experts": 16, "n_used": 4, "target": [{"n_tokens": 64}]},
-    "acceptance": {"at_least": [0.5, 0.3, 0.2], "n_steps": 100},
+    "acceptance": {"at_least": [0.5, 0.3, 0.2], "drafted": [1.0, 1.0, 1.0], "n_steps": 100},
     "ridge_point_tokens": 8.0,
     "experts_in_sequence": False,
     "parameters": {
