@@ -1,0 +1,237 @@
+"""A model larger than RAM: tokens/s and bytes read, next to stock llama.cpp on the mapped file.
+
+    moeedge widen BIG.gguf --like qwen3-30b-a3b --type q8_0
+    python -m tests.benchmarks.beyond_ram -m BIG.gguf --out RECORD.json
+
+Every run is a process of its own that begins with an empty page cache (dropping it needs root). The runs of a round have
+all arms in turn. A run answers prompts of the data set `toy`, greedily, one after the other in an empty context; the
+first answer also fills the memory. --prompt-tokens measures prompts of other lengths instead. Bytes are those that
+the process has read from the disk (/proc/self/io). Answers must equal those of the first arm, near-ties included: the
+kernels are the same. Wall time on a virtual disk varies: look at the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from moeedge import paths
+from moeedge.bench.records import read_environment
+from moeedge.data.datasets import load_toy
+from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.native.abi import Phase
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.units import parse_size
+
+SCHEMA = "moeedge-beyond-ram-1"
+ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")
+GREEDY = SamplingConfig(temperature=0.0, seed=0)
+
+
+def read_bytes() -> int:
+    """What this process has read from the disk so far."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").split("\n")
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
+    """The session of an arm."""
+    drafts = arm.endswith("-sd")
+    is_stock = arm.startswith("stock")
+    ram: int | Literal["auto", "off"] = "off" if is_stock else options.ram
+    return EngineConfig(
+        model=options.model,
+        draft=options.draft if drafts else None,
+        gamma=options.draft_max if drafts else 0,
+        n_ctx=options.ctx_size,
+        n_threads=options.threads,
+        n_ubatch=options.ubatch_size,
+        device="none",
+        ram=ram,
+        placement=PlacementConfig(policy=options.policy, calibrate=False),
+        mode="stock" if is_stock else "moeedge",
+    )
+
+
+def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One run, in this process."""
+    start_s, start_bytes = time.perf_counter(), read_bytes()
+    with Session.open(config_of(arm, options)) as session:
+        record: dict[str, Any] = {
+            "arm": arm,
+            "load_s": time.perf_counter() - start_s,
+            "load_bytes": read_bytes() - start_bytes,
+            "notes": session.info.notes,
+            "slots": session.info.cache_slots,
+            "pool_bytes": session.info.pool_bytes,
+            "answers": [],
+            "prompts": [],
+        }
+        if options.readers and session.placement is not None:
+            session.placement.cache.set_readers(options.readers, options.piece_bytes)
+        if options.prompt_tokens:
+            record["prompts"] = [_prefill(session, n) for n in options.prompt_tokens]
+        else:
+            prompts = [prompt.turns[0][-1].content for prompt in load_toy().prompts[: options.n_prompts]]
+            record["answers"] = [_answer(session, text, options.n_predict) for text in prompts]
+        stats = session.placement_stats()
+        record["cache"] = None if stats is None else asdict(stats)
+        record["reader"] = None if session.placement is None else asdict(session.placement.cache.reader())
+    return record
+
+
+def _answer(session: Session, text: str, n_predict: int) -> dict[str, Any]:
+    conversation = Conversation(system="")
+    conversation.ask(text)
+    session.reset()
+    generation = session.generate(
+        prompt_tokens(session.model, conversation, raw=False), n_predict=n_predict, sampling=GREEDY, ignore_eos=True
+    )
+    before_bytes, prefill_bytes = read_bytes(), 0
+    for n, _step in enumerate(generation):
+        if n == 0:
+            prefill_bytes = read_bytes() - before_bytes
+    stats = generation.stats
+    return {
+        "tokens": generation.tokens,
+        "prompt_tokens": stats.prefill_tokens,
+        "prefill_s": stats.prefill_s,
+        "prefill_bytes": prefill_bytes,
+        "decode_s": stats.decode_s,
+        "decode_tokens": stats.generated_tokens - 1,
+        "decode_bytes": read_bytes() - before_bytes - prefill_bytes,
+        "steps": stats.steps,
+        "acceptance_rate": stats.acceptance_rate,
+        "experts_per_verification": stats.experts_per_verification,
+    }
+
+
+def _prefill(session: Session, n_tokens: int) -> dict[str, Any]:
+    """A prompt of so many tokens, of the set's texts one after the other."""
+    text = " ".join(turn[-1].content for prompt in load_toy().prompts for turn in prompt.turns)
+    tokens = session.model.tokenize(text)
+    tokens = (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
+    session.reset()
+    start_s, start_bytes = time.perf_counter(), read_bytes()
+    session.target.prefill(tokens, logits="last")
+    record = {"tokens": n_tokens, "prefill_s": time.perf_counter() - start_s, "bytes": read_bytes() - start_bytes}
+    logits = session.target.decode([tokens[0]], phase=Phase.DECODE)
+    return record | {"best": int(logits[-1].argmax()), "best_logit": float(logits[-1].max())}
+
+
+def drop_caches(files: list[Path]) -> str:
+    """Empties the page cache, or at least drops the files' pages; returns what was done."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
+    except OSError:
+        for file in files:
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return "pages of the model's file dropped"
+    return "page cache dropped"
+
+
+def decode_ts(run: dict[str, Any]) -> float:
+    """Decoded tokens per second, over all answers of a run."""
+    answers = run["answers"]
+    return float(sum(a["decode_tokens"] for a in answers) / sum(a["decode_s"] for a in answers))
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians of the runs of each arm."""
+    rows: list[dict[str, Any]] = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        mine = [run for run in runs if run["arm"] == arm]
+        row: dict[str, Any] = {"arm": arm, "runs": len(mine), "load_s": statistics.median(r["load_s"] for r in mine)}
+        if mine[0]["answers"]:
+            tokens = sum(a["decode_tokens"] for a in mine[0]["answers"])
+            row["decode_ts"] = statistics.median(map(decode_ts, mine))
+            row["decode_bytes_per_token"] = statistics.median(
+                sum(a["decode_bytes"] for a in run["answers"]) / tokens for run in mine
+            )
+            row["first_prefill_s"] = statistics.median(run["answers"][0]["prefill_s"] for run in mine)
+        for i, prompt in enumerate(mine[0]["prompts"]):
+            row[f"prefill_{prompt['tokens']}_s"] = statistics.median(run["prompts"][i]["prefill_s"] for run in mine)
+        caches = [run["cache"] for run in mine if run["cache"]]
+        if caches:
+            row["hit_rate_pairs"] = statistics.median(c["pairs_hit"] / max(1, c["pairs"]) for c in caches)
+            row["wait_share"] = statistics.median(
+                c["wait_s"] / max(1e-9, c["wait_s"] + c["cpu_s"] + c["partition_s"]) for c in caches
+            )
+            row["disk_bytes_per_s"] = statistics.median(c["bytes_moved"] / max(1e-9, c["transfer_s"]) for c in caches)
+        rows.append(row)
+    return rows
+
+
+def check_answers(runs: list[dict[str, Any]]) -> int:
+    """How many answers differ from those of the first run."""
+    first = runs[0]["answers"]
+    return sum(
+        mine["tokens"] != theirs["tokens"] for run in runs for mine, theirs in zip(run["answers"], first, strict=True)
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the arms in turn, or one arm in this process (--run)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("-md", "--draft", type=Path, default=paths.bundled_draft())
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--n-prompts", type=int, default=4)
+    parser.add_argument("-n", "--n-predict", type=int, default=48)
+    parser.add_argument("--draft-max", type=int, default=4)
+    parser.add_argument("-c", "--ctx-size", type=int, default=2560)
+    parser.add_argument("-t", "--threads", type=int, default=0)
+    parser.add_argument("-ub", "--ubatch-size", type=int, default=512)
+    parser.add_argument("--ram", type=lambda text: text if text == "auto" else parse_size(text), default="auto")
+    parser.add_argument("--policy", default="lfu")
+    parser.add_argument("--readers", type=int, default=0)
+    parser.add_argument("--piece-bytes", type=int, default=0)
+    parser.add_argument("--prompt-tokens", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    if options.run:
+        print(json.dumps(run_arm(options.run, options)))
+        return
+    runs: list[dict[str, Any]] = []
+    dropped = ""
+    for _ in range(options.rounds):
+        for arm in options.arms.split(","):
+            dropped = drop_caches([options.model])
+            command = [sys.executable, "-m", "tests.benchmarks.beyond_ram", *given, "--run", arm]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise SystemExit(f"{arm} failed: {done.stderr[-2000:]}")
+            runs.append(json.loads(done.stdout.strip().split("\n")[-1]))
+            print(json.dumps(summary(runs[-1:])[0]), file=sys.stderr, flush=True)
+    record = {
+        "schema": SCHEMA,
+        "command": f"python -m tests.benchmarks.beyond_ram {' '.join(given)}".replace(f"{options.model.parent}/", ""),
+        "environment": asdict(read_environment()),
+        "page_cache": dropped,
+        "model_bytes": options.model.stat().st_size,
+        "different_answers": check_answers(runs),
+        "summary": summary(runs),
+        "runs": runs,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(record, default=str), encoding="utf-8")
+    print(json.dumps({"different_answers": record["different_answers"], "summary": record["summary"]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
