@@ -3,8 +3,8 @@
     moeedge widen BIG.gguf --like qwen3-30b-a3b --type q8_0
     python -m tests.benchmarks.beyond_ram -m BIG.gguf --out RECORD.json
 
-Every run is a process of its own that begins with an empty page cache (dropping it needs root). The runs of a round have
-all arms in turn. A run answers prompts of the data set `toy`, greedily, one after the other in an empty context; the
+Every run is a process of its own that begins with an empty page cache (dropping it needs root). A round has all arms in
+turn. A run answers prompts of the data set `toy`, greedily, one after the other in an empty context; the
 first answer also fills the memory. --prompt-tokens measures prompts of other lengths instead. Bytes are those that
 the process has read from the disk (/proc/self/io). Answers must equal those of the first arm, near-ties included: the
 kernels are the same. Wall time on a virtual disk varies: look at the ratios.
