@@ -23,6 +23,7 @@ from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Pla
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
@@ -46,7 +47,7 @@ class PlacementManager:
     model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots, for the rest of the
     session, with a policy by `remake_policy`.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
-    the draft's. notify: called with warnings, e.g. of a lost device; may be replaced.
+    the draft's. kept_activations: get the activations of this run, and are saved at its end. notify: called with warnings, e.g. of a lost device; may be replaced.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class PlacementManager:
         keeps_hidden_states: bool = False,
         watch: MemoryWatch | None = None,
         remake_policy: Callable[[CacheShape], Policy] | None = None,
+        kept_activations: KeptActivations | None = None,
     ) -> None:
         assert target.sensor is not None  # opening.py checks it
         self.cache = cache
@@ -76,6 +78,7 @@ class PlacementManager:
         self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
         self._watch, self._remake_policy = watch, remake_policy
+        self._kept_activations = kept_activations
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
@@ -251,6 +254,8 @@ class PlacementManager:
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
         for observation in observations:
             self.driver.observe(observation)
+            if self._kept_activations is not None:
+                self._kept_activations.add(observation)
             if not observation.prefill and observation.ids is not None:
                 for part in (self.draft_prefetch, self.layer_hook):
                     if part is not None and part.predictor is not None:
@@ -414,6 +419,9 @@ class PlacementManager:
         try:
             if self._planning is not None:
                 self._planning.close()
+            if self._kept_activations is not None:
+                with suppress(OSError):  # a full disk costs the next run its warm start
+                    self._kept_activations.save()
             self.detach()
         finally:  # after an interrupt, too
             self.cache.detach()

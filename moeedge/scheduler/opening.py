@@ -22,6 +22,7 @@ from moeedge.scheduler import ram_tier
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
@@ -70,8 +71,9 @@ def open_placement(
         policy_config = config.policy_config(gamma=gamma)
         if device.kind == "ram":
             notes.extend(ram_tier.describe(cache, target, config.policy))
+            kept = ram_tier.warm_start(cache, target, notes)
             make = partial(make_policy, config.policy, config=policy_config)
-            manager = _make_manager(cache, make, config, device, target, draft, gamma, notes)
+            manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, kept)
             stack.pop_all()
             return manager, None
         calibration = calibrate(target, draft, cache, config, policy_config, device, notify=notify)
@@ -206,6 +208,7 @@ def _make_manager(
     draft: Context | None,
     gamma: int,
     notes: list[str],
+    kept_activations: KeptActivations | None = None,
 ) -> PlacementManager:
     """The manager, with everything that the policy reads."""
     policy = make(cache_shape(cache))
@@ -230,6 +233,7 @@ def _make_manager(
         keeps_hidden_states=_keeps_hidden_states(policy, draft, gamma, notes),
         watch=MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None,
         remake_policy=make,
+        kept_activations=kept_activations,
     )
     if target.n_parallel > 1 and manager.reads_draft:
         notes.append(f"For several texts in a batch the policy {policy.name} plans without what the draft computes.")

@@ -16,7 +16,8 @@ from moeedge.llama.gguf_file import expert_bytes
 from moeedge.native.cache import ExpertCache, ExpertTensor
 from moeedge.notifications import Notification
 from moeedge.policies.base import Plan, Policy, ScoringPolicy
-from moeedge.scheduler.cache_store import CacheStore
+from moeedge.scheduler.cache_store import CacheStore, cache_shape
+from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.units import format_bytes
 
 # slots in one tensor, about: llama.cpp's CPU kernel for experts looks at every one of them in each matrix product
@@ -51,6 +52,20 @@ def _describe_dense(target: Context) -> str:
     assert dense is not None  # loaded for this
     locked = "locked" if dense.locked_bytes >= dense.n_bytes else f"{format_bytes(dense.locked_bytes)} of it locked"
     return f"{format_bytes(dense.n_bytes)} of other weights stay in memory, {locked}."
+
+
+def warm_start(cache: ExpertCache, target: Context, notes: list[str]) -> KeptActivations:
+    """Starts to load the experts that earlier runs used most, and returns the counts of these runs.
+
+    What the first prompt needs overtakes them.
+    """
+    info = target.model.info
+    kept = KeptActivations.open(target.model.path, info.n_layers, info.n_experts)
+    most_used = kept.most_used(cache_shape(cache))
+    CacheStore(cache).push_uploads(most_used)
+    if len(most_used):
+        notes.append(Notification(f"{len(most_used):,} experts that earlier runs used most are loaded first."))
+    return kept
 
 
 class RamStore(CacheStore):
