@@ -367,7 +367,10 @@ class PlacementManager:
         self.wait()
         n_experts = len(self._cached_layers) * self.cache.info.n_experts
         self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
-        self.driver.use(self._remake_policy(cache_shape(self.cache)))
+        shape = cache_shape(self.cache)
+        self.driver.use(self._remake_policy(shape))
+        if self._kept_activations is not None:
+            self._store.push_uploads(self._kept_activations.most_used(shape))
         if self.on_demand is not None:
             self.on_demand.resize()
         self._switch_hooks()

@@ -58,6 +58,7 @@ class PlacementStats(CacheStats):
     vram_used_bytes: int | None = None  # of the entire device, as its driver says; None: unknown
     vram_total_bytes: int | None = None
     steps: int = counter("verifications and plain decodes")
+    tokens: int = counter("emitted by these steps", "tokens")
     schedule_s: float = counter("what the decoding thread pays for placement", "s")
     plan_s: float = counter("policy and plans, in a thread next to the models where there is one", "s")
     draft_s: float = counter("drafting", "s")
@@ -90,6 +91,11 @@ class PlacementStats(CacheStats):
         """Bytes per second while a transfer was under way; None before the first transfer."""
         return self.bytes_moved / self.transfer_s if self.transfer_s > 0 else None
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of experts moved per emitted token, those of prompts included; None before the first."""
+        return self.bytes_moved / self.tokens if self.tokens else None
+
     def __sub__(self, older: PlacementStats) -> PlacementStats:
         intervals = {name: getattr(self, name) - getattr(older, name) for name in counters(self)}
         return PlacementStats(**{**vars(self), **intervals})
@@ -113,6 +119,7 @@ class StatsRecorder:
 
     def __init__(self, start: CacheStats) -> None:
         self.steps = 0
+        self._tokens = 0
         self._schedule_s = 0.0
         self._plan_s = 0.0
         self._draft_s = 0.0
@@ -122,6 +129,7 @@ class StatsRecorder:
     def add_step(self, record: StepRecord) -> None:
         """A verification or plain decode; the time of scheduling it is added with `add_schedule`."""
         self.steps += 1
+        self._tokens += len(record.tokens)
         self._draft_s += record.draft_s
         self._decode_s += record.draft_s + record.verify_s + record.observe_s
 
@@ -142,6 +150,7 @@ class StatsRecorder:
             **vars(now),
             **gauges,
             steps=self.steps,
+            tokens=self._tokens,
             schedule_s=self._schedule_s,
             plan_s=self._plan_s,
             draft_s=self._draft_s,

@@ -249,13 +249,9 @@ def time_shares(stats: PlacementStats) -> list[Figure]:
     if stats.decode_s <= 0:
         return []
     rest_s = max(stats.decode_s - stats.cpu_s - stats.wait_s - stats.draft_s, 0.0)
-    parts = (
-        ("CPU", stats.cpu_s),
-        ("device", stats.device_s),
-        ("waiting", stats.wait_s),
-        ("draft", stats.draft_s),
-        ("rest", rest_s),
-    )
+    parts = [("CPU", stats.cpu_s), ("waiting", stats.wait_s), ("draft", stats.draft_s), ("rest", rest_s)]
+    if not is_ram(stats.device):
+        parts.insert(1, ("device", stats.device_s))
     return [Figure(label, percent(part_s / stats.decode_s)) for label, part_s in parts]
 
 
@@ -290,6 +286,11 @@ def is_emulated(stats: PlacementStats) -> bool:
     return device_name(stats.device) == "emulated"
 
 
+def is_ram(device: str) -> bool:
+    """Whether the "device" is host memory for a model that is larger, filled from the disk."""
+    return device_name(device) == "RAM"
+
+
 def memory_text(stats: PlacementStats) -> str:
     """Used and total memory, or the size of the slots if the driver does not report it."""
     known = device_memory(stats)
@@ -322,17 +323,25 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
     if stats.lost:
         return [Figure("", "device lost: all on CPU")]
-    rate = stats.link_bytes_per_s
+    rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
+    from_disk = is_ram(stats.device)
     shown = [
-        Figure("hit rate", percent(stats.hit_rate_pairs)),
+        Figure("RAM hits" if from_disk else "hit rate", percent(stats.hit_rate_pairs)),
         Figure("expert hits", percent(stats.hit_rate_unique), rank=1),
         Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
-        Figure("uploads/step", per_step(stats.uploads_per_step), rank=3),
+        Figure("loads/step" if from_disk else "uploads/step", per_step(stats.uploads_per_step), rank=3),
         Figure("evictions/step", per_step(stats.evictions_per_step), rank=5),
-        Figure("link", NONE if rate is None else format_rate(rate), rank=4),
-        Figure("VRAM", memory_text(stats), draw=lambda columns: memory_line(stats, columns), rank=1),
+        Figure("disk" if from_disk else "link", rate, rank=4),
+        Figure(
+            "RAM" if from_disk else "VRAM",
+            memory_text(stats),
+            draw=lambda columns: memory_line(stats, columns),
+            rank=1,
+        ),
         Figure("", "", draw=lambda columns: share_line(stats, columns), rank=3),
     ]
+    if from_disk and stats.bytes_per_token is not None:
+        shown.insert(2, Figure("read/token", format_bytes(round(stats.bytes_per_token)), rank=1))
     if stats.tau:
         shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
     if stats.lookahead is not None:

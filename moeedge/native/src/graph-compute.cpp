@@ -380,7 +380,8 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     const bool          may_be_ahead = is_hybrid && is_after && !has_hook;
     const block_outcome ahead        = may_be_ahead ? compute_ahead(self, parsed, graph) : BLOCK_NOT_COMPUTED;
     wait_for_inputs(self); // they are there if the block was computed
-    const bool is_from_ram = self->from_ram && !parsed.blocks.empty();
+    // a forked process has none of the threads that load experts: it computes them from the mapped file
+    const bool is_from_ram = self->from_ram && !parsed.blocks.empty() && !self->ram->is_lost();
     if (!is_after && !is_hybrid && !is_from_ram) {
         ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
         return ggml_backend_graph_compute(self->cpu, &extended);

@@ -47,7 +47,8 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
     elif info.n_whole_layers == info.n_expert_layers:
         place = "experts on the GPU"
     elif info.cache_slots:
-        place = f"{_cached(info)} experts on {device_name(info.device)}, policy {info.policy}"
+        preposition = "in" if figures.is_ram(info.device) else "on"
+        place = f"{_cached(info)} experts {preposition} {device_name(info.device)}, policy {info.policy}"
     elif info.n_whole_layers:
         place = f"experts of {info.n_expert_layers - info.n_whole_layers} layers on the CPU"
     else:
