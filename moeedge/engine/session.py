@@ -22,7 +22,7 @@ from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptE
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.llama.context_size import choose_n_ctx
+from moeedge.llama.context_size import RAM_TIER_N_CTX, choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
@@ -36,7 +36,6 @@ from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 Observer = Callable[[StepRecord, "Session"], None]
 
-RAM_CONTEXT_TOKENS = 8192  # unless the user names a size, where experts are loaded into what memory is left
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 _RESERVED_TOKENS = 4
 
@@ -379,7 +378,7 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
     """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
     free_bytes = None  # of this machine
     if device.kind == "ram" and not config.n_ctx:
-        n_ctx = min(models[0].info.n_ctx_train, RAM_CONTEXT_TOKENS)
+        n_ctx = min(models[0].info.n_ctx_train, RAM_TIER_N_CTX)
         if n_ctx < models[0].info.n_ctx_train:
             notes.append(f"The context is {n_ctx:,} tokens, so that memory is left for experts. Set it with -c N.")
         return n_ctx

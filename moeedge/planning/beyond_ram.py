@@ -19,7 +19,6 @@ import numpy as np
 from moeedge.planning.memory_map import MemoryMap
 from moeedge.scheduler.sizing import default_reserve, plan_budget
 
-N_CTX = 8192  # tokens, unless the user names a context: a larger one takes memory from the experts
 ASSUMED_DISK_BYTES_PER_S = 1e9
 ASSUMED_RAM_BYTES_PER_S = 20e9  # of a CPU that computes from memory, two channels of DDR4
 MORE_RAM = (1.5, 2.0, 3.0)  # times the free memory

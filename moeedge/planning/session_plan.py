@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass
 
 from moeedge.engine.types import ALL_ON_CPU
-from moeedge.planning.beyond_ram import N_CTX, RamTier, RamTierRequest, plan_ram_tier
+from moeedge.llama.context_size import RAM_TIER_N_CTX
+from moeedge.planning.beyond_ram import RamTier, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
@@ -78,7 +79,7 @@ def make_session_plan(
 def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest) -> RamTier | None:
     """Experts in RAM at the user's context, or at the one that such a session has without one."""
     facts, draft = planner.facts, planner.draft_facts
-    n_ctx = planner.config.n_ctx or min(chosen.n_ctx, N_CTX)
+    n_ctx = planner.config.n_ctx or min(chosen.n_ctx, RAM_TIER_N_CTX)
     found = chosen if n_ctx == chosen.n_ctx else planner.map(n_ctx)
     n_layers, n_bytes = planner.host_experts
     return plan_ram_tier(
