@@ -35,7 +35,10 @@ def resolve_device(config: EngineConfig) -> ResolvedDevice:
 
 def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
     """Whether experts are loaded from the file into slots in RAM."""
-    if config.ram == "off" or config.mode == "stock" or device.kind in ("gpu", "rpc"):
+    if config.ram == "off" or config.mode == "stock":
+        return False
+    # what -dev names keeps its experts; without a GPU auto may stand for the emulated device
+    if device.kind != "none" and not (device.kind == "emulated" and config.device == "auto"):
         return False
     summary = gguf_file.read_summary(config.model)
     if not summary.expert_layers:

@@ -114,6 +114,8 @@ class Session:
             notes: list[str] = []
             if model.info.n_experts == 0:
                 notes.append(Notification(f"{config.model.name} is dense, no experts: placement off."))
+            elif isinstance(config.ram, int) and device.kind not in ("ram", "none"):
+                notes.append(f"Experts are placed on {device.label}: --ram has no effect.")
             draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = _context_size(config, device, models, notes)

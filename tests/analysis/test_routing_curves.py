@@ -98,7 +98,7 @@ def published_trace(data_folder: Path) -> Path:
 def test_curves_of_the_published_trace(data_folder: Path) -> None:
     """gpt-oss-20b, all 307 texts: equal to a recomputation from the file's arrays, and near the data set's own table.
 
-    The table has the figures of a part of the text that it does not name; all windows of all texts give 0.3 to 0.9 %
+    The table probably has the figures of a part of the text; all windows of all texts give 0.3 to 0.9 %
     more distinct experts.
     """
     file = published_trace(data_folder)

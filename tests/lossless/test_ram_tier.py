@@ -136,3 +136,10 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
             with pytest.raises(ValueError, match="utility"):
                 cache.set_utilities(np.zeros((1, 1), dtype=np.float32))
             cache.detach()
+
+
+def test_the_device_that_was_named_keeps_its_experts(tiny_moe: Path) -> None:
+    config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="emulated", ram=1 << 20)
+    with Session.open(config) as session:
+        assert session.info.device.startswith("emulated")
+        assert any("--ram" in note for note in session.info.notes)
