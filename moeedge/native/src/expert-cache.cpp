@@ -192,9 +192,6 @@ void expert_cache::release(int layer, const int32_t * slots, int n) {
 }
 
 bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots) try {
-    if (core->loader) {
-        return core->loader->stage(layer, experts, n, slots);
-    }
     struct request {
         std::vector<int32_t> experts, slots;
         bool                 is_done = false;

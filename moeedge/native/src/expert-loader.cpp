@@ -1,13 +1,8 @@
 #include "expert-loader.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <memory>
 
 namespace moeedge {
-
-// above every priority of a table: a computation waits for staging slots
-static constexpr int stage_priority = 256;
 
 expert_loader::expert_loader(const expert_layout & of, const slot_pools & to, double bytes_per_s)
     : reader(bytes_per_s), layout(of), pools(to), requests((size_t) of.n_layers * of.n_experts, 0) {}
@@ -16,13 +11,13 @@ bool expert_loader::open(const moeedge_cache_config & config, std::string & erro
     return reader.open(config.files, config.n_files, config.disk_buffered != 0, error);
 }
 
-int64_t expert_loader::read(int layer, int expert, int slot, bool is_staging, int priority, end_call ended) {
+int64_t expert_loader::read(int layer, int expert, int slot, int priority, end_call ended) {
     const int               group = layout.group_of[layer];
     std::vector<read_range> ranges;
     for (size_t r = 0; r < layout.slices[layer].size(); r++) {
         const expert_slice & slice = layout.slices[layer][r];
         const size_t         bytes = layout.groups[group].roles[r].bytes;
-        ggml_tensor *        pool  = is_staging ? pools.stage(group, (int) r) : pools.tensor(group, (int) r);
+        ggml_tensor *        pool  = pools.tensor(group, (int) r);
         ranges.push_back({ slice.file, slice.offset + expert * slice.stride, bytes, (char *) pool->data + slot * bytes });
     }
     return reader.enqueue(std::move(ranges), priority, [this, layer, expert, call = std::move(ended)](const read_end & end) {
@@ -34,35 +29,11 @@ int64_t expert_loader::read(int layer, int expert, int slot, bool is_staging, in
 }
 
 void expert_loader::load(int layer, int expert, int slot, int priority, end_call ended) {
-    requests[(size_t) layer * layout.n_experts + expert] =
-        read(layer, expert, slot, /* is_staging = */ false, priority, std::move(ended));
+    requests[(size_t) layer * layout.n_experts + expert] = read(layer, expert, slot, priority, std::move(ended));
 }
 
 void expert_loader::hasten(int layer, int expert, int priority) {
     reader.raise(requests[(size_t) layer * layout.n_experts + expert], priority);
-}
-
-bool expert_loader::stage(int layer, const int32_t * experts, int n, const int32_t * slots) {
-    struct arrivals {
-        std::mutex              mutex;
-        std::condition_variable changed;
-        int                     n_left;
-        bool                    have_all = true;
-    };
-    const auto all = std::make_shared<arrivals>();
-    all->n_left    = n;
-    for (int i = 0; i < n; i++) {
-        read(layer, experts[i], slots[i], /* is_staging = */ true, stage_priority, [all](bool has_arrived) {
-            std::lock_guard<std::mutex> lock(all->mutex);
-            all->have_all &= has_arrived;
-            if (--all->n_left == 0) {
-                all->changed.notify_all();
-            }
-        });
-    }
-    std::unique_lock<std::mutex> lock(all->mutex);
-    all->changed.wait(lock, [&] { return all->n_left == 0; });
-    return all->have_all;
 }
 
 void expert_loader::end() {

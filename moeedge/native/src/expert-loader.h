@@ -28,8 +28,6 @@ class expert_loader {
     void load(int layer, int expert, int slot, int priority, end_call ended);
     // lets an expert that is being loaded overtake those of lower priority
     void hasten(int layer, int expert, int priority);
-    // reads experts [n] into staging slots [n] before all others, and waits for them; false: failed or cancelled
-    bool stage(int layer, const int32_t * experts, int n, const int32_t * slots);
     // drops the loads that have not begun and waits for the others
     void end();
 
@@ -41,7 +39,7 @@ class expert_loader {
     direct_reader reader;
 
   private:
-    int64_t read(int layer, int expert, int slot, bool is_staging, int priority, end_call ended);
+    int64_t read(int layer, int expert, int slot, int priority, end_call ended);
     void    note_failure(int layer, int expert, const read_end & end);
 
     const expert_layout & layout;

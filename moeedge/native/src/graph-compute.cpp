@@ -433,13 +433,16 @@ enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
     return status;
 }
 
-void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+bool set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+    if (cache && (cache->device().is_ram ? self->cache : self->ram)) {
+        return false;
+    }
     self->parsed.clear(); // they name the old cache's pools
     if (cache && cache->device().is_ram) {
         self->from_ram.reset();
         self->ram = std::move(cache);
         self->from_ram.reset(new ram_executor(self->ram, self->cpu, self->cpu_dev));
-        return;
+        return true;
     }
     if (self->cache && self->cache->is_foreign()) {
         self->hybrid.release(); // its threads and its device stayed in the process that forked this one
@@ -450,6 +453,7 @@ void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
         self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
         self->hybrid->set_n_threads(self->n_threads);
     }
+    return true;
 }
 
 void remove_cache(instance * self, const expert_cache * cache) {

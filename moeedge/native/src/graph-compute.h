@@ -17,9 +17,9 @@ void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_opt
 
 enum ggml_status compute_graph(instance * self, ggml_cgraph * graph);
 
-// From the next graph on; an instance has at most one cache of the device "ram" and one of another device. Null detaches the
-// latter. Never while the instance computes.
-void set_cache(instance * self, std::shared_ptr<expert_cache> cache);
+// From the next graph on. A cache replaces one of its kind; false: the instance has a cache of the other kind, of the device
+// "ram" or of another one. Null detaches that of another device. Never while the instance computes.
+bool set_cache(instance * self, std::shared_ptr<expert_cache> cache);
 // detaches that one
 void remove_cache(instance * self, const expert_cache * cache);
 

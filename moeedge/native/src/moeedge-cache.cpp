@@ -66,7 +66,9 @@ int moeedge_instance_set_cache(int64_t instance_id, int64_t id) {
         if (id != 0 && !cache) {
             return no_cache();
         }
-        moeedge::set_cache(&self, cache);
+        if (!moeedge::set_cache(&self, cache)) {
+            return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "A context has either a cache in RAM or one on another device.");
+        }
         if (id == 0) {
             moeedge::remove_cache(&self, self.ram.get());
         }

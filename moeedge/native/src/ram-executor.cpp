@@ -30,6 +30,20 @@ class want_guard {
     const std::vector<int32_t> & waiting;
 };
 
+// Unpins slots, however the computation from them ends.
+class pin_guard {
+  public:
+    pin_guard(expert_cache & c, int block_layer, const std::vector<int32_t> & pinned) : cache(c), layer(block_layer), slots(pinned) {}
+    ~pin_guard() { cache.release(layer, slots.data(), (int) slots.size()); }
+    pin_guard(const pin_guard &)             = delete;
+    pin_guard & operator=(const pin_guard &) = delete;
+
+  private:
+    expert_cache &               cache;
+    const int                    layer;
+    const std::vector<int32_t> & slots;
+};
+
 ram_executor::ram_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : pair_columns(cpu_backend, dev), cache(std::move(c)), pairs_of((size_t) cache->n_experts()) {}
 
@@ -42,6 +56,9 @@ bool ram_executor::place(placed_chain & placed) const {
 // groups the pairs by expert
 void ram_executor::sort_pairs(bool skips_unweighted) {
     waiting.clear();
+    for (index_list & pairs : pairs_of) { // an exception may have left some
+        pairs.clear();
+    }
     for (size_t p = 0; p < experts.size(); p++) {
         if (skips_unweighted && weights[p] == 0.0f) {
             continue;
@@ -80,25 +97,25 @@ bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_r
         }
     }
     bool ok = true;
-    for (size_t i = 0; i < n && ok;) {
-        chunk.clear();
-        chunk_slots.clear();
-        for (; i < n && (chunk.empty() || chunk.size() + pairs_of[(size_t) waiting[i]].size() <= n_pairs_max); i++) {
-            const index_list & pairs = pairs_of[(size_t) waiting[i]];
-            chunk.insert(chunk.end(), pairs.begin(), pairs.end());
-            chunk_slots.insert(chunk_slots.end(), pairs.size(), found[i]);
+    {
+        const pin_guard pins(*cache, layer, found);
+        for (size_t i = 0; i < n && ok;) {
+            chunk.clear();
+            chunk_slots.clear();
+            for (; i < n && (chunk.empty() || chunk.size() + pairs_of[(size_t) waiting[i]].size() <= n_pairs_max); i++) {
+                const index_list & pairs = pairs_of[(size_t) waiting[i]];
+                chunk.insert(chunk.end(), pairs.begin(), pairs.end());
+                chunk_slots.insert(chunk_slots.end(), pairs.size(), found[i]);
+            }
+            const float * columns = columns_of_slots(placed, chunk, chunk_slots, record.cpu_ns);
+            if (columns) {
+                scatter(placed.chain, chunk, columns);
+            }
+            ok = columns != nullptr;
         }
-        const float * columns = columns_of_slots(placed, chunk, chunk_slots, record.cpu_ns);
-        if (columns) {
-            scatter(placed.chain, chunk, columns);
-        }
-        ok = columns != nullptr;
     }
-    cache->release(layer, found.data(), (int) n);
     for (size_t i = 0; i < n; i++) {
-        index_list & pairs = pairs_of[(size_t) waiting[i]];
-        (is_first ? record.pairs_device : record.pairs_cpu) += (int32_t) pairs.size();
-        pairs.clear();
+        (is_first ? record.pairs_device : record.pairs_cpu) += (int32_t) pairs_of[(size_t) waiting[i]].size();
     }
     cache->table().forget(layer, waiting.data(), (int) n);
     waiting.erase(waiting.begin(), waiting.begin() + (ptrdiff_t) n);
@@ -131,9 +148,6 @@ block_outcome ram_executor::compute(const placed_chain & placed, int phase, bool
         while (ok && !waiting.empty()) {
             ok = compute_resident(placed, record, /* is_first = */ false);
         }
-    }
-    for (const int32_t expert : waiting) {
-        pairs_of[(size_t) expert].clear();
     }
     if (!ok) {
         return BLOCK_ABORTED;

@@ -193,7 +193,10 @@ int residency_table::clear() {
     std::unique_lock<std::mutex> lock(mutex);
     n_plans++;
     for (group_state & group : groups) {
+        std::vector<queued> kept;
+        keep_demanded(group, kept);
         cancel_queue(group);
+        group.queue.swap(kept);
         group.victims.clear();
         group.deferred.clear();
     }
@@ -203,11 +206,13 @@ int residency_table::clear() {
     }
     for (group_state & group : groups) {
         for (int32_t owner : std::vector<int32_t>(group.owner)) {
-            if (owner >= 0) {
+            if (owner >= 0 && !awaited[owner]) {
                 evict(group, owner);
             }
         }
     }
+    mark_work(); // room for what is awaited
+    work.notify_one();
     return MOEEDGE_STATUS_OK;
 }
 

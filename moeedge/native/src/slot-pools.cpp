@@ -15,8 +15,8 @@ namespace moeedge {
 static constexpr double shrink_factor = 0.9;
 
 slot_pools::~slot_pools() {
-    // the buffers of a lost device are leaked, see device-health.h
-    if (!device->health->is_lost()) {
+    // the buffers of a lost device are leaked, see device-health.h; host memory is not lost
+    if (device->is_ram || !device->health->is_lost()) {
         free();
     }
 }
