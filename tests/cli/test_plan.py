@@ -112,8 +112,14 @@ def test_what_cannot_fit_is_said_and_no_error(header: str) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.slow
 def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    temporary = tmp_path / "temporary"  # the folder of kept measurements is next to it
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "moeedge", "plan", "-m", header]
+
+    def left_behind() -> list[Path]:
+        return list(temporary.iterdir())
+
     piped = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, stdin=subprocess.DEVNULL
     )
@@ -124,9 +130,9 @@ def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, t
     stopped = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, stdin=subprocess.DEVNULL
     )
-    while stopped.poll() is None and not list(tmp_path.iterdir()):
+    while stopped.poll() is None and not left_behind():
         time.sleep(0.01)
     stopped.send_signal(signal.SIGINT)
     _, complaints = stopped.communicate(timeout=120)
     assert stopped.returncode in (0, 130) and b"Traceback" not in complaints
-    assert not list(tmp_path.iterdir())
+    assert not left_behind()
