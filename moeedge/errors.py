@@ -3,7 +3,7 @@
 MoeedgeError                    exit 1   something failed
   BackendError                  exit 1   the native library or llama.cpp is unusable
     VersionMismatchError        exit 1   not the llama.cpp version or backend API that moeedge was compiled for
-  EngineError                   exit 1   llama.cpp failed to load, allocate or decode
+  EngineError                   exit 1   llama.cpp failed to load, allocate or decode; an answer cannot go on
   DownloadError                 exit 1   a file could not be downloaded
   SandboxError                  exit 1   the sandbox for programs cannot be started
   DiskSpaceError                exit 1   a file does not fit on the disk
@@ -45,7 +45,7 @@ class VersionMismatchError(BackendError):
 
 
 class EngineError(MoeedgeError):
-    """llama.cpp failed to load a model, allocate a context or decode a batch."""
+    """llama.cpp failed to load a model, allocate a context or decode a batch, or an answer cannot go on."""
 
 
 class DeviceFailedError(EngineError):

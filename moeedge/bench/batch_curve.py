@@ -14,13 +14,13 @@ from moeedge.bench.records import BenchRow
 
 @dataclass(frozen=True)
 class BatchCurve:
-    """Speed-ups of one mode at one draft length by N."""
+    """Speed-ups of one mode at one draft length, with one expert cache, by N."""
 
-    mode: str
-    gamma: int
+    name: str
     measured: dict[int, float]  # by N
     samples: dict[int, tuple[float, ...]]
     predicted: dict[int, float]  # empty without a fit
+    beyond: set[int]  # N whose verifications have more tokens than any batch of the fit
 
     @property
     def peak(self) -> int:
@@ -35,15 +35,16 @@ class BatchCurve:
 
 def batch_curves(rows: Sequence[BenchRow]) -> list[BatchCurve]:
     """Returns the curves of the rows' modes with drafts, in the order of the rows."""
-    curves: dict[tuple[str, int], BatchCurve] = {}
+    curves: dict[str, BatchCurve] = {}
     for row in rows:
         figures = row.parallel
         if figures is None or figures.speed_up is None:
             continue
-        key = row.mode, int(row.setup["gamma"])
-        curve = curves.setdefault(key, BatchCurve(*key, {}, {}, {}))
+        curve = curves.setdefault(figures.curve, BatchCurve(figures.curve, {}, {}, {}, set()))
         curve.measured[figures.n_parallel] = figures.speed_up
         curve.samples[figures.n_parallel] = figures.speed_up_samples
         if figures.predicted_speed_up is not None:
             curve.predicted[figures.n_parallel] = figures.predicted_speed_up
+            if figures.beyond_measured:
+                curve.beyond.add(figures.n_parallel)
     return list(curves.values())

@@ -114,18 +114,20 @@ class FittedPair:
 
     target: str  # file names
     draft: str
+    device: str  # that holds experts
     threads: int
     model: StepModel
     acceptance: Acceptance
     max_tokens: int  # of the largest batch that was measured
 
-    def differences(self, config: EngineConfig) -> list[str]:
-        """A sentence for each thing in which a run differs from the one that was fitted."""
+    def differences(self, config: EngineConfig, device: str) -> list[str]:
+        """A sentence for each thing in which a run differs from the one that was fitted; device: the run's label."""
         draft = config.draft.name if isinstance(config.draft, Path) else config.draft or "none"
         threads = config.n_threads or library.physical_cores()
         pairs = (
             ("model", self.target, config.model.name),
             ("draft", self.draft, draft),
+            ("device", self.device, device),
             ("number of threads", str(self.threads), str(threads)),
         )
         return [
@@ -139,6 +141,10 @@ class FittedPair:
         if gamma > len(self.acceptance.at_least):
             return None
         return self.model.speed_up(self.acceptance.tokens(gamma), self.acceptance.drafts(gamma), batch_size)
+
+    def exceeds(self, gamma: int, batch_size: int) -> bool:
+        """Whether a verification of `batch_size` sequences has more tokens than any batch that was measured."""
+        return batch_size * (gamma + 1) > self.max_tokens
 
 
 def read_fit(path: Path) -> FittedPair:
@@ -156,6 +162,7 @@ def read_fit(path: Path) -> FittedPair:
         return FittedPair(
             str(record["model"]),
             str(record["draft"]),
+            str(record["device"]),
             int(record["threads"]),
             model,
             Acceptance(

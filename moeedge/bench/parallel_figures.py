@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moeedge.bench.config import REFERENCE, BenchMode
@@ -20,12 +20,14 @@ class ParallelFigures:
     """What a row says about N texts that are decoded together."""
 
     n_parallel: int  # N
+    curve: str  # the mode and what distinguishes it, as in its label, without N
     sequence_ts: float | None  # tokens/s of one of the texts
     plain_mode: str | None  # that speed_up is over: the same without drafts and with the same N
     speed_up: float | None  # throughput over that of plain_mode, median of pairs
     speed_up_samples: tuple[float, ...]  # one per repetition
     predicted_speed_up: float | None  # by the fit, with its own acceptance
-    predicted_by_tokens: float | None  # by the fit, with the tokens per step of this row
+    predicted_by_tokens: float | None  # by the fit, with the tokens and drafts per step of this row
+    beyond_measured: bool | None  # a verification has more tokens than any batch of the fit; None without a prediction
     full_batch_share: float | None  # of the decoding time: steps with N texts, which alone count
 
 
@@ -40,13 +42,17 @@ def parallel_record(figures: ParallelFigures | None) -> dict[str, Any]:
 def plain_mode(mode: BenchMode, modes: Sequence[BenchMode]) -> BenchMode | None:
     """Returns the mode that decodes as many texts without drafts: of the same engine if there is one, else stock-ar.
 
-    None for a mode without drafts.
+    Expert caches of both have the same policy and cache ratio. None for a mode without drafts.
     """
     if not mode.drafts:
         return None
     plain = [other for other in modes if not other.drafts and other.n_parallel == mode.n_parallel]
-    same = [other for other in plain if other.engine == mode.engine]
+    same = [other for other in plain if _cache_of(other) == _cache_of(mode)]
     return next(iter([*same, *(other for other in plain if other.name == REFERENCE)]), None)
+
+
+def _cache_of(mode: BenchMode) -> tuple[object, ...]:
+    return mode.engine, mode.policy, mode.cache_ratio
 
 
 def parallel_figures(
@@ -63,17 +69,22 @@ def parallel_figures(
     n_parallel = mode.n_parallel or 1
     throughput_ts = quotient(sum(s.decode_tokens for s in own), sum(s.decode_s for s in own))
     ratios = [] if plain is None else paired_ratios(own, plain[1], lambda sample: sample.tg_ts)
-    n_tokens = quotient(sum(s.decode_tokens for s in own), sum(s.steps for s in own))
-    predicts = fit is not None and gamma > 0
+    n_steps = sum(s.steps for s in own)
+    n_tokens = quotient(sum(s.decode_tokens for s in own), n_steps)
+    n_drafts = quotient(sum(s.drafted for s in own), n_steps)
+    predicted, by_tokens = None, None
+    if fit is not None and gamma > 0:
+        predicted = fit.speed_up(gamma, n_parallel)
+        by_tokens = fit.model.speed_up(n_tokens, n_drafts, n_parallel) if n_tokens and n_drafts else None
     return ParallelFigures(
         n_parallel=n_parallel,
+        curve=replace(mode, gamma=gamma or None, n_parallel=None).label,
         sequence_ts=None if throughput_ts is None else throughput_ts / n_parallel,
         plain_mode=plain[0].name if plain is not None and ratios else None,
         speed_up=statistics.median(ratios) if ratios else None,
         speed_up_samples=tuple(ratios),
-        predicted_speed_up=fit.speed_up(gamma, n_parallel) if fit is not None and predicts else None,
-        predicted_by_tokens=(
-            fit.model.speed_up(n_tokens, gamma, n_parallel) if fit is not None and predicts and n_tokens else None
-        ),
+        predicted_speed_up=predicted,
+        predicted_by_tokens=by_tokens,
+        beyond_measured=fit.exceeds(gamma, n_parallel) if fit is not None and (predicted or by_tokens) else None,
         full_batch_share=quotient(sum(s.decode_s for s in own), sum(s.all_decode_s for s in own)),
     )

@@ -146,7 +146,7 @@ def bench(
         refuse_with_parallel(
             {
                 "--score": score,
-                "-p": bool(n_prompt),
+                "-p": n_prompt is not None,
                 "--trace-out": trace_out is not None,
                 "--expert-budget": budgets.expert_budget is not None,
                 "--perplexity": budgets.perplexity is not None,

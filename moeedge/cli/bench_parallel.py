@@ -17,8 +17,6 @@ from moeedge.errors import InputError
 if TYPE_CHECKING:
     from moeedge.bench.config import BenchPlan
 
-MOST_PARALLEL = 64
-
 Parallel = Annotated[
     str | None,
     option(
@@ -49,14 +47,17 @@ class ParallelOptions:
     def counts(self) -> tuple[int, ...]:
         """Numbers of texts, ascending; () without --parallel. Raises InputError."""
         from moeedge.bench.config import parse_numbers
+        from moeedge.engine.types import MAX_N_PARALLEL
 
         if self.parallel is None:
             if self.fit is not None:
                 raise InputError("--fit predicts the batch-size curve.", "Add --parallel 1,2,4,8.")
             return ()
         counts = parse_numbers(self.parallel, "--parallel", least=1)
-        if max(counts) > MOST_PARALLEL:
-            raise InputError(f"At most {MOST_PARALLEL} texts are decoded together, not {max(counts)}.")
+        if max(counts) > MAX_N_PARALLEL:
+            raise InputError(
+                f"At most {MAX_N_PARALLEL} texts are decoded together, not {max(counts)}.", "Use a smaller --parallel."
+            )
         return tuple(sorted(counts))
 
 
@@ -73,6 +74,7 @@ def measure_parallel(
     """Runs the plan, prints the rows and draws the curve. Returns the exit code."""
     from moeedge.bench.fit_report import read_fit
     from moeedge.bench.parallel import ParallelBench
+    from moeedge.engine.loading import resolve_device
     from moeedge.ui.bench_views import difference_lines, render
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.parallel_plots import draw_batch_curves
@@ -80,7 +82,7 @@ def measure_parallel(
 
     pair = None if fit is None else read_fit(fit)
     if pair is not None:
-        notes = notes + pair.differences(plan.base)
+        notes = notes + pair.differences(plan.base, resolve_device(plan.base).label)
     if verbose:
         show_log()
     progress = BenchProgress(bar=not verbose)
@@ -88,12 +90,15 @@ def measure_parallel(
         progress.note(note)
     with ParallelBench(plan, pair, progress) as run, Interrupt() as interrupt:
         interrupt.arm()
-        with progress:
-            finished = run.run(cancel=interrupt)
-        interrupt.disarm()
-    for line in difference_lines(run.rows):
-        progress.note(line)
-    typer.echo(render(run.rows, output.value), nl=False)
+        try:
+            with progress:
+                finished = run.run(cancel=interrupt)
+        finally:  # the rows of the numbers that were measured come out, whatever happens
+            interrupt.disarm()
+            for line in difference_lines(run.rows):
+                progress.note(line)
+            if run.rows:
+                typer.echo(render(run.rows, output.value), nl=False)
     if plot is not None and not draw_batch_curves(run.rows, plot):
         progress.note("No mode with drafts was measured next to plain decoding: there is nothing to draw.")
     if not finished:

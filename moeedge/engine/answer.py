@@ -110,10 +110,11 @@ class Answer:
         self.notes.append(f"The context of {n_ctx:,} tokens is full; -c N makes it larger.")
         return False
 
-    def interrupt(self) -> None:
-        """Ends the answer here and leaves both KV caches with the accepted text only."""
+    def interrupt(self, loop: SpeculativeLoop) -> None:
+        """Ends the answer here and leaves both KV caches with the accepted text only, if they are still its loop's."""
         self.stop_reason = "interrupted"
-        self.state.restore()
+        if not loop.is_replaced:
+            self.state.restore()
 
     def read(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """The text that `tokens` add, in entire characters; last: no more tokens come."""

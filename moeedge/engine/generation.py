@@ -18,6 +18,7 @@ class Generation(Answer):
 
     `text` is all that `pieces` has yielded. begun: as of `Answer`. recover: called when a GPU has failed; it gives the
     loop contexts without it, or raises an error. The step is then repeated, with the same random numbers.
+    Iterating raises EngineError where another answer has begun in the session.
     """
 
     def __init__(
@@ -54,17 +55,19 @@ class Generation(Answer):
         """Ends the answer here; what was emitted stays in `tokens` and in the KV cache."""
         self._steps.close()
         if self.stop_reason is None:
-            self.interrupt()
+            self.interrupt(self._loop)
 
     def _run(self) -> Generator[StepRecord, None, None]:
         loop, stats = self._loop, self.stats
         try:
+            loop.check_owner()
             start_s = time.perf_counter()
             record = repeated(partial(loop.prefill, self.state), loop, self._recover)
             yield self.add_prompt(record, time.perf_counter() - start_s)
             while self.stop_reason is None:
+                loop.check_owner()
                 if self._cancel is not None and self._cancel():
-                    self.interrupt()
+                    self.interrupt(loop)
                 elif self.make_room():
                     start_s = time.perf_counter()
                     if stats.steps == 0:
@@ -77,4 +80,4 @@ class Generation(Answer):
                     decode_s = time.perf_counter() - start_s
                     yield self.add_step(record, decode_s=decode_s, sense_s=max(0.0, loop.sense_s - sense_s))
         except (KeyboardInterrupt, Cancelled):
-            self.interrupt()
+            self.interrupt(loop)

@@ -21,7 +21,7 @@ class ParallelStep:
     """One step of all texts; times are wall-clock seconds."""
 
     n_active: int  # texts
-    tokens: int  # that became part of the answers
+    tokens: int  # that became part of the answers, and stop tokens
     n_verified: int
     n_drafted: int
     n_accepted: int
@@ -79,7 +79,8 @@ class ParallelGeneration:
     A text's first record is its prompt's, with its first token. The times and experts of a record are those of the
     entire step. `answers[index]` are the answers, in the order in which they were added. Texts wait until a sequence is
     free; they take the one whose KV cache holds most of their prompt. Between two records texts may be added and
-    stopped. An iteration ends when no text is left, and goes on with texts that are added later.
+    stopped. An iteration ends when no text is left, and goes on with texts that are added later. It raises EngineError
+    where another answer has begun in the session.
 
     new_answer: makes the answer of (prompt, n_predict, sampling), and raises MoeedgeError for a prompt that does not
     fit. draft_of: the source of drafts for the text in a sequence. recover: as of `Generation`.
@@ -119,7 +120,7 @@ class ParallelGeneration:
     def stop(self, index: int) -> None:
         """Ends one answer here; what was emitted stays in its `tokens` and in the KV cache."""
         if index in self._active or index == self._joining:
-            self.answers[index].interrupt()
+            self.answers[index].interrupt(self._loop)
             self._end(index)
         elif index in self._waiting:
             self._waiting.remove(index)
@@ -141,6 +142,7 @@ class ParallelGeneration:
 
     def _advance(self) -> None:
         """Decodes the prompt of a text that joins, or one step of all texts; of a long prompt a part before each."""
+        self._loop.check_owner()
         try:
             if self._cancel is not None and self._cancel():
                 self._interrupt()
@@ -205,7 +207,7 @@ class ParallelGeneration:
         n_tokens = 0
         for (index, answer), record in zip(active, records, strict=True):
             shown = answer.add_step(record, decode_s=step_s, sense_s=sense_s)
-            n_tokens += len(shown.tokens)
+            n_tokens += len(shown.tokens) + (answer.stop_reason == "eos")
             self._hand_out(index, shown)
         self.stats.steps.append(
             ParallelStep(
@@ -246,7 +248,7 @@ class ParallelGeneration:
         self._waiting.clear()
         joining = [] if self._joining is None else [self._joining]
         for index in (*self._active, *joining):
-            self.answers[index].interrupt()
+            self.answers[index].interrupt(self._loop)
             self._end(index)
         for answer in self.answers:
             answer.stop_reason = answer.stop_reason or "interrupted"

@@ -22,7 +22,7 @@ from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptE
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.llama.context_size import RAM_TIER_N_CTX, choose_n_ctx
+from moeedge.llama.context_size import N_CTX_STEP, RAM_TIER_N_CTX, choose_n_ctx
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
@@ -48,6 +48,7 @@ class Session:
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
     record of a step of several texts holds their sums.
+    Only the answers that began last go on: earlier ones raise EngineError when they are continued.
     placement: places experts; None without a device. calibration: what was measured for it, or None. layer_choice: how
     a GPU was divided between whole layers and cache, and what else was measured; None where there was no choice.
     notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
@@ -242,6 +243,9 @@ class Session:
         return generation
 
     def _new_loop(self, cancel: Callable[[], bool] | None) -> SpeculativeLoop:
+        """The loop of new answers; those in progress lose the KV caches."""
+        if self._loop is not None:
+            self._loop.is_replaced = True
         self._loop = SpeculativeLoop(
             self.target,
             placement=None if self._fell_back else self.placement,
@@ -380,7 +384,7 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
     """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
     free_bytes = None  # of this machine
     if device.kind == "ram" and not config.n_ctx:
-        n_ctx = min(models[0].info.n_ctx_train, RAM_TIER_N_CTX)
+        n_ctx = min(models[0].info.n_ctx_train, max(N_CTX_STEP, RAM_TIER_N_CTX // config.n_parallel))
         if n_ctx < models[0].info.n_ctx_train:
             notes.append(f"The context is {n_ctx:,} tokens, so that memory is left for experts. Set it with -c N.")
         return n_ctx

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moeedge.engine.drafts import DraftRequest, DraftSource, Proposal, propose_together
 from moeedge.engine.sampling import Sampler
+from moeedge.errors import EngineError
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
@@ -78,10 +79,19 @@ class SpeculativeLoop:
         self.texts: list[TextState] = []
         self.counts: Counts | None = None  # of the last verification or prefill
         self.placement = placement
+        self.is_replaced = False  # the KV caches belong to the texts of a later loop
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
         self._call_observers = observe
         self._cancel = cancel
         self._n_expert_layers = len(target.model.host_expert_layers)
+
+    def check_owner(self) -> None:
+        """Raises EngineError where a later loop has taken over the KV caches."""
+        if self.is_replaced:
+            raise EngineError(
+                "The answer cannot go on: another one has begun in the same session.",
+                "Read each answer to its end first, or answer the prompts together with generate_parallel.",
+            )
 
     def step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """One verification with at most so many drafts of each text; they must fit the context with one more token.

@@ -10,7 +10,7 @@ from moeedge.errors import InputError
 from moeedge.llama.model import Model
 from moeedge.units import format_bytes
 
-# tokens unless the user names a size, where experts are loaded into what memory is left
+# tokens of all texts unless the user names a size, where experts are loaded into what memory is left
 RAM_TIER_N_CTX = 8192
 N_CTX_STEP = 256  # tokens; llama.cpp rounds contexts to this
 _BYTES_PER_VALUE = 2  # the KV cache is float16 by default

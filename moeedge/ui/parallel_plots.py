@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeedge.bench.batch_curve import batch_curves
+from moeedge.bench.batch_curve import BatchCurve, batch_curves
 from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
     """Throughput by N on the left; on the right measured speed-ups as points, those of a fit as dashed lines.
 
-    Bars go from the smallest to the largest pair. Returns False, and writes no file, where no mode with drafts was
-    measured next to plain decoding. Raises InputError where the file cannot be written.
+    The fit's lines are dotted where batches are larger than those that it was measured with. A mode at a draft length
+    has one colour in both. Bars go from the smallest to the largest pair. Returns False, and writes no file, where no
+    mode with drafts was measured next to plain decoding. Raises InputError where the file cannot be written.
     """
     curves = batch_curves(rows)
     if not curves:
@@ -26,23 +27,19 @@ def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
     setup = next(row.setup for row in rows if row.setup["gamma"])
     figure.suptitle(f"{setup['model']}, draft {setup['draft']}, {rows[0].test}, {setup['threads']} threads")
     throughput, speed_up = figure.subplots(1, 2)
-    _draw_throughput(throughput, rows)
-    for index, curve in enumerate(curves):
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+    names = dict.fromkeys(row.parallel.curve for row in rows if row.parallel is not None)
+    styles = {
+        name: {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        for index, name in enumerate(names)
+    }
+    _draw_throughput(throughput, rows, styles)
+    for curve in curves:
+        style = styles[curve.name]
         sizes, values = list(curve.measured), list(curve.measured.values())
         low = [value - min(curve.samples[n]) for n, value in curve.measured.items()]
         high = [max(curve.samples[n]) - value for n, value in curve.measured.items()]
-        label = f"{curve.mode} gamma {curve.gamma}"
-        speed_up.errorbar(sizes, values, yerr=(low, high), label=label, markersize=5, capsize=2, **style)
-        if curve.predicted:
-            speed_up.plot(
-                list(curve.predicted),
-                list(curve.predicted.values()),
-                "--",
-                color=style["color"],
-                linewidth=1,
-                label="by the fit" if index == 0 else None,
-            )
+        speed_up.errorbar(sizes, values, yerr=(low, high), label=curve.name, markersize=5, capsize=2, **style)
+        _draw_prediction(speed_up, curve, style["color"], label="by the fit" if curve is curves[0] else None)
     speed_up.axhline(1, color="0.5", linewidth=0.8)
     speed_up.set_ylabel("speed-up over plain decoding of as many texts")
     speed_up.set_ylim(bottom=0)
@@ -57,15 +54,20 @@ def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
     return True
 
 
-def _draw_throughput(axes: Any, rows: Sequence[BenchRow]) -> None:
+def _draw_prediction(axes: Any, curve: BatchCurve, colour: str, label: str | None) -> None:
+    sizes, values = list(curve.predicted), list(curve.predicted.values())
+    n_known = sum(n not in curve.beyond for n in sizes)
+    start = max(n_known - 1, 0)
+    axes.plot(sizes[:n_known], values[:n_known], "--", color=colour, linewidth=1, label=label if n_known else None)
+    axes.plot(sizes[start:], values[start:], ":", color=colour, linewidth=1, label=None if n_known else label)
+
+
+def _draw_throughput(axes: Any, rows: Sequence[BenchRow], styles: Mapping[str, dict[str, Any]]) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.parallel is not None and row.tg is not None:
-            gamma = row.setup["gamma"]
-            name = f"{row.mode} gamma {gamma}" if gamma else row.mode
-            lines.setdefault(name, []).append((row.parallel.n_parallel, row.tg.mean))
-    for index, (name, points) in enumerate(lines.items()):
-        style = {"color": COLOURS[-1 - index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-        axes.plot(*zip(*points, strict=True), label=name, markersize=4, **style)
+            lines.setdefault(row.parallel.curve, []).append((row.parallel.n_parallel, row.tg.mean))
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), label=name, markersize=4, **styles[name])
     axes.set_ylabel("tokens per second, all texts")
     axes.set_ylim(bottom=0)

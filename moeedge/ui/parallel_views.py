@@ -16,6 +16,12 @@ def _output(row: BenchRow) -> str | None:
     return None if row.output is None else row.output.summary
 
 
+def _prediction(row: BenchRow, value: float | None) -> str | None:
+    if row.parallel is None or value is None:
+        return None
+    return f"{'~' if row.parallel.beyond_measured else ''}{value:.3f}"
+
+
 _COLUMNS = (
     text_column("test", "test"),
     Column("parallel", lambda row: row.parallel.n_parallel),
@@ -34,8 +40,8 @@ _COLUMNS = (
     Column("output", _output),
     Column("/ stock-ar", "ratio", ".3f"),
     Column("speed-up", lambda row: row.parallel.speed_up, ".3f"),
-    Column("predicted", lambda row: row.parallel.predicted_speed_up, ".3f"),
-    Column("by tokens/step", lambda row: row.parallel.predicted_by_tokens, ".3f"),
+    Column("predicted", lambda row: _prediction(row, row.parallel.predicted_speed_up)),
+    Column("by tokens/step", lambda row: _prediction(row, row.parallel.predicted_by_tokens)),
 )
 _OF_CACHE = {"policy", "cache", "hits"}
 _OF_FIT = {"predicted", "by tokens/step"}
@@ -51,16 +57,22 @@ def parallel_markdown(rows: Sequence[BenchRow]) -> str:
 
 def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
     """How the columns are to be read, and each curve in one line."""
+    curves = batch_curves(rows)
     return [
         "t/s: of all texts, in steps of as many texts as asked for. speed-up: over plain decoding of as many texts.",
-        *(_curve_line(curve) for curve in batch_curves(rows)),
+        *(
+            ["~: more tokens in a batch than the fit was measured with."]
+            if any(curve.beyond for curve in curves)
+            else []
+        ),
+        *(_curve_line(curve) for curve in curves),
     ]
 
 
 def _curve_line(curve: BatchCurve) -> str:
     numbers = ", ".join(f"{value:.2f}" for value in curve.measured.values())
     sizes = ", ".join(map(str, curve.measured))
-    line = f"{curve.mode} gamma {curve.gamma}: {numbers} for N = {sizes}; the most with N = {curve.peak}"
+    line = f"{curve.name}: {numbers} for N = {sizes}; the most with N = {curve.peak}"
     if not curve.errors:
         return f"{line}."
     predicted = ", ".join(f"{value:.2f}" for value in curve.predicted.values())

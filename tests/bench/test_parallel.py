@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moeedge.bench.batch_curve import batch_curves
-from moeedge.bench.config import MODES, BenchPlan, BudgetSweep, parallel_modes, parse_modes
+from moeedge.bench.config import MODES, BenchPlan, BudgetSweep, Sweep, parallel_modes, parse_modes
 from moeedge.bench.fit_report import read_fit
 from moeedge.bench.parallel import ParallelBench
-from moeedge.bench.parallel_figures import plain_mode
+from moeedge.bench.parallel_figures import parallel_figures, plain_mode
 from moeedge.bench.records import BenchRow
+from moeedge.bench.samples import Sample
 from moeedge.data import load_dataset
 from moeedge.errors import InputError
 from tests.bench.recording import Recorder, make_plan
 from tests.support.commands import refused, run, run_json
 
 TEXTS = ("the sea", "a stone and a bird", "def add(a, b):", "one two three", "go home", "what is it?")
+SAMPLE = Sample(
+    mode="", prompt="", turn=0, repetition=0, order=0, decode_tokens=1, decode_s=1, all_decode_s=1, steps=4, drafted=8
+)
 
 FIT = {
+    "device": "none",
     "threads": 1,
-    "times": {"n_experts": 16, "n_used": 4, "target": [{"n_tokens": 64}]},
+    "times": {"n_experts": 16, "n_used": 4, "target": [{"n_tokens": 12}]},
     "acceptance": {"at_least": [0.5, 0.3, 0.2], "drafted": [1.0, 1.0, 1.0], "n_steps": 100},
     "ridge_point_tokens": 8.0,
     "experts_in_sequence": False,
@@ -103,9 +109,9 @@ def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list
     assert own.parallel.speed_up_samples == pytest.approx(expected)
     assert own.parallel.speed_up == pytest.approx(sum(expected) / 2)
     curves = batch_curves(rows)
-    assert [(curve.mode, curve.gamma, list(curve.measured)) for curve in curves] == [
-        ("moeedge", 1, [1, 4]),
-        ("moeedge", 3, [1, 4]),
+    assert [(curve.name, list(curve.measured)) for curve in curves] == [
+        ("moeedge gamma 1", [1, 4]),
+        ("moeedge gamma 3", [1, 4]),
     ]
     assert curves[0].peak in (1, 4) and curves[0].errors == {}
 
@@ -121,6 +127,29 @@ def test_without_plain_decoding_of_the_engine_stock_is_the_base() -> None:
     assert plain_mode(modes[-1], modes[1:3]) is None
     with pytest.raises(InputError):
         parallel_modes([MODES["stock-ncmoe"]], (2,))
+
+
+def test_plain_decoding_has_the_same_expert_cache() -> None:
+    swept = Sweep(("lru", "utility"), (0.25, 0.5)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
+    modes = parallel_modes(swept, (2,))
+    found = {mode.label: plain_mode(mode, modes) for mode in modes if mode.drafts}
+    assert len(found) == 5
+    for label, plain in found.items():
+        expected = "stock-ar parallel 2" if label.startswith("stock") else label.replace("moeedge", "moeedge-ar")
+        assert plain is not None and plain.label == expected
+
+
+def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
+    rows = []
+    for mode in parallel_modes(Sweep(ratios=(0.25, 0.5)).modes(parse_modes("moeedge,moeedge-ar")), (1, 2)):
+        sample = replace(SAMPLE, mode=mode.label, decode_tokens=10 if mode.drafts else 8)
+        plain = (mode, [replace(sample, decode_tokens=8)]) if mode.drafts else None
+        figures = parallel_figures(mode, [sample], plain, 4 if mode.drafts else 0, None)
+        rows.append(SimpleNamespace(parallel=figures))
+    curves = batch_curves(rows)  # type: ignore[arg-type]
+    assert [(curve.name, curve.measured) for curve in curves] == [
+        (f"moeedge {ratio} gamma 4", {1: 1.25, 2: 1.25}) for ratio in (0.25, 0.5)
+    ]
 
 
 def test_fewer_prompts_than_texts_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
@@ -157,19 +186,28 @@ def test_command_with_a_fit(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) ->
     for row in rows:
         if row["gamma"]:
             assert row["predicted_speed_up"] == pytest.approx(fitted.speed_up(row["gamma"], row["n_parallel"]))
-            by_tokens = fitted.model.speed_up(row["tokens_per_step"], row["gamma"], row["n_parallel"])
+            drafts = sum(s["drafted"] for s in row["samples"]) / sum(s["steps"] for s in row["samples"])
+            assert 0 < drafts <= row["gamma"]
+            by_tokens = fitted.model.speed_up(row["tokens_per_step"], drafts, row["n_parallel"])
             assert row["predicted_by_tokens"] == pytest.approx(by_tokens)
+            assert row["beyond_measured"] == (row["n_parallel"] * (row["gamma"] + 1) > 12)
             assert row["speed_up"] == pytest.approx(row["speed_up_samples"][0])
         else:
             assert row["speed_up"] is None and row["predicted_speed_up"] is None
     text = run(*bench)
     assert text.exit_code == 0, text.output
-    assert "stock-sd gamma 3" in text.stdout and "Predicted" in text.stdout
+    assert "stock-sd gamma 3" in text.stdout and "Predicted" in text.stdout and "~" in text.stdout
 
 
 def test_options_that_exclude_each_other(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1"]
-    for wrong in (["--score"], ["-p", "64"], ["--trace-out", str(tmp_path / "a.npz")], ["--expert-budget", "4"]):
+    for wrong in (
+        ["--score"],
+        ["-p", "64"],
+        ["-p", "0"],
+        ["--trace-out", str(tmp_path / "a.npz")],
+        ["--expert-budget", "4"],
+    ):
         assert "--parallel" in refused("bench", *pair, "--dataset", "toy", "--parallel", "2", *wrong)
     assert "--fit" in refused("bench", *pair, "--dataset", "toy", "--fit", str(tmp_path / "fit.json"))
     assert "0" in refused("bench", *pair, "--dataset", "toy", "--parallel", "0")

@@ -14,7 +14,7 @@ import pytest
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import ContextTooSmallError, EmptyPromptError, InputError
+from moeedge.errors import ContextTooSmallError, EmptyPromptError, EngineError, InputError
 from moeedge.native.decoding import Decoder
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
@@ -114,6 +114,9 @@ def test_a_stop_token_ends_one_text(session: Session, alone: list[list[int]], mo
     for answer, tokens in zip(generation.answers, alone, strict=True):
         expected = tokens[: tokens.index(stop)] if stop in tokens else tokens
         assert (answer.tokens, answer.stop_reason) == (expected, "eos" if stop in tokens else "length")
+    # stop tokens are decoded, and the first token of each text belongs to its prompt
+    n_decoded = sum(max(len(a.tokens) - 1 + (a.stop_reason == "eos"), 0) for a in generation.answers)
+    assert generation.stats.generated_tokens == n_decoded
 
 
 def test_the_text_is_that_of_a_single_run(session: Session) -> None:
@@ -248,6 +251,34 @@ def test_closing_early(session: Session, alone: list[list[int]]) -> None:
         next(generation)
     generation.close()
     assert {answer.stop_reason for answer in generation.answers} == {"interrupted"}
+    again = start(session)
+    list(again)
+    assert [answer.tokens for answer in again.answers] == alone
+
+
+def test_the_answer_that_began_last_goes_on(session: Session, alone: list[list[int]]) -> None:
+    """Earlier answers raise an error when they are continued, and leave the KV caches alone when they are closed."""
+    first = session.generate(PROMPTS[0], n_predict=N_PREDICT, sampling=GREEDY)
+    steps = iter(first)
+    next(steps)
+    together = start(session)
+    with pytest.raises(EngineError):
+        next(steps)
+    for _ in range(7):
+        next(together)
+    first.close()
+    last = session.generate(PROMPTS[2], n_predict=N_PREDICT, sampling=GREEDY)
+    steps = iter(last)
+    next(steps)
+    with pytest.raises(EngineError):
+        list(together)
+    together.close()
+    assert {answer.stop_reason for answer in together.answers} == {"interrupted"}
+    list(steps)
+    assert last.tokens == alone[2]
+    assert first.tokens == alone[0][: len(first.tokens)]
+    dropped = iter(session.generate(PROMPTS[1], n_predict=N_PREDICT, sampling=GREEDY))
+    next(dropped)
     again = start(session)
     list(again)
     assert [answer.tokens for answer in again.answers] == alone
