@@ -10,6 +10,7 @@ class Level(Enum):
     """How much a notification asks for attention."""
 
     INFO = "info"  # a choice that the program made, or something that takes a while
+    NOTICE = "notice"  # the same, but shown at the start of a session
     WARNING = "warning"  # something asked for is off, slower or lost
 
 
@@ -28,7 +29,7 @@ Notify = Callable[[Notification], None]
 
 
 def is_warning(note: str) -> bool:
-    """Whether a note needs attention: all do but notifications of level INFO."""
+    """Whether a note needs attention: all do but notifications of another level."""
     return not isinstance(note, Notification) or note.level is Level.WARNING
 
 

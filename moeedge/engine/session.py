@@ -23,6 +23,7 @@ from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import N_CTX_STEP, RAM_TIER_N_CTX, choose_n_ctx
+from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
@@ -147,6 +148,8 @@ class Session:
                     notify=notify,
                     notes=notes,
                 )
+            if device.kind == "ram" and (placement is None or not placement.active):
+                let_experts_read_ahead(model.path)
             if placement is not None:
                 stack.callback(placement.close)
                 if target.budget is not None:

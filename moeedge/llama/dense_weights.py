@@ -98,6 +98,12 @@ class SplitWeights:
         return DenseWeights(sum(tensor.size_bytes for tensor in self.dense), read_s, locked_bytes)
 
 
+def let_experts_read_ahead(path: Path) -> None:
+    """Lets faults in the experts' ranges read ahead again, for a model that is computed from the mapped file."""
+    for file, ranges in ranges_by_file(SplitWeights.read(path).experts).items():
+        advise_normal(file, ranges)
+
+
 def _read_pieces(path: Path, pieces: Sequence[tuple[int, int]]) -> None:
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_N_READERS) as pool:
         descriptor = file.fileno()

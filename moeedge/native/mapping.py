@@ -40,13 +40,20 @@ def advise_normal(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
 def lock_in_memory(path: Path, ranges: Sequence[tuple[int, int]]) -> int:
     """Locks ranges of a mapped file into memory as long as the mapping lives; returns the locked bytes, in pages.
 
-    ranges: as of `advise_normal`. Stops at the first range that exceeds the limit of locked memory (ulimit -l).
+    ranges: as of `advise_normal`. Stops where the limit of locked memory (ulimit -l) is reached.
     """
     n_locked = 0
     for address, n_bytes in _addresses(path, ranges):
-        if _libc().mlock(address, n_bytes) != 0:
-            break
-        n_locked += n_bytes
+        end, piece_bytes = address + n_bytes, n_bytes
+        while address < end:
+            piece_bytes = min(piece_bytes, end - address)
+            if _libc().mlock(address, piece_bytes) == 0:
+                address += piece_bytes
+                n_locked += piece_bytes
+            elif piece_bytes > _PAGE:
+                piece_bytes = max(_PAGE, piece_bytes // 2 // _PAGE * _PAGE)
+            else:
+                return n_locked
     return n_locked
 
 

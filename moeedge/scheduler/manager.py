@@ -15,6 +15,7 @@ from moeedge.errors import BackendError, MoeedgeError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
+from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.native import ActivationCapture
 from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
@@ -75,6 +76,7 @@ class PlacementManager:
         self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
         self._sensor = target.sensor
         self._op_offload = target.op_offload
+        self._path = target.model.path
         self._cached_layers = list(target.model.host_expert_layers)
         self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
@@ -345,7 +347,9 @@ class PlacementManager:
             _, capacity, expert_bytes = self.cache.groups()
             slots_bytes = int((capacity * expert_bytes).sum())  # staging slots stay
             n_freed = -(-missing_bytes * info.n_slots // slots_bytes)
-            self.resize(info.n_slots - n_freed)
+            # memory of slots in RAM is taken as experts arrive: those that hold nothing give nothing back
+            n_taken = self.cache.stats().slots_used if self._device.kind == "ram" else info.n_slots
+            self.resize(n_taken - n_freed)
             now = self.cache.info.n_slots
             effect = (
                 f"has shrunk from {info.n_slots:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
@@ -368,6 +372,9 @@ class PlacementManager:
         self.wait()
         n_experts = len(self._cached_layers) * self.cache.info.n_experts
         self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
+        if self._device.kind == "ram" and not self.cache.info.n_slots:
+            with suppress(MoeedgeError):  # a file that is gone
+                let_experts_read_ahead(self._path)
         shape = cache_shape(self.cache)
         self.driver.use(self._remake_policy(shape))
         if self._kept_activations is not None:

@@ -124,7 +124,8 @@ def _open_cache(
     reading = devices.read_memory(device) if device.kind in ("gpu", "ram") else None
     free_bytes = reading.free_bytes if reading is not None else device.free_bytes
     if device.kind == "ram":
-        free_bytes = ram_tier.free_for_slots(free_bytes, target, tensors)
+        assert target.model.dense is not None  # loaded for this
+        free_bytes = ram_tier.free_for_slots(free_bytes, target.model.dense)
     budget = cache_budget(
         config,
         device,

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.llama.context import Context
-from moeedge.llama.gguf_file import expert_bytes
+from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache, ExpertTensor
-from moeedge.notifications import Notification
+from moeedge.notifications import Level, Notification
 from moeedge.policies.base import Plan, Policy, ScoringPolicy
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.kept_activations import KeptActivations
@@ -24,9 +24,12 @@ from moeedge.units import format_bytes
 _POOL_SLOTS = 512
 
 
-def free_for_slots(free_bytes: int, target: Context, tensors: list[ExpertTensor]) -> int:
-    """Bytes of RAM that are left for slots; the kernel counts the dense weights as free, but they are always in use."""
-    return max(0, free_bytes - (target.model.info.size_bytes - expert_bytes(tensors)))
+def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
+    """Bytes of RAM that are left for slots.
+
+    The kernel counts dense weights that are not locked as free, but they are always in use.
+    """
+    return max(0, free_bytes - max(0, dense.n_bytes - dense.locked_bytes))
 
 
 def pool_bytes_max(tensors: list[ExpertTensor]) -> int:
@@ -39,17 +42,20 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     info = target.model.info
     n_all = info.n_expert_layers * info.n_experts
     slots = cache.info.n_slots
-    return [
+    experts = (
         f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed, "
         f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
-        f"policy {policy}.",
-        Notification(_describe_dense(target)),
-    ]
-
-
-def _describe_dense(target: Context) -> str:
+        f"policy {policy}."
+    )
     dense = target.model.dense
     assert dense is not None  # loaded for this
+    return [Notification(experts, Level.NOTICE), Notification(describe_dense(dense), Level.NOTICE)]
+
+
+def describe_dense(dense: DenseWeights) -> str:
+    """A sentence for the user: whether the dense weights are locked in memory."""
+    if dense.locked_bytes == 0:
+        return f"{format_bytes(dense.n_bytes)} of other weights are in the page cache; raise ulimit -l to lock them."
     locked = "locked" if dense.locked_bytes >= dense.n_bytes else f"{format_bytes(dense.locked_bytes)} of it locked"
     return f"{format_bytes(dense.n_bytes)} of other weights stay in memory, {locked}."
 

@@ -51,17 +51,20 @@ def plan_budget(
     cache_ratio: float | None = None,
     default_ratio: float | None = None,
     experts_on_device: bool = False,
+    in_ram: bool = False,
 ) -> CacheBudget:
     """The cache for a model whose experts take `expert_bytes_total`, on a device with `free_bytes` left.
 
     free_bytes: after weights, KV caches and compute buffers are allocated. total_bytes: of the device, 0 where unknown.
     At most one of vram_bytes and cache_ratio (PlacementConfig checks them) is the user's, default_ratio the device's;
     without any the cache takes all that is free except the reserve. experts_on_device: llama.cpp has put them there.
+    in_ram: the device is the memory that the CPU computes from, vram_bytes the user's --ram.
     Raises InputError for more memory than the device has.
     """
     if vram_bytes is not None and 0 < total_bytes < vram_bytes:
+        option, place = ("--ram", "the memory") if in_ram else ("--vram", "the device")
         raise InputError(
-            f"--vram {format_bytes(vram_bytes)} is larger than the device, which has {format_bytes(total_bytes)}.",
+            f"{option} {format_bytes(vram_bytes)} is larger than {place}, which has {format_bytes(total_bytes)}.",
             "Give less, or leave it out to take what is free.",
         )
     if experts_on_device:
@@ -93,8 +96,8 @@ def plan_budget(
     if n_slots < wanted_slots:
         notes.append(
             f"The expert cache has shrunk from {format_bytes(_bytes(wanted_slots, expert_bytes_total, n_all))} to "
-            f"{format_bytes(_bytes(n_slots, expert_bytes_total, n_all))}: {format_bytes(free_bytes)} are free on the "
-            f"device, {format_bytes(reserve_bytes)} of them kept in reserve."
+            f"{format_bytes(_bytes(n_slots, expert_bytes_total, n_all))}: {format_bytes(free_bytes)} are free "
+            f"{'in memory' if in_ram else 'on the device'}, {format_bytes(reserve_bytes)} of them kept in reserve."
         )
     return CacheBudget(n_slots / n_all, n_slots, _bytes(n_slots, expert_bytes_total, n_all), notes=tuple(notes))
 
@@ -126,6 +129,8 @@ def whole_expert_bytes(model: Model) -> int:
 
 def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
     """Slots to stream experts through in large batches, where that may be faster than the CPU."""
+    if kind == "ram":  # prompts load experts into their slots
+        return 0
     if config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu"):
         return 2 * min(n_experts, _STAGING_EXPERTS)
     return 0
@@ -199,4 +204,5 @@ def cache_budget(
         cache_ratio=cache_ratio,
         default_ratio=default_ratio,
         experts_on_device=whole_bytes > 0 and n_layers == 0,
+        in_ram=device.kind == "ram",
     )

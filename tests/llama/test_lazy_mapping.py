@@ -189,11 +189,27 @@ def test_a_limit_of_locked_memory_is_no_error(wide: Path, monkeypatch: pytest.Mo
         assert model.dense is not None and model.dense.locked_bytes == 0 < model.dense.n_bytes
 
 
-class SmallLimit:
-    """A C library whose mlock fails."""
+@on_linux
+def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    limit = SmallLimit(5 * page)
+    monkeypatch.setattr(mapping, "_libc", lambda: limit)
+    with Model.load(wide, experts_from_file=True) as model:
+        assert model.dense is not None
+        assert 4 * page < model.dense.locked_bytes <= 5 * page
 
-    def mlock(self, _address: int, _n_bytes: int) -> int:
-        return -1
+
+class SmallLimit:
+    """A C library whose mlock fails beyond a limit."""
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        self.left_bytes = limit_bytes
+
+    def mlock(self, _address: int, n_bytes: int) -> int:
+        if n_bytes > self.left_bytes:
+            return -1
+        self.left_bytes -= n_bytes
+        return 0
 
     def madvise(self, _address: int, _n_bytes: int, _advice: int) -> int:
         return 0

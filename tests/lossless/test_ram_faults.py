@@ -130,6 +130,7 @@ def test_a_disk_that_fails_ends_the_decode(path: Path, expected: list[np.ndarray
         cache.set_read_faults(ReadFault.EIO, 0)
         assert cache.drain(10.0)  # what was under way fails, too
         assert_equal(decode(context), expected)
+        assert cache.reader().error == ""
 
 
 def test_a_file_that_changes_gives_no_wrong_token(path: Path, expected: list[np.ndarray], tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
+from moeedge.llama.dense_weights import DenseWeights
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.notifications import Level, Notification
+from moeedge.scheduler import manager as manager_module
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer
@@ -143,3 +147,35 @@ def test_the_device_that_was_named_keeps_its_experts(tiny_moe: Path) -> None:
     with Session.open(config) as session:
         assert session.info.device.startswith("emulated")
         assert any("--ram" in note for note in session.info.notes)
+
+
+def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty slots give no memory back; without slots the file's pages are read ahead again."""
+    read_ahead: list[Path] = []
+    monkeypatch.setattr(manager_module, "let_experts_read_ahead", read_ahead.append)
+    tensors, _ = expert_tensors(tiny_moe)
+    config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=2 * expert_bytes(tensors))
+    with Session.open(config) as session:
+        manager = session.placement
+        assert manager is not None
+        notices = [note for note in session.info.notes if isinstance(note, Notification)]
+        assert [note.level for note in notices[:2]] == [Level.NOTICE] * 2
+        greedy_answer(session, PROMPT[:4], 2)
+        n_used, n_slots = manager.cache.stats().slots_used, manager.cache.info.n_slots
+        assert 10 < n_used < n_slots
+        _, capacity, slot_bytes = manager.cache.groups()
+        mean_bytes = int((capacity * slot_bytes).sum()) / n_slots
+        assert manager._watch is not None
+        monkeypatch.setattr(manager._watch, "missing_bytes", lambda: round(4 * mean_bytes))
+        manager._check_memory()
+        assert manager.cache.info.n_slots == n_used - 4
+        assert read_ahead == []
+        monkeypatch.setattr(manager._watch, "missing_bytes", lambda: 1 << 50)
+        manager._check_memory()
+        assert manager.cache.info.n_slots == 0 and read_ahead == [tiny_moe]
+
+
+def test_dense_weights_that_are_not_locked_leave_less_for_slots() -> None:
+    assert free_for_slots(100, DenseWeights(n_bytes=40, read_s=0.0, locked_bytes=0)) == 60
+    assert free_for_slots(100, DenseWeights(n_bytes=40, read_s=0.0, locked_bytes=44)) == 100
+    assert "ulimit" in describe_dense(DenseWeights(n_bytes=40, read_s=0.0, locked_bytes=0))

@@ -95,6 +95,9 @@ def test_ratio_outside_the_unit_interval(ratio: float) -> None:
 def test_a_size_beyond_the_device_is_an_error() -> None:
     with pytest.raises(InputError, match=r"--vram 30.0 GiB is larger than the device, which has 24.0 GiB"):
         plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB)
+    with pytest.raises(InputError) as raised:
+        plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB, in_ram=True)
+    assert "--ram" in raised.value.message and "device" not in raised.value.message
     with pytest.raises(ValueError, match="vram_bytes"):
         PlacementConfig(vram_bytes=-1)
     with pytest.raises(ValueError, match="exclude each other"):

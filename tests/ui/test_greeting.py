@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
-from moeedge.notifications import Notification
+from moeedge.notifications import Level, Notification
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, warnings_of
 from tests.ui.test_figures import INFO
@@ -65,6 +65,15 @@ def test_the_greeting_has_four_short_lines(info: EngineInfo, words: list[str], t
     assert ("a toy model" in lines[0]) == toy
     for word in words:
         assert word in "\n".join(lines)
+
+
+def test_a_notice_is_shown_and_is_no_warning() -> None:
+    info = replace(INFO, notes=[Notification("Experts are in RAM.", Level.NOTICE)])
+    console = Console(file=io.StringIO(), width=80)
+    print_header(console, info, toy=False)
+    assert "Experts are in RAM." in shown(info)
+    assert "Experts are in RAM." in console.file.getvalue()  # type: ignore[attr-defined]
+    assert warnings_of(info) == []
 
 
 def test_a_header_is_one_line_and_its_warnings() -> None:

@@ -93,6 +93,7 @@ class expert_cache {
     residency_table & table() { return *core->table; }
     // why a wanted expert could not be loaded
     std::string       load_error() const;
+    void              clear_load_error();
     void              get_info(moeedge_cache_info & out) const;
     void              get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
     void              set_batch(int n_experts) { core->batch.store(n_experts); }

@@ -143,6 +143,7 @@ block_outcome ram_executor::compute(const placed_chain & placed, int phase, bool
     record.n_tokens             = (int32_t) chain.n_tokens();
     bool ok = true;
     {
+        cache->clear_load_error(); // of an earlier block
         const want_guard wants(cache->table(), chain.layer, waiting);
         ok = compute_resident(placed, record, /* is_first = */ true);
         while (ok && !waiting.empty()) {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from moeedge import __version__
-from moeedge.notifications import is_warning
+from moeedge.notifications import Level, Notification, is_warning
 from moeedge.ui import figures
 from moeedge.ui.console import say
 from moeedge.ui.figures import Figure, device_name, percent
@@ -22,8 +22,8 @@ _KEYS = "Type a message. /help lists the commands, /info the details; Ctrl-D lea
 
 
 def print_greeting(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """Four lines (model, draft, experts, keys), one for an expert budget, then a line per warning."""
-    choices = [line for line in (info.layers, _budget_line(info)) if line]
+    """Four lines (model, draft, experts, keys), one for an expert budget and per notice, then a line per warning."""
+    choices = [line for line in (info.layers, _budget_line(info), *_notices_of(info)) if line]
     for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), *choices, _KEYS):
         say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
@@ -31,10 +31,12 @@ def print_greeting(console: Console, info: EngineInfo, *, toy: bool, warnings: S
 
 
 def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """One line about a session that gives a single answer or a profile, then a line per choice and warning."""
+    """One line about a session that gives a single answer or a profile, then a line per choice, notice and warning."""
     say(console, header_line(info, toy=toy))
     if info.layers:
         say(console, info.layers)
+    for notice in _notices_of(info):
+        say(console, notice)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
 
@@ -79,6 +81,11 @@ def details(info: EngineInfo) -> list[Figure]:
 def warnings_of(info: EngineInfo) -> list[str]:
     """The notes about what is off, slower or missing."""
     return [note for note in info.notes if is_warning(note)]
+
+
+def _notices_of(info: EngineInfo) -> list[str]:
+    """The notes about what was chosen that are shown at default verbosity."""
+    return [note for note in info.notes if isinstance(note, Notification) and note.level is Level.NOTICE]
 
 
 def _model_line(info: EngineInfo, *, toy: bool) -> str:
