@@ -25,10 +25,11 @@ from moeedge.bench.samples import Sample, common_samples, counted
 from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import Prompt
-from moeedge.engine.loading import resolve_device
+from moeedge.engine.loading import kv_on_gpu, resolve_device
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.llama.context_size import choose_n_ctx
 
 _WARM_UP_TOKENS = 8
 
@@ -61,6 +62,7 @@ class ParallelBench:
         assert plan.dataset is not None
         asked = [replace(prompt, turns=prompt.turns[:1]) for prompt in plan.dataset.prompts]
         most = max(mode.n_parallel or 1 for mode in plan.modes)
+        self._device = resolve_device(plan.base)
         with ExitStack() as stack:
             self._models = load_models(plan.base, plan.modes, stack)
             self._base, kept = fit_context(plan.base, self._models[0], asked, plan.n_predict, 0)
@@ -72,8 +74,8 @@ class ParallelBench:
                     f"{most} texts are to be decoded together, and there are {len(self._prompts)} prompts.",
                     "Use a larger --limit, a larger dataset or a smaller --parallel.",
                 )
+            self._check_memory(most)
             (self._stock,) = open_arms(self._base, [MODES[REFERENCE]], self._models, stack)
-            self._device = resolve_device(plan.base)
             self._prompt_ids = [self._stock.prompt_tokens(_messages(prompt)) for prompt in self._prompts]
             self._resources = stack.pop_all()
         return self
@@ -100,6 +102,16 @@ class ParallelBench:
                 self._measure(current, cancel)
                 self.rows += self._rows_of(current, reference)
         return not cancel()
+
+    def _check_memory(self, most: int) -> None:
+        """Raises InputError, before anything is measured, where the contexts of the largest N do not fit."""
+        try:
+            replace(self._base, n_parallel=most)
+        except ValueError as error:
+            raise InputError(f"Too large: {error}.", "Use a smaller -c or a smaller --parallel.") from None
+        if not kv_on_gpu(self._base, self._device, self._models[0]):
+            models = [model for model in self._models if model is not None]
+            choose_n_ctx(models, self._base.n_ctx, n_parallel=most)
 
     def _report(self, notes: Iterable[str]) -> None:
         """Reports each note once."""

@@ -6,18 +6,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moeedge.bench.batch_curve import batch_curves
 from moeedge.bench.config import MODES, BenchPlan, BudgetSweep, Sweep, parallel_modes, parse_modes
 from moeedge.bench.fit_report import read_fit
+from moeedge.bench.harness import BenchArm
 from moeedge.bench.parallel import ParallelBench
 from moeedge.bench.parallel_figures import parallel_figures, plain_mode
 from moeedge.bench.records import BenchRow
 from moeedge.bench.samples import Sample
 from moeedge.data import load_dataset
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
 from tests.bench.recording import Recorder, make_plan
 from tests.support.commands import refused, run, run_json
 
@@ -158,6 +160,13 @@ def test_fewer_prompts_than_texts_are_refused(tmp_path: Path, tiny_moe: Path, ti
         pass
 
 
+def test_contexts_of_the_largest_number_are_checked_first(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (1, 4))
+    plan = replace(plan, base=replace(plan.base, n_ctx=2**23))  # four times that is more than can be counted
+    with pytest.raises(InputError, match="4 texts"), ParallelBench(plan, None, Recorder()):
+        pass
+
+
 def test_an_interrupted_run_keeps_the_repetitions_of_all_modes(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path
 ) -> None:
@@ -197,6 +206,24 @@ def test_command_with_a_fit(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) ->
     text = run(*bench)
     assert text.exit_code == 0, text.output
     assert "stock-sd gamma 3" in text.stdout and "Predicted" in text.stdout and "~" in text.stdout
+
+
+def test_rows_come_out_where_a_later_number_of_texts_fails(
+    tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = ParallelBench._answer
+
+    def failing(bench: ParallelBench, arm: BenchArm, *others: Any) -> tuple[Sample, list[Sample]]:
+        if arm.mode.n_parallel == 3:
+            raise EngineError("No memory.")
+        return answer(bench, arm, *others)
+
+    monkeypatch.setattr(ParallelBench, "_answer", failing)
+    work = ["--dataset", str(write_texts(tmp_path)), "-n", "4", "-r", "1", "--ignore-eos", "--modes", "stock-ar"]
+    options = ["-m", str(tiny_moe), "-c", "512", "-t", "1", "-dev", "none", "--no-warmup", "-o", "json"]
+    result = run("bench", *options, *work, "--parallel", "2,3")
+    assert result.exit_code == 1
+    assert [row["n_parallel"] for row in json.loads(result.stdout)] == [2]
 
 
 def test_options_that_exclude_each_other(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:

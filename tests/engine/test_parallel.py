@@ -359,6 +359,14 @@ def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> Non
         Session.open(EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), n_parallel=2, device="none"))
 
 
+def test_texts_share_the_context_of_models_larger_than_ram(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeedge.engine.session.RAM_TIER_N_CTX", 1024)
+    with Session.open(replace(config, n_ctx=0, ram=1 << 24, draft=None, gamma=0)) as session:
+        assert session.info.n_ctx == session.target.n_ctx == 512
+
+
 def test_no_prompts(session: Session) -> None:
     generation = start(session, prompts=[])
     assert list(generation) == [] and generation.stats.tg_ts == 0 and generation.stats.acceptance_rate is None
