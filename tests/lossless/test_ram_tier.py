@@ -11,6 +11,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.experts import Residency
+from moeedge.llama import dense_weights
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -173,6 +174,16 @@ def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch:
         monkeypatch.setattr(manager._watch, "missing_bytes", lambda: 1 << 50)
         manager._check_memory()
         assert manager.cache.info.n_slots == 0 and read_ahead == [tiny_moe]
+
+
+def test_without_slots_the_file_is_read_ahead(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int]] = []
+    tensors, _ = expert_tensors(tiny_moe)
+    monkeypatch.setattr(dense_weights, "advise_normal", lambda _path, ranges: advised.extend(ranges))
+    with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=1)) as session:
+        assert session.placement is None
+    covered = [any(at <= tensor.offset < at + size for at, size in advised) for tensor in tensors]
+    assert all(covered)
 
 
 def test_dense_weights_that_are_not_locked_leave_less_for_slots() -> None:
