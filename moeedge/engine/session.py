@@ -28,6 +28,7 @@ from moeedge.llama.model import Mode, Model
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
@@ -101,6 +102,8 @@ class Session:
         """
         check_policy(config.placement)
         device = resolve_device(config)
+        if device.kind == "ram":
+            ram_tier.check_policy(config.placement.policy)
         if "no-sd" in config.placement.ablations and config.mode == "moeedge":
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from moeedge.errors import InputError
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache, ExpertTensor
@@ -22,6 +20,17 @@ from moeedge.units import format_bytes
 
 # slots in one tensor, about: llama.cpp's CPU kernel for experts looks at every one of them in each matrix product
 _POOL_SLOTS = 512
+# whose scores say which expert goes; other systems are defined by what they prefetch or place, which is not done here
+POLICIES = ("spac", "lfu", "lru")
+
+
+def check_policy(name: str) -> None:
+    """Raises InputError for a policy that does not order the experts in RAM."""
+    if name not in POLICIES:
+        raise InputError(
+            f"The policy {name} does not decide which experts stay in RAM.",
+            f"Choose from: {', '.join(POLICIES)}; or --ram off, so that llama.cpp maps the file.",
+        )
 
 
 def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
@@ -84,5 +93,5 @@ class RamStore(CacheStore):
     def push(self, plan: Plan) -> None:
         """Sets by what experts are evicted until the next plan: the policy's scores."""
         policy = self._policy()
-        scores: NDArray[np.float32] = policy.score if isinstance(policy, ScoringPolicy) else plan.utility
-        self.cache.set_utilities(scores)
+        assert isinstance(policy, ScoringPolicy)  # by check_policy
+        self.cache.set_utilities(policy.score)

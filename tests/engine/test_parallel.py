@@ -18,6 +18,7 @@ from moeedge.errors import ContextTooSmallError, EmptyPromptError, EngineError, 
 from moeedge.native.decoding import Decoder
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
+from tests.support.interruption import interrupt_decode
 from tests.support.recurrent import make_mamba
 
 GREEDY = SamplingConfig(temperature=0)
@@ -211,18 +212,8 @@ def test_ctrl_c_at_any_decode(
     session: Session, monkeypatch: pytest.MonkeyPatch, alone: list[list[int]], at_call: int
 ) -> None:
     """Prompts of either model, drafts, verifications: all KV caches hold accepted text, and the answers go on."""
-    real, calls = Decoder.__call__, 0
-
-    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
-        nonlocal calls
-        calls += 1
-        code = real(self, batch, wait=wait)
-        if calls == at_call:
-            raise KeyboardInterrupt
-        return int(code)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "__call__", interrupted)
+        interrupt_decode(patch, at_call)
         generation = start(session)
         list(generation)
     assert {answer.stop_reason for answer in generation.answers} == {"interrupted"}

@@ -24,9 +24,9 @@ from moeedge.errors import (
 )
 from moeedge.llama import library
 from moeedge.native.abi import Phase
-from moeedge.native.decoding import Decoder
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
+from tests.support.interruption import interrupt_decode
 from tests.support.stock import StockContext
 
 GREEDY = SamplingConfig(temperature=0)
@@ -220,18 +220,8 @@ def test_ctrl_c_at_any_decode(
     session: Session, monkeypatch: pytest.MonkeyPatch, reference: list[int], at_call: int
 ) -> None:
     """Prefill of either model, drafting, verification: what was said stays, and the next answer takes no harm."""
-    real, calls = Decoder.__call__, 0
-
-    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
-        nonlocal calls
-        calls += 1
-        code = real(self, batch, wait=wait)
-        if calls == at_call:
-            raise KeyboardInterrupt
-        return int(code)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "__call__", interrupted)
+        interrupt_decode(patch, at_call)
         generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
         list(generation)
     assert generation.stop_reason == "interrupted"

@@ -10,6 +10,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
 from moeedge.experts import Residency
 from moeedge.llama import dense_weights
 from moeedge.llama.context import Context
@@ -19,7 +20,9 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
+from moeedge.policies.registry import POLICIES
 from moeedge.scheduler import manager as manager_module
+from moeedge.scheduler import ram_tier
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from tests.lossless.conftest import PROMPT, Loaded, each_case
@@ -64,13 +67,17 @@ def test_answers_are_stocks(loaded: Loaded, ratio: float) -> None:
     assert_greedy(loaded.stock, PROMPT, answer, loaded.expected, f"{ratio} of the experts")
 
 
-@each_case(["qwen3moe"], "policy", ["lru", "lfu", "spac", "static", "none"])
+@each_case(["qwen3moe"], "policy", POLICIES)
 def test_any_policy(loaded: Loaded, policy: str) -> None:
+    if policy not in ram_tier.POLICIES:
+        with pytest.raises(InputError):
+            Session.open(config_of(loaded, 0.3, gamma=4, policy=policy))
+        return
     with Session.open(config_of(loaded, 0.3, gamma=4, policy=policy)) as session:
         assert_greedy(loaded.stock, PROMPT, greedy_answer(session, PROMPT, N_PREDICT), loaded.expected, policy)
 
 
-@each_case(["qwen3moe", "gpt-oss", "deepseek2-merged", "llama4"], "ratio", (0.04, 0.5), quick=(0.04, 0.5))
+@each_case(MOE_CASES, "ratio", (0.04, 0.5), quick=(0.04,))
 def test_bit_identical_to_the_mapped_file(loaded: Loaded, ratio: float) -> None:
     """A model that does not fit is not repacked, so that stock has the same kernels."""
     path = loaded.path
