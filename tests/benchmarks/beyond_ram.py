@@ -3,11 +3,13 @@
     moeedge widen BIG.gguf --like qwen3-30b-a3b --type q8_0
     python -m tests.benchmarks.beyond_ram -m BIG.gguf --out RECORD.json
 
-Every run is a process of its own that begins with an empty page cache (dropping it needs root). A round has all arms in
-turn. A run answers prompts of the data set `toy`, greedily, one after the other in an empty context; the
-first answer also fills the memory. --prompt-tokens measures prompts of other lengths instead. Bytes are those that
-the process has read from the disk (/proc/self/io). Answers must equal those of the first arm, near-ties included: the
-kernels are the same. Wall time on a virtual disk varies: look at the ratios.
+Every run is a process of its own that begins with an empty page cache (dropping it needs root) and without kept
+activations, unless --cache-folder names some. A round has all arms in turn. A run answers prompts of the data set
+`toy`, greedily, one after the other in an empty context; the first answer also fills the memory. --prompt-tokens
+measures prompts of other lengths instead. Bytes are those that the process has read from the disk (/proc/self/io).
+Answers must equal those of the first arm, near-ties included: the kernels are the same. --ballast: memory that another
+process holds locked meanwhile, so that the file is a larger multiple of what is left. The disk's limit is measured
+around each run (random reads past the page cache). Wall time on a virtual disk varies: look at the ratios.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -30,10 +33,12 @@ from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.abi import Phase
+from moeedge.scheduler import disk
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import parse_size
+from tests.support.ballast import Ballast
 
-SCHEMA = "moeedge-beyond-ram-1"
+SCHEMA = "moeedge-beyond-ram-2"
 ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 
@@ -82,7 +87,8 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         if options.prompt_tokens:
             record["prompts"] = [_prefill(session, n) for n in options.prompt_tokens]
         else:
-            prompts = [prompt.turns[0][-1].content for prompt in load_toy().prompts[: options.n_prompts]]
+            chosen = slice(options.first_prompt, options.first_prompt + options.n_prompts)
+            prompts = [prompt.turns[0][-1].content for prompt in load_toy().prompts[chosen]]
             record["answers"] = [_answer(session, text, options.n_predict) for text in prompts]
         stats = session.placement_stats()
         record["cache"] = None if stats is None else asdict(stats)
@@ -142,6 +148,12 @@ def drop_caches(files: list[Path]) -> str:
     return "page cache dropped"
 
 
+def disk_limit(model: Path) -> float:
+    """Bytes per second of random reads of 1 MiB, four at a time: the best of two sizes."""
+    rates = disk.measure(model, depths=(4,), pieces_bytes=(1 << 20,), read_s=0.7).rates
+    return max(rate.bytes_per_s for rate in rates)
+
+
 def decode_ts(run: dict[str, Any]) -> float:
     """Decoded tokens per second, over all answers of a run."""
     answers = run["answers"]
@@ -182,6 +194,22 @@ def check_answers(runs: list[dict[str, Any]]) -> int:
     )
 
 
+def run_in_process(arm: str, given: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """One run in a process of its own, between two measurements of the disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOEEDGE_CACHE"] = folder
+        limits = [disk_limit(options.model)]
+        command = [sys.executable, "-m", "tests.benchmarks.beyond_ram", *given, "--run", arm]
+        with tempfile.TemporaryDirectory() as empty:
+            environment = os.environ | {"MOEEDGE_CACHE": str(options.cache_folder or empty)}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode != 0:
+            raise SystemExit(f"{arm} failed: {done.stderr[-2000:]}")
+        limits.append(disk_limit(options.model))
+    run: dict[str, Any] = json.loads(done.stdout.strip().split("\n")[-1])
+    return run | {"disk_limits_bytes_per_s": limits}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the arms in turn, or one arm in this process (--run)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,6 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--n-prompts", type=int, default=4)
+    parser.add_argument("--first-prompt", type=int, default=0)
     parser.add_argument("-n", "--n-predict", type=int, default=48)
     parser.add_argument("--draft-max", type=int, default=4)
     parser.add_argument("-c", "--ctx-size", type=int, default=2560)
@@ -200,6 +229,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--readers", type=int, default=0)
     parser.add_argument("--piece-bytes", type=int, default=0)
     parser.add_argument("--prompt-tokens", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--ballast", type=parse_size, default=0)
+    parser.add_argument("--cache-folder", type=Path, help="keeps activations between the runs there")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     given = sys.argv[1:] if arguments is None else arguments
@@ -209,20 +240,18 @@ def main(arguments: list[str] | None = None) -> None:
         return
     runs: list[dict[str, Any]] = []
     dropped = ""
-    for _ in range(options.rounds):
-        for arm in options.arms.split(","):
-            dropped = drop_caches([options.model])
-            command = [sys.executable, "-m", "tests.benchmarks.beyond_ram", *given, "--run", arm]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise SystemExit(f"{arm} failed: {done.stderr[-2000:]}")
-            runs.append(json.loads(done.stdout.strip().split("\n")[-1]))
-            print(json.dumps(summary(runs[-1:])[0]), file=sys.stderr, flush=True)
+    with Ballast(options.ballast):
+        for _ in range(options.rounds):
+            for arm in options.arms.split(","):
+                dropped = drop_caches([options.model])
+                runs.append(run_in_process(arm, given, options))
+                print(json.dumps(summary(runs[-1:])[0]), file=sys.stderr, flush=True)
     record = {
         "schema": SCHEMA,
         "command": f"python -m tests.benchmarks.beyond_ram {' '.join(given)}".replace(f"{options.model.parent}/", ""),
         "environment": asdict(read_environment()),
         "page_cache": dropped,
+        "ballast_bytes": options.ballast,
         "model_bytes": options.model.stat().st_size,
         "different_answers": check_answers(runs),
         "summary": summary(runs),

@@ -1,0 +1,158 @@
+"""Soak test: answers of a model with its experts in RAM while another program takes memory and gives it back.
+
+    moeedge widen BIG.gguf --embd 1024 --ff 384 --type q8_0
+    python -m tests.soak.memory_pressure -m BIG.gguf --minutes 10 --out docs/benchmarks/memory-pressure.json
+
+First stock llama.cpp answers the prompts of the data set `toy` on the mapped file. Then a session with `--ram auto`
+answers the same prompts in random order, while a ballast of locked memory grows and shrinks to random sizes, now and
+then beyond what was free. No answer may differ, and the process must live. The record (schema
+moeedge-memory-pressure-1) has every answer's slots and free memory, and all warnings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moeedge.bench.records import read_environment
+from moeedge.data.datasets import load_toy
+from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.notifications import Notification
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.units import parse_size
+from tests.support.ballast import Ballast
+
+SCHEMA = "moeedge-memory-pressure-1"
+GREEDY = SamplingConfig(temperature=0.0, seed=0)
+PERIOD_S = (5.0, 30.0)  # between two sizes of the ballast
+PAUSE_S = 0.1  # after 64 MiB: a program that takes 0.6 GB/s
+
+
+def prompts() -> list[str]:
+    """All first turns of the data set."""
+    return [prompt.turns[0][-1].content for prompt in load_toy().prompts]
+
+
+def answer(session: Session, text: str, n_predict: int) -> list[int]:
+    """Greedy tokens, in an empty context."""
+    conversation = Conversation(system="")
+    conversation.ask(text)
+    session.reset()
+    tokens = prompt_tokens(session.model, conversation, raw=False)
+    generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+    for _step in generation:
+        pass
+    return list(generation.tokens)
+
+
+def references(options: argparse.Namespace) -> list[list[int]]:
+    """The answers of stock llama.cpp on the mapped file, without drafts."""
+    config = EngineConfig(model=options.model, draft=None, gamma=0, n_ctx=2048, device="none", ram="off", mode="stock")
+    with Session.open(config) as session:
+        return [answer(session, text, options.n_predict) for text in prompts()]
+
+
+def press(ballast: Ballast, limits: tuple[int, int], seed: int, stop: threading.Event) -> None:
+    """Changes the ballast to random sizes between the limits until `stop` is set."""
+    rng = random.Random(seed)
+    while not stop.is_set():
+        ballast.ask(rng.randint(*limits))
+        ballast.wait()
+        stop.wait(rng.uniform(*PERIOD_S))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Both parts."""
+    expected = references(options)
+    print(f"{len(expected)} reference answers", file=sys.stderr, flush=True)
+    config = EngineConfig(
+        model=options.model,
+        n_ctx=2048,
+        device="none",
+        ram=options.ram,
+        placement=PlacementConfig(policy="lfu", calibrate=False),
+    )
+    rows: list[dict[str, Any]] = []
+    warnings: list[dict[str, Any]] = []
+    stop = threading.Event()
+    with Session.open(config) as session, Ballast(pause_s=PAUSE_S) as ballast:
+        placement = session.placement
+        assert placement is not None, session.info.notes
+        start_s = time.monotonic()
+
+        def warn(text: str) -> None:
+            level = str(text.level) if isinstance(text, Notification) else ""
+            warnings.append({"time_s": time.monotonic() - start_s, "level": level, "text": str(text)})
+
+        placement.notify = warn
+        slots_bytes = placement.cache.info.pool_bytes
+        limits = (0, int(options.share * slots_bytes))
+        pressing = threading.Thread(target=press, args=(ballast, limits, options.seed, stop), daemon=True)
+        pressing.start()
+        rng = random.Random(options.seed)
+        try:
+            while time.monotonic() - start_s < 60 * options.minutes:
+                index = rng.randrange(len(expected))
+                begin_s = time.monotonic()
+                tokens = answer(session, prompts()[index], options.n_predict)
+                rows.append(
+                    {
+                        "time_s": begin_s - start_s,
+                        "answer_s": time.monotonic() - begin_s,
+                        "prompt": index,
+                        "equal": tokens == expected[index],
+                        "slots": placement.cache.info.n_slots,
+                        "free_bytes": psutil.virtual_memory().available,
+                    }
+                )
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        finally:
+            stop.set()
+            pressing.join(60.0)
+    return {
+        "schema": SCHEMA,
+        "environment": asdict(read_environment()),
+        "model_bytes": options.model.stat().st_size,
+        "minutes": options.minutes,
+        "answers": len(rows),
+        "different_answers": sum(not row["equal"] for row in rows),
+        "slots": [min(row["slots"] for row in rows), max(row["slots"] for row in rows)],
+        "warnings": warnings,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    """Runs the test; exit code 1 if an answer differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("--ram", type=lambda text: text if text == "auto" else parse_size(text), default="auto")
+    parser.add_argument("--share", type=float, default=0.7, help="of the slots that the ballast takes at most")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("-n", "--n-predict", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    record = run(options)
+    record["command"] = f"python -m tests.soak.memory_pressure {' '.join(sys.argv[1:])}".replace(
+        f"{options.model.parent}/", ""
+    )
+    if options.out:
+        options.out.write_text(json.dumps(record), encoding="utf-8")
+    print(json.dumps({key: record[key] for key in ("answers", "different_answers", "slots", "warnings")}, indent=2))
+    raise SystemExit(1 if record["different_answers"] else 0)
+
+
+if __name__ == "__main__":
+    main()
