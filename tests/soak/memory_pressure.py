@@ -1,12 +1,13 @@
 """Soak test: answers of a model with its experts in RAM while another program takes memory and gives it back.
 
     moeedge widen BIG.gguf --embd 1024 --ff 384 --type q8_0
-    python -m tests.soak.memory_pressure -m BIG.gguf --minutes 10 --out docs/benchmarks/memory-pressure.json
+    python -m tests.soak.memory_pressure -m BIG.gguf --free 6GiB --out docs/benchmarks/memory-pressure.json
 
-First stock llama.cpp answers the prompts of the data set `toy` on the mapped file. Then a session with `--ram auto`
-answers the same prompts in random order, while a ballast of locked memory grows and shrinks to random sizes, now and
-then beyond what was free. No answer may differ, and the process must live. The record (schema
-moeedge-memory-pressure-1) has every answer's slots and free memory, and all warnings.
+First stock llama.cpp answers the prompts of the data set `toy` on the mapped file. Then a ballast of locked memory
+leaves `--free` bytes, a session with `--ram auto` fills them with slots and answers the same prompts in random order,
+while the ballast grows and shrinks: it takes up to `--share` of the slots' memory and gives it back. No answer may
+differ, and the process must live. The record (schema moeedge-memory-pressure-1) has every answer's slots and free
+memory, and all warnings.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tests.support.ballast import Ballast
 SCHEMA = "moeedge-memory-pressure-1"
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 PERIOD_S = (5.0, 30.0)  # between two sizes of the ballast
-PAUSE_S = 0.1  # after 64 MiB: a program that takes 0.6 GB/s
+STEP_BYTES = 64 << 20
+PAUSE_S = 0.1  # after each: a program that takes 0.6 GB/s
 
 
 def prompts() -> list[str]:
@@ -66,9 +68,15 @@ def references(options: argparse.Namespace) -> list[list[int]]:
 def press(ballast: Ballast, limits: tuple[int, int], seed: int, stop: threading.Event) -> None:
     """Changes the ballast to random sizes between the limits until `stop` is set."""
     rng = random.Random(seed)
+    held_bytes = limits[0]
     while not stop.is_set():
-        ballast.ask(rng.randint(*limits))
-        ballast.wait()
+        wanted_bytes = rng.randint(*limits)
+        while held_bytes < wanted_bytes and not stop.is_set():
+            held_bytes = min(held_bytes + STEP_BYTES, wanted_bytes)
+            ballast.hold(held_bytes)
+            time.sleep(PAUSE_S)
+        held_bytes = wanted_bytes
+        ballast.hold(held_bytes)
         stop.wait(rng.uniform(*PERIOD_S))
 
 
@@ -86,7 +94,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     warnings: list[dict[str, Any]] = []
     stop = threading.Event()
-    with Session.open(config) as session, Ballast(pause_s=PAUSE_S) as ballast:
+    held_bytes = max(0, psutil.virtual_memory().available - options.free) if options.free else 0
+    with Ballast(held_bytes) as ballast, Session.open(config) as session:
         placement = session.placement
         assert placement is not None, session.info.notes
         start_s = time.monotonic()
@@ -97,7 +106,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
         placement.notify = warn
         slots_bytes = placement.cache.info.pool_bytes
-        limits = (0, int(options.share * slots_bytes))
+        limits = (held_bytes, held_bytes + int(options.share * slots_bytes))
         pressing = threading.Thread(target=press, args=(ballast, limits, options.seed, stop), daemon=True)
         pressing.start()
         rng = random.Random(options.seed)
@@ -138,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("--ram", type=lambda text: text if text == "auto" else parse_size(text), default="auto")
+    parser.add_argument("--free", type=parse_size, default=0, help="memory that is left at the start; 0: all of it")
     parser.add_argument("--share", type=float, default=0.7, help="of the slots that the ballast takes at most")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("-n", "--n-predict", type=int, default=32)

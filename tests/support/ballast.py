@@ -6,9 +6,9 @@ import subprocess
 import sys
 from types import TracebackType
 
-# grows and shrinks to the sizes on its standard input, by pieces, so that what it takes is really taken
+# grows and shrinks to the sizes on its standard input; written to, so that the memory is really taken
 _PROGRAM = """
-import ctypes, mmap, sys, time
+import ctypes, mmap, sys
 libc = ctypes.CDLL(None, use_errno=True)
 pieces, piece = [], 64 << 20
 for line in sys.stdin:
@@ -20,37 +20,26 @@ for line in sys.stdin:
         memory.write(b"\\1" * piece)
         libc.mlock(ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory))), ctypes.c_size_t(piece))
         pieces.append(memory)
-        time.sleep(float(sys.argv[1]))
     print(len(pieces) * piece, flush=True)
 """
 
 
 class Ballast:
-    """Holds `n_bytes`, locked where the limit allows, until it is left.
+    """Holds `n_bytes`, locked where the limit allows, until it is left."""
 
-    pause_s: after each 64 MiB that are taken; a program that starts takes its memory over seconds.
-    """
-
-    def __init__(self, n_bytes: int = 0, *, pause_s: float = 0.0) -> None:
+    def __init__(self, n_bytes: int = 0) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(pause_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._set(n_bytes)
+        self.hold(n_bytes)
 
-    def ask(self, n_bytes: int) -> None:
-        """Begins to grow or shrink to so many bytes; `wait` tells when it has."""
-        assert self._process.stdin is not None
+    def hold(self, n_bytes: int) -> None:
+        """Grows or shrinks to about so many bytes, and returns when it has."""
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{n_bytes}\n")
         self._process.stdin.flush()
-
-    def wait(self) -> int:
-        """Waits for one `ask`, and returns the bytes held."""
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-    def _set(self, n_bytes: int) -> None:
-        self.ask(n_bytes)
-        self.wait()
+        if not self._process.stdout.readline():
+            raise MemoryError("the ballast has ended")
 
     def __enter__(self) -> Ballast:
         return self
