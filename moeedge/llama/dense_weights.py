@@ -1,26 +1,39 @@
-"""A model whose experts stay in its file: the other weights are read ahead and kept in memory.
+"""A model whose experts stay in its file: the other weights are read and kept in memory.
 
-llama.cpp maps such a file lazily (`moeedge.native.mapping`). Its weights are in the page cache, and the kernel may drop
-them in favour of other files. So they are locked as far as the limit of locked memory allows.
+llama.cpp maps such a file lazily (`moeedge.native.mapping`). The pages of its dense weights get memory of their own:
+the kernel does not drop them in favour of other files, and they stay what they are if the file changes. Where that is
+not possible they are in the page cache. Either way they are locked as far as the limit of locked memory allows.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
-from moeedge.native.mapping import advise_normal, lock_in_memory
+from moeedge.native.mapping import (
+    FileVersion,
+    Mapped,
+    advise_normal,
+    give_own_memory,
+    lock_in_memory,
+    mapped,
+    pages_of,
+)
 
 _N_READERS = 4
 _PIECE_BYTES = 1 << 20
 _PADDING_BYTES = 4096  # tensors are aligned by less
+_SPARE_BYTES = 256 << 20  # what stays free when dense weights get memory of their own
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 
 
@@ -29,8 +42,16 @@ class DenseWeights:
     """The dense weights of a model whose experts stay in its file."""
 
     n_bytes: int
+    host_bytes: int  # of those in host memory, in pages
+    own_bytes: int  # of these, in memory of their own; the rest is in the page cache
+    locked_bytes: int  # of host_bytes; less than all: the limit of locked memory allows no more
     read_s: float
-    locked_bytes: int  # of those in host memory, in pages; 0: the limit of locked memory does not allow any
+    files: Mapping[Path, FileVersion]  # when the headers were read
+
+    def check_files(self) -> None:
+        """Raises ModelFileError if a file is not the one whose header was read."""
+        for file, version in self.files.items():
+            _check(file, version)
 
 
 @dataclass(frozen=True)
@@ -54,10 +75,12 @@ class SplitWeights:
 
     dense: tuple[FileTensor, ...]
     experts: tuple[FileTensor, ...]
+    files: Mapping[Path, FileVersion]
 
     @classmethod
     def read(cls, path: Path) -> SplitWeights:
         """Reads the headers of all parts. Raises ModelFileError."""
+        versions = {file: _version(file) for file in gguf_file.parts(path)}
         experts, files = gguf_file.expert_tensors(path)
         names = {tensor.name for tensor in experts}
         tensors = [
@@ -68,40 +91,95 @@ class SplitWeights:
         return cls(
             dense=tuple(tensor for tensor in tensors if tensor.name not in names),
             experts=tuple(tensor for tensor in tensors if tensor.name in names),
+            files=versions,
         )
 
     def read_ahead(self) -> float:
         """Reads the dense tensors into the page cache in large requests; returns seconds. Raises ModelFileError."""
         start_s = time.perf_counter()
         for path, ranges in ranges_by_file(self.dense).items():
-            pieces = [piece for offset, n_bytes in ranges for piece in _pieces(offset, n_bytes)]
-            try:
-                _read_pieces(path, pieces)
-            except OSError as error:
-                raise ModelFileError(f"Cannot read {path}: {error.strerror}.", "Check the disk.") from error
+            _read_ahead(path, ranges)
         return time.perf_counter() - start_s
 
-    def keep_dense(self, read_s: float, *, n_host_layers: int | None) -> DenseWeights:
-        """Locks the dense tensors that are in host memory, and drops pages of experts that came with the headers.
+    def mapped(self) -> frozenset[Mapped]:
+        """Where the files are mapped by now."""
+        return frozenset(each for file in self.files for each in mapped(file))
 
-        To be called once llama.cpp has mapped the files. read_s: of `read_ahead`. n_host_layers: of `is_on_host`.
+    def keep_dense(self, before: frozenset[Mapped], *, n_host_layers: int | None, read_s: float = 0.0) -> DenseWeights:
+        """Reads the dense tensors that are in host memory into memory of their own, and locks them.
+
+        To be called once llama.cpp has mapped the files. before: `mapped` before that. n_host_layers: of `is_on_host`.
+        read_s: of `read_ahead`, if it was called. Raises ModelFileError if a file cannot be read or has changed.
         """
-        locked_bytes = 0
-        for path, ranges in ranges_by_file([t for t in self.dense if t.is_on_host(n_host_layers)]).items():
-            advise_normal(path, ranges)
-            locked_bytes += lock_in_memory(path, ranges)
+        start_s = time.perf_counter()
+        on_host = ranges_by_file([tensor for tensor in self.dense if tensor.is_on_host(n_host_layers)])
+        pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
+        n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
+        own_bytes = locked_bytes = 0
+        if n_pages_bytes + _SPARE_BYTES <= psutil.virtual_memory().available:
+            own_bytes = sum(self._own(file, of_file) for file, of_file in pages.items())
+        if own_bytes < n_pages_bytes or not n_pages_bytes:
+            for file, of_file in pages.items():
+                advise_normal(of_file)
+                _read_ahead(file, on_host[file])
+        for of_file in pages.values():
+            locked_bytes += lock_in_memory(of_file)
+        self._drop_pages()
+        return DenseWeights(
+            n_bytes=sum(tensor.size_bytes for tensor in self.dense),
+            host_bytes=n_pages_bytes or sum(size for ranges in on_host.values() for _offset, size in ranges),
+            own_bytes=own_bytes,
+            locked_bytes=locked_bytes,
+            read_s=read_s + time.perf_counter() - start_s,
+            files=self.files,
+        )
+
+    def _own(self, file: Path, pages: Sequence[Mapped]) -> int:
+        try:
+            return give_own_memory(file, self.files[file], pages)
+        except OSError as error:
+            raise _cannot_read(file, error) from error
+
+    def _drop_pages(self) -> None:
+        """Drops pages of experts that came with the headers from the page cache."""
         if hasattr(os, "posix_fadvise"):
             for path, ranges in ranges_by_file(self.experts).items():
                 with path.open("rb", buffering=0) as file:
                     for offset, n_bytes in ranges:
                         os.posix_fadvise(file.fileno(), offset, n_bytes, os.POSIX_FADV_DONTNEED)
-        return DenseWeights(sum(tensor.size_bytes for tensor in self.dense), read_s, locked_bytes)
 
 
 def let_experts_read_ahead(path: Path) -> None:
     """Lets faults in the experts' ranges read ahead again, for a model that is computed from the mapped file."""
     for file, ranges in ranges_by_file(SplitWeights.read(path).experts).items():
-        advise_normal(file, ranges)
+        advise_normal(pages_of(mapped(file), ranges))
+
+
+def _version(file: Path) -> FileVersion:
+    try:
+        return FileVersion.of(file)
+    except FileNotFoundError as error:
+        raise ModelFileError(f"There is no model file {file}.", "Check the path.") from error
+    except OSError as error:
+        raise _cannot_read(file, error) from error
+
+
+def _check(file: Path, version: FileVersion) -> None:
+    if _version(file) != version:
+        raise _cannot_read(file, OSError(errno.ESTALE, "it was changed while it was being loaded"))
+
+
+def _cannot_read(file: Path, error: OSError) -> ModelFileError:
+    hint = "Start again when it is complete." if error.errno == errno.ESTALE else "Check the disk."
+    return ModelFileError(f"Cannot read {file}: {error.strerror}.", hint)
+
+
+def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    """Reads ranges into the page cache in large requests."""
+    try:
+        _read_pieces(path, [piece for offset, n_bytes in ranges for piece in _pieces(offset, n_bytes)])
+    except OSError as error:
+        raise _cannot_read(path, error) from error
 
 
 def _read_pieces(path: Path, pieces: Sequence[tuple[int, int]]) -> None:

@@ -109,7 +109,7 @@ class Model:
             copies would not fit.
         n_expert_used: experts per token, at most the file's number, for measuring.
         experts_from_file: map the file without reading the experts, for a cache that reads them itself; the dense
-            weights are read ahead and locked in memory as far as the limit of locked memory allows.
+            weights get memory of their own (`dense_weights`).
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -139,7 +139,9 @@ class Model:
         elif not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         weights = SplitWeights.read(path) if is_lazy else None
-        read_s = weights.read_ahead() if weights else 0.0
+        uses_gpu = chosen[0] is not None
+        read_s = weights.read_ahead() if weights and uses_gpu else 0.0  # llama.cpp copies from the mapping
+        mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
         with map_lazily() if is_lazy else nullcontext():
             handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
@@ -147,12 +149,17 @@ class Model:
             raise ModelFileError(
                 f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
             )
-        uses_gpu = chosen[0] is not None
         info = _read_info(handle, summary)
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
         in_ram = 0 if n_gpu_layers < 0 else max(info.n_layers + 1 - n_gpu_layers, 0)  # llama.cpp's first layers
-        dense = weights.keep_dense(read_s, n_host_layers=in_ram if uses_gpu else None) if weights else None
+        dense = None
+        if weights:
+            try:
+                dense = weights.keep_dense(mapped_before, n_host_layers=in_ram if uses_gpu else None, read_s=read_s)
+            except BaseException:
+                lib.llama_model_free(handle)
+                raise
         if experts_on_cpu:
             in_ram = max(in_ram, info.n_layers if n_cpu_moe is None else n_cpu_moe)
         return cls(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,35 @@ from moeedge.native.library import load
 _MAPS = Path("/proc/self/maps")  # Linux only
 _NORMAL = 0  # MADV_NORMAL
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_N_READERS = 4
+_PIECE_BYTES = 1 << 20  # a multiple of every page size
+_FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
+_MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """What tells that a file is still the one that it was."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileVersion:
+        """The version of a path, or of an open file. Raises OSError."""
+        status = os.stat(file)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Pages of a file in this process's memory."""
+
+    address: int
+    offset: int  # in the file, bytes
+    n_bytes: int
 
 
 @contextmanager
@@ -28,23 +61,48 @@ def map_lazily() -> Iterator[None]:
         library.moeedge_set_lazy_mapping(0)
 
 
-def advise_normal(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
-    """Lets faults in ranges of a mapped file read ahead, which `map_lazily` has switched off.
+def mapped(path: Path) -> list[Mapped]:
+    """Where this process maps a file; nothing where the system does not list mappings."""
+    try:
+        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    name = os.path.realpath(path)
+    found = []
+    for line in lines:
+        addresses, _access, offset, _device, _inode, *rest = line.split(maxsplit=5)
+        if rest and rest[0] == name:
+            first, end = (int(address, 16) for address in addresses.split("-"))
+            found.append(Mapped(first, int(offset, 16), end - first))
+    return found
 
-    ranges: (offset, bytes) in the file. Does nothing where the system does not list mappings.
-    """
-    for address, n_bytes in _addresses(path, ranges):
-        _libc().madvise(address, n_bytes, _NORMAL)
+
+def pages_of(mappings: Iterable[Mapped], ranges: Sequence[tuple[int, int]]) -> list[Mapped]:
+    """The pages of mappings that hold a part of the ranges, which are (offset, bytes) in the file."""
+    found = []
+    for offset, n_bytes in ranges:
+        for each in mappings:
+            first = max(offset // _PAGE * _PAGE, each.offset)
+            end = min(-(-(offset + n_bytes) // _PAGE) * _PAGE, each.offset + each.n_bytes)
+            if first < end:
+                found.append(Mapped(each.address + first - each.offset, first, end - first))
+    return found
 
 
-def lock_in_memory(path: Path, ranges: Sequence[tuple[int, int]]) -> int:
-    """Locks ranges of a mapped file into memory as long as the mapping lives; returns the locked bytes, in pages.
+def advise_normal(pages: Iterable[Mapped]) -> None:
+    """Lets faults in pages of a file read ahead, which `map_lazily` has switched off."""
+    for each in pages:
+        _libc().madvise(each.address, each.n_bytes, _NORMAL)
 
-    ranges: as of `advise_normal`. Stops where the limit of locked memory (ulimit -l) is reached.
+
+def lock_in_memory(pages: Iterable[Mapped]) -> int:
+    """Locks pages into memory as long as the mapping lives; returns the locked bytes.
+
+    Stops where the limit of locked memory (ulimit -l) is reached.
     """
     n_locked = 0
-    for address, n_bytes in _addresses(path, ranges):
-        end, piece_bytes = address + n_bytes, n_bytes
+    for each in pages:
+        address, end, piece_bytes = each.address, each.address + each.n_bytes, each.n_bytes
         while address < end:
             piece_bytes = min(piece_bytes, end - address)
             if _libc().mlock(address, piece_bytes) == 0:
@@ -57,31 +115,91 @@ def lock_in_memory(path: Path, ranges: Sequence[tuple[int, int]]) -> int:
     return n_locked
 
 
-def _addresses(path: Path, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Where ranges of a mapped file are in memory: address of the first page, bytes."""
-    mappings = _mappings(path)
-    for offset, n_bytes in ranges:
-        for address, start, end in mappings:
-            first = max(offset // _PAGE * _PAGE, start)
-            last = min(offset + n_bytes, end)
-            if first < last:
-                yield address + first - start, last - first
+def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -> int:
+    """Reads mapped pages of a file past the page cache, and puts these copies in the place of the pages.
 
-
-def _mappings(path: Path) -> list[tuple[int, int, int]]:
-    """The memory of this process that maps the file: address, first and last offset in the file."""
+    What happens to the file afterwards does not reach them. Returns the bytes copied: fewer than all where the system
+    has no memory or cannot move it (only Linux can); the rest stays mapped. Raises OSError if the file cannot be read:
+    ESTALE if it is not of that version any more.
+    """
+    n_copied = 0
+    descriptor = _open_direct(file)
     try:
-        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    name = os.path.realpath(path)
-    found = []
-    for line in lines:
-        addresses, _access, offset, _device, _inode, *rest = line.split(maxsplit=5)
-        if rest and rest[0] == name:
-            first, last = (int(address, 16) for address in addresses.split("-"))
-            found.append((first, int(offset, 16), int(offset, 16) + last - first))
-    return found
+        with ThreadPoolExecutor(_N_READERS) as pool:
+            for each in pages:
+                copy = _libc().mmap(
+                    None, each.n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+                )
+                if copy == _FAILED:
+                    break
+                try:
+                    _read(pool, descriptor, Mapped(copy, each.offset, each.n_bytes), version.size_bytes)
+                    _check_version(file, descriptor, version)
+                except BaseException:
+                    _libc().munmap(copy, each.n_bytes)
+                    raise
+                _libc().mprotect(copy, each.n_bytes, mmap.PROT_READ)
+                if not _move(copy, each):
+                    _libc().munmap(copy, each.n_bytes)
+                    break
+                n_copied += each.n_bytes
+        if hasattr(os, "posix_fadvise"):  # of what was mapped, or read where the file system has no direct reads
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return n_copied
+
+
+def _check_version(file: Path, descriptor: int, version: FileVersion) -> None:
+    """Raises OSError unless the path and the open file are of that version.
+
+    Every writer changes the time of modification before it changes a byte, so what was read before this is of it.
+    """
+    if not FileVersion.of(descriptor) == FileVersion.of(file) == version:
+        raise OSError(errno.ESTALE, "it was changed while it was being loaded")
+
+
+def _move(copy: int, to: Mapped) -> bool:
+    """Puts memory in the place of mapped pages."""
+    try:
+        return bool(_libc().mremap(copy, to.n_bytes, to.n_bytes, _MOVE, ctypes.c_void_p(to.address)) == to.address)
+    except AttributeError:  # not Linux
+        return False
+
+
+def _read(pool: ThreadPoolExecutor, descriptor: int, to: Mapped, file_bytes: int) -> None:
+    """Fills pages from the file in pieces, several at once; what is behind the file's end stays zero."""
+    n_bytes = min(to.n_bytes, file_bytes - to.offset)
+    pieces = [
+        Mapped(to.address + at, to.offset + at, min(_PIECE_BYTES, n_bytes - at))
+        for at in range(0, n_bytes, _PIECE_BYTES)
+    ]
+    for _done in pool.map(lambda piece: _read_piece(descriptor, piece), pieces):
+        pass
+
+
+def _read_piece(descriptor: int, piece: Mapped) -> None:
+    done = 0
+    while done < piece.n_bytes:
+        room = -(-(piece.n_bytes - done) // _PAGE) * _PAGE  # direct reads are of entire blocks
+        to = (ctypes.c_char * room).from_address(piece.address + done)
+        n = os.preadv(descriptor, [to], piece.offset + done)
+        done += n if done + n >= piece.n_bytes else n // _PAGE * _PAGE
+        if n < _PAGE and done < piece.n_bytes:
+            raise OSError(errno.ESTALE, "it ended too early")
+
+
+def _open_direct(file: Path) -> int:
+    """A descriptor whose reads go past the page cache, where the file system has such reads. Raises OSError."""
+    with suppress(OSError, AttributeError):
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, _PAGE) as page:
+                os.preadv(descriptor, [page], 0)
+            return descriptor
+        except OSError:  # the file system opens files for direct reads and has none
+            os.close(descriptor)
+    return os.open(file, os.O_RDONLY)
 
 
 @cache
@@ -89,4 +207,18 @@ def _libc() -> Any:
     library = ctypes.CDLL(None)
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_ssize_t,  # off_t
+    ]
+    library.mmap.restype = ctypes.c_void_p
+    if hasattr(library, "mremap"):  # Linux
+        library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        library.mremap.restype = ctypes.c_void_p
     return library

@@ -141,7 +141,7 @@ def _open_cache(
             notes.append("The expert cache is off, as asked: every expert stays on the CPU.")
         return None
     try:
-        return ExpertCache.open(
+        cache = ExpertCache.open(
             CacheConfig(
                 device=device.ggml_name,
                 files=files,
@@ -159,6 +159,13 @@ def _open_cache(
     except EngineError as error:  # no memory for a single slot
         notes.append(f"{error.message} The expert cache is off.")
         return None
+    try:
+        if target.model.dense is not None:
+            target.model.dense.check_files()  # the cache reads where the header said
+    except BaseException:
+        cache.close()
+        raise
+    return cache
 
 
 def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:

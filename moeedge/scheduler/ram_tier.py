@@ -36,9 +36,9 @@ def check_policy(name: str) -> None:
 def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
     """Bytes of RAM that are left for slots.
 
-    The kernel counts dense weights that are not locked as free, but they are always in use.
+    The kernel counts dense weights in the page cache that are not locked as free, but they are always in use.
     """
-    return max(0, free_bytes - max(0, dense.n_bytes - dense.locked_bytes))
+    return max(0, free_bytes - max(0, dense.host_bytes - max(dense.own_bytes, dense.locked_bytes)))
 
 
 def pool_bytes_max(tensors: list[ExpertTensor]) -> int:
@@ -62,11 +62,15 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
 
 
 def describe_dense(dense: DenseWeights) -> str:
-    """A sentence for the user: whether the dense weights are locked in memory."""
+    """A sentence for the user: where the dense weights are."""
+    size = format_bytes(dense.n_bytes)
+    if dense.locked_bytes >= dense.host_bytes:
+        return f"{size} of other weights stay in memory, locked."
+    if dense.own_bytes >= dense.host_bytes:
+        return f"{size} of other weights stay in memory of their own; raise ulimit -l to keep them out of swap."
     if dense.locked_bytes == 0:
-        return f"{format_bytes(dense.n_bytes)} of other weights are in the page cache; raise ulimit -l to lock them."
-    locked = "locked" if dense.locked_bytes >= dense.n_bytes else f"{format_bytes(dense.locked_bytes)} of it locked"
-    return f"{format_bytes(dense.n_bytes)} of other weights stay in memory, {locked}."
+        return f"{size} of other weights are in the page cache; raise ulimit -l to lock them."
+    return f"{size} of other weights are in the page cache, {format_bytes(dense.locked_bytes)} of it locked."
 
 
 def warm_start(cache: ExpertCache, target: Context, notes: list[str]) -> KeptActivations:

@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import resource
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,17 +133,36 @@ def test_experts_are_not_read(wide: Path, is_lazy: bool) -> None:
         resident = resident_pages(wide)
         in_dense = pages_of(weights.dense, len(resident))
         in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
-        assert resident[in_dense].all()
         assert in_experts.sum() > 4000
         if is_lazy:
-            assert resident[in_experts].mean() < 0.02  # the kernel drops no large page that holds dense weights too
+            assert resident[in_dense | in_experts].mean() < 0.02, "nor are the other weights in the page cache"
             assert model.dense is not None
             assert model.dense.n_bytes == sum(tensor.size_bytes for tensor in weights.dense)
+            assert model.dense.own_bytes == model.dense.host_bytes == in_dense.sum() * PAGE
             assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())  # entire pages
         else:
-            assert resident[in_experts].all()
+            assert resident[in_dense | in_experts].all()
             assert model.dense is None
-    assert mapping._mappings(wide) == []
+    assert mapping.mapped(wide) == []
+
+
+@on_linux
+def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_from_page_cache(wide)
+    if resident_pages(wide).mean() > 0.02:
+        pytest.skip("the file system keeps its files in memory")
+    monkeypatch.setattr(dense_weights, "_SPARE_BYTES", 1 << 60)
+    weights = SplitWeights.read(wide)
+    with Model.load(wide, experts_from_file=True) as model:
+        resident = resident_pages(wide)
+        in_dense = pages_of(weights.dense, len(resident))
+        in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
+        assert resident[in_dense].all()
+        assert resident[in_experts].mean() < 0.02  # the kernel drops no large page that holds dense weights too
+        assert model.dense is not None and model.dense.own_bytes == 0
+        assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())
 
 
 @on_linux
@@ -155,12 +175,15 @@ def test_split_files(wide: Path, tmp_path: Path) -> None:
     for file in files:
         drop_from_page_cache(file)
     weights = SplitWeights.read(files[0])
-    with Model.load(files[0], experts_from_file=True):
+    n_dense_pages = 0
+    with Model.load(files[0], experts_from_file=True) as model:
         for file in files:
             resident = resident_pages(file)
             in_dense = pages_of([tensor for tensor in weights.dense if tensor.file == file], len(resident))
             in_experts = pages_of([tensor for tensor in weights.experts if tensor.file == file], len(resident))
-            assert resident[in_dense].all() and resident[in_experts & ~in_dense].mean() < 0.02
+            assert resident[in_dense | in_experts].mean() < 0.02
+            n_dense_pages += int(in_dense.sum())
+        assert model.dense is not None and model.dense.own_bytes == n_dense_pages * PAGE
     assert np.array_equal(logits_of(files[0], experts_from_file=True), logits_of(wide, experts_from_file=False))
 
 
@@ -184,50 +207,91 @@ def split(path: Path, folder: Path) -> list[Path]:
 
 @on_linux
 def test_a_limit_of_locked_memory_is_no_error(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "_libc", lambda: SmallLimit())
+    limit_locks(monkeypatch, 0)
     with Model.load(wide, experts_from_file=True) as model:
         assert model.dense is not None and model.dense.locked_bytes == 0 < model.dense.n_bytes
 
 
 @on_linux
 def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = os.sysconf("SC_PAGE_SIZE")
-    limit = SmallLimit(5 * page)
-    monkeypatch.setattr(mapping, "_libc", lambda: limit)
+    limit_locks(monkeypatch, 5 * PAGE)
     with Model.load(wide, experts_from_file=True) as model:
         assert model.dense is not None
-        assert 4 * page < model.dense.locked_bytes <= 5 * page
+        assert 4 * PAGE < model.dense.locked_bytes <= 5 * PAGE
 
 
-class SmallLimit:
-    """A C library whose mlock fails beyond a limit."""
+def limit_locks(monkeypatch: pytest.MonkeyPatch, left_bytes: int) -> None:
+    """Lets mlock fail beyond a limit."""
 
-    def __init__(self, limit_bytes: int = 0) -> None:
-        self.left_bytes = limit_bytes
-
-    def mlock(self, _address: int, n_bytes: int) -> int:
-        if n_bytes > self.left_bytes:
+    def mlock(_address: int, n_bytes: int) -> int:
+        nonlocal left_bytes
+        if n_bytes > left_bytes:
             return -1
-        self.left_bytes -= n_bytes
+        left_bytes -= n_bytes
         return 0
 
-    def madvise(self, _address: int, _n_bytes: int, _advice: int) -> int:
-        return 0
+    monkeypatch.setattr(mapping._libc(), "mlock", mlock)
 
 
-def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_arguments: int) -> bytes:
+@pytest.mark.parametrize("spare_bytes", [0, 1 << 60])
+def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.MonkeyPatch, spare_bytes: int) -> None:
+    def fail(*_arguments: object) -> bytes:
         raise OSError(5, "Input/output error")
 
+    monkeypatch.setattr(dense_weights, "_SPARE_BYTES", spare_bytes)
     monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ModelFileError, match=wide.name):
         Model.load(wide, experts_from_file=True)
+    assert mapping.mapped(wide) == []
 
 
-def test_only_weights_in_host_memory_are_locked(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: list[tuple[int, int]] = []
-    monkeypatch.setattr(dense_weights, "lock_in_memory", lambda _path, ranges: locked.extend(ranges) or 0)
+@on_linux
+def test_only_weights_in_host_memory_are_copied(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = SplitWeights.read(wide)
-    weights.keep_dense(0.0, n_host_layers=1)
+    with wide.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        dense = weights.keep_dense(frozenset(), n_host_layers=1)
     n_bytes = sum(t.size_bytes for t in weights.dense if t.name.startswith(("token_embd.", "blk.0.")))
-    assert n_bytes <= sum(size for _offset, size in locked) < n_bytes + 4096
+    assert n_bytes <= dense.own_bytes == dense.host_bytes < n_bytes + 10 * PAGE
+    assert dense.n_bytes > 2 * n_bytes
+
+
+@on_linux
+def test_a_mapping_that_was_there_before_stays_one(wide: Path) -> None:
+    with Model.load(wide, free_bytes=0), Model.load(wide, experts_from_file=True) as model:
+        assert sum(each.n_bytes for each in mapping.mapped(wide)) >= wide.stat().st_size
+        assert model.dense is not None and model.dense.own_bytes == model.dense.host_bytes
+
+
+def overwrite(path: Path, tensors: Sequence[FileTensor]) -> None:
+    with path.open("r+b") as file:
+        for tensor in tensors:
+            file.seek(tensor.offset)
+            file.write(bytes(tensor.size_bytes))
+
+
+@on_linux
+def test_a_file_that_is_overwritten_afterwards_changes_no_answer(wide: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(wide, tmp_path / "copy.gguf"))
+    weights = SplitWeights.read(copy)
+    tokens = list(range(65, 80))
+    with Model.load(copy, experts_from_file=True) as model, Context(model, n_ctx=64, n_threads=2) as context:
+        overwrite(copy, weights.dense)
+        found = np.array(context.decode(tokens, phase=Phase.VERIFY, logits="all"))
+        assert model.dense is not None
+        with pytest.raises(ModelFileError, match="changed"):
+            model.dense.check_files()
+    assert np.array_equal(found, logits_of(wide, experts_from_file=False))
+
+
+@on_linux
+def test_a_file_that_changes_after_its_header_was_read_is_refused(wide: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(wide, tmp_path / "copy.gguf"))
+    weights = SplitWeights.read(copy)
+    overwrite(copy, weights.dense[:1])
+    with copy.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        with pytest.raises(ModelFileError, match="changed"):
+            weights.keep_dense(frozenset(), n_host_layers=None)
+        os.truncate(copy, weights.dense[-1].offset)
+        with pytest.raises(ModelFileError):
+            weights.keep_dense(frozenset(), n_host_layers=None)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -148,3 +151,25 @@ def test_a_file_that_changes_gives_no_wrong_token(path: Path, expected: list[np.
             for _ in range(20):
                 assert_equal(decode(context), expected)
         assert f"{copy} was changed" in cache.reader().error
+
+
+def test_a_file_that_is_cut_off_ends_with_an_error(path: Path, tmp_path: Path) -> None:
+    """In a process of its own, which a signal would end."""
+    copy = Path(shutil.copy(path, tmp_path / "model.gguf"))
+    code = "import sys; from tests.support.ram_driver import cut_off; cut_off(sys.argv[1])"
+    found = subprocess.run([sys.executable, "-c", code, str(copy)], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert f"{copy} was changed" in found.stdout
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self/smaps")
+def test_the_mapped_file_is_never_touched(path: Path, expected: list[np.ndarray]) -> None:
+    with ram_context(path, 0.3) as (context, _cache):
+        assert_equal(decode(context), expected)
+        name, in_memory_kib = "", []
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+            if "-" in line.split(" ", 1)[0]:
+                name = line.split(maxsplit=5)[-1]
+            elif line.startswith("Rss:") and name == str(path.resolve()):
+                in_memory_kib.append(int(line.split()[1]))
+        assert in_memory_kib and sum(in_memory_kib) == 0

@@ -186,14 +186,25 @@ def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch:
 def test_without_slots_the_file_is_read_ahead(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int]] = []
     tensors, _ = expert_tensors(tiny_moe)
-    monkeypatch.setattr(dense_weights, "advise_normal", lambda _path, ranges: advised.extend(ranges))
+    monkeypatch.setattr(
+        dense_weights, "advise_normal", lambda pages: advised.extend((p.offset, p.n_bytes) for p in pages)
+    )
     with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=1)) as session:
         assert session.placement is None
-    covered = [any(at <= tensor.offset < at + size for at, size in advised) for tensor in tensors]
-    assert all(covered)
+    page = 4096  # pages with dense weights are not the file's
+    for tensor in tensors:
+        if tensor.n_experts * tensor.stride >= 3 * page:
+            middle = tensor.offset + tensor.n_experts * tensor.stride // 2
+            assert any(at <= middle < at + size for at, size in advised)
 
 
-def test_dense_weights_that_are_not_locked_leave_less_for_slots() -> None:
-    assert free_for_slots(100, DenseWeights(n_bytes=40, read_s=0.0, locked_bytes=0)) == 60
-    assert free_for_slots(100, DenseWeights(n_bytes=40, read_s=0.0, locked_bytes=44)) == 100
-    assert "ulimit" in describe_dense(DenseWeights(n_bytes=40, read_s=0.0, locked_bytes=0))
+def dense_weights_of(own_bytes: int, locked_bytes: int) -> DenseWeights:
+    return DenseWeights(n_bytes=60, host_bytes=40, own_bytes=own_bytes, locked_bytes=locked_bytes, read_s=0.0, files={})
+
+
+def test_dense_weights_that_the_kernel_may_drop_leave_less_for_slots() -> None:
+    assert free_for_slots(100, dense_weights_of(own_bytes=0, locked_bytes=0)) == 60
+    assert free_for_slots(100, dense_weights_of(own_bytes=0, locked_bytes=40)) == 100
+    assert free_for_slots(100, dense_weights_of(own_bytes=40, locked_bytes=10)) == 100
+    described = {describe_dense(dense_weights_of(*each)) for each in ((0, 0), (0, 10), (40, 10), (40, 40))}
+    assert len(described) == 4
