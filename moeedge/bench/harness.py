@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
-from moeedge.bench.samples import Sample, counted, from_stats
+from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read, from_stats
 from moeedge.data import Prompt
 from moeedge.engine.loading import load_draft, load_target
 from moeedge.engine.recording import record_routing
@@ -76,17 +76,17 @@ class BenchArm:
         Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
         """
         session = self.session
-        before = session.placement_stats()
+        before, read_before = session.placement_stats(), disk_bytes_read()
         cpu_before_s = time.process_time()
         generation = session.generate(
             prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
         )
         next(iter(generation), None)  # the first token ends the prefill
-        prefilled = session.placement_stats()
+        prefilled, read_prefilled = session.placement_stats(), disk_bytes_read()
         for record in generation:
             if on_step is not None:
                 on_step(record)
-        cpu_s = time.process_time() - cpu_before_s
+        cpu_s, read_end = time.process_time() - cpu_before_s, disk_bytes_read()
         if generation.stop_reason == "interrupted" and not cancel():
             raise KeyboardInterrupt
         drain_s = self.drain_transfers() if drain else 0.0
@@ -100,6 +100,8 @@ class BenchArm:
             order=order,
             warm=warm,
             cpu_s=cpu_s,
+            prefill_read_bytes=bytes_between(read_before, read_prefilled),
+            decode_read_bytes=bytes_between(read_prefilled, read_end),
             drain_s=drain_s,
             prefill_placement=counted(before, prefilled),
             placement=counted(prefilled, session.placement_stats()),
@@ -181,13 +183,16 @@ def run_conversations(
     ignore_eos: bool = False,
     warmed_up: bool = True,
     cancel: Callable[[], bool] = never,
+    answers: dict[tuple[str, int], str] | None = None,
 ) -> Iterator[Sample]:
     """Yields a sample per repetition, prompt, turn and arm; ends early when `cancel` returns True.
 
     The arms take turns within a turn of the conversation. Each has its own KV cache, which is empty at the first turn
     and then holds the conversation so far. All continue from the reference's answer: where an arm's own answer differs,
     which the output check reports, the next turn still asks all of them the same.
+    answers: by prompt and turn, those to go on from instead; those that are missing are added.
     """
+    answers = {} if answers is None else answers
     reference = next((arm for arm in arms if arm.mode.label == REFERENCE), arms[0])
     model = reference.session.model
     for repetition in range(repetitions):
@@ -218,8 +223,8 @@ def run_conversations(
                         return
                     yield sample
                     if arm is reference:
-                        answer = answer_text(model, sample.tokens)
-                messages.append({"role": "assistant", "content": answer})
+                        answers.setdefault((prompt.id, turn), answer_text(model, sample.tokens))
+                messages.append({"role": "assistant", "content": answers[prompt.id, turn]})
 
 
 def answer_text(model: Model, tokens: Sequence[int]) -> str:

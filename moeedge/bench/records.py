@@ -122,6 +122,7 @@ class BenchRow:
     ratio_cpu: float | None  # stock-ar's CPU time over this mode's, median of pairs; robust against other programs
     setup: dict[str, Any]
     samples: tuple[Sample, ...]
+    read_bytes_per_token: float | None = None  # by this process from disks while decoding; None: not counted
     asked_ratio: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
     figures: BudgetFigures | None = None  # where expert budgets, draft lengths or perplexities are compared
     parallel: ParallelFigures | None = None  # where several texts were decoded together
@@ -167,6 +168,7 @@ class BenchRow:
             "tokens_per_step": self.tokens_per_step,
             "experts_per_verification": self.experts_per_verification,
             **asdict(self.cache),
+            "read_bytes_per_token": self.read_bytes_per_token,
             "output_check": None if output is None else str(output),
             "output_equal": None if output is None else output.equal,
             "output_compared": None if output is None else output.compared,
@@ -238,10 +240,18 @@ def make_row(
         ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
         setup=setup,
         samples=tuple(samples),
+        read_bytes_per_token=_read_per_token(samples),
         asked_ratio=mode.cache_ratio,
         figures=figures,
         parallel=parallel,
     )
+
+
+def _read_per_token(samples: Sequence[Sample]) -> float | None:
+    """Bytes read from disks per decoded token; None where they are not counted, or no token was decoded."""
+    counted = [sample for sample in samples if sample.decode_read_bytes is not None]
+    n_bytes = sum(sample.decode_read_bytes or 0 for sample in counted)
+    return quotient(n_bytes, sum(sample.decode_tokens for sample in counted))
 
 
 def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:

@@ -8,10 +8,14 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeedge.bench.arms import Arms
 from moeedge.bench.budgets import budget_figures, unbudgeted_label
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
+from moeedge.bench.in_turn import ArmsInTurn
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.passes import Pass, fit_context
 from moeedge.bench.perplexity import measure_perplexity
@@ -22,7 +26,7 @@ from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import EvaluationText, Prompt
-from moeedge.engine.loading import resolve_device
+from moeedge.engine.loading import load_target, resolve_device
 from moeedge.llama.model import Model
 from moeedge.trace.format import Trace
 
@@ -47,7 +51,7 @@ class Bench:
         self.plan = plan
         self._base = plan.base  # with the context that the prompts need
         self._progress = progress
-        self._arms: Arms | None = None
+        self._arms: Arms | ArmsInTurn | None = None
         self._models: tuple[Model, Model | None] | None = None
         self._prompts: tuple[Prompt, ...] = ()
         self._resources = ExitStack()
@@ -61,15 +65,22 @@ class Bench:
             self._report(check_scoring(plan.dataset, run_code=plan.run_code))
             self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
         with ExitStack() as stack:
-            self._models = load_models(plan.base, plan.modes, stack)
+            device = resolve_device(plan.base)
+            in_turn = device.kind == "ram"
+            if in_turn:  # each mode loads its own
+                self._models = stack.enter_context(load_target(plan.base, device, header_only=True)), None
+            else:
+                self._models = load_models(plan.base, plan.modes, stack)
             n_synthetic = max(plan.n_prompt, plan.n_gen)
             self._base, self._prompts = fit_context(
                 plan.base, self._models[0], self._requested, plan.n_predict, n_synthetic
             )
             if self._n_left_out:
                 self._report([f"{self._n_left_out} of {len(self._requested)} prompts exceed the context: left out."])
-            device = resolve_device(plan.base)
-            self._arms = stack.enter_context(Arms(self._base, plan.modes, device, self._models, self._report))
+            if in_turn:
+                self._arms = stack.enter_context(ArmsInTurn(self._base, plan.modes, self._report))
+            else:
+                self._arms = stack.enter_context(Arms(self._base, plan.modes, device, self._models, self._report))
             self._device = device
             self._resources = stack.pop_all()
         return self
@@ -80,7 +91,7 @@ class Bench:
         self._resources.close()
 
     @property
-    def arms(self) -> Arms:
+    def arms(self) -> Arms | ArmsInTurn:
         """The sessions of the run."""
         assert self._arms is not None
         return self._arms
@@ -158,6 +169,18 @@ class Bench:
 
     def _measure(self, current: Pass, cancel: Callable[[], bool]) -> None:
         plan = self.plan
+        if isinstance(self.arms, ArmsInTurn):
+            self._report(synthetic_modes(current.modes)[1] if plan.n_prompt or plan.n_gen else [])
+
+            def finish(arm: BenchArm) -> None:
+                if plan.text is not None and arm.mode.label not in current.perplexity:
+                    self._measure_perplexity(plan.text, [arm], current, cancel)
+                self._read_end(arm, current)
+
+            for test, sample in self.arms.samples(plan, self._prompts, cancel, finish):
+                current.samples.setdefault(test, []).append(sample)
+                self._progress.advance(sample, test)
+            return
         if plan.dataset is not None:
             self._collect(current, plan.dataset.name, self._conversations(current.arms, cancel))
         if plan.n_prompt or plan.n_gen:
@@ -170,21 +193,27 @@ class Bench:
             if plan.n_gen:
                 self._collect(current, f"tg{plan.n_gen}", synthetic.decode(plan.n_gen))
         if plan.text is not None:
-            self._measure_perplexity(plan.text, current, cancel)
+            self._measure_perplexity(plan.text, current.arms, current, cancel)
         for arm in current.arms:
-            current.device_use[arm.mode.label] = session_use(arm.session, self._device)
-            if arm.own_target:
-                current.checks[arm.mode.label] = self._check_split(arm, current)
-            stats = arm.session.placement_stats()
-            if stats is not None and stats.vram_used_bytes is not None:
-                current.vram_bytes[arm.mode.label] = stats.vram_used_bytes
-            if stats is not None and stats.lookahead is not None:
-                current.lookahead[arm.mode.label] = stats.lookahead
+            self._read_end(arm, current)
 
-    def _measure_perplexity(self, text: EvaluationText, current: Pass, cancel: Callable[[], bool]) -> None:
+    def _read_end(self, arm: BenchArm, current: Pass) -> None:
+        """Reads what an arm tells at the end of its measurement."""
+        current.device_use[arm.mode.label] = session_use(arm.session, self._device)
+        if arm.own_target:
+            current.checks[arm.mode.label] = self._check_split(arm, current)
+        stats = arm.session.placement_stats()
+        if stats is not None and stats.vram_used_bytes is not None:
+            current.vram_bytes[arm.mode.label] = stats.vram_used_bytes
+        if stats is not None and stats.lookahead is not None:
+            current.lookahead[arm.mode.label] = stats.lookahead
+
+    def _measure_perplexity(
+        self, text: EvaluationText, arms: Sequence[BenchArm], current: Pass, cancel: Callable[[], bool]
+    ) -> None:
         """Measures the perplexity of each mode that verifies drafts with our backend."""
         self._report([f"Perplexity of {text.name}, in batches of gamma + 1 tokens."])
-        for arm in current.arms:
+        for arm in arms:
             if arm.mode.engine == "moeedge" and arm.session.gamma > 0:
                 measured = measure_perplexity(
                     arm.session.target, text, batch_tokens=arm.session.gamma + 1, cancel=cancel
@@ -268,7 +297,9 @@ class Bench:
         return answer_text(self._models[0], sample.tokens)
 
     def _check(self, own: Sequence[Sample], reference: Sequence[Sample], mode: BenchMode) -> OutputCheck:
-        logits_at = logits_in(self.arms.stock(REFERENCE).session.target)
+        def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:  # only where answers differ
+            return logits_in(self.arms.stock(REFERENCE).session.target)(sample, position)
+
         return check_answers(own, reference, logits_at, self._end_tokens, lossy=mode.budget is not None)
 
     def _check_split(self, arm: BenchArm, current: Pass) -> OutputCheck:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+import psutil
+
 from moeedge.engine.types import GenerationStats, StopReason
 from moeedge.scheduler.stats import PlacementStats
 
@@ -18,6 +20,19 @@ COUNTERS = (
 )  # fmt: skip
 
 Counters = dict[str, float]
+
+
+def disk_bytes_read() -> int | None:
+    """Bytes that this process has read from disks, mapped files included; None where the system does not count them."""
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, psutil.Error):  # macOS; a container without /proc/PID/io
+        return None
+
+
+def bytes_between(older: int | None, newer: int | None) -> int | None:
+    """What was read between two calls of `disk_bytes_read`."""
+    return None if older is None or newer is None else newer - older
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,8 @@ class Sample:
     verify_s: float = 0.0
     observe_s: float = 0.0
     cpu_s: float = 0.0  # of all threads of this process; far below wall time x threads where other programs were busy
+    prefill_read_bytes: int | None = None  # by this process from disks, up to the first token
+    decode_read_bytes: int | None = None  # the same from the first token on
     stop_reason: StopReason | None = None
     warm: bool = True  # this mode had run before, in the warm-up or in an earlier repetition
     prefill_placement: Counters | None = None  # the expert cache's counters up to the first token; None: no cache
@@ -194,6 +211,8 @@ class CacheFigures:
     hit_rate_unique: float | None = None
     uploads_per_step: float | None = None
     bytes_moved: int | None = None
+    link_bytes_per_s: float | None = None  # while a transfer, or a read of an expert, was under way
+    wait_share: float | None = None  # of decoding: waiting for the device, or for the disk
 
 
 def cache_figures(samples: Iterable[Counters | None]) -> CacheFigures:
@@ -207,4 +226,6 @@ def cache_figures(samples: Iterable[Counters | None]) -> CacheFigures:
         hit_rate_unique=quotient(sums["unique_hit"], sums["unique"]),
         uploads_per_step=quotient(sums["uploads"], sums["steps"]),
         bytes_moved=int(sums["bytes_moved"]),
+        link_bytes_per_s=quotient(sums["bytes_moved"], sums["transfer_s"]),
+        wait_share=quotient(sums["wait_s"], sums["decode_s"]),
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from moeedge.bench.config import BenchMode
 from moeedge.bench.harness import BenchArm, rotated
-from moeedge.bench.samples import Sample, counted
+from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read
 from moeedge.engine.session import Session
 from moeedge.native.abi import Phase
 from moeedge.scheduler.stats import StepRecord
@@ -59,17 +59,18 @@ class SyntheticRun:
                     return
                 session = arm.session
                 session.reset()
-                before = session.placement_stats()
+                before, read_before = session.placement_stats(), disk_bytes_read()
                 cpu_before_s, start_s = time.process_time(), time.perf_counter()
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
                 _observe(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+                n_read = bytes_between(read_before, disk_bytes_read())
                 drain_s = arm.drain_transfers()
                 if repetition >= 0:
                     yield Sample(
                         arm.mode.label, "", 0, repetition, place,
                         prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s, cpu_s=cpu_s,
-                        drain_s=drain_s, warm=self._is_warm(repetition),
+                        drain_s=drain_s, warm=self._is_warm(repetition), prefill_read_bytes=n_read,
                         prefill_placement=counted(before, session.placement_stats()),
                     )  # fmt: skip
 
@@ -99,7 +100,7 @@ class SyntheticRun:
     ) -> Sample | None:
         """Decodes `tokens` one by one; returns None for a cancelled run."""
         session = arm.session
-        before = session.placement_stats()
+        before, read_before = session.placement_stats(), disk_bytes_read()
         cpu_before_s, start_s = time.process_time(), time.perf_counter()
         for token in tokens:
             if self._cancel():
@@ -108,12 +109,14 @@ class SyntheticRun:
             session.target.decode([token], phase=Phase.DECODE, logits="last")
             _observe(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+        n_read = bytes_between(read_before, disk_bytes_read())
         drain_s = arm.drain_transfers()
         n = len(tokens)
         return Sample(
             arm.mode.label, "", index, repetition, place,
             generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s, drain_s=drain_s,
-            warm=self._is_warm(repetition), placement=counted(before, session.placement_stats()),
+            warm=self._is_warm(repetition), decode_read_bytes=n_read,
+            placement=counted(before, session.placement_stats()),
         )  # fmt: skip
 
     def _tokens(self, n: int) -> list[int]:

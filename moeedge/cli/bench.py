@@ -16,7 +16,7 @@ from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
 from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
 from moeedge.data import Dataset, EvaluationText, load_dataset
 from moeedge.errors import InputError
 
@@ -115,6 +115,7 @@ def bench(
     policy: Policies = None,
     cache_ratio: CacheRatios = None,
     vram: options.Vram = None,
+    ram: options.Ram = "auto",
     ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
     utility_cap: options.UtilityCap = 4,
     forgetting: options.Forgetting = 0.1,
@@ -163,7 +164,9 @@ def bench(
         prefill_path=prefill_path,
         no_calibrate=no_calibrate,
     )
-    base = engine.config(placement.config(), emulate_bundled=sweeps)
+    base = replace(engine.config(placement.config(), emulate_bundled=sweeps), ram=parse_ram(ram))
+    if counts:
+        base = _mapped(base)
     speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)
     _check_plot(plot, compares=sweep.asked or speculation.asked or bool(counts))
     if sweep.asked:
@@ -194,6 +197,16 @@ def bench(
     if counts:
         raise typer.Exit(measure_parallel(plan, together.fit, notes, output, verbose=verbose, plot=plot))
     raise typer.Exit(_measure(plan, notes, output, verbose=verbose, plot=plot, trace_out=trace_out))
+
+
+def _mapped(base: EngineConfig) -> EngineConfig:
+    """The configuration with the file mapped: several texts share sessions that are open at once.
+
+    Raises InputError where --ram gives a size.
+    """
+    if isinstance(base.ram, int):
+        raise InputError("--parallel does not measure experts in RAM.", "Leave out --ram: llama.cpp maps the file.")
+    return replace(base, ram="off")
 
 
 def make_bench_plan(

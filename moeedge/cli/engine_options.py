@@ -198,8 +198,15 @@ def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
 
 
 def parse_ram(text: str) -> int | Literal["auto", "off"]:
-    """The value of --ram. Raises ValueError for a malformed size."""
-    return text if text in ("auto", "off") else parse_size(text)  # type: ignore[return-value]
+    """The value of --ram. Raises ValueError for a malformed size, InputError for one without a unit."""
+    return text if text in ("auto", "off") else parse_ram_size(text)  # type: ignore[return-value]
+
+
+def parse_ram_size(text: str) -> int:
+    """A size of memory in bytes. Raises ValueError for a malformed one, InputError for one without a unit."""
+    if text.strip().isdecimal():  # bytes, which nobody means
+        raise InputError(f"--ram {text.strip()} has no unit.", f"Write for instance --ram {text.strip()}GiB.")
+    return parse_size(text)
 
 
 def check_device(text: str) -> None:

@@ -21,6 +21,7 @@ from moeedge.cli.engine_options import (
     PlacementOptions,
     check_device,
     layer_notes,
+    parse_ram_size,
     resolve_models,
 )
 from moeedge.errors import InputError, ModelNameError
@@ -111,7 +112,8 @@ def plan(
     from moeedge.ui.plan_view import plan_json, print_plan
 
     placement = PlacementOptions(cache_ratio=cache_ratio).config()
-    vram_bytes, ram_bytes, reserve_bytes = (None if size is None else parse_size(size) for size in (vram, ram, reserve))
+    vram_bytes, reserve_bytes = (None if size is None else parse_size(size) for size in (vram, reserve))
+    ram_bytes = None if ram is None else parse_ram_size(ram)
     check_device(device)
     if verbose:
         show_log()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from moeedge.cli import options
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, flatten, option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, parse_ram
 from moeedge.cli.profile_output import OutputOptions, ProfileOutput
 from moeedge.cli.profile_run import LayerChoice, profile_trace, record
 from moeedge.cli.profile_texts import TextOptions
@@ -55,6 +56,7 @@ def profile(
     engine: EngineOptions,
     placement: PlacementOptions,
     files: OutputOptions,
+    ram: options.Ram = "auto",
     trace_out: options.TraceOut = None,
     budget_analysis: BudgetAnalysis = None,
     output: options.TextOrJson = Output.TEXT,
@@ -104,7 +106,7 @@ def profile(
     else:
         profiled = record(
             texts,
-            engine.config(placement.config()),
+            replace(engine.config(placement.config()), ram=parse_ram(ram)),
             choice,
             with_pair=results.wants_model,
             with_sensitivity=files.save_ranking is not None,

@@ -59,7 +59,7 @@ def plan_budget(
     At most one of vram_bytes and cache_ratio (PlacementConfig checks them) is the user's, default_ratio the device's;
     without any the cache takes all that is free except the reserve. experts_on_device: llama.cpp has put them there.
     in_ram: the device is the memory that the CPU computes from, vram_bytes the user's --ram.
-    Raises InputError for more memory than the device has.
+    Raises InputError for more memory than the device has, and for too little --ram for an expert of every layer.
     """
     if vram_bytes is not None and 0 < total_bytes < vram_bytes:
         option, place = ("--ram", "the memory") if in_ram else ("--vram", "the device")
@@ -82,6 +82,11 @@ def plan_budget(
         return CacheBudget(0.0, 0, 0)
     n_slots = min(wanted_slots, _slots(room, expert_bytes_total, n_all))
     per_layer = format_bytes(-(-expert_bytes_total // n_experts))
+    if in_ram and vram_bytes is not None and wanted_slots < n_expert_layers:
+        raise InputError(
+            f"--ram {format_bytes(vram_bytes)} is too small: one expert per layer takes {per_layer}.",
+            f"Give more than {per_layer}, or --ram off, so that llama.cpp maps the file.",
+        )
     if n_slots < n_expert_layers:
         given = _bytes(n_slots, expert_bytes_total, n_all)
         if n_slots == wanted_slots and ratio is None and vram_bytes is not None:

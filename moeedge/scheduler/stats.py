@@ -96,6 +96,11 @@ class PlacementStats(CacheStats):
         """Bytes of experts moved per emitted token, those of prompts included; None before the first."""
         return self.bytes_moved / self.tokens if self.tokens else None
 
+    @property
+    def wait_share(self) -> float | None:
+        """Share of the steps' time that waits for the device, or for the disk; None before the first."""
+        return self.wait_s / self.decode_s if self.decode_s > 0 else None
+
     def __sub__(self, older: PlacementStats) -> PlacementStats:
         intervals = {name: getattr(self, name) - getattr(older, name) for name in counters(self)}
         return PlacementStats(**{**vars(self), **intervals})
@@ -111,7 +116,10 @@ class PlacementStats(CacheStats):
 
 
 _NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned")
-_RATES = ("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s")
+_RATES = (
+    *("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s"),
+    *("bytes_per_token", "wait_share"),
+)
 
 
 class StatsRecorder:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moeedge.bench.scores import different_scores
 from moeedge.policies.base import LookaheadStatus
-from moeedge.ui.figures import lookahead
+from moeedge.ui.figures import is_ram, lookahead
 from moeedge.ui.parallel_views import curve_lines, parallel_markdown
 from moeedge.ui.quality_views import quality_markdown
 from moeedge.ui.tables import (
@@ -84,11 +84,13 @@ def _replayed_markdown(rows: Sequence[BenchRow]) -> str:
     )
 
 
-def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool, has_budgets: bool) -> list[Column]:
+def _bench_columns(
+    *, has_cache: bool, has_scores: bool, has_layers: bool, has_budgets: bool, from_disk: bool
+) -> list[Column]:
     """As llama-bench's.
 
     has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
-    layers on a GPU. has_budgets: expert budgets or draft lengths are compared.
+    layers on a GPU. has_budgets: expert budgets or draft lengths are compared. from_disk: experts were loaded into RAM.
     """
     columns = [
         text_column("test", "test"),
@@ -108,6 +110,9 @@ def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool, has_b
         Column("expert hits", lambda row: row.cache.hit_rate_unique, ".3f"),
         Column("uploads/step", lambda row: row.cache.uploads_per_step, ".1f"),
         Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
+        Column("MB/token", "read_bytes_per_token", ".1f", _MB),
+        Column("disk MB/s", lambda row: row.cache.link_bytes_per_s, ".0f", _MB),
+        Column("waiting %", lambda row: row.cache.wait_share, ".0f", 100),
         Column("output", _output),
         Column("score", "scores", str),
         Column("pp ratio", "ratio_pp", ".3f"),
@@ -116,6 +121,7 @@ def _bench_columns(*, has_cache: bool, has_scores: bool, has_layers: bool, has_b
         Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
     left_out = set() if has_cache else {"policy", "cache", "hits", "expert hits", "uploads/step", "MiB moved"}
+    left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "waiting %"}
     left_out |= set() if has_budgets else {"speculation"}
     left_out |= set() if has_scores else {"score"}
     left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
@@ -141,6 +147,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         has_scores=any(row.scores.n_answers for row in rows),
         has_layers=any(row.setup.get("whole_layers") for row in rows),
         has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
+        from_disk=any(is_ram(row.setup["device"]) for row in rows),
     )
     lines = ["", *setup_lines(rows), *lookahead_lines(rows), *score_lines(rows)]
     return markdown(columns, rows) + "\n".join(lines) + "\n"

@@ -22,6 +22,10 @@ DEVICES = {
 PLACEMENT = {
     "-dev emulated --vram 4000TB": "--vram larger device",
     "-dev emulated --vram much": '"much" size',
+    "-dev none --ram 12": "--ram 12 unit 12GiB",
+    "-dev none --ram much": '"much" size',
+    "-dev none --ram 4000TB": "--ram larger memory",
+    "-dev none --ram 1KiB": "--ram small expert per layer",
     "-dev emulated --vram 1GB --cache-ratio 0.5": "--vram --cache-ratio exclude",
     "-dev emulated --cache-ratio 1.01": "[0, 1] 1.01",
     "-dev emulated --cache-ratio -0.01": "[0, 1] -0.01",

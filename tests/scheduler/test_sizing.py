@@ -123,6 +123,9 @@ def test_too_small_for_one_expert_per_layer() -> None:
     )
     assert plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=48 * 2_654_208).n_slots == 48
     assert "too small" in plan_budget(**_QWEN, free_bytes=0).notes[0]
+    with pytest.raises(InputError) as raised:  # in RAM there is another way to run the model, so it is not a note
+        plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=47 * 2_654_208, in_ram=True)
+    assert "--ram" in raised.value.message and "122 MiB" in raised.value.message
 
 
 def test_experts_on_the_device_are_left_to_llama_cpp() -> None:

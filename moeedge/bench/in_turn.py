@@ -1,0 +1,169 @@
+"""Modes of a model that is larger than the memory: measured one after the other, each with the memory to itself.
+
+Stock modes map the file and live from the page cache, ours load experts into slots: open at once, each would take the
+memory that the other needs. So in every repetition each mode is opened, measured and closed, in rotated order, with
+the model's file dropped from the page cache before. What earlier runs have used is neither read nor kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import TracebackType
+
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
+from moeedge.bench.harness import BenchArm, rotated, run_conversations, warm_up
+from moeedge.bench.passes import Pass
+from moeedge.bench.samples import Sample
+from moeedge.bench.synthetic import SyntheticRun, synthetic_modes
+from moeedge.data import Prompt
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.notifications import Notification
+
+NOTE = (
+    "The model is larger than the memory for it: modes are measured one after the other, each opened anew in every "
+    "repetition, with the file out of the page cache before and without activations kept from earlier runs."
+)
+
+
+class ArmsInTurn:
+    """A context manager with the interface of `Arms`: one pass, of whose arms only one is open at a time.
+
+    base: with the context size of the run. report: gets sentences for the user.
+    Raises InputError on entering where no mode can run.
+    """
+
+    def __init__(self, base: EngineConfig, modes: Sequence[BenchMode], report: Callable[[Sequence[str]], None]) -> None:
+        self._base = replace(base, placement=replace(base.placement, warm_start=False))
+        self._modes = modes
+        self._report = report
+        self._measured: dict[str, BenchArm] = {}  # as they were opened last
+        self._reference: BenchArm | None = None
+        self._resources = ExitStack()
+        self.passes: list[Pass] = []
+        self.replays: list[BenchMode] = []  # a replay needs a device that is not the memory
+
+    def __enter__(self) -> ArmsInTurn:
+        kept = [mode for mode in self._modes if mode.method == "shared"]
+        self._report([NOTE])
+        self._report([
+            f"{mode.label} is left out: it has no meaning where experts are loaded into RAM."
+            for mode in self._modes
+            if mode not in kept
+        ])  # fmt: skip
+        if not kept:
+            raise InputError("No mode is left to measure.", "Name stock-ar, stock-sd, moeedge or moeedge-ar.")
+        kept.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
+        self.passes = [Pass(tuple(kept))]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def stock(self, label: str) -> BenchArm:
+        """The reference, opened again: for logits, when nothing is measured any more."""
+        if self._reference is None:
+            mode = next(mode for mode in self.passes[0].modes if mode.label == label)
+            self._reference = self._resources.enter_context(self._opened(mode))
+        return self._reference
+
+    @contextmanager
+    def opened(self, current: Pass) -> Iterator[None]:
+        """Nothing is opened for the entire pass."""
+        yield
+        current.arms = [self._measured[mode.label] for mode in current.modes if mode.label in self._measured]
+
+    def measured(self, mode: BenchMode) -> BenchArm:
+        """The arm that was measured; its session is closed, but tells what it had."""
+        return self._measured[mode.label]
+
+    @contextmanager
+    def recorder(self, mode: BenchMode) -> Iterator[BenchArm]:
+        """The mode, opened once more."""
+        with self._opened(mode) as arm:
+            yield arm
+
+    @contextmanager
+    def _opened(self, mode: BenchMode) -> Iterator[BenchArm]:
+        _drop_page_cache(self._base)
+        with Session.open(mode_config(self._base, mode), notify=self._notify) as session:
+            self._report(session.info.notes)
+            arm = self._measured[mode.label] = BenchArm(mode, session)
+            yield arm
+
+    def _notify(self, note: Notification) -> None:
+        self._report([note])
+
+    def samples(
+        self,
+        plan: BenchPlan,
+        prompts: Sequence[Prompt],
+        cancel: Callable[[], bool],
+        finish: Callable[[BenchArm], None],
+    ) -> Iterator[tuple[str, Sample]]:
+        """Yields the name of a test and a sample, for all tests; ends early when `cancel` returns True.
+
+        finish: called with each arm before it is closed.
+        """
+        modes = self.passes[0].modes
+        synthetic = synthetic_modes(modes)[0]
+        answers: dict[tuple[str, int], str] = {}
+        for repetition in range(plan.repetitions):
+            for place, mode in enumerate(rotated(modes, repetition)):
+                if cancel():
+                    return
+                with self._opened(mode) as arm:
+                    for test, sample in _measure(arm, plan, prompts, answers, cancel, is_synthetic=mode in synthetic):
+                        yield test, replace(sample, repetition=repetition, order=place)
+                    finish(arm)
+
+
+def _measure(
+    arm: BenchArm,
+    plan: BenchPlan,
+    prompts: Sequence[Prompt],
+    answers: dict[tuple[str, int], str],
+    cancel: Callable[[], bool],
+    *,
+    is_synthetic: bool,
+) -> Iterator[tuple[str, Sample]]:
+    """One repetition of all tests in one arm."""
+    if plan.dataset is not None:
+        if plan.warm_up:
+            warm_up([arm], prompts[0], cancel=cancel)
+        for sample in run_conversations(
+            [arm],
+            prompts,
+            repetitions=1,
+            n_predict=plan.n_predict,
+            ignore_eos=plan.ignore_eos,
+            warmed_up=plan.warm_up,
+            cancel=cancel,
+            answers=answers,
+        ):
+            yield plan.dataset.name, sample
+    if not is_synthetic:
+        return
+    synthetic = SyntheticRun([arm], 1, warm_up=plan.warm_up, cancel=cancel)
+    if plan.n_prompt:
+        for sample in synthetic.prefill(plan.n_prompt):
+            yield f"pp{plan.n_prompt}", sample
+    if plan.n_gen:
+        for sample in synthetic.decode(plan.n_gen):
+            yield f"tg{plan.n_gen}", sample
+
+
+def _drop_page_cache(config: EngineConfig) -> None:
+    """Takes the model's files out of the page cache, where the system can; nothing may map them."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in expert_tensors(config.model)[1]:
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
