@@ -19,12 +19,13 @@ from moeedge.errors import InputError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import LocalModel, local_draft, locate
-from moeedge.native.abi import PrefillPath
+from moeedge.native.abi import PrefillPath, Repack
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import parse_size
 
 DRAFT_MAX = 4  # tokens per draft, where neither the user nor the catalog says
 _SPIN_COUNT = "1000"
+_REPACK = {"auto": Repack.CHEAP, "on": Repack.ALL, "off": Repack.NONE}
 
 TopK = Annotated[int, option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.")]
 TopP = Annotated[
@@ -113,6 +114,7 @@ class PlacementOptions:
     forgetting: options.Forgetting = 0.1
     prefill_path: options.PrefillPath = "auto"
     no_calibrate: options.NoCalibrate = False
+    repack: options.RepackExperts = "auto"
 
     def config(self, *, measure_anew: bool = False) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
@@ -120,6 +122,8 @@ class PlacementOptions:
 
         if self.policy not in POLICIES:
             raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
+        if self.repack not in _REPACK:
+            raise InputError(f"Unknown value of --repack: {self.repack!r}.", "Choose from: auto, on, off.")
         return PlacementConfig(
             vram_bytes=None if self.vram is None else parse_size(self.vram),
             cache_ratio=self.cache_ratio,
@@ -130,6 +134,7 @@ class PlacementOptions:
             prefill=PrefillPath(self.prefill_path),
             calibrate=not self.no_calibrate,
             measure_anew=measure_anew,
+            repack=_REPACK[self.repack],
         )
 
 

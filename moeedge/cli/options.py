@@ -221,6 +221,15 @@ Ram = Annotated[
         "where the file does not fit what is free, as much as that; off: llama.cpp maps the file.",
     ),
 ]
+RepackExperts = Annotated[
+    str,
+    option(
+        PLACEMENT,
+        "--repack auto|on|off",
+        "Whether experts that are loaded into RAM as needed (--ram) take the layout of llama.cpp's faster CPU kernels: "
+        "auto: of types for which that costs no time (Q4_0, IQ4_NL, MXFP4); on: of all types that have such kernels.",
+    ),
+]
 Vram = Annotated[
     str | None,
     option(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 11  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 12  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -60,6 +60,14 @@ class DevicePath(IntEnum):
     PAIRS = 0  # once the host knows the ids; several tokens as one token per pair
     COLUMNS = 1  # the same as one token with many experts, for devices whose matrix-vector kernels win
     AHEAD = 2  # before the host knows the ids, where llama.cpp computes the router on that device; else as COLUMNS
+
+
+class Repack(IntEnum):
+    """enum moeedge_repack: which matrices a cache in RAM holds in the layout of ggml's faster CPU kernels."""
+
+    NONE = 0
+    CHEAP = 1  # of types that are repacked as fast as they are copied
+    ALL = 2  # all that ggml has kernels for on this CPU
 
 
 class ReadFault(IntEnum):
@@ -201,6 +209,7 @@ class CacheConfigStruct(ctypes.Structure):
         ("pool_bytes_max", c_int64),
         ("disk_bytes_per_s", c_double),
         ("disk_buffered", c_int32),
+        ("repack", c_int32),
     ]
 
 

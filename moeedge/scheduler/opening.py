@@ -13,7 +13,7 @@ from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
-from moeedge.native.abi import Phase, PrefillPath
+from moeedge.native.abi import Phase, PrefillPath, Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification, Notify
 from moeedge.policies.base import CacheShape, CutoffPolicy, Policy
@@ -154,6 +154,8 @@ def _open_cache(
                 link_bytes_per_s=float(device.link_bytes_per_s),
                 link_latency_s=device.latency_us * 1e-6,
                 pool_bytes_max=ram_tier.pool_bytes_max(tensors) if device.kind == "ram" else 0,
+                disk_bytes_per_s=config.disk_bytes_per_s,
+                repack=config.repack if device.kind == "ram" else Repack.NONE,
             )
         )
     except EngineError as error:  # no memory for a single slot

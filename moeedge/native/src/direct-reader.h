@@ -24,10 +24,11 @@
 namespace moeedge {
 
 struct read_range {
-    int     file;
-    int64_t offset;
-    size_t  size;
-    char *  to;
+    int                  file;
+    int64_t              offset;
+    size_t               size;
+    char *               to;
+    const piece_writer * writer = nullptr; // null: bytes are copied there
 };
 
 enum read_result { READ_DONE, READ_FAILED, READ_CANCELLED };

@@ -12,6 +12,7 @@
 
 #include "cache-device.h"
 #include "expert-layout.h"
+#include "repacked-rows.h"
 
 namespace moeedge {
 
@@ -37,8 +38,10 @@ class pool_limits {
 
 class slot_pools {
   public:
-    slot_pools(std::shared_ptr<cache_device> dev, const expert_layout & of, const pool_limits & most, int n_staging)
-        : device(std::move(dev)), layout(of), limits(most), n_stage(n_staging) {}
+    // repack: of slots in RAM
+    slot_pools(std::shared_ptr<cache_device> dev, const expert_layout & of, const pool_limits & most, int n_staging,
+               moeedge_repack repack)
+        : device(std::move(dev)), layout(of), limits(most), n_stage(n_staging), repacked(repack) {}
     ~slot_pools();
     slot_pools(const slot_pools &)             = delete;
     slot_pools & operator=(const slot_pools &) = delete;
@@ -52,6 +55,10 @@ class slot_pools {
     int           zero_slot(int group) const { return slots[group]; }
     int64_t       bytes() const { return n_bytes; }
     ggml_tensor * tensor(int group, int role) const { return tensors[group][role]; } // null without slots
+    // of bytes of the file to slots of the role; null: they are copied
+    const piece_writer * writer(int group, int role) const { return writers[group][role].get(); }
+    // roles whose slots are in the repacked layout
+    int           n_repacked() const;
     // staging slots of the group's kind, null without any; as many in each kind
     ggml_tensor * stage(int group, int role) const { return stages[layout.groups[group].kind][role]; }
     int           n_staging() const { return n_stage; }
@@ -60,6 +67,8 @@ class slot_pools {
     bool          try_allocate();
     bool          add_pools(std::vector<std::vector<ggml_tensor *>> & out, const expert_group & group, int n_slots);
     ggml_tensor * add_pool(const expert_role & role, int n_slots);
+    bool          place(ggml_tensor * pool, ggml_backend_buffer_type_t buft);
+    void          add_writers();
     void          clear();
     void          free();
 
@@ -67,9 +76,11 @@ class slot_pools {
     const expert_layout &                   layout;
     const pool_limits                       limits;
     int                                     n_stage;
+    const moeedge_repack                     repacked;
     std::vector<int>                        slots;   // [n_groups]
     std::vector<std::vector<ggml_tensor *>> tensors; // [n_groups][roles]
     std::vector<std::vector<ggml_tensor *>> stages;  // [n_kinds][roles]
+    std::vector<std::vector<std::unique_ptr<piece_writer>>> writers; // [n_groups][roles]
     ggml_context *                          ctx = nullptr;
     std::vector<ggml_backend_buffer_t>      buffers;
     int64_t                                 n_bytes = 0;
