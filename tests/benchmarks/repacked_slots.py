@@ -4,10 +4,10 @@
 
 Slots are one tensor [columns, rows, slots] per matrix, as the cache in RAM has them; in the repacked layout in ggml's
 buffer type CPU_REPACK, where each expert is repacked into its slot by itself. A sample is the three products of a block
-(gate, up, down) for so many tokens, each with `--used` experts, of which verifications share some. Plain and repacked take
-turns; a ratio is that of a pair of neighbouring samples. A step of one token reads other slots each time, since
-experts come from memory. Further figures: the time to repack an expert next to the time to copy it, and how far the results
-differ.
+(gate, up, down) for so many tokens, each with `--used` experts, of which neighbouring tokens share half. Plain and
+repacked take turns; a ratio is the median of those of neighbouring samples. Further figures: the time to repack an
+expert next to the time to copy it, and how far the results differ. --dense measures one matrix with all tokens
+instead, as those of attention are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ctypes
 import json
 import statistics
 import time
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (c_void_p, [InitParams]),
     "ggml_new_tensor_3d": (c_void_p, [c_void_p, c_int, c_int64, c_int64, c_int64]),
     "ggml_new_tensor_2d": (c_void_p, [c_void_p, c_int, c_int64, c_int64]),
+    "ggml_mul_mat": (c_void_p, [c_void_p] * 3),
     "ggml_mul_mat_id": (c_void_p, [c_void_p] * 4),
     "ggml_new_graph": (c_void_p, [c_void_p]),
     "ggml_build_forward_expand": (None, [c_void_p] * 2),
@@ -51,7 +52,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
     "ggml_backend_tensor_alloc": (c_int, [c_void_p] * 3),
     "ggml_backend_buft_alloc_buffer": (c_void_p, [c_void_p, c_size_t]),
-    "ggml_backend_buft_get_alloc_size": (c_size_t, [c_void_p, c_void_p]),
     "ggml_backend_buft_name": (c_char_p, [c_void_p]),
     "ggml_backend_buffer_get_base": (c_void_p, [c_void_p]),
     "ggml_backend_buffer_free": (None, [c_void_p]),
@@ -81,7 +81,7 @@ class Shape:
 
     n_embd: int
     n_ff: int
-    n_slots: int
+    n_slots: int  # 0: dense matrices
 
 
 class Cpu:
@@ -111,25 +111,21 @@ class Slots:
         self.shape = shape
         self.context = ggml("ggml_init", InitParams(1 << 16, None, True))
         sizes = [(shape.n_embd, shape.n_ff), (shape.n_embd, shape.n_ff), (shape.n_ff, shape.n_embd)]
-        self.pools = [ggml("ggml_new_tensor_3d", self.context, type_, *size, shape.n_slots) for size in sizes]
+        self.pools = []
         self.buffers = []
-        self._heads = []
-        for pool, size, data in zip(self.pools, sizes, experts, strict=True):
-            buffer = ggml("ggml_backend_buft_alloc_buffer", buft, ggml("ggml_backend_buft_get_alloc_size", buft, pool))
+        self._heads = []  # of one expert, moved from slot to slot
+        for size, data in zip(sizes, experts, strict=True):
+            pool = ggml("ggml_new_tensor_3d", self.context, type_, *size, max(1, shape.n_slots))
+            buffer = ggml("ggml_backend_buft_alloc_buffer", buft, ggml("ggml_nbytes", pool))
             base = ggml("ggml_backend_buffer_get_base", buffer)
-            assert ggml("ggml_backend_tensor_alloc", buffer, pool, base) == 0
+            head = ggml("ggml_new_tensor_2d", self.context, type_, *size)
+            for tensor in (pool, head):
+                assert ggml("ggml_backend_tensor_alloc", buffer, tensor, base) == 0
+            self._data_field = _data_offset(head, base)
+            self._heads.append((head, base, data))
+            self.pools.append(pool)
             self.buffers.append(buffer)
-            heads = []
-            for slot in range(shape.n_slots):  # one expert, in its slot
-                head = ggml("ggml_new_tensor_2d", self.context, type_, *size) if slot == 0 else heads[0]
-                if slot == 0:
-                    assert ggml("ggml_nbytes", head) == data.nbytes
-                    assert ggml("ggml_backend_tensor_alloc", buffer, head, base) == 0
-                heads.append(head)
-                if slot == 0:
-                    self._data_field = _data_offset(head, base)
-            self._heads.append((heads[0], base, data))
-        for slot in range(shape.n_slots):
+        for slot in range(max(1, shape.n_slots)):
             self.load(slot)
 
     def load(self, slot: int) -> None:
@@ -160,12 +156,16 @@ class Block:
         shape = slots.shape
         self.cpu = cpu
         self.context = ggml("ggml_init", InitParams(1 << 20, None, True))
-        self.inputs = [ggml("ggml_new_tensor_3d", self.context, F32, n, 1, n_pairs) for n in (shape.n_embd, shape.n_ff)]
+        columns = (1, n_pairs) if shape.n_slots else (n_pairs, 1)
+        self.inputs = [ggml("ggml_new_tensor_3d", self.context, F32, n, *columns) for n in (shape.n_embd, shape.n_ff)]
         self.ids = ggml("ggml_new_tensor_2d", self.context, I32, 1, n_pairs)
         self.graph = ggml("ggml_new_graph", self.context)
         self.outputs = []
         for pool, source in zip(slots.pools, (0, 0, 1), strict=True):
-            out = ggml("ggml_mul_mat_id", self.context, pool, self.inputs[source], self.ids)
+            if shape.n_slots:
+                out = ggml("ggml_mul_mat_id", self.context, pool, self.inputs[source], self.ids)
+            else:
+                out = ggml("ggml_mul_mat", self.context, pool, self.inputs[source])
             assert ggml("ggml_backend_dev_supports_op", cpu.device, out)
             ggml("ggml_build_forward_expand", self.graph, out)
             self.outputs.append(out)
@@ -253,11 +253,11 @@ def measure(name: str, n_threads: int, options: argparse.Namespace, shape: Shape
     rng = np.random.default_rng(1)
     rows = []
     for n_tokens in options.tokens:
-        n_pairs = n_tokens * options.used
+        n_pairs = n_tokens * (options.used if shape.n_slots else 1)
         blocks = [Block(cpu, slots, n_pairs) for slots in (plain, repacked)]
         samples: list[list[float]] = [[], []]
         for round_ in range(options.rounds + 2):
-            ids = _ids(rng, shape, n_tokens, options.used)
+            ids = _ids(rng, shape, n_tokens, options.used) if shape.n_slots else np.zeros(n_pairs, np.int32)
             for i in (0, 1) if round_ % 2 else (1, 0):
                 seconds = blocks[i].run(ids)
                 if round_ >= 2:
@@ -293,7 +293,7 @@ def _load_times(plain: Slots, repacked: Slots, rounds: int) -> tuple[list[float]
     for round_ in range(rounds):
         for slots, found in zip((plain, repacked), times, strict=True):
             start_s = time.perf_counter()
-            slots.load(round_ % plain.shape.n_slots)
+            slots.load(round_ % max(1, plain.shape.n_slots))
             found.append(time.perf_counter() - start_s)
     return times
 
@@ -309,11 +309,12 @@ def main() -> None:
     parser.add_argument("--embd", type=int, default=2048)
     parser.add_argument("--ff", type=int, default=768)
     parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--dense", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     silence()
     options.tokens = [int(n) for n in options.tokens.split(",")]
-    shape = Shape(options.embd, options.ff, options.slots)
+    shape = Shape(options.embd, options.ff, 0 if options.dense else options.slots)
     rows: list[Row] = []
     loads: list[LoadRow] = []
     for name in options.types.split(","):
