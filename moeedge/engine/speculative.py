@@ -164,7 +164,7 @@ class SpeculativeLoop:
             parts.append(BatchPart(sequence, _batch(text, proposal), "all"))
         verified: list[Verified] = []
         for group in self.target.fitting(parts):
-            rows = self.target.decode_parts(parts[group], phase=phase)
+            rows = self.target.decode_parts(parts[group], phase=phase, cancel=self._cancel)
             for text, proposal, part, logits in zip(
                 self.texts[group], proposals[group], parts[group], rows, strict=True
             ):
@@ -238,7 +238,7 @@ class SpeculativeLoop:
         part = text.history[n_held : n_held + self.target.n_ubatch]
         if n_held + len(part) == len(text.history):
             return False
-        text.target.decode(part, phase=Phase.PREFILL, logits="none")
+        text.target.decode(part, phase=Phase.PREFILL, logits="none", cancel=self._cancel)
         text.n_prefilled += len(part)
         counts = self._read_counts()
         if self.placement is not None:

@@ -16,13 +16,14 @@ from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama import library
 from moeedge.llama.budget import ContextBudget
 from moeedge.llama.model import Mode, Model
-from moeedge.llama.sequence import BatchPart, ContextSequence, Logits, TokenBatch, WantedLogits
+from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.native.abi import Phase
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.policies.expert_budget import ExpertBudget
 
 _WITHOUT_GPU = "Start without the GPU: -dev none."
+_STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
 
@@ -89,7 +90,8 @@ class Context:
                 f"{library.first_error()}.",
                 "Choose a smaller one with -c N.",
             )
-        self._decoder = Decoder(lib._lib, self._handle)
+        # with experts from a file a decode may wait for the disk for long
+        self._decoder = Decoder(lib._lib, self._handle, can_stop=model.dense is not None)
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
@@ -184,17 +186,32 @@ class Context:
         return len(self.sequences[0].tokens)
 
     def decode(
-        self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", hidden_states: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        phase: Phase,
+        logits: WantedLogits = "last",
+        hidden_states: bool = False,
+        cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Appends `tokens` to the first sequence and computes their logits.
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
         next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
-        Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault.
+        cancel: asked now and then whether to stop, where the experts of the model are loaded from a file.
+        Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
+        Cancelled if `cancel` returned True.
         """
-        return self.sequences[0].decode(tokens, phase=phase, logits=logits, hidden_states=hidden_states)
+        return self.sequences[0].decode(tokens, phase=phase, logits=logits, hidden_states=hidden_states, cancel=cancel)
 
-    def decode_parts(self, parts: Sequence[BatchPart], *, phase: Phase, hidden_states: bool = False) -> list[Logits]:
+    def decode_parts(
+        self,
+        parts: Sequence[BatchPart],
+        *,
+        phase: Phase,
+        hidden_states: bool = False,
+        cancel: Callable[[], bool] | None = None,
+    ) -> list[Logits]:
         """Appends tokens to several sequences in one batch; each sequence has one part. As `decode`.
 
         Several parts must fit one batch (`fitting`). Returns the rows of each part.
@@ -218,17 +235,20 @@ class Context:
             self.sensor.set_phase(phase)
         elif self._capture is not None:
             self._capture.set_phase(phase)
+        self._decoder.cancel = cancel
         try:
             if n <= self._batch.n_max and n_out <= self._n_outputs:
                 return self._decode_batch(parts, n, n_out, phase)
             if len(parts) > 1:
                 raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
-            return [self._decode_in_pieces(parts[0], phase, hidden_states)]
+            return [self._decode_in_pieces(parts[0], phase, hidden_states, cancel)]
         except BaseException:
             for part, n_before in zip(parts, before, strict=True):
                 del part.sequence.tokens[n_before:]
                 part.sequence.resync()
             raise
+        finally:
+            self._decoder.cancel = None
 
     def _decode_batch(self, parts: Sequence[BatchPart], n: int, n_out: int, phase: Phase) -> list[Logits]:
         """Decodes `n` tokens, of which `n_out` get logits, in one call of llama_decode."""
@@ -270,6 +290,10 @@ class Context:
             raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None
         if code == 1:
             raise self._full()
+        if code == _STOPPED:
+            if self.sensor is not None:
+                self.sensor.read_counts()  # of some layers only
+            raise Cancelled
         if code != 0:
             message = f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}."
             if self.model.uses_gpu and code in _COMPUTE_FAILED:
@@ -279,17 +303,22 @@ class Context:
     def _full(self) -> EngineError:
         return EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
 
-    def _decode_in_pieces(self, part: BatchPart, phase: Phase, hidden_states: bool) -> Logits:
+    def _decode_in_pieces(
+        self, part: BatchPart, phase: Phase, hidden_states: bool, cancel: Callable[[], bool] | None
+    ) -> Logits:
         """Decodes more tokens than one llama_batch or its logits have room for, so many at a time."""
         sequence, tokens, logits = part
         size = min(self._batch.n_max, self._n_outputs) if logits == "all" else self._batch.n_max
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         if logits == "all":
-            decoded = (sequence.decode(p, phase=phase, logits="all", hidden_states=hidden_states) for p in pieces)
+            decoded = (
+                sequence.decode(p, phase=phase, logits="all", hidden_states=hidden_states, cancel=cancel)
+                for p in pieces
+            )
             return np.concatenate([rows.copy() for rows in decoded])
         for piece in pieces[:-1]:
-            sequence.decode(piece, phase=phase, logits="none")
-        return sequence.decode(pieces[-1], phase=phase, logits=logits)
+            sequence.decode(piece, phase=phase, logits="none", cancel=cancel)
+        return sequence.decode(pieces[-1], phase=phase, logits=logits, cancel=cancel)
 
     def prefill(
         self,

@@ -98,7 +98,14 @@ class SequenceContext(Protocol):
     def can_shift(self) -> bool:
         """Whether positions can be renumbered."""
 
-    def decode_parts(self, parts: Sequence[BatchPart], *, phase: Phase, hidden_states: bool = False) -> list[Logits]:
+    def decode_parts(
+        self,
+        parts: Sequence[BatchPart],
+        *,
+        phase: Phase,
+        hidden_states: bool = False,
+        cancel: Callable[[], bool] | None = None,
+    ) -> list[Logits]:
         """Appends tokens to sequences in one batch."""
 
 
@@ -122,10 +129,17 @@ class ContextSequence:
         return len(self.tokens)
 
     def decode(
-        self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", hidden_states: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        phase: Phase,
+        logits: WantedLogits = "last",
+        hidden_states: bool = False,
+        cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Appends `tokens` and computes their logits; as `Context.decode`."""
-        return self.context.decode_parts([BatchPart(self, tokens, logits)], phase=phase, hidden_states=hidden_states)[0]
+        part = BatchPart(self, tokens, logits)
+        return self.context.decode_parts([part], phase=phase, hidden_states=hidden_states, cancel=cancel)[0]
 
     def prefill(
         self,
@@ -145,7 +159,7 @@ class ContextSequence:
                 raise Cancelled
             piece = tokens[start : start + size]
             last = start + len(piece) == len(tokens)
-            rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none")
+            rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none", cancel=cancel)
         return rows
 
     def trim(self, n_keep: int) -> None:

@@ -122,6 +122,15 @@ class Status(IntEnum):
 DECODE_THREW = -1000  # MOEEDGE_DECODE_THREW
 
 
+STOP_CALL = CFUNCTYPE(c_int)  # moeedge_stop_call
+
+
+class StopStruct(ctypes.Structure):
+    """struct moeedge_stop."""
+
+    _fields_ = [("call", STOP_CALL), ("next_ns", c_int64), ("stopped", c_int32)]
+
+
 class FrameStruct(ctypes.Structure):
     """struct moeedge_frame."""
 
@@ -306,6 +315,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
     "decode": (c_int, c_void_p, c_void_p, c_void_p, c_void_p),
+    "should_stop": (c_bool, c_void_p),
 }
 
 

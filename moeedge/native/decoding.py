@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
-from moeedge.native.abi import DECODE_THREW
+from moeedge.native.abi import DECODE_THREW, STOP_CALL, StopStruct
 from moeedge.native.library import load
 
 
@@ -14,19 +15,35 @@ class DriverThrewError(Exception):
 
 
 class Decoder:
-    """llama_decode of one context. llama: the ctypes library of llama.cpp; context: a llama_context *."""
+    """llama_decode of one context.
 
-    def __init__(self, llama: Any, context: Any) -> None:
+    llama: the ctypes library of llama.cpp; context: a llama_context *. can_stop: decodes ask `cancel`.
+    """
+
+    def __init__(self, llama: Any, context: Any, *, can_stop: bool = False) -> None:
+        self.cancel: Callable[[], bool] | None = None  # asked now and then whether to stop
         self._library = load()
         self._decode = ctypes.cast(llama.llama_decode, ctypes.c_void_p)
         self._synchronize = ctypes.cast(llama.llama_synchronize, ctypes.c_void_p)
         self._context = ctypes.cast(context, ctypes.c_void_p)
+        self._stop = StopStruct()
+        self._ask = STOP_CALL(self._goes_on)
+        if can_stop:
+            set_callback = llama.llama_set_abort_callback
+            function = ctypes.cast(self._library.moeedge_should_stop, set_callback.argtypes[1])
+            set_callback(context, function, ctypes.byref(self._stop))
+
+    def _goes_on(self) -> int:
+        """0 if the decode should stop, as also an exception in here means: e.g. of a signal's handler."""
+        return int(self.cancel is None or not self.cancel())
 
     def __call__(self, batch: Any, *, wait: bool) -> int:
         """The result of llama_decode for a llama_batch. wait: until the device is done, so that its errors arrive here.
 
-        Raises DriverThrewError with the driver's text.
+        2: `cancel` has stopped it. Raises DriverThrewError with the driver's text.
         """
+        self._stop.call = STOP_CALL() if self.cancel is None else self._ask
+        self._stop.next_ns = self._stop.stopped = 0
         synchronize = self._synchronize if wait else None
         code = int(self._library.moeedge_decode(self._decode, synchronize, self._context, ctypes.byref(batch)))
         if code == DECODE_THREW:

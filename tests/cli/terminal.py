@@ -22,15 +22,26 @@ PROMPT = ">>>"  # the chat's; its blank comes with the first character
 
 
 class Terminal:
-    """`moeedge ARGUMENTS` with a terminal on all three standard streams; cleans up at its end."""
+    """`moeedge ARGUMENTS` with a terminal on all three standard streams; cleans up at its end.
 
-    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], columns: int = 100, rows: int = 40) -> None:
+    module: that runs the command.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        columns: int = 100,
+        rows: int = 40,
+        module: str = "moeedge",
+    ) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.raw = ""  # everything shown, with the control sequences
         self._at = 0  # in `text`: the end of what was waited for
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "moeedge", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,

@@ -425,6 +425,19 @@ MOEEDGE_API int moeedge_memory_uses(void * get_breakdown, const void * context, 
 #define MOEEDGE_DECODE_THREW (-1000)
 MOEEDGE_API int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context, const void * batch);
 
+// what a decode asks whether to stop: 0 means that it should
+typedef int (*moeedge_stop_call)(void);
+
+struct moeedge_stop {
+    moeedge_stop_call call;    // null: nothing is asked
+    int64_t           next_ns; // when it is asked again
+    int32_t           stopped; // it has said so
+};
+
+// An abort callback of llama.cpp, data: struct moeedge_stop. It asks at most every 50 ms, in the thread that decodes, which also
+// asks while it waits for experts from a disk
+MOEEDGE_API bool moeedge_should_stop(void * stop);
+
 #ifdef __cplusplus
 }
 #endif

@@ -44,6 +44,9 @@ struct instance {
     int              phase     = MOEEDGE_PHASE_AUTO;
     int              n_threads = 0;
 
+    ggml_abort_callback abort      = nullptr; // whether to stop computing; null: never
+    void *              abort_data = nullptr;
+
     std::unique_ptr<routing_sensor> sensor; // null until configured
     int64_t                         n_graphs   = 0;
     int64_t                         n_blocks   = 0;

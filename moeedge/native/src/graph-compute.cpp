@@ -442,6 +442,7 @@ bool set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
         self->from_ram.reset();
         self->ram = std::move(cache);
         self->from_ram.reset(new ram_executor(self->ram, self->cpu, self->cpu_dev));
+        self->from_ram->should_stop = [self] { return self->abort && self->abort(self->abort_data); };
         return true;
     }
     if (self->cache && self->cache->is_foreign()) {

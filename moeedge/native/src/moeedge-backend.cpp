@@ -178,6 +178,8 @@ static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callba
     if (set) {
         set(self->cpu, callback, data);
     }
+    self->abort      = callback;
+    self->abort_data = data;
 }
 
 // device interface

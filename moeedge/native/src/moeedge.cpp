@@ -12,11 +12,15 @@
 #include "ggml-impl.h"
 #include "lazy-mapping.h"
 #include "memory-breakdown.h"
+#include "timing.h"
 
 using moeedge::fail;
 using moeedge::guarded;
 using moeedge::instance;
 using moeedge::with_instance;
+
+// how often a decode asks whether it should stop: a call of Python's interpreter takes microseconds
+static constexpr int64_t stop_interval_ns = 50'000'000;
 
 static thread_local char last_message[4096]; // long enough for a sentence with a path
 
@@ -274,6 +278,19 @@ int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context
         return MOEEDGE_STATUS_OK;
     });
     return status == MOEEDGE_STATUS_OK ? code : MOEEDGE_DECODE_THREW;
+}
+
+bool moeedge_should_stop(void * stop) {
+    moeedge_stop & asked = *(moeedge_stop *) stop;
+    if (asked.call == nullptr || asked.stopped) {
+        return asked.stopped != 0;
+    }
+    const int64_t now = moeedge::now_ns();
+    if (now >= asked.next_ns) {
+        asked.next_ns = now + stop_interval_ns;
+        asked.stopped = asked.call() == 0;
+    }
+    return asked.stopped != 0;
 }
 
 } // extern "C"

@@ -72,15 +72,19 @@ void ram_executor::sort_pairs(bool skips_unweighted) {
 }
 
 // Computes the pairs of the waiting experts that are resident by now, in chunks, and releases these experts; waits until there
-// are some. False: an expert cannot be loaded, or the backend stopped.
+// are some. False: an expert cannot be loaded, or the computation was stopped.
 bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first) {
     const int     layer    = placed.chain.layer;
     const int64_t begin_ns = now_ns();
     found.resize(waiting.size());
     const int n_found = is_first ? cache->acquire(layer, waiting.data(), (int) waiting.size(), found.data())
-                                 : cache->table().await(layer, waiting.data(), (int) waiting.size(), found.data());
+                                 : cache->table().await(layer, waiting.data(), (int) waiting.size(), found.data(), should_stop);
     if (!is_first) {
         record.wait_ns += now_ns() - begin_ns;
+        if (n_found == residency_table::await_stopped) {
+            last_status = GGML_STATUS_ABORTED;
+            return false;
+        }
         if (n_found == 0) {
             GGML_LOG_ERROR("%s\n", cache->load_error().c_str());
             last_status = GGML_STATUS_FAILED;

@@ -27,6 +27,8 @@ class ram_executor : private pair_columns {
     block_outcome compute(const placed_chain & placed, int phase, bool skips_unweighted);
     using pair_columns::status;
 
+    stop_call should_stop; // asked while experts are awaited
+
   private:
     void sort_pairs(bool skips_unweighted);
     bool compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first);

@@ -8,6 +8,8 @@ namespace moeedge {
 
 // how many uploads ahead the file is read: enough requests to keep a disk busy while one is awaited
 static constexpr size_t n_uploads_read_ahead = 4;
+// how often a thread that waits for experts asks whether it should stop
+static constexpr auto stop_interval = std::chrono::milliseconds(25);
 
 residency_table::residency_table(const expert_layout & layout, const std::vector<int> & capacity)
     : n_experts(layout.n_experts), group_of(layout.group_of), groups(layout.groups.size()), n_resident(layout.n_layers) {
@@ -72,13 +74,22 @@ void residency_table::want(int layer, const int32_t * experts, int n) {
     work.notify_one();
 }
 
-int residency_table::await(int layer, const int32_t * experts, int n, int32_t * slots) {
+int residency_table::await(int layer, const int32_t * experts, int n, int32_t * slots, const stop_call & should_stop) {
     std::unique_lock<std::mutex> lock(mutex);
     const auto is_resident = [&](int32_t expert) {
         return state[(size_t) layer * n_experts + expert] == MOEEDGE_RESIDENCY_RESIDENT;
     };
+    const auto is_over = [&] { return is_stopped || is_unloadable || std::any_of(experts, experts + n, is_resident); };
     n_demands++;
-    changed.wait(lock, [&] { return is_stopped || is_unloadable || std::any_of(experts, experts + n, is_resident); });
+    while (!changed.wait_for(lock, stop_interval, is_over)) {
+        lock.unlock();
+        const bool stops = should_stop && should_stop();
+        lock.lock();
+        if (stops) {
+            n_demands--;
+            return await_stopped;
+        }
+    }
     n_demands--;
     if (is_stopped || is_unloadable) {
         return 0;

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -39,11 +40,15 @@ struct victim_list {
     int             n;
 };
 
+// whether who waits should stop
+using stop_call = std::function<bool()>;
+
 enum take_result { TAKE_UPLOADS, TAKE_NONE, TAKE_STOPPED };
 
 class residency_table {
   public:
     static constexpr int     no_slot         = -1;
+    static constexpr int     await_stopped   = -1;
     static constexpr uint8_t demand_priority = UINT8_MAX; // above every priority of a plan
 
     // capacity [n_groups], in slots
@@ -61,8 +66,8 @@ class residency_table {
     // forgotten; the unpinned expert of the lowest utility goes for them, of equal ones the one that was used longest ago.
     void want(int layer, const int32_t * experts, int n);
     // Waits until some of the wanted experts [n] are resident, and pins these as acquire does. Returns how many; 0: one cannot
-    // be loaded, or the table is stopped
-    int  await(int layer, const int32_t * experts, int n, int32_t * slots);
+    // be loaded, or the table is stopped; await_stopped: should_stop, asked now and then without the lock, says so
+    int  await(int layer, const int32_t * experts, int n, int32_t * slots, const stop_call & should_stop);
     // experts [n] that were wanted may be evicted, and those that are queued need not be loaded
     void forget(int layer, const int32_t * experts, int n);
 

@@ -1,0 +1,127 @@
+"""An answer whose experts come from a slow disk can be stopped while it waits for them; nothing is lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.experts import Residency
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.llama.sequence import Cancelled
+from moeedge.native.abi import Phase
+from moeedge.native.cache import CacheConfig
+from moeedge.scheduler import opening
+from tests.conftest import TinyFactory
+from tests.support.ram_driver import ram_context
+
+GREEDY = SamplingConfig(temperature=0)
+DISK_BYTES_PER_S = 5e6
+TOKENS = np.random.default_rng(5).integers(0, 256, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def path(tiny: TinyFactory) -> Path:
+    """Reading all of its experts takes seconds."""
+    return tiny("qwen3moe", layers=4, embd=256, experts=64, expert_ff=256)
+
+
+class StopAfter:
+    """Asks to stop some time after it was made, and says how long the answer went on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at_s = time.monotonic() + seconds
+        self.n_asked = 0
+
+    def __call__(self) -> bool:
+        self.n_asked += 1
+        return time.monotonic() > self.at_s
+
+    @property
+    def late_s(self) -> float:
+        return time.monotonic() - self.at_s
+
+
+@pytest.fixture
+def session(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Session]:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(opening, "CacheConfig", partial(CacheConfig, disk_bytes_per_s=DISK_BYTES_PER_S))
+    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=4 << 20)
+    with Session.open(config) as opened:
+        yield opened
+
+
+def test_a_prompt_stops_within_its_batch(session: Session, path: Path) -> None:
+    stop = StopAfter(0.4)
+    answer = session.generate(TOKENS, n_predict=4, sampling=GREEDY, cancel=stop)
+    assert list(answer) == []
+    assert stop.late_s < 0.3
+    assert stop.n_asked > 3
+    assert answer.stop_reason == "interrupted"
+    stats = session.placement_stats()
+    assert stats is not None and stats.pinned == 0
+    assert session.target.n_past == 0
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_where_it_was_stopped(session: Session, path: Path) -> None:
+    prompt = TOKENS[:3]
+    with Model.load(path, free_bytes=1) as model, Context(model, n_ctx=512, n_threads=1, mode="stock") as context:
+        row = context.decode(prompt, phase=Phase.PREFILL)[-1]
+        expected = []
+        for _ in range(8):
+            expected.append(int(row.argmax()))
+            row = context.decode(expected[-1:], phase=Phase.DECODE)[-1]
+    found: list[int] = []
+    late_s = []
+    for _ in range(40):
+        stop = StopAfter(0.6)
+        answer = session.generate(prompt + found, n_predict=8 - len(found), sampling=GREEDY, cancel=stop)
+        for record in answer:
+            found += record.tokens
+        if answer.stop_reason == "interrupted":
+            late_s.append(stop.late_s)
+        if len(found) == 8:
+            break
+    assert found == expected
+    assert len(late_s) > 2, "the disk was too fast for this test"
+    assert max(late_s) < 0.3
+
+
+def test_without_a_disk_to_wait_for_it_stops_as_well(path: Path) -> None:
+    """All experts are resident: the graph's own operations ask."""
+    with ram_context(path, 1.0) as (context, cache):
+        everything = np.argwhere(np.ones((4, 64))).astype(np.int32)
+        nothing = everything[:0]
+        cache.plan(everything, np.zeros(len(everything), np.uint8), nothing, np.zeros(0, np.float32))
+        assert cache.drain(30.0)
+        assert (cache.copy_residency() == Residency.RESIDENT).all()
+        expected = context.decode(TOKENS, phase=Phase.PREFILL).copy()
+        context.clear()
+        with pytest.raises(Cancelled):
+            context.decode(TOKENS, phase=Phase.PREFILL, cancel=lambda: True)
+        assert context.n_past == 0
+        assert np.array_equal(context.decode(TOKENS, phase=Phase.PREFILL, cancel=lambda: False), expected)
+
+
+def test_an_exception_in_the_question_stops_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a signal's handler: Python reports it, and the decode does not go on."""
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_type))
+
+    def fail() -> bool:
+        raise KeyboardInterrupt
+
+    with ram_context(path, 0.3) as (context, _cache):
+        with pytest.raises(Cancelled):
+            context.decode(TOKENS, phase=Phase.PREFILL, cancel=fail)
+        assert reported == [KeyboardInterrupt]
+        assert context.decode(TOKENS[:4], phase=Phase.PREFILL).shape[0] == 1
