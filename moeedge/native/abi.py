@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 12  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 13  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -280,6 +280,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "instance_set_hook": (c_int, c_int64, BLOCK_HOOK, c_void_p),
     "instance_expert_outputs": (c_int, c_int64, c_void_p, c_int64),
     "instance_set_cache": (c_int, c_int64, c_int64),
+    "instance_remove_cache": (c_int, c_int64, c_int64),
     "instance_skip_unweighted": (c_int, c_int64, c_int),
     "cache_create": (c_int64, POINTER(CacheConfigStruct)),
     "cache_destroy": (c_int, c_int64),
@@ -295,6 +296,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_drain": (c_int, c_int64, c_double),
     "cache_clear": (c_int, c_int64),
     "cache_set_prefill": (c_int, c_int64, c_int, c_int),
+    "cache_set_ram": (c_int, c_int64, c_int64),
     "cache_set_readers": (c_int, c_int64, c_int, c_int64),
     "cache_get_reader": (c_int, c_int64, c_void_p),
     "cache_set_read_faults": (c_int, c_int64, c_int, c_int, c_double),

@@ -157,6 +157,7 @@ class ExpertCache:
         self._library = load()
         self._attached: list[Sensor] = []
         self._settings: dict[str, tuple[int, ...]] = {}  # arguments of the last moeedge_cache_set_* call of each kind
+        self._ram: ExpertCache | None = None  # that experts are read from
         self._earlier: CacheStats | None = None  # counters before the last resize
         self._files = [_identity(path) for path in config.files]
         self._residency = np.zeros((config.n_layers, config.n_experts), dtype=np.uint8)
@@ -183,6 +184,8 @@ class ExpertCache:
         self.info = self._read_info()
         for name, arguments in self._settings.items():
             self._set(name, *arguments)
+        if self._ram is not None:
+            self.read_from(self._ram)
 
     def resize(self, ratio: float) -> None:
         """Free all memory on the device and allocate slots for a share `ratio` of the experts; no decode may run.
@@ -385,15 +388,28 @@ class ExpertCache:
         _check(self._library, getattr(self._library, f"moeedge_cache_set_{name}")(self._cache, *arguments))
         self._settings[name] = arguments
 
+    def read_from(self, ram: ExpertCache) -> None:
+        """Read experts from the slots of a cache in RAM, and those that it does not hold past the page cache.
+
+        To be called again after `ram` was resized; until then the files are read. Raises BackendError for a cache that
+        is not in RAM, or of another model's experts.
+        """
+        self._ram = ram
+        _check(self._library, self._library.moeedge_cache_set_ram(self._cache, ram._cache))
+
     def attach(self, sensor: Sensor) -> None:
-        """Let the sensor's context compute with this cache, from its next graph on."""
+        """Let the sensor's context compute with this cache, from its next graph on.
+
+        A context computes with a cache in RAM, with one on another device, or with both: experts that are not on the
+        device are then loaded into RAM.
+        """
         _check(self._library, self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
         self._attached.append(sensor)
 
     def detach(self) -> None:
-        """Let every attached context that is still open compute without a cache again."""
+        """Let every attached context that is still open compute without this cache again."""
         while self._attached:
-            self._library.moeedge_instance_set_cache(self._attached.pop().instance, 0)
+            self._library.moeedge_instance_remove_cache(self._attached.pop().instance, self._cache)
 
     # checks: pin experts as a computation does and read their bytes
 

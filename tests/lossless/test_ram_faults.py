@@ -19,7 +19,6 @@ from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import ReadFault
-from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.hybrid import MANY_EXPERTS
 from tests.support.hybrid_driver import churn
@@ -84,31 +83,6 @@ def test_clearing_leaves_what_a_block_waits_for(path: Path, expected: list[np.nd
         assert_equal(found[0], expected)
         cache.clear()
         assert cache.stats().slots_used == 0
-
-
-def test_a_cache_on_another_device_is_refused(path: Path, expected: list[np.ndarray]) -> None:
-    with ram_context(path, 0.3) as (context, cache):
-        assert context.sensor is not None
-        tensors, files = expert_tensors(path)
-        info = cache.info
-        config = CacheConfig(
-            device="emulated",
-            files=files,
-            tensors=tensors,
-            n_layers=info.n_layers,
-            n_experts=info.n_experts,
-            ratio=0.5,
-            emulated_threads=1,
-        )
-        with ExpertCache.open(config) as other:
-            with pytest.raises(MoeedgeError, match="in RAM"):
-                other.attach(context.sensor)
-            assert_equal(decode(context), expected)
-            cache.detach()
-            other.attach(context.sensor)
-            with pytest.raises(MoeedgeError, match="in RAM"):
-                cache.attach(context.sensor)
-            decode(context)
 
 
 def test_a_slow_disk_gives_the_same_answer(path: Path, expected: list[np.ndarray]) -> None:

@@ -6,8 +6,8 @@
 //
 // Every function returns MOEEDGE_STATUS_OK or a negative moeedge_status unless its comment says otherwise; none lets a
 // C++ exception pass. Calls on one instance must not overlap with a llama_decode of its context; calls on different
-// instances may. Calls on a cache may come from any thread at any time, except moeedge_cache_destroy and
-// moeedge_instance_set_cache: no decode may use the cache then.
+// instances may. Calls on a cache may come from any thread at any time, except moeedge_cache_destroy,
+// moeedge_instance_set_cache and moeedge_instance_remove_cache: no decode may use the cache then.
 
 #pragma once
 
@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 12
+#define MOEEDGE_ABI_VERSION 13
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -317,8 +317,14 @@ MOEEDGE_API int moeedge_cache_acquire(int64_t cache, int layer, const int32_t * 
 MOEEDGE_API int moeedge_cache_release(int64_t cache, int layer, const int32_t * slots, int n);
 // Checks: copies a resident expert's bytes from the device, `size` bytes of one role
 MOEEDGE_API int moeedge_cache_read(int64_t cache, int layer, int expert, const char * role, void * out, int64_t size);
-// from the next graph on; cache 0 detaches
+// From the next graph on. An instance has a cache of the device "ram", one of another device, or both: then experts that are
+// not on the device are computed from slots in RAM, never from the mapped file. A cache replaces one of its kind
 MOEEDGE_API int moeedge_instance_set_cache(int64_t instance, int64_t cache);
+// a cache that is not attached is ignored
+MOEEDGE_API int moeedge_instance_remove_cache(int64_t instance, int64_t cache);
+// Lets the cache read experts from the slots of another one, of the device "ram" and of the same experts, and those that it
+// does not hold past the page cache; 0: from the files, as at first. From the next transfer on
+MOEEDGE_API int moeedge_cache_set_ram(int64_t cache, int64_t ram);
 
 // Whether (token, expert) pairs whose weight is zero are left out of verifications where our backend computes the experts on
 // the CPU: those that a budget truncates

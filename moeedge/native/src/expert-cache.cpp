@@ -9,6 +9,9 @@
 
 namespace moeedge {
 
+// of reads for another cache: those that computations wait for come first
+static constexpr int upload_priority = 1;
+
 // of a worker that is asked to free its memory
 static constexpr auto free_timeout = std::chrono::seconds(30);
 
@@ -239,6 +242,55 @@ void expert_cache::set_readers(int n, int64_t piece_bytes) {
     if (core->streaming) {
         core->streaming->set_readers(n);
     }
+}
+
+// whether the other cache has the same tensors for all experts of this one
+bool expert_cache::has_experts_of(const expert_cache & other) const {
+    const expert_layout & ours   = core->layout;
+    const expert_layout & theirs = other.core->layout;
+    if (ours.n_layers != theirs.n_layers || ours.n_experts != theirs.n_experts) {
+        return false;
+    }
+    for (int layer = 0; layer < theirs.n_layers; layer++) {
+        const int group = theirs.group_of[layer];
+        if (group >= 0 && (ours.group_of[layer] < 0 || !(ours.groups[ours.group_of[layer]].roles == theirs.groups[group].roles))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int expert_cache::set_ram(const std::shared_ptr<expert_cache> & ram) {
+    if (!ram) {
+        core->source.set_other(nullptr);
+        return MOEEDGE_STATUS_OK;
+    }
+    if (!ram->core->loader || ram->core->pools->n_repacked() > 0 || core->loader || !ram->has_experts_of(*this)) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    core->source.set_other([weak = std::weak_ptr<expert_cache>(ram)](int layer, int role, int expert, size_t begin, size_t size,
+                                                                     bool is_urgent, void * out) {
+        const std::shared_ptr<expert_cache> live = weak.lock();
+        return live ? live->copy_part(layer, role, expert, begin, size, is_urgent, out) : SOURCE_NOT_THERE;
+    });
+    return MOEEDGE_STATUS_OK;
+}
+
+// a part of one role of an expert, from its slot or else from the file
+source_result expert_cache::copy_part(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out) {
+    if (is_foreign()) {
+        return SOURCE_NOT_THERE;
+    }
+    int32_t slot = not_resident;
+    if (acquire(layer, &expert, 1, &slot) == 0) {
+        const int priority = is_urgent ? residency_table::demand_priority : upload_priority;
+        return core->loader->read_part(layer, role, expert, begin, size, priority, (char *) out);
+    }
+    const int    group = group_of(layer);
+    const size_t each  = core->layout.groups[group].roles[role].bytes;
+    std::memcpy(out, (const char *) core->pools->tensor(group, role)->data + (size_t) slot * each + begin, size);
+    release(layer, &slot, 1);
+    return SOURCE_READ;
 }
 
 int expert_cache::set_read_faults(int kind, int every, double delay_s) {

@@ -98,12 +98,18 @@ class expert_cache {
     void              get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
     void              set_batch(int n_experts) { core->batch.store(n_experts); }
     void              set_readers(int n, int64_t piece_bytes);
+    // Reads experts from the slots of that cache in host memory, and those that it does not hold past the page cache as it
+    // does; null: from the files. moeedge_status
+    int               set_ram(const std::shared_ptr<expert_cache> & ram);
     int               set_read_faults(int kind, int every, double delay_s);      // moeedge_status
     int               get_reader(moeedge_reader_info & out);                     // moeedge_status
     void              get_stats(moeedge_cache_stats & out);
     int               read(int layer, int expert, const char * role, void * out, int64_t size); // moeedge_status
 
   private:
+    bool          has_experts_of(const expert_cache & other) const;
+    source_result copy_part(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out);
+
     std::shared_ptr<cache_core>   core;
     std::mutex                    closing;
     std::unique_ptr<expert_mover> mover; // null once closed

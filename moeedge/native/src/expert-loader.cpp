@@ -1,6 +1,9 @@
 #include "expert-loader.h"
 
 #include <algorithm>
+#include <exception>
+#include <future>
+#include <memory>
 
 namespace moeedge {
 
@@ -35,6 +38,23 @@ void expert_loader::load(int layer, int expert, int slot, int priority, end_call
 
 void expert_loader::hasten(int layer, int expert, int priority) {
     reader.raise(requests[(size_t) layer * layout.n_experts + expert], priority);
+}
+
+source_result expert_loader::read_part(int layer, int role, int expert, size_t begin, size_t size, int priority, char * out) {
+    const expert_slice &    slice = layout.slices[layer][role];
+    std::vector<read_range> range = { { slice.file, slice.offset + expert * slice.stride + (int64_t) begin, size, out } };
+    auto                    ended = std::make_shared<std::promise<read_end>>(); // it may be set while the waiting thread goes on
+    std::future<read_end>   end   = ended->get_future();
+    try {
+        reader.enqueue(std::move(range), priority, [ended](const read_end & how) { ended->set_value(how); });
+    } catch (const std::exception &) { // no resources for a thread that reads
+        return SOURCE_FAILED;
+    }
+    switch (end.get().result) {
+        case READ_DONE:      return SOURCE_READ;
+        case READ_CANCELLED: return SOURCE_NOT_THERE;
+        default:             return SOURCE_FAILED;
+    }
 }
 
 void expert_loader::end() {

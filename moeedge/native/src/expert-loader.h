@@ -9,6 +9,7 @@
 
 #include "direct-reader.h"
 #include "expert-layout.h"
+#include "expert-source.h"
 #include "slot-pools.h"
 
 namespace moeedge {
@@ -28,6 +29,8 @@ class expert_loader {
     void load(int layer, int expert, int slot, int priority, end_call ended);
     // lets an expert that is being loaded overtake those of lower priority
     void hasten(int layer, int expert, int priority);
+    // reads a part of one role of an expert into the caller's memory, and waits for it; from any thread
+    source_result read_part(int layer, int role, int expert, size_t begin, size_t size, int priority, char * out);
     // drops the loads that have not begun and waits for the others
     void end();
 

@@ -1,5 +1,6 @@
 #include "expert-source.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -47,7 +48,39 @@ bool expert_source::open(const moeedge_cache_config & config, const expert_layou
     return true;
 }
 
-bool expert_source::read(int layer, int role, int expert, size_t begin, size_t size, void * out) const {
+void expert_source::set_other(other_source from) {
+    std::lock_guard<std::mutex> lock(mutex);
+    other.swap(from);
+}
+
+expert_source::other_source expert_source::get_other() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return other;
+}
+
+bool expert_source::read(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out) const {
+    const other_source from = get_other();
+    if (!from) {
+        return read_file(layer, role, expert, begin, size, out);
+    }
+    const size_t each = layout->groups[layout->group_of[layer]].roles[role].bytes;
+    char *       to   = (char *) out;
+    while (size > 0) {
+        const int           at     = expert + (int) (begin / each);
+        const size_t        within = begin % each;
+        const size_t        n      = std::min(size, each - within);
+        const source_result result = from(layer, role, at, within, n, is_urgent, to);
+        if (result == SOURCE_FAILED || (result == SOURCE_NOT_THERE && !read_file(layer, role, at, within, n, to))) {
+            return false;
+        }
+        begin += n;
+        to += n;
+        size -= n;
+    }
+    return true;
+}
+
+bool expert_source::read_file(int layer, int role, int expert, size_t begin, size_t size, void * out) const {
     const expert_slice & slice  = layout->slices[layer][role];
     int64_t              offset = slice.offset + expert * slice.stride + (int64_t) begin;
     char *               to     = (char *) out;
@@ -77,6 +110,9 @@ bool expert_source::is_dense(int layer) const {
 }
 
 void expert_source::announce(int layer, int expert) const {
+    if (get_other()) { // it does not read by way of the page cache
+        return;
+    }
 #if defined(POSIX_FADV_WILLNEED)
     const expert_group & group = layout->groups[layout->group_of[layer]];
     for (size_t r = 0; r < group.roles.size(); r++) {

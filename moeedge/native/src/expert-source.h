@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -13,8 +15,13 @@
 
 namespace moeedge {
 
+enum source_result { SOURCE_READ, SOURCE_FAILED, SOURCE_NOT_THERE };
+
 class expert_source {
   public:
+    // another place of the experts' bytes: part of one role of one expert. SOURCE_NOT_THERE: it is closed
+    using other_source = std::function<source_result(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out)>;
+
     expert_source() = default;
     ~expert_source();
     expert_source(const expert_source &)             = delete;
@@ -23,15 +30,23 @@ class expert_source {
     // opens the files and checks that they hold all of the layout; false with the reason in `error`
     bool open(const moeedge_cache_config & config, const expert_layout & layout, std::string & error);
 
+    // lets that place be read instead of the files, also while others read; empty: the files
+    void set_other(other_source from);
+
     // `size` bytes of an expert's role from byte `begin` on, continuing into the next experts; false if the file cannot be
-    // read
-    bool read(int layer, int role, int expert, size_t begin, size_t size, void * out) const;
+    // read. is_urgent: a computation waits for them
+    bool read(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out) const;
     // whether the next expert's bytes follow an expert's directly, in every role
     bool is_dense(int layer) const;
     // asks the system to read an expert's bytes soon; does not wait
     void announce(int layer, int expert) const;
 
   private:
+    other_source get_other() const;
+    bool         read_file(int layer, int role, int expert, size_t begin, size_t size, void * out) const;
+
+    mutable std::mutex    mutex; // guards `other`
+    other_source          other;
     const expert_layout * layout = nullptr;
     std::vector<int>      files; // descriptors
 };

@@ -89,7 +89,7 @@ bool expert_uploader::send_role(int layer, int role, int expert, int slot, int n
     ggml_tensor * pool  = is_staging ? pools.stage(group, role) : pools.tensor(group, role);
     const size_t  to    = slot * each;
     if (device.is_host) {
-        return source.read(layer, role, expert, 0, bytes, (char *) pool->data + to);
+        return source.read(layer, role, expert, 0, bytes, is_staging, (char *) pool->data + to);
     }
     for (size_t begin = 0, size = 0; begin < bytes; begin += size) {
         if (n_filled == chunk_bytes && !flush()) {
@@ -112,7 +112,7 @@ bool expert_uploader::flush() {
     wait(c.sent);
     const bool is_read = readers.run(filling.size(), n_readers.load(), [this](size_t i) {
         const piece & p = filling[i];
-        return source.read(p.layer, p.role, p.expert, p.begin, p.size, p.data);
+        return source.read(p.layer, p.role, p.expert, p.begin, p.size, is_staging, p.data);
     });
     if (is_read) {
         c.sent    = ++n_sent;

@@ -279,9 +279,26 @@ static enum ggml_status compute_in_parts(instance * self, const parsed_graph & p
     return compute_part(self, graph, i_from, graph->n_nodes);
 }
 
-// Computes the graph with the experts of its blocks from slots in host memory.
+// Computes what the executor of another device takes of a block, in front of the slots in host memory.
+static block_outcome compute_on_device(instance * self, const placed_chain & placed, bool is_hybrid) {
+    if (!is_hybrid || placed.group < 0 || self->cache->is_lost()) {
+        return BLOCK_NOT_COMPUTED;
+    }
+    const bool is_large = placed.chain.n_tokens() >= self->cache->prefill_tokens_min.load(std::memory_order_relaxed);
+    if (is_large && self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_PATH_STREAM) {
+        return self->hybrid->compute_streamed(placed, self->phase);
+    }
+    if (self->cache->has_resident(placed.chain.layer)) {
+        return self->hybrid->compute(placed, self->phase);
+    }
+    self->hybrid->record_cpu_block(placed.chain, self->phase);
+    return BLOCK_NOT_COMPUTED;
+}
+
+// Computes the graph with the experts of its blocks from slots in host memory, and from those of a device if there is one.
 static enum ggml_status compute_from_ram(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph, const graph_paths & paths) {
     int i_from = 0;
+    self->is_split.assign(parsed.blocks.size(), true); // all are counted here
     for (size_t b = 0; b < parsed.blocks.size(); b++) {
         const moe_block &      block  = parsed.blocks[b];
         const placed_chain &   placed = parsed.placed[b];
@@ -301,7 +318,13 @@ static enum ggml_status compute_from_ram(instance * self, const parsed_graph & p
             call_hook(self, &block, input_of(parsed, block));
             self->hooked = nullptr;
         }
-        if (placed.group < 0) {
+        switch (compute_on_device(self, placed, paths.is_hybrid)) {
+            case BLOCK_NOT_COMPUTED: break;
+            case BLOCK_DONE:         i_from = placed.chain.i_end; continue;
+            case BLOCK_SUMMED:       i_from = placed.sum.i_end; continue;
+            case BLOCK_ABORTED:      return self->hybrid->status();
+        }
+        if (placed.ram_tables.empty()) {
             continue;
         }
         if (self->from_ram->compute(placed, self->phase, paths.skips_unweighted) == BLOCK_ABORTED) {
@@ -387,12 +410,12 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
         return ggml_backend_graph_compute(self->cpu, &extended);
     }
     enum ggml_status status;
-    if (is_from_ram) {
-        status = compute_from_ram(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
-    } else if (ahead == BLOCK_ABORTED) {
+    if (ahead == BLOCK_ABORTED) {
         status = self->hybrid->status();
     } else if (ahead == BLOCK_SUMMED) {
         status = compute_part(self, graph, parsed.placed.front().sum.i_end, graph->n_nodes);
+    } else if (is_from_ram) {
+        status = compute_from_ram(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
     } else if (has_hook && parsed.blocks.empty()) {
         status = compute_dense_in_parts(self, parsed, graph);
     } else if (has_hook || is_hybrid || skips_unweighted) {
@@ -433,18 +456,22 @@ enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
     return status;
 }
 
-bool set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
-    if (cache && (cache->device().is_ram ? self->cache : self->ram)) {
-        return false;
+static void set_ram(instance * self, std::shared_ptr<expert_cache> cache) {
+    if (self->hybrid) {
+        self->hybrid->set_ram(nullptr);
     }
-    self->parsed.clear(); // they name the old cache's pools
-    if (cache && cache->device().is_ram) {
-        self->from_ram.reset();
-        self->ram = std::move(cache);
+    self->from_ram.reset();
+    self->ram = std::move(cache);
+    if (self->ram) {
         self->from_ram.reset(new ram_executor(self->ram, self->cpu, self->cpu_dev));
         self->from_ram->should_stop = [self] { return self->abort && self->abort(self->abort_data); };
-        return true;
     }
+    if (self->hybrid) {
+        self->hybrid->set_ram(self->from_ram.get());
+    }
+}
+
+static void set_device_cache(instance * self, std::shared_ptr<expert_cache> cache) {
     if (self->cache && self->cache->is_foreign()) {
         self->hybrid.release(); // its threads and its device stayed in the process that forked this one
     }
@@ -453,17 +480,21 @@ bool set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
     if (self->cache) {
         self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
         self->hybrid->set_n_threads(self->n_threads);
+        self->hybrid->set_ram(self->from_ram.get());
     }
-    return true;
+}
+
+void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+    self->parsed.clear(); // they name the old cache's pools
+    cache->device().is_ram ? set_ram(self, std::move(cache)) : set_device_cache(self, std::move(cache));
 }
 
 void remove_cache(instance * self, const expert_cache * cache) {
-    if (self->ram.get() == cache) {
-        self->parsed.clear();
-        self->from_ram.reset();
-        self->ram.reset();
-    } else {
-        set_cache(self, nullptr);
+    self->parsed.clear();
+    if (cache && self->ram.get() == cache) {
+        set_ram(self, nullptr);
+    } else if (cache && self->cache.get() == cache) {
+        set_device_cache(self, nullptr);
     }
 }
 

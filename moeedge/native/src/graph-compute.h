@@ -17,10 +17,10 @@ void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_opt
 
 enum ggml_status compute_graph(instance * self, ggml_cgraph * graph);
 
-// From the next graph on. A cache replaces one of its kind; false: the instance has a cache of the other kind, of the device
-// "ram" or of another one. Null detaches that of another device. Never while the instance computes.
-bool set_cache(instance * self, std::shared_ptr<expert_cache> cache);
-// detaches that one
+// From the next graph on. An instance has a cache of the device "ram", one of another device, or both; a cache replaces one of
+// its kind. Never while the instance computes.
+void set_cache(instance * self, std::shared_ptr<expert_cache> cache);
+// detaches that one, if it is attached
 void remove_cache(instance * self, const expert_cache * cache);
 
 } // namespace moeedge

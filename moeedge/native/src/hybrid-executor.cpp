@@ -98,28 +98,32 @@ static bool takes_experts_twice(const expert_chain & chain) {
     });
 }
 
-bool place_in_slots(const expert_cache & cache, placed_chain & placed) {
-    const expert_chain & chain = placed.chain;
-    placed.group               = chain.is_complete() ? cache.group_of(chain.layer) : -1;
-    if (placed.group < 0) {
-        return false;
-    }
-    for (const expert_table & table : chain.tables) {
-        ggml_tensor * pool  = cache.pool(placed.group, table.role.c_str());
-        const int64_t width = ggml_nrows(table.tensor) == 1 ? 1 : table.tensor->ne[0]; // one row: a factor per expert
+int find_pools(const expert_cache & cache, const expert_chain & chain, table_list & pools) {
+    const int group = chain.is_complete() ? cache.group_of(chain.layer) : -1;
+    pools.clear();
+    for (size_t i = 0; group >= 0 && i < chain.tables.size(); i++) {
+        const expert_table & table = chain.tables[i];
+        ggml_tensor *        pool  = cache.pool(group, table.role.c_str());
+        const int64_t        width = ggml_nrows(table.tensor) == 1 ? 1 : table.tensor->ne[0]; // one row: a factor per expert
         if (pool == nullptr || pool->type != table.tensor->type || pool->ne[0] != width) {
-            placed.group = -1;
-            return false;
+            pools.clear();
+            return -1;
         }
-        placed.device_tables.push_back(pool);
-        placed.stage_tables.push_back(cache.stage(placed.group, table.role.c_str()));
+        pools.push_back(pool);
     }
-    return true;
+    return group;
 }
 
 bool hybrid_executor::place(placed_chain & placed) const {
-    placed.takes_twice = place_in_slots(*cache, placed) && takes_experts_twice(placed.chain);
-    return placed.group >= 0;
+    placed.group = find_pools(*cache, placed.chain, placed.device_tables);
+    if (placed.group < 0) {
+        return false;
+    }
+    for (const expert_table & table : placed.chain.tables) {
+        placed.stage_tables.push_back(cache->stage(placed.group, table.role.c_str()));
+    }
+    placed.takes_twice = takes_experts_twice(placed.chain);
+    return true;
 }
 
 int hybrid_executor::count_unique(const index_list & pairs) {
@@ -136,10 +140,24 @@ int hybrid_executor::count_unique(const index_list & pairs) {
     return n;
 }
 
+// columns_of_cpu for experts wherever they are in host memory; the input must have been kept if that is in slots
+const float * hybrid_executor::columns_of_host(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                                               const float * gathered) {
+    if (!has_ram(placed)) {
+        return columns_of_cpu(placed, pairs, record.cpu_ns, gathered);
+    }
+    moeedge_block_record ram   = {};
+    const float *        found = from_ram->columns(placed, pairs, { experts, input_data, cpu, record.phase }, ram);
+    last_status                = from_ram->status();
+    record.cpu_ns += ram.cpu_ns;
+    load_ns += ram.wait_ns;
+    return found;
+}
+
 // writes the pairs' columns to the chain's output; false: the backend stopped or failed
 bool hybrid_executor::compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
                                      const float * gathered) {
-    const float * found = columns_of_cpu(placed, pairs, record.cpu_ns, gathered);
+    const float * found = columns_of_host(placed, pairs, record, gathered);
     if (found) {
         scatter(placed.chain, pairs, found);
     }
@@ -236,7 +254,8 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
     const int64_t        begin_ns = now_ns();
     const expert_chain & chain    = placed.chain;
     read_ids(chain.ids, experts);
-    read_input(chain, /* keep = */ experts.size() > n_pairs_max);
+    read_input(chain, /* keep = */ experts.size() > n_pairs_max || has_ram(placed));
+    load_ns = 0;
     slots.resize(experts.size());
     if (cache->acquire(chain.layer, experts.data(), (int) experts.size(), slots.data()) == 0) {
         record_cpu_block(chain, phase);
@@ -252,7 +271,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
     if (on_device.empty()) { // none of the resident experts has weight
         pins.release();
         cache->records.add(record);
-        return compute_weighted(placed);
+        return has_ram(placed) ? BLOCK_NOT_COMPUTED : compute_weighted(placed);
     }
 
     index_list later;
@@ -267,7 +286,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
             worker->wait();
             record.wait_ns += now_ns() - wait_ns;
         }
-        const float * cpu_columns    = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record.cpu_ns);
+        const float * cpu_columns    = on_cpu.empty() ? nullptr : columns_of_host(placed, on_cpu, record);
         const float * device_columns = columns_of_device(record);
         bool          ok             = on_cpu.empty() || cpu_columns;
         if (ok && device_columns && later.empty() && sums_here(placed)) {
@@ -296,7 +315,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         }
     }
     pins.release();
-    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
+    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns - load_ns;
     if (result == BLOCK_DONE || result == BLOCK_SUMMED) {
         cache->records.add(record);
     } else if (result == BLOCK_NOT_COMPUTED) {
@@ -337,7 +356,8 @@ block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const 
     read_weights(placed.sum.weights);
     split_pairs(record, /* skips_unweighted = */ false);
     read_input(chain, /* keep = */ false);
-    const float * cpu_columns = on_cpu.empty() ? nullptr : columns_of_cpu(placed, on_cpu, record.cpu_ns);
+    load_ns                   = 0;
+    const float * cpu_columns = on_cpu.empty() ? nullptr : columns_of_host(placed, on_cpu, record);
     const int64_t wait_ns     = now_ns();
     const float * device_sum  = ahead->wait_sum();
     record.wait_ns            = now_ns() - wait_ns;
@@ -352,7 +372,7 @@ block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const 
     sum_columns(placed, device_sum);
     // the wait for the router is not ours: the host would wait for it in any case
     begin_ns += arrived_ns - started_ns;
-    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
+    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns - load_ns;
     cache->records.add(record);
     return BLOCK_SUMMED;
 }
@@ -432,6 +452,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     const expert_chain & chain    = placed.chain;
     read_ids(chain.ids, experts);
     read_input(chain, /* keep = */ true);
+    load_ns = 0;
     slots.resize(experts.size());
     index_list pinned(experts.size());
     cache->acquire(chain.layer, experts.data(), (int) experts.size(), pinned.data());
@@ -450,7 +471,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     record.pairs_device         = (int32_t) slots.size();
     const bool ok               = stream_chunks(placed, chunks, record);
     pins.release();
-    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
+    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns - load_ns;
     if (!ok) {
         return BLOCK_ABORTED;
     }

@@ -11,11 +11,12 @@
 #include "device-worker.h"
 #include "expert-cache.h"
 #include "pair-columns.h"
+#include "ram-executor.h"
 
 namespace moeedge {
 
-// sets the chain's group and its pools in the cache; false if the cache has none for it
-bool place_in_slots(const expert_cache & cache, placed_chain & placed);
+// the chain's group in the cache, and its pools there; -1: the cache has none for it
+int find_pools(const expert_cache & cache, const expert_chain & chain, table_list & pools);
 
 class hybrid_executor : private pair_columns {
   public:
@@ -30,6 +31,8 @@ class hybrid_executor : private pair_columns {
 
     // sets the chain's pools; false if the cache has none for it
     bool place(placed_chain & placed) const;
+    // computes the experts that are not on the device from slots in host memory; null: from the graph's own weights
+    void set_ram(ram_executor * executor) { from_ram = executor; }
     // threads of the CPU backend, of which the emulated device takes its share
     void set_n_threads(int n_threads);
     using pair_columns::compute_weighted;
@@ -56,6 +59,9 @@ class hybrid_executor : private pair_columns {
 
     int           count_unique(const index_list & pairs);
     void          split_pairs(moeedge_block_record & record, bool skips_unweighted);
+    bool          has_ram(const placed_chain & placed) const { return from_ram && !placed.ram_tables.empty(); }
+    const float * columns_of_host(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
+                                  const float * gathered = nullptr);
     bool          compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
                                  const float * gathered = nullptr);
     bool          submit(const placed_chain & placed, const index_list & pairs, const table_list & tables);
@@ -71,11 +77,13 @@ class hybrid_executor : private pair_columns {
     std::shared_ptr<device_worker> worker;
     std::unique_ptr<subgraph_set>  device_graphs;
     std::unique_ptr<ahead_launch>  ahead;
+    ram_executor *                 from_ram = nullptr;
 
     // scratch of the current block
     index_list            slots; // per pair
     index_list            on_device, on_cpu;
     int64_t               n_computed = 0; // blocks
+    int64_t               load_ns    = 0; // of the current block: waiting for experts from the file
     index_list            all_experts, all_slots; // of the layer
     std::vector<uint32_t> seen; // per expert: the round in which it was counted
     uint32_t              round         = 0;

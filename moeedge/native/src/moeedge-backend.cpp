@@ -47,7 +47,8 @@ static const char * backend_get_name(ggml_backend_t backend) {
 static void backend_free(ggml_backend_t backend) {
     instance * self = instance_of(backend);
     instances_remove(self);
-    set_cache(self, nullptr);
+    remove_cache(self, self->cache.get());
+    remove_cache(self, self->ram.get());
     ggml_backend_free(self->cpu);
     delete self;
     delete backend;
@@ -269,6 +270,9 @@ static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t dev,
 // from this number of tokens on, a GPU of llama.cpp may take a block
 static int64_t big_batch_tokens(const instance * self) {
     const expert_cache * cache = self->cache.get();
+    if (self->ram && !self->ram->is_lost()) {
+        return INT64_MAX; // others would read the mapped file
+    }
     if (cache == nullptr || cache->is_lost()) {
         return offload_min_tokens;
     }

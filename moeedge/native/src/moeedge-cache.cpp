@@ -63,15 +63,17 @@ extern "C" {
 int moeedge_instance_set_cache(int64_t instance_id, int64_t id) {
     return with_instance(instance_id, [&](instance & self) -> int {
         const std::shared_ptr<expert_cache> cache = find_cache(id);
-        if (id != 0 && !cache) {
+        if (!cache) {
             return no_cache();
         }
-        if (!moeedge::set_cache(&self, cache)) {
-            return fail(MOEEDGE_STATUS_BAD_ARGUMENT, "A context has either a cache in RAM or one on another device.");
-        }
-        if (id == 0) {
-            moeedge::remove_cache(&self, self.ram.get());
-        }
+        moeedge::set_cache(&self, cache);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
+int moeedge_instance_remove_cache(int64_t instance_id, int64_t id) {
+    return with_instance(instance_id, [&](instance & self) -> int {
+        moeedge::remove_cache(&self, find_cache(id).get()); // one that is closed was removed before
         return MOEEDGE_STATUS_OK;
     });
 }
@@ -215,6 +217,16 @@ int moeedge_cache_set_readers(int64_t id, int n_threads, int64_t piece_bytes) {
             return MOEEDGE_STATUS_OK;
         },
         "Fewer than one thread reads the model's file, or less than one byte.");
+}
+
+int moeedge_cache_set_ram(int64_t id, int64_t ram_id) {
+    return with_cache(
+        id,
+        [&](expert_cache & cache) -> int {
+            const std::shared_ptr<expert_cache> ram = find_cache(ram_id);
+            return ram_id != 0 && !ram ? no_cache() : cache.set_ram(ram);
+        },
+        "Only a cache in RAM of the same experts, in the files' layout, can be read instead of the files.");
 }
 
 static const char no_loader[] = "Only a cache in RAM reads its files directly.";

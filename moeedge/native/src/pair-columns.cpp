@@ -104,7 +104,7 @@ const float * pair_columns::columns_of_cpu(const placed_chain & placed, const in
 // The same for pairs whose experts are in slots of host memory; pair_slots [n pairs]
 const float * pair_columns::columns_of_slots(const placed_chain & placed, const index_list & pairs, const index_list & pair_slots,
                                              int64_t & cpu_ns) {
-    return columns_of_tables(placed.chain, placed.device_tables, pairs, pair_slots, cpu_ns, nullptr);
+    return columns_of_tables(placed.chain, placed.ram_tables, pairs, pair_slots, cpu_ns, nullptr);
 }
 
 // ids [n pairs]: the experts' indices in `tables`

@@ -21,6 +21,7 @@ struct placed_chain {
     table_list   device_tables; // slot pools
     bool         takes_twice = false; // kernels may be given an expert twice in a column of ids
     table_list   stage_tables;  // staging slots, null without any
+    table_list   ram_tables;    // slot pools in host memory; empty: experts are computed from host_tables
 };
 
 enum block_outcome {

@@ -45,29 +45,38 @@ class pin_guard {
 };
 
 ram_executor::ram_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
-    : pair_columns(cpu_backend, dev), cache(std::move(c)), pairs_of((size_t) cache->n_experts()) {}
+    : pair_columns(cpu_backend, dev), cache(std::move(c)), own_cpu(cpu_backend), pairs_of((size_t) cache->n_experts()) {}
 
 ram_executor::~ram_executor() = default;
 
 bool ram_executor::place(placed_chain & placed) const {
-    return place_in_slots(*cache, placed);
+    return find_pools(*cache, placed.chain, placed.ram_tables) >= 0;
 }
 
-// groups the pairs by expert
-void ram_executor::sort_pairs(bool skips_unweighted) {
+void ram_executor::add_pair(int32_t pair) {
+    const int32_t expert = experts[(size_t) pair];
+    index_list &  pairs  = pairs_of[(size_t) expert];
+    if (pairs.empty()) {
+        waiting.push_back(expert);
+    }
+    pairs.push_back(pair);
+}
+
+void ram_executor::forget_pairs() {
     waiting.clear();
     for (index_list & pairs : pairs_of) { // an exception may have left some
         pairs.clear();
     }
+}
+
+// groups the pairs by expert
+void ram_executor::sort_pairs(bool skips_unweighted) {
+    forget_pairs();
     for (size_t p = 0; p < experts.size(); p++) {
         if (skips_unweighted && weights[p] == 0.0f) {
             continue;
         }
-        index_list & pairs = pairs_of[(size_t) experts[p]];
-        if (pairs.empty()) {
-            waiting.push_back(experts[p]);
-        }
-        pairs.push_back((int32_t) p);
+        add_pair((int32_t) p);
     }
 }
 
@@ -113,7 +122,7 @@ bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_r
             }
             const float * columns = columns_of_slots(placed, chunk, chunk_slots, record.cpu_ns);
             if (columns) {
-                scatter(placed.chain, chunk, columns);
+                store(placed, columns);
             }
             ok = columns != nullptr;
         }
@@ -130,31 +139,75 @@ bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_r
     return ok;
 }
 
+// keeps the columns of the chunk's pairs where they belong
+void ram_executor::store(const placed_chain & placed, const float * columns) {
+    if (place_of.empty()) {
+        scatter(placed.chain, chunk, columns);
+        return;
+    }
+    const size_t n_out = (size_t) placed.chain.out->ne[0];
+    for (size_t i = 0; i < chunk.size(); i++) {
+        std::copy_n(columns + i * n_out, n_out, kept_columns.begin() + (ptrdiff_t) ((size_t) place_of[(size_t) chunk[i]] * n_out));
+    }
+}
+
+// computes the sorted pairs; false: an expert cannot be loaded, or the backend stopped
+bool ram_executor::compute_pairs(const placed_chain & placed, moeedge_block_record & record) {
+    cache->clear_load_error(); // of an earlier block
+    const want_guard wants(cache->table(), placed.chain.layer, waiting);
+    bool             ok = compute_resident(placed, record, /* is_first = */ true);
+    while (ok && !waiting.empty()) {
+        ok = compute_resident(placed, record, /* is_first = */ false);
+    }
+    return ok;
+}
+
+static moeedge_block_record new_record(const expert_chain & chain, int phase) {
+    moeedge_block_record record = {};
+    record.layer                = chain.layer;
+    record.phase                = phase;
+    record.path                 = MOEEDGE_PREFILL_PATH_RESIDENT;
+    record.n_tokens             = (int32_t) chain.n_tokens();
+    return record;
+}
+
+const float * ram_executor::columns(const placed_chain & placed, const index_list & pairs, const block_inputs & inputs,
+                                    moeedge_block_record & record) {
+    const int64_t begin_ns = now_ns();
+    experts.assign(inputs.experts.begin(), inputs.experts.end());
+    input_data  = inputs.input;
+    cpu         = inputs.cpu;
+    last_status = GGML_STATUS_SUCCESS;
+    record      = new_record(placed.chain, inputs.phase);
+    forget_pairs();
+    place_of.assign(experts.size(), 0);
+    for (size_t i = 0; i < pairs.size(); i++) {
+        place_of[(size_t) pairs[i]] = (int32_t) i;
+        add_pair(pairs[i]);
+    }
+    kept_columns.resize(pairs.size() * (size_t) placed.chain.out->ne[0]);
+    if (!compute_pairs(placed, record)) {
+        return nullptr;
+    }
+    record.partition_ns = now_ns() - begin_ns - record.cpu_ns - record.wait_ns;
+    cache->records.add(record);
+    return kept_columns.data();
+}
+
 block_outcome ram_executor::compute(const placed_chain & placed, int phase, bool skips_unweighted) {
     const int64_t        begin_ns = now_ns();
     const expert_chain & chain    = placed.chain;
     skips_unweighted              = skips_unweighted && placed.sum.is_complete();
+    cpu                           = own_cpu;
+    place_of.clear();
     read_ids(chain.ids, experts);
     read_input(chain, /* keep = */ true);
     if (skips_unweighted) {
         read_weights(placed.sum.weights);
     }
     sort_pairs(skips_unweighted);
-    moeedge_block_record record = {};
-    record.layer                = chain.layer;
-    record.phase                = phase;
-    record.path                 = MOEEDGE_PREFILL_PATH_RESIDENT;
-    record.n_tokens             = (int32_t) chain.n_tokens();
-    bool ok = true;
-    {
-        cache->clear_load_error(); // of an earlier block
-        const want_guard wants(cache->table(), chain.layer, waiting);
-        ok = compute_resident(placed, record, /* is_first = */ true);
-        while (ok && !waiting.empty()) {
-            ok = compute_resident(placed, record, /* is_first = */ false);
-        }
-    }
-    if (!ok) {
+    moeedge_block_record record = new_record(chain, phase);
+    if (!compute_pairs(placed, record)) {
         return BLOCK_ABORTED;
     }
     if (skips_unweighted) {

@@ -12,6 +12,14 @@
 
 namespace moeedge {
 
+// what another executor knows of the block whose misses are computed here
+struct block_inputs {
+    const std::vector<int32_t> & experts; // per pair of the block
+    const char *                 input;   // the chain's, of which nothing is overwritten yet
+    ggml_backend_t               cpu;     // computes
+    int                          phase;
+};
+
 class ram_executor : private pair_columns {
   public:
     // cache: of the device "ram"; cpu: computes, of device `dev`
@@ -25,15 +33,24 @@ class ram_executor : private pair_columns {
     // Input, ids and (skips_unweighted) weights of the block are in host memory. Pairs without weight are neither loaded nor
     // computed if skips_unweighted. Returns BLOCK_DONE or BLOCK_ABORTED
     block_outcome compute(const placed_chain & placed, int phase, bool skips_unweighted);
+    // The columns of some of a block's pairs, which another device does not compute; valid until the next call. Null: see
+    // status. `record` gets the times
+    const float * columns(const placed_chain & placed, const index_list & pairs, const block_inputs & inputs,
+                          moeedge_block_record & record);
     using pair_columns::status;
 
     stop_call should_stop; // asked while experts are awaited
 
   private:
+    void forget_pairs();
+    void add_pair(int32_t pair);
     void sort_pairs(bool skips_unweighted);
+    bool compute_pairs(const placed_chain & placed, moeedge_block_record & record);
+    void store(const placed_chain & placed, const float * columns);
     bool compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first);
 
     std::shared_ptr<expert_cache> cache;
+    ggml_backend_t                own_cpu;
 
     // of the current block
     std::vector<index_list> pairs_of; // [n_experts] pairs that are not computed yet
@@ -41,6 +58,8 @@ class ram_executor : private pair_columns {
     index_list              found;    // their slots
     index_list              chunk;    // pairs that are computed together
     index_list              chunk_slots;
+    std::vector<float>      kept_columns; // of `columns`, one pair after the other
+    index_list              place_of;     // pair: its place there; empty: columns go to the chain's output
 };
 
 } // namespace moeedge

@@ -126,8 +126,15 @@ void residency_table::release(int layer, const int32_t * slots, int n) {
             continue;
         }
         n_pins--;
-        if (--group.pins[slots[i]] == 0 && !group.deferred.empty()) {
+        if (--group.pins[slots[i]] > 0) {
+            continue;
+        }
+        if (!group.deferred.empty()) {
             restore_deferred(group, slots[i]);
+        }
+        if (group.head < group.queue.size() && awaited[group.queue[group.head].flat_id]) {
+            mark_work(); // the slot may be the only one that a wanted expert can get
+            work.notify_one();
         }
     }
     if (n_pins == 0) {

@@ -1,0 +1,217 @@
+"""Experts on a device, in RAM and in the file at once: answers are those of the mapped file, which is not read.
+
+The contexts' own model has zeros instead of experts, so that whatever read the mapped file would show.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.errors import BackendError
+from moeedge.experts import Residency
+from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.llama.model import Model
+from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
+from moeedge.native.cache import CacheConfig, ExpertCache
+from tests.conftest import TinyFactory
+from tests.lossless.conftest import Loaded, each_case
+from tests.support.cases import MOE_CASES
+from tests.support.counting import DEVICE, CountingDevice
+from tests.support.hybrid import MANY_EXPERTS, RandomPlans
+
+N_PREDICT = 1  # of the fixture `loaded`
+TOKENS = np.random.default_rng(5).integers(0, 256, 160).tolist()
+BATCHES = (TOKENS[:1], TOKENS[1:6], TOKENS[6:120], TOKENS[120:121], TOKENS[121:150], *([t] for t in TOKENS[150:]))
+
+
+def without_experts(path: Path, folder: Path) -> Path:
+    """A copy of the model whose experts are zeros."""
+    copy = folder / f"empty-{path.name}"
+    shutil.copy(path, copy)
+    tensors, files = expert_tensors(path)
+    assert len(files) == 1
+    with copy.open("r+b") as file:
+        for tensor in tensors:
+            file.seek(tensor.offset)
+            file.write(bytes(tensor.stride * tensor.n_experts))
+    return copy
+
+
+@contextmanager
+def three_tiers(
+    path: Path,
+    folder: Path,
+    *,
+    device: str = "emulated",
+    device_ratio: float = 0.3,
+    ram_ratio: float = 0.2,
+    n_gpu_layers: int = 0,
+    n_stage: int = 0,
+) -> Iterator[tuple[Context, ExpertCache, ExpertCache]]:
+    """A context whose own experts are zeros, its cache on the device and its cache in RAM, both of `path`'s experts."""
+    library.start()
+    with ExitStack() as stack:
+        gpu = {"n_gpu_layers": n_gpu_layers, "experts_on_cpu": True} if n_gpu_layers else {}
+        empty = without_experts(path, folder)
+        model = stack.enter_context(
+            Model.load(empty, experts_from_file=True, device=device if n_gpu_layers else "none", **gpu)
+        )
+        context = stack.enter_context(Context(model, n_ctx=512, n_threads=1, op_offload=False))
+        tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
+        shape = {"files": files, "tensors": tensors, "n_layers": model.info.n_layers, "n_experts": model.info.n_experts}
+        on_device = CacheConfig(device=device, ratio=device_ratio, n_stage=n_stage, **shape)
+        ram = stack.enter_context(ExpertCache.open(CacheConfig(device="ram", ratio=ram_ratio, **shape)))
+        cache = stack.enter_context(ExpertCache.open(on_device))
+        assert context.sensor is not None
+        ram.attach(context.sensor)
+        cache.attach(context.sensor)
+        cache.read_from(ram)
+        stack.callback(ram.detach)
+        stack.callback(cache.detach)
+        yield context, cache, ram
+
+
+def assert_as_mapped(path: Path, context: Context, cache: ExpertCache, *, tolerance: float = 0.0) -> None:
+    """The same logits as a context that computes from the mapped file, while experts move at random.
+
+    tolerance: where the sum of a token's experts is made in another order.
+    """
+    plans = RandomPlans(cache, seed=3)
+    with (
+        Model.load(path, free_bytes=1, device="none") as mapped,
+        Context(mapped, n_ctx=512, n_threads=1, mode="stock") as stock,
+    ):
+        for i, batch in enumerate(BATCHES):
+            plans.fill() if i % 3 == 0 else plans.push(5)
+            expected = stock.decode(batch, phase=Phase.AUTO, logits="all")
+            found = context.decode(batch, phase=Phase.AUTO, logits="all")
+            assert np.abs(found - expected).max() <= tolerance, f"batch {i}"
+
+
+@each_case(MOE_CASES, "ram_ratio", (0.04, 0.5), quick=(0.04,))
+def test_bit_identical_to_the_mapped_file(loaded: Loaded, ram_ratio: float, tmp_path: Path) -> None:
+    with three_tiers(loaded.path, tmp_path, ram_ratio=ram_ratio) as (context, cache, ram):
+        assert_as_mapped(loaded.path, context, cache)
+        on_device, in_ram = cache.stats(), ram.stats()
+        assert on_device.pairs_hit > 0 and in_ram.pairs > 0
+        assert on_device.blocks_unknown == in_ram.blocks_unknown == 0
+        assert on_device.failed == in_ram.failed == 0
+        assert in_ram.evictions > 0
+        # a pair that the device does not compute is computed from RAM, and no other
+        assert on_device.pairs - on_device.pairs_hit == in_ram.pairs
+
+
+@pytest.mark.parametrize("prefill", [PrefillPath.CPU, PrefillPath.RESIDENT, PrefillPath.STREAM])
+def test_prompts(prefill: PrefillPath, tiny: TinyFactory, tmp_path: Path) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path, n_stage=8) as (context, cache, ram):
+        cache.set_prefill(prefill, 16)
+        assert_as_mapped(path, context, cache)
+        assert cache.stats().blocks_unknown == ram.stats().blocks_unknown == 0
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+@pytest.mark.parametrize("device_path", list(DevicePath))
+def test_next_to_attention_on_a_gpu(
+    device_path: DevicePath, late: bool, tiny: TinyFactory, tmp_path: Path, counting: CountingDevice
+) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path, device=DEVICE, n_gpu_layers=99) as (context, cache, ram), ExitStack() as stack:
+        if late:
+            stack.enter_context(counting.late())
+        cache.set_device_path(device_path)
+        assert_as_mapped(path, context, cache, tolerance=1e-4 if device_path is DevicePath.AHEAD else 0.0)
+        assert cache.stats().pairs_hit > 0 and ram.stats().pairs > 0
+        assert cache.stats().blocks_unknown == ram.stats().blocks_unknown == 0
+        counting.check()
+
+
+def test_a_lost_device_leaves_its_experts_to_ram(tiny: TinyFactory, tmp_path: Path, counting: CountingDevice) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path, device=DEVICE) as (context, cache, ram):
+        counting.set("fail_mode", 1)
+        counting.set("fail_graph", 12)
+        try:
+            assert_as_mapped(path, context, cache)
+        except BackendError:  # plans of a lost device
+            pass
+        finally:
+            counting.set("fail_graph", 0)
+            counting.set("fail_mode", 0)
+        assert cache.stats().lost
+        n_before = ram.stats().pairs
+        with (
+            Model.load(path, free_bytes=1, device="none") as mapped,
+            Context(mapped, n_ctx=512, n_threads=1, mode="stock") as stock,
+        ):
+            context.clear()
+            expected = stock.decode(TOKENS[:5], phase=Phase.AUTO, logits="all")
+            assert np.array_equal(context.decode(TOKENS[:5], phase=Phase.AUTO, logits="all"), expected)
+        assert ram.stats().pairs > n_before
+
+
+def test_uploads_come_from_slots_or_past_the_page_cache(tiny: TinyFactory, tmp_path: Path) -> None:
+    """A resident expert is not read again; reads that fail leave it absent on the device."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path, device_ratio=1.0, ram_ratio=0.3) as (context, cache, ram):
+        context.decode(TOKENS[:8], phase=Phase.AUTO)
+        ram.drain(10.0)
+        resident = np.argwhere(ram.copy_residency() == Residency.RESIDENT).astype(np.int32)
+        absent = np.argwhere(ram.copy_residency() == Residency.ABSENT).astype(np.int32)
+        none, no_victims = np.zeros(0, dtype=np.float32), np.zeros((0, 2), dtype=np.int32)
+
+        def upload(experts: np.ndarray) -> None:
+            cache.plan(experts, np.ones(len(experts), dtype=np.uint8), no_victims, none)
+            assert cache.drain(10.0)
+
+        n_read, n_loaded = ram.reader().bytes_read, ram.stats().uploads
+        upload(resident[:6])
+        assert ram.reader().bytes_read == n_read
+        upload(absent[:6])
+        assert ram.reader().bytes_read > n_read
+        assert ram.stats().uploads == n_loaded, "an upload takes no slot in RAM"
+        tensors, _ = expert_tensors(path)
+        contents = path.read_bytes()
+        for layer, expert in [*resident[:6], *absent[:6]]:
+            for tensor in (tensor for tensor in tensors if tensor.layer == layer):
+                begin = tensor.offset + int(expert) * tensor.stride
+                on_device = cache.read(int(layer), int(expert), tensor.role, tensor.stride)
+                assert on_device == contents[begin : begin + tensor.stride]
+        ram.set_read_faults(ReadFault.EIO, 1)
+        upload(absent[6:8])
+        assert cache.stats().failed == 2
+        ram.set_read_faults(ReadFault.EIO, 0)
+
+
+def test_either_cache_leaves_alone(tiny: TinyFactory, tmp_path: Path) -> None:
+    """Resizing or detaching one of them keeps the other."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path) as (context, cache, ram):
+        cache.resize(0.5)
+        assert_as_mapped(path, context, cache)
+        ram.resize(0.1)
+        cache.read_from(ram)
+        context.clear()
+        assert_as_mapped(path, context, cache)
+        assert cache.stats().pairs_hit > 0
+        cache.detach()
+        n_blocks = cache.stats().blocks
+        context.clear()
+        assert_as_mapped(path, context, cache)
+        assert cache.stats().blocks == n_blocks and ram.stats().blocks_unknown == 0
+
+
+def test_only_a_cache_in_ram_of_the_same_experts(tiny: TinyFactory, tmp_path: Path) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path) as (_, cache, ram):
+        for reader, source in ((ram, cache), (cache, cache)):
+            with pytest.raises(BackendError):
+                reader.read_from(source)
