@@ -241,4 +241,6 @@ def _print_stats(session: Session) -> None:
     record: dict[str, object] = {"device": "none"} if placement is None else placement.to_dict()
     record["sensor"] = None if sensor is None else asdict(sensor.stats())
     record |= budget_record(session.info.expert_budget, gamma=session.gamma)
+    earlier = session.info.earlier_runs
+    record["earlier_runs"] = None if earlier is None else asdict(earlier)
     typer.echo(json.dumps(record), err=True)

@@ -115,6 +115,7 @@ class PlacementOptions:
     prefill_path: options.PrefillPath = "auto"
     no_calibrate: options.NoCalibrate = False
     repack: options.RepackExperts = "auto"
+    no_warm_start: options.NoWarmStart = False
 
     def config(self, *, measure_anew: bool = False) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
@@ -135,6 +136,7 @@ class PlacementOptions:
             calibrate=not self.no_calibrate,
             measure_anew=measure_anew,
             repack=_REPACK[self.repack],
+            warm_start=not self.no_warm_start,
         )
 
 

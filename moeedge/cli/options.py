@@ -230,6 +230,14 @@ RepackExperts = Annotated[
         "auto: of types for which that costs no time (Q4_0, IQ4_NL, MXFP4); on: of all types that have such kernels.",
     ),
 ]
+NoWarmStart = Annotated[
+    bool,
+    option(
+        PLACEMENT,
+        "--no-warm-start",
+        "Experts in RAM: do not load those first that earlier runs used most, and keep nothing of this run.",
+    ),
+]
 Vram = Annotated[
     str | None,
     option(

@@ -79,9 +79,10 @@ def record(
     """
     from moeedge.engine.recording import check_layers, record_routing, unseen_layers
     from moeedge.engine.session import Session
+    from moeedge.ui import figures
     from moeedge.ui.chat.greeting import print_header
     from moeedge.ui.chat.interrupt import Interrupt
-    from moeedge.ui.console import notifier, say, stderr_console
+    from moeedge.ui.console import notifier, say, show_figures, stderr_console
     from moeedge.ui.progress import ProfileProgress
 
     prompts, source = texts.load()
@@ -93,6 +94,8 @@ def record(
         print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
         if unseen := unseen_layers(session):
             say(err, unseen, style="yellow")
+        if figures.is_ram(session.info.device):
+            say(err, f"Earlier runs: {figures.earlier_runs(session.info)}")
         with Interrupt() as interrupt:
             interrupt.arm()
             with ProfileProgress(len(prompts), err) as progress:
@@ -112,6 +115,8 @@ def record(
                         raise typer.Exit(interrupt.exit_code) from None
                     raise
                 progress.update(completed=len(prompts))
+            if figures.is_ram(session.info.device) and (stats := session.placement_stats()) is not None:
+                show_figures(err, figures.cache_rows(stats))
             pair = _compare_pair(session, recording, interrupt) if with_pair else None
             sensitivity = _sensitivity(session, recording, interrupt) if with_sensitivity else None
     if recording.skipped:

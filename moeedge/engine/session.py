@@ -437,4 +437,5 @@ def _describe(
         pool_bytes=placement.cache.info.pool_bytes if placement is not None else 0,
         vram_bytes=memory[0] if memory is not None else None,
         expert_budget=budget,
+        earlier_runs=placement.earlier_runs if placement is not None else None,
     )

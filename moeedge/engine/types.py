@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from moeedge.hardware.spec import MAX_N_THREADS
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.kept_activations import EarlierRuns
 
 if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp
     from moeedge.llama.model import Mode
@@ -211,3 +212,4 @@ class EngineInfo:
     pool_bytes: int = 0  # of the slots on the device
     vram_bytes: int | None = None  # used on the entire device after loading, as its driver says; None: unknown
     expert_budget: ExpertBudget | None = None  # None: the model's own answers, or a model without experts
+    earlier_runs: EarlierRuns | None = None  # experts in RAM: what these have left for a warm start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,30 @@ _HEADER_BYTES = 1 << 16  # of the file, that its hash covers: metadata and the f
 _KEPT = 0.5  # of earlier runs' counts at each start: what a user does with a model changes
 
 
+@dataclass(frozen=True)
+class EarlierRuns:
+    """What earlier runs have left for a warm start."""
+
+    n_tokens: float  # that the counts are of; at each start the earlier ones are halved
+    kept_at_s: float  # end of the newest of these runs, in seconds since 1970
+    n_first: int  # experts that are loaded first
+    file: str
+
+
 class KeptActivations:
     """Counts of one model's experts over all runs on this machine.
 
     counts: float64 [n_layers, n_experts], activations; those of earlier runs weigh less. n_tokens: that they are of.
+    file: where they are kept; None where there is no cache folder. n_first: experts that this run loaded first.
     """
 
-    def __init__(self, counts: NDArray[np.float64], n_tokens: float, file: Path | None) -> None:
+    def __init__(self, counts: NDArray[np.float64], n_tokens: float, file: Path | None, kept_at_s: float = 0.0) -> None:
         self.counts = counts
         self.n_tokens = n_tokens
-        self._file = file  # None: there is no cache folder
+        self.file = file
+        self.n_first = 0
+        self._earlier_tokens = n_tokens
+        self._kept_at_s = kept_at_s
 
     @classmethod
     def open(cls, model: Path, n_layers: int, n_experts: int) -> KeptActivations:
@@ -43,7 +58,7 @@ class KeptActivations:
             n_tokens = float(fields["n_tokens"])
             if counts.shape != empty.shape or not np.isfinite(counts).all() or counts.min() < 0 or not n_tokens >= 0:
                 raise ValueError("these are not the activations of this model")
-            return cls(counts * _KEPT, n_tokens * _KEPT, file)
+            return cls(counts * _KEPT, n_tokens * _KEPT, file, file.stat().st_mtime)
 
         try:
             return parse_measurement(file.read_text(encoding="utf-8"), SCHEMA, make)
@@ -67,13 +82,20 @@ class KeptActivations:
         rows = np.concatenate(chosen) if chosen else np.zeros((0, 3))
         return rows[np.argsort(-rows[:, 0], kind="stable")][:, 1:].astype(np.int32)
 
+    @property
+    def earlier_runs(self) -> EarlierRuns | None:
+        """What this run began with; None for the first."""
+        if self.file is None or not self._earlier_tokens:
+            return None
+        return EarlierRuns(self._earlier_tokens / _KEPT, self._kept_at_s, self.n_first, str(self.file))
+
     def save(self) -> None:
         """Keeps the counts for the next run. Raises OSError where they cannot be written."""
-        if self._file is None or self.n_tokens == 0:
+        if self.file is None or self.n_tokens == self._earlier_tokens:  # nothing was used
             return
         counts = np.round(self.counts, 1).tolist()
         text = json.dumps({"schema": SCHEMA, "n_tokens": round(self.n_tokens, 1), "counts": counts})
-        write_measurement(self._file, text)
+        write_measurement(self.file, text)
 
 
 def _file(model: Path) -> Path:

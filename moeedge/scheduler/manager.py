@@ -24,7 +24,7 @@ from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Pla
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.kept_activations import KeptActivations
+from moeedge.scheduler.kept_activations import EarlierRuns, KeptActivations
 from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
@@ -127,6 +127,11 @@ class PlacementManager:
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
         return self._keeps_hidden_states and self._n_texts == 1 and self.active and self.driver.reads_drafts
+
+    @property
+    def earlier_runs(self) -> EarlierRuns | None:
+        """What earlier runs have left for a warm start in RAM; None without any."""
+        return self._kept_activations.earlier_runs if self._kept_activations is not None else None
 
     def begin_text(self) -> None:
         """A new conversation begins."""
@@ -431,8 +436,10 @@ class PlacementManager:
             if self._planning is not None:
                 self._planning.close()
             if self._kept_activations is not None:
-                with suppress(OSError):  # a full disk costs the next run its warm start
+                try:
                     self._kept_activations.save()
+                except OSError as error:  # a full disk costs the next run its warm start
+                    self.notify(Notification(f"This run's activations are not kept for the next: {error.strerror}."))
             self.detach()
         finally:  # after an interrupt, too
             self.cache.detach()

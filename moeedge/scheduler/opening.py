@@ -71,6 +71,7 @@ def open_placement(
         policy_config = config.policy_config(gamma=gamma)
         if device.kind == "ram":
             notes.extend(ram_tier.describe(cache, target, config.policy))
+            ram_tier.use_measured_readers(cache, target, notes)
             kept = ram_tier.warm_start(cache, target, notes) if config.warm_start else None
             make = partial(make_policy, config.policy, config=policy_config)
             manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, kept)

@@ -15,6 +15,7 @@ from moeedge.native.cache import ExpertCache, ExpertTensor
 from moeedge.notifications import Level, Notification
 from moeedge.policies.base import Plan, Policy, ScoringPolicy
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
+from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.units import format_bytes
 
@@ -73,6 +74,24 @@ def describe_dense(dense: DenseWeights) -> str:
     return f"{size} of other weights are in the page cache, {format_bytes(dense.locked_bytes)} of it locked."
 
 
+def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) -> None:
+    """Reads with the requests and pieces that `calibrate --disk` found best on the model's disk, if it was measured.
+
+    Not with fewer threads than without it: they also copy what they have read.
+    """
+    measured = read_kept(target.model.path)
+    if measured is None or measured.in_memory:
+        return
+    n_threads = max(cache.reader().n_threads, measured.best.depth)
+    cache.set_readers(n_threads, measured.best.piece_bytes)
+    notes.append(
+        Notification(
+            f"{n_threads} threads read experts, in pieces of {format_bytes(measured.best.piece_bytes)}, as moeedge "
+            "calibrate --disk found best."
+        )
+    )
+
+
 def warm_start(cache: ExpertCache, target: Context, notes: list[str]) -> KeptActivations:
     """Starts to load the experts that earlier runs used most, and returns the counts of these runs.
 
@@ -82,6 +101,9 @@ def warm_start(cache: ExpertCache, target: Context, notes: list[str]) -> KeptAct
     kept = KeptActivations.open(target.model.path, info.n_layers, info.n_experts)
     most_used = kept.most_used(cache_shape(cache))
     CacheStore(cache).push_uploads(most_used)
+    kept.n_first = len(most_used)
+    if kept.file is None:
+        notes.append(Notification("There is no cache folder: this run's activations are not kept for the next."))
     if len(most_used):
         notes.append(Notification(f"{len(most_used):,} experts that earlier runs used most are loaded first."))
     return kept

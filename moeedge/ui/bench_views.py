@@ -112,7 +112,7 @@ def _bench_columns(
         Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
         Column("MB/token", "read_bytes_per_token", ".1f", _MB),
         Column("disk MB/s", lambda row: row.cache.link_bytes_per_s, ".0f", _MB),
-        Column("waiting %", lambda row: row.cache.wait_share, ".0f", 100),
+        Column("disk wait %", lambda row: row.cache.wait_share, ".0f", 100),
         Column("output", _output),
         Column("score", "scores", str),
         Column("pp ratio", "ratio_pp", ".3f"),
@@ -121,7 +121,7 @@ def _bench_columns(
         Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
     left_out = set() if has_cache else {"policy", "cache", "hits", "expert hits", "uploads/step", "MiB moved"}
-    left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "waiting %"}
+    left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
     left_out |= set() if has_budgets else {"speculation"}
     left_out |= set() if has_scores else {"score"}
     left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,7 @@ def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, el
         if info.device == "none"
         else Figure("device", device_name(info.device), rank=2),
         *_budget_figures(info, stats),
-        Figure("RAM", format_bytes(ram_bytes), rank=6),
+        Figure("process" if is_ram(info.device) else "RAM", format_bytes(ram_bytes), rank=6),
     ]
 
 
@@ -184,7 +185,8 @@ def turn_parts(
         effect = budget_effect(stats)
         parts.append(budget(info) if effect == NONE else f"{budget(info)}: {effect}")
     if cache is not None and cache.hit_rate_pairs is not None:
-        parts.append(f"hit rate {percent(cache.hit_rate_pairs)}")
+        shown = _disk_figures(cache) if is_ram(cache.device) else [Figure("hit rate", percent(cache.hit_rate_pairs))]
+        parts += [f"{figure.label} {figure.value}" for figure in shown]
     if cache is not None and cache.lookahead is not None:
         parts.append(f"lookahead from the draft {lookahead(cache.lookahead)}")
     parts.append(device(info))
@@ -217,7 +219,8 @@ def total_parts(
     parts += budgets
     pairs = sum(cache.pairs for cache in caches)
     if pairs:
-        parts.append(f"hit rate {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
+        label = "RAM hits" if is_ram(info.device) else "hit rate"
+        parts.append(f"{label} {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
     return [*parts, device(info)]
 
 
@@ -319,6 +322,18 @@ def tau_line(stats: PlacementStats, columns: int) -> str:
     return f"{sparkline(values, max(columns - len(text) - 1, 1), top=max(_TAU_TOP, *values))} {text}"
 
 
+def _disk_figures(stats: PlacementStats) -> list[Figure]:
+    """Experts in RAM: hits, what is read per token, at which rate, and how long the CPU waits for it."""
+    read = NONE if stats.bytes_per_token is None else f"{stats.bytes_per_token / 1e6:.3g} MB"
+    rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
+    return [
+        Figure("RAM hits", percent(stats.hit_rate_pairs)),
+        Figure("read/token", read, rank=1),
+        Figure("disk", rate, rank=2),
+        Figure("disk wait", percent(stats.wait_share), rank=1),
+    ]
+
+
 def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
     if stats.lost:
@@ -326,12 +341,12 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
     from_disk = is_ram(stats.device)
     shown = [
-        Figure("RAM hits" if from_disk else "hit rate", percent(stats.hit_rate_pairs)),
-        Figure("expert hits", percent(stats.hit_rate_unique), rank=1),
+        *(_disk_figures(stats) if from_disk else [Figure("hit rate", percent(stats.hit_rate_pairs))]),
+        Figure("expert hits", percent(stats.hit_rate_unique), rank=4 if from_disk else 1),
         Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
         Figure("loads/step" if from_disk else "uploads/step", per_step(stats.uploads_per_step), rank=3),
         Figure("evictions/step", per_step(stats.evictions_per_step), rank=5),
-        Figure("disk" if from_disk else "link", rate, rank=4),
+        *([] if from_disk else [Figure("link", rate, rank=4)]),
         Figure(
             "RAM" if from_disk else "VRAM",
             memory_text(stats),
@@ -340,13 +355,23 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
         ),
         Figure("", "", draw=lambda columns: share_line(stats, columns), rank=3),
     ]
-    if from_disk and stats.bytes_per_token is not None:
-        shown.insert(2, Figure("read/token", format_bytes(round(stats.bytes_per_token)), rank=1))
     if stats.tau:
         shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
     if stats.lookahead is not None:
         shown.append(Figure("lookahead from the draft", lookahead(stats.lookahead), rank=5))
     return shown
+
+
+def earlier_runs(info: EngineInfo) -> str:
+    """What earlier runs have left for a warm start of experts in RAM."""
+    earlier = info.earlier_runs
+    if earlier is None:
+        return "nothing kept"
+    when = datetime.fromtimestamp(earlier.kept_at_s).strftime("%Y-%m-%d %H:%M")
+    return (
+        f"activations of about {earlier.n_tokens:,.0f} tokens until {when}, {earlier.n_first:,} experts loaded first; "
+        f"{earlier.file}"
+    )
 
 
 def cache_rows(stats: PlacementStats) -> list[Figure]:

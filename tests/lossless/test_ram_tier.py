@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
 from moeedge.experts import Residency
 from moeedge.llama import dense_weights
@@ -21,9 +23,10 @@ from moeedge.native.abi import Phase, Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.policies.registry import POLICIES
+from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler import manager as manager_module
-from moeedge.scheduler import ram_tier
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
@@ -216,7 +219,9 @@ def test_without_slots_the_file_is_read_ahead(tiny_moe: Path, monkeypatch: pytes
     monkeypatch.setattr(
         dense_weights, "advise_normal", lambda pages: advised.extend((p.offset, p.n_bytes) for p in pages)
     )
-    with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=1)) as session:
+    monkeypatch.setattr(ram_tier, "free_for_slots", lambda _free_bytes, _dense: 0)
+    config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=1 << 20)
+    with Session.open(config) as session:
         assert session.placement is None
     page = 4096  # pages with dense weights are not the file's
     for tensor in tensors:
@@ -235,3 +240,58 @@ def test_dense_weights_that_the_kernel_may_drop_leave_less_for_slots() -> None:
     assert free_for_slots(100, dense_weights_of(own_bytes=40, locked_bytes=10)) == 100
     described = {describe_dense(dense_weights_of(*each)) for each in ((0, 0), (0, 10), (40, 10), (40, 40))}
     assert len(described) == 4
+
+
+def _short_answer(config: EngineConfig, notes: list[Notification]) -> EngineInfo:
+    with Session.open(config, notify=notes.append) as session:
+        greedy_answer(session, PROMPT, 4)
+        return session.info
+
+
+@pytest.fixture
+def in_ram(tiny_moe: Path) -> EngineConfig:
+    tensors, _ = expert_tensors(tiny_moe)
+    ram = int(0.3 * expert_bytes(tensors)) + MANY_EXPERTS
+    return EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, device="none", ram=ram)
+
+
+def test_a_run_begins_with_what_earlier_ones_used(in_ram: EngineConfig) -> None:
+    first, second = _short_answer(in_ram, []), _short_answer(in_ram, [])
+    assert first.earlier_runs is None
+    assert second.earlier_runs is not None
+    assert second.earlier_runs.n_tokens > 4 and 0 < second.earlier_runs.n_first <= second.cache_slots
+    cold = replace(in_ram, placement=PlacementConfig(warm_start=False))
+    kept = Path(second.earlier_runs.file).read_bytes()
+    assert _short_answer(cold, []).earlier_runs is None
+    assert Path(second.earlier_runs.file).read_bytes() == kept, "and keeps nothing"
+
+
+def test_a_full_disk_costs_the_next_run_its_warm_start(in_ram: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_file: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kept_activations, "write_measurement", full)
+    notes: list[Notification] = []
+    assert _short_answer(in_ram, notes).earlier_runs is None
+    assert [note.level for note in notes if os.strerror(errno.ENOSPC) in note] == [Level.INFO]
+
+
+def test_no_cache_folder(in_ram: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file"))
+    info = _short_answer(in_ram, [])
+    assert info.earlier_runs is None and any("no cache folder" in note for note in info.notes)
+
+
+def test_reads_are_those_that_were_measured(in_ram: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session.open(in_ram) as session:
+        assert session.placement is not None
+        unmeasured = session.placement.cache.reader()
+    rates = tuple(ReadRate(depth, 2**18, 1e8 * depth, 9) for depth in (1, 2, 8))
+    disk = DiskCalibration("m.gguf", 2**30, 2**20, 2**19, "/dev/sda", "ext4", True, rates, 1.0)
+    monkeypatch.setattr(ram_tier, "read_kept", lambda _model: disk)
+    with Session.open(in_ram) as session:
+        assert session.placement is not None
+        reader = session.placement.cache.reader()
+    assert unmeasured.n_threads == 4 and disk.best.depth == 8
+    assert (reader.n_threads, reader.piece_bytes) == (8, 2**18)

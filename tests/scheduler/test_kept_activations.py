@@ -45,6 +45,28 @@ def test_the_next_run_begins_with_what_was_used(model: Path) -> None:
     assert 10 < second.n_tokens < 20, "earlier runs weigh less"
 
 
+def test_what_earlier_runs_have_left(model: Path, tmp_path: Path) -> None:
+    first = KeptActivations.open(model, *SHAPE)
+    assert first.earlier_runs is None
+    first.save()
+    assert not list((tmp_path / "cache").rglob("*.json")), "nothing was used"
+    first.add(observed(np.ones(SHAPE), 10))
+    first.save()
+    earlier = KeptActivations.open(model, *SHAPE).earlier_runs
+    assert earlier is not None
+    assert (earlier.n_tokens, earlier.n_first, Path(earlier.file)) == (10, 0, kept_file(tmp_path))
+    assert earlier.kept_at_s == kept_file(tmp_path).stat().st_mtime
+
+
+def test_a_run_that_uses_nothing_leaves_the_counts(model: Path, tmp_path: Path) -> None:
+    first = KeptActivations.open(model, *SHAPE)
+    first.add(observed(np.ones(SHAPE), 10))
+    first.save()
+    before = kept_file(tmp_path).read_text()
+    KeptActivations.open(model, *SHAPE).save()
+    assert kept_file(tmp_path).read_text() == before
+
+
 def test_each_group_fills_its_own_slots(model: Path) -> None:
     kept = KeptActivations.open(model, *SHAPE)
     kept.add(observed(np.arange(12).reshape(SHAPE)))

@@ -17,7 +17,7 @@ from moeedge.engine.conversation import Conversation, read_text
 from moeedge.errors import InputError
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.figures import Figure, budget, cache_rows, total_parts, turn_parts
+from moeedge.ui.figures import Figure, budget, cache_rows, earlier_runs, is_ram, total_parts, turn_parts
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -149,6 +149,8 @@ def _stats(chat: Chat, _argument: str) -> Result:
     table = [Figure("last answer", ", ".join(turn_parts(last.info, last.stats, last.stop_reason, last.cache)))]
     if last.cache is not None:
         table += cache_rows(last.cache)
+        if is_ram(last.info.device):
+            table.append(Figure("earlier runs", earlier_runs(last.info)))
     if len(chat.turns) > 1:
         parts = total_parts(
             chat.info,

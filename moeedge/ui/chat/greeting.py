@@ -49,8 +49,7 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
     elif info.n_whole_layers == info.n_expert_layers:
         place = "experts on the GPU"
     elif info.cache_slots:
-        preposition = "in" if figures.is_ram(info.device) else "on"
-        place = f"{_cached(info)} experts {preposition} {device_name(info.device)}, policy {info.policy}"
+        place = f"{_cached(info)} experts {_place(info)}, policy {info.policy}"
     elif info.n_whole_layers:
         place = f"experts of {info.n_expert_layers - info.n_whole_layers} layers on the CPU"
     else:
@@ -75,6 +74,8 @@ def details(info: EngineInfo) -> list[Figure]:
     if info.cache_slots:
         slots = f"{_cached(info)} experts ({info.cache_ratio:.1%}, {format_bytes(info.pool_bytes)})"
         rows += [Figure("cache", slots), Figure("policy", info.policy)]
+    if figures.is_ram(info.device):
+        rows.append(Figure("earlier runs", figures.earlier_runs(info)))
     return [*rows, Figure("threads", str(info.n_threads)), Figure("context", f"{info.n_ctx} tokens")]
 
 
@@ -119,7 +120,7 @@ def _experts_line(info: EngineInfo) -> str:
         return f"{whole}Experts are on the CPU: {n_host:,}, {figures.device(info)}."
     return (
         f"{whole}"
-        f"Experts are cached on {device_name(info.device)}: {_cached(info)} "
+        f"Experts are cached {_place(info)}: {_cached(info)} "
         f"({percent(info.cache_ratio)}, {format_bytes(info.pool_bytes)}), policy {info.policy}."
     )
 
@@ -147,6 +148,10 @@ def _expert_shape(info: EngineInfo) -> str:
     if info.n_experts == 0:
         return f"{info.n_layers} layers, no experts"
     return f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
+
+
+def _place(info: EngineInfo) -> str:
+    return f"{'in' if figures.is_ram(info.device) else 'on'} {device_name(info.device)}"
 
 
 def _cached(info: EngineInfo) -> str:
