@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -42,7 +43,10 @@ FreeVram = Annotated[
 FreeRam = Annotated[
     str | None,
     option(
-        options.PLACEMENT, "--ram SIZE", "Plan for a machine with this much free memory. Default: what is measured."
+        options.PLACEMENT,
+        "--ram LIST",
+        "Plan for a machine with this much free memory, such as 16GiB; further sizes, separated by commas, are "
+        "compared for a model larger than the memory. Default: what is measured.",
     ),
 ]
 CacheRatio = Annotated[
@@ -113,7 +117,8 @@ def plan(
 
     placement = PlacementOptions(cache_ratio=cache_ratio).config()
     vram_bytes, reserve_bytes = (None if size is None else parse_size(size) for size in (vram, reserve))
-    ram_bytes = None if ram is None else parse_ram_size(ram)
+    sizes = [] if ram is None else [parse_ram_size(size) for size in names(ram, "--ram")]
+    ram_bytes = sizes[0] if sizes else None
     check_device(device)
     if verbose:
         show_log()
@@ -136,7 +141,7 @@ def plan(
             config = replace(config, n_gpu_layers=0 if config.n_gpu_layers == 0 else None, n_cpu_moe=None)
         with Planner(config, machine, reserve=reserve_bytes or 0, names=pull_names) as planner:
             model_name = None if model is None else os.fspath(model)
-            beyond_ram = _beyond_ram(planner, disk_rate, trace)
+            beyond_ram = _beyond_ram(planner, disk_rate, trace, tuple(sizes[1:]))
             found = make_session_plan(planner, model_name=model_name, draft_name=model_draft, beyond_ram=beyond_ram)
         if output is Output.JSON:
             typer.echo(plan_json(found), nl=False)
@@ -144,20 +149,22 @@ def plan(
             print_plan(found, stdout_console())
 
 
-def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None) -> RamTierRequest:
-    """What is known of the disk and the routing. Raises InputError for a trace of another model."""
+def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, sizes: tuple[int, ...]) -> RamTierRequest:
+    """What is known of disk and routing. sizes: of other memory. Raises InputError for a trace of another model."""
     from moeedge.planning.beyond_ram import ASSUMED_DISK_BYTES_PER_S, Disk, RamTierRequest, StepRouting
     from moeedge.scheduler.disk import read_kept
 
-    measured = read_kept(planner.config.model) if planner.facts.is_here else None
+    measured = read_kept(planner.file.original) if planner.facts.is_here else None
     if disk_rate is not None:
         disks = [Disk(float(parse_rate(rate)), "given") for rate in names(disk_rate, "--disk-rate")]
     elif measured is not None:
         disks = [Disk(measured.best.bytes_per_s, "measured")]
     else:
         disks = [Disk(ASSUMED_DISK_BYTES_PER_S, "assumed")]
+    n_drafts = 0 if planner.draft is None and not planner.use_ngram else planner.config.gamma
+    base = RamTierRequest(tuple(disks), n_drafts=n_drafts, sizes=sizes)
     if trace is None:
-        return RamTierRequest(tuple(disks))
+        return _by_earlier_runs(planner, base)
     from moeedge.sim.ram_hits import replay_ram_hits
     from moeedge.trace.importers import read_trace
 
@@ -169,13 +176,29 @@ def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None) -> 
             f"{facts.n_experts}.",
             "Name a trace of the model.",
         )
-    n_drafts = 0 if planner.draft is None and not planner.use_ngram else planner.config.gamma
 
-    def forecast(ratios: Sequence[float]) -> list[StepRouting]:
-        hits = replay_ram_hits(routing, ratios, gamma=n_drafts)
+    def forecast(ratios: Sequence[float], gamma: int) -> list[StepRouting]:
+        hits = replay_ram_hits(routing, ratios, gamma=gamma)
         return [StepRouting(found.n_tokens, found.unique, found.hit_rate) for found in hits]
 
-    return RamTierRequest(tuple(disks), forecast, n_drafts, trace.name)
+    drafted = partial(forecast, gamma=n_drafts) if n_drafts else None
+    return replace(base, plain=partial(forecast, gamma=0), drafted=drafted, source="trace", trace=trace.name)
+
+
+def _by_earlier_runs(planner: Planner, base: RamTierRequest) -> RamTierRequest:
+    """The request with the routing of what earlier runs have used, if anything of them is kept."""
+    from moeedge.planning.beyond_ram import kept_routing
+    from moeedge.scheduler.kept_activations import KeptActivations
+
+    facts = planner.facts
+    if not facts.is_here or not facts.n_experts:
+        return base
+    kept = KeptActivations.open(planner.file.original, facts.n_layers, facts.n_experts)
+    earlier = kept.earlier_runs
+    if earlier is None:
+        return base
+    plain = kept_routing(kept.counts, facts.n_expert_used)
+    return replace(base, plain=plain, source="kept", n_tokens=earlier.n_tokens)
 
 
 def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:

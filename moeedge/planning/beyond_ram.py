@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeedge.planning.memory_map import MemoryMap
 from moeedge.scheduler.sizing import default_reserve, plan_budget
@@ -29,6 +30,7 @@ _ASSUMED_SHARES = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 _ASSUMED_HITS = (0.0, 0.617, 0.814, 0.921, 0.953, 0.982, 0.988, 1.0)
 
 Source = Literal["measured", "given", "assumed"]
+RoutingSource = Literal["trace", "kept", "assumed"]  # kept: activations of earlier runs
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,23 @@ class RamTierRequest:
     """What is known beside the model and the machine."""
 
     disks: tuple[Disk, ...]  # at least one; the first is the machine's
-    forecast: Forecast | None = None  # None: the assumed hits
-    n_drafts: int = 0  # per step, of the forecast
-    source: str = ""  # of the forecast: the trace's name
+    plain: Forecast | None = None  # one token at a time; None: the assumed hits
+    drafted: Forecast | None = None  # steps with drafts
+    n_drafts: int = 0  # of these
+    source: RoutingSource = "assumed"
+    trace: str = ""  # the trace's name
+    n_tokens: float = 0.0  # that the activations of earlier runs are of
+    sizes: tuple[int, ...] = ()  # free bytes of other machines; empty: MORE_RAM
+
+
+@dataclass(frozen=True)
+class StepLimit:
+    """What a step needs of the disk, and the speed that this allows."""
+
+    hit_rate: float  # of distinct experts
+    bytes_per_token: float  # read from the disk
+    limit_ts: float
+    limited_by: Literal["disk", "memory"]
 
 
 @dataclass(frozen=True)
@@ -70,10 +86,13 @@ class RamTierRow:
     n_slots: int
     slots_bytes: int
     ratio: float  # share of the experts in host memory that have a slot
-    hit_rate: float  # of distinct experts
-    bytes_per_token: float  # read from the disk
-    limit_ts: float
-    limited_by: Literal["disk", "memory"]
+    plain: StepLimit  # one token at a time
+    drafted: StepLimit | None  # None: no drafts, or nothing is known of them
+
+    @property
+    def limit_ts(self) -> float:
+        """The higher of the two limits."""
+        return max(self.plain.limit_ts, 0.0 if self.drafted is None else self.drafted.limit_ts)
 
 
 @dataclass(frozen=True)
@@ -83,8 +102,10 @@ class RamTier:
     n_ctx: int
     n_experts: int  # of all layers in host memory
     rows: tuple[RamTierRow, ...]  # the machine, the machine with each other disk, with more memory, with both
-    source: str  # of the routing; empty: assumed
-    tokens_per_step: float
+    source: RoutingSource
+    trace: str
+    n_kept_tokens: float  # that the activations of earlier runs are of
+    tokens_per_step: float  # with drafts; 1 without
     n_drafts: int
     ram_bytes_per_s: float = ASSUMED_RAM_BYTES_PER_S
 
@@ -100,6 +121,22 @@ def assumed_routing(n_expert_used: int) -> Forecast:
     def forecast(ratios: Sequence[float]) -> list[StepRouting]:
         hits = np.interp(ratios, _ASSUMED_SHARES, _ASSUMED_HITS)
         return [StepRouting(1.0, float(n_expert_used), float(hit)) for hit in hits]
+
+    return forecast
+
+
+def kept_routing(counts: NDArray[np.float64], n_expert_used: int) -> Forecast:
+    """One token at a time, with the experts in RAM that earlier runs used most.
+
+    counts: [n_layers, n_experts] activations; layers without experts are zeros. A policy that follows the text finds
+    more. Nothing is known of steps with drafts, whose tokens share experts.
+    """
+    used = counts[counts.sum(axis=1) > 0].reshape(-1)
+    hits = np.concatenate([[0.0], np.cumsum(-np.sort(-used))])
+
+    def forecast(ratios: Sequence[float]) -> list[StepRouting]:
+        slots = [min(round(ratio * used.size), used.size) for ratio in ratios]
+        return [StepRouting(1.0, float(n_expert_used), float(hits[n] / hits[-1])) for n in slots]
 
     return forecast
 
@@ -122,7 +159,8 @@ def plan_ram_tier(
     ram = found.places[-1]
     n_all = n_expert_layers * n_experts
     others_bytes = ram.used_bytes - expert_bytes  # KV cache, dense weights, buffers
-    sizes = [ram.free_bytes, *(round(ram.free_bytes * factor) for factor in MORE_RAM)]
+    more = request.sizes or tuple(round(ram.free_bytes * factor) for factor in MORE_RAM)
+    sizes = list(dict.fromkeys((ram.free_bytes, *more)))
     budgets = {
         size: plan_budget(
             expert_bytes_total=expert_bytes,
@@ -135,38 +173,45 @@ def plan_ram_tier(
     }
     if budgets[sizes[0]].n_slots == 0:
         return None
-    sizes = [
-        size for i, size in enumerate(sizes) if i == 0 or budgets[sizes[i - 1]].n_slots < n_all
-    ]  # enough is enough
-    forecast = request.forecast or assumed_routing(n_expert_used)
-    routing = dict(zip(sizes, forecast([budgets[size].n_slots / n_all for size in sizes]), strict=True))
+    if not request.sizes:  # enough is enough
+        sizes = [size for i, size in enumerate(sizes) if i == 0 or budgets[sizes[i - 1]].n_slots < n_all]
+    ratios = [budgets[size].n_slots / n_all for size in sizes]
+    plain = (request.plain or assumed_routing(n_expert_used))(ratios)
+    drafted = None if request.drafted is None else request.drafted(ratios)
     dense_bytes = sum(line.n_bytes for line in ram.lines if line.what == "dense weights")
-    machines = [(size, disk) for size in sizes for disk in request.disks]
-    rows = []
-    for size, disk in machines:
-        step = routing[size]
+
+    def limit(step: StepRouting, disk: Disk, n_drafts: int) -> StepLimit:
         used_bytes = n_expert_layers * step.unique * expert_bytes / n_all
         read_bytes = used_bytes * (1 - step.hit_rate)
         compute_s, read_s = used_bytes / ASSUMED_RAM_BYTES_PER_S, read_bytes / disk.bytes_per_s
-        other_s = (dense_bytes + request.n_drafts * draft_bytes) / ASSUMED_RAM_BYTES_PER_S
-        rows.append(
-            RamTierRow(
-                ram_free_bytes=size,
-                disk=disk,
-                n_slots=budgets[size].n_slots,
-                slots_bytes=budgets[size].pool_bytes,
-                ratio=budgets[size].n_slots / n_all,
-                hit_rate=step.hit_rate,
-                bytes_per_token=read_bytes / step.n_tokens,
-                limit_ts=step.n_tokens / (other_s + max(compute_s, read_s)),
-                limited_by="disk" if read_s > compute_s else "memory",
-            )
+        other_s = (dense_bytes + n_drafts * draft_bytes) / ASSUMED_RAM_BYTES_PER_S
+        return StepLimit(
+            hit_rate=step.hit_rate,
+            bytes_per_token=read_bytes / step.n_tokens,
+            limit_ts=step.n_tokens / (other_s + max(compute_s, read_s)),
+            limited_by="disk" if read_s > compute_s else "memory",
         )
+
+    rows = tuple(
+        RamTierRow(
+            ram_free_bytes=size,
+            disk=disk,
+            n_slots=budgets[size].n_slots,
+            slots_bytes=budgets[size].pool_bytes,
+            ratio=ratios[i],
+            plain=limit(plain[i], disk, 0),
+            drafted=None if drafted is None else limit(drafted[i], disk, request.n_drafts),
+        )
+        for i, size in enumerate(sizes)
+        for disk in request.disks
+    )
     return RamTier(
         n_ctx=found.n_ctx,
         n_experts=n_all,
-        rows=tuple(rows),
+        rows=rows,
         source=request.source,
-        tokens_per_step=routing[sizes[0]].n_tokens,
-        n_drafts=request.n_drafts,
+        trace=request.trace,
+        n_kept_tokens=request.n_tokens,
+        tokens_per_step=1.0 if drafted is None else drafted[0].n_tokens,
+        n_drafts=0 if drafted is None else request.n_drafts,
     )

@@ -108,11 +108,18 @@ def _print_ram_tier(tier: RamTier, console: Console) -> None:
         Column(f"slots of {tier.n_experts:,}", "n_slots", ","),
         Column("in RAM", "ratio", ".1%"),
         Column("slots MiB", "slots_bytes", _mib),
-        Column("hits", "hit_rate", ".1%"),
-        Column("MB/token", "bytes_per_token", ".0f", 1e-6),
-        Column("limit t/s", "limit_ts", ".1f"),
-        text_column("limited by", "limited_by"),
+        Column("hits", lambda row: row.plain.hit_rate, ".1%"),
+        Column("MB/token", lambda row: row.plain.bytes_per_token, ".0f", 1e-6),
+        Column("limit t/s", lambda row: row.plain.limit_ts, ".1f"),
+        text_column("limited by", lambda row: row.plain.limited_by),
     ]
+    if first.drafted is not None:
+        columns += [
+            Column(f"{tier.n_drafts} drafts: hits", lambda row: row.drafted.hit_rate, ".1%"),
+            Column("MB/token", lambda row: row.drafted.bytes_per_token, ".0f", 1e-6),
+            Column("limit t/s", lambda row: row.drafted.limit_ts, ".1f"),
+            text_column("limited by", lambda row: row.drafted.limited_by),
+        ]
     title = f"experts from the disk, context {tier.n_ctx:,}"
     print_table(console, columns, tier.rows, title=title, style=lambda row: "bold" if row is first else "")
     console.print(_ram_tier_basis(tier))
@@ -132,9 +139,18 @@ def _ram_tier_basis(tier: RamTier) -> str:
         "given": "as given",
         "assumed": "an assumption: moeedge calibrate --disk measures it",
     }[disk.source]
-    hits = f"of a replay of {tier.source} (policy lfu, {tier.tokens_per_step:.2f} tokens per step)"
-    if not tier.source:
-        hits = "an assumption from other models (policy lfu, no drafts): --trace FILE replays the model's own routing"
+    hits = (
+        "an assumption from other models (policy lfu, no drafts): --trace FILE replays the model's own routing, with "
+        "drafts"
+    )
+    if tier.source == "trace":
+        drafts = f"; {tier.n_drafts} drafts give {tier.tokens_per_step:.2f} tokens per step" if tier.n_drafts else ""
+        hits = f"of a replay of {tier.trace} (policy lfu{drafts})"
+    elif tier.source == "kept":
+        hits = (
+            f"an estimate from about {tier.n_kept_tokens:,.0f} tokens of earlier runs, the experts that they used "
+            "most in RAM, without drafts: --trace FILE replays the model's own routing, with drafts"
+        )
     return (
         f"The disk's rate is {rate}. The hits are {hits}. The limit is for reading and computing at the same time, and "
         f"for memory that gives {format_rate(tier.ram_bytes_per_s)}."
@@ -159,11 +175,12 @@ def _what_helps(first: RamTierRow, others: Sequence[RamTierRow]) -> str:
 def _ram_tier_dict(tier: RamTier | None) -> dict[str, Any] | None:
     if tier is None:
         return None
-    values = dataclasses.asdict(tier) | {"hits_assumed": not tier.source}
-    values["trace"] = values.pop("source") or None
+    values = dataclasses.asdict(tier) | {"hits_assumed": tier.source == "assumed"}
+    values["hits_source"], values["trace"] = values.pop("source"), tier.trace or None
     rows = []
     for row in values.pop("rows"):
-        disk = row.pop("disk")
+        disk, plain, drafted = row.pop("disk"), row.pop("plain"), row.pop("drafted")
+        row |= plain | {f"draft_{key}": None if drafted is None else drafted[key] for key in plain}
         rows.append(row | {"disk_bytes_per_s": disk["bytes_per_s"], "disk_source": disk["source"]})
     return values | {"rows": rows}
 

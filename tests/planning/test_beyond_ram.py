@@ -13,11 +13,13 @@ from moeedge.planning.beyond_ram import (
     RamTierRequest,
     StepRouting,
     assumed_routing,
+    kept_routing,
     plan_ram_tier,
 )
 from moeedge.planning.memory_map import MemoryItem, MemoryMap, MemoryPool
-from moeedge.policies.base import PolicyConfig
+from moeedge.policies.base import Observation, PolicyConfig
 from moeedge.policies.registry import make_policy
+from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.sizing import CacheBudget
 from moeedge.sim.batches import cache_shape
 from moeedge.sim.model_shape import find_model
@@ -61,26 +63,47 @@ def test_slots_bytes_and_limit_by_hand() -> None:
     def forecast(ratios: Sequence[float]) -> list[StepRouting]:
         return [StepRouting(2.5, 2.0, 0.75 if ratio < 0.5 else 1.0) for ratio in ratios]
 
-    tier = plan(8 * GIB, draft_bytes=GIB, request=RamTierRequest((Disk(1e9, "measured"),), forecast, 3, "trace"))
+    request = RamTierRequest((Disk(1e9, "measured"),), drafted=forecast, n_drafts=3, source="trace", trace="trace.npz")
+    tier = plan(8 * GIB, draft_bytes=GIB, request=request)
     row = tier.machine
     assert (row.n_slots, row.ratio, row.slots_bytes) == (20, 20 / 64, 5 * GIB)
     read_bytes = 8 * GIB / 4 * 0.25
-    assert row.bytes_per_token == pytest.approx(read_bytes / 2.5)
+    assert row.drafted.bytes_per_token == pytest.approx(read_bytes / 2.5)
     other_s = (2 * GIB + 3 * GIB) / 20e9
-    assert row.limit_ts == pytest.approx(2.5 / (other_s + read_bytes / 1e9))
-    assert (row.limited_by, row.disk.source, tier.source, tier.tokens_per_step) == ("disk", "measured", "trace", 2.5)
+    assert row.drafted.limit_ts == pytest.approx(2.5 / (other_s + read_bytes / 1e9))
+    assert (row.drafted.limited_by, row.disk.source) == ("disk", "measured")
+    assert (tier.source, tier.tokens_per_step, tier.n_drafts) == ("trace", 2.5, 3)
+    # one token at a time, with the assumed hits and no draft model
+    (plain,) = assumed_routing(2)([20 / 64])
+    plain_bytes = 2 * GIB * (1 - plain.hit_rate)
+    assert row.plain.bytes_per_token == pytest.approx(plain_bytes)
+    assert row.plain.limit_ts == pytest.approx(1 / (2 * GIB / 20e9 + plain_bytes / 1e9))
+    assert row.limit_ts == row.drafted.limit_ts
     # with 12 GiB, of which 384 MiB are reserve, 35 of 64 are in RAM: nothing is read
     more = tier.rows[1]
-    assert (more.ram_free_bytes, more.n_slots, more.bytes_per_token) == (12 * GIB, 35, 0.0)
-    assert more.limit_ts == pytest.approx(2.5 / (other_s + 2 * GIB / 20e9))
-    assert more.limited_by == "memory"
+    assert (more.ram_free_bytes, more.n_slots, more.drafted.bytes_per_token) == (12 * GIB, 35, 0.0)
+    assert more.drafted.limit_ts == pytest.approx(2.5 / (other_s + 2 * GIB / 20e9))
+    assert more.drafted.limited_by == "memory"
+
+
+def test_sizes_that_were_asked_for() -> None:
+    tier = plan(12 * GIB, request=RamTierRequest((Disk(1e9, "given"),), sizes=(12 * GIB, 64 * GIB, 10 * GIB)))
+    assert [row.ram_free_bytes // GIB for row in tier.rows] == [12, 64, 10]
+
+
+def test_hits_by_what_earlier_runs_used() -> None:
+    counts = np.zeros((3, 4))  # the first layer has no experts
+    counts[1:] = [[8, 4, 2, 2], [10, 6, 0, 0]]
+    steps = kept_routing(counts, 2)((0.0, 0.25, 0.5, 1.0))
+    assert [step.hit_rate for step in steps] == pytest.approx([0, 18 / 32, 28 / 32, 1])
+    assert {(step.n_tokens, step.unique) for step in steps} == {(1.0, 2.0)}
 
 
 def test_rows_end_where_everything_fits() -> None:
     tier = plan(12 * GIB, request=RamTierRequest((Disk(1e9, "given"), Disk(4e9, "given"))))
     sizes = [row.ram_free_bytes // GIB for row in tier.rows]
     assert sizes == [12, 12, 18, 18, 24, 24]  # not 36: 24 GiB hold all experts
-    assert tier.rows[-1].ratio == 1.0 and tier.rows[-1].bytes_per_token == 0
+    assert tier.rows[-1].ratio == 1.0 and tier.rows[-1].plain.bytes_per_token == 0
     assert tier.rows[1].limit_ts > tier.rows[0].limit_ts
     # one expert per layer takes 1 GiB, next to 2.75 and the reserve
     assert plan(4 * GIB) is not None
@@ -127,14 +150,31 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0.3 < first["ratio"] < 0.6 and 0 < first["limit_ts"] < 10
     trace = tmp_path / "trace.npz"
     synthetic_trace(find_model("qwen3-30b-a3b"), 64, 1, 0).save(trace)
-    two = run_json(*small, "--disk-rate", "500MB/s,2GB/s", "--trace", trace)["ram_tier"]
+    two = run_json(*small, "--disk-rate", "500MB/s,2GB/s", "--trace", trace, "-md", "ngram")["ram_tier"]
     assert [row["disk_bytes_per_s"] for row in two["rows"][:2]] == [5e8, 2e9]
     assert two["trace"] == "trace.npz" and two["rows"][0]["hit_rate"] != first["hit_rate"]
+    assert two["n_drafts"] > 0 and two["rows"][0]["draft_limit_ts"] > 0 and first["draft_limit_ts"] is None
+    assert (assumed["hits_source"], two["hits_source"]) == ("assumed", "trace")
+    sizes = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB,16GiB", "-c", "4096")["ram_tier"]["rows"]
+    assert [row["ram_free_bytes"] // GIB for row in sizes] == [10, 16] and sizes[0]["n_slots"] == first["n_slots"]
     shown = run(*small)
     assert shown.exit_code == 0 and "limit t/s" in shown.stdout
     assert run_json("plan", "-m", header, "-dev", "none", "--ram", "64GiB")["ram_tier"] is None
     refused(*small, "--disk-rate", "fast")
+    refused("plan", "-m", header, "-dev", "none", "--ram", "10GiB,much")
     refused(*small, "--trace", tmp_path / "none.npz")
+
+
+def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    kept = KeptActivations.open(header, 48, 128)
+    counts = np.random.default_rng(0).integers(0, 50, (48, 128)).astype(np.uint32)
+    kept.add(Observation(counts=counts, n_tokens=300, n_accepted=0))
+    kept.save()
+    found = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB", "-c", "4096")["ram_tier"]
+    assert (found["hits_source"], found["n_kept_tokens"]) == ("kept", 300)
+    (step,) = kept_routing(counts.astype(float), 8)([found["rows"][0]["ratio"]])
+    assert found["rows"][0]["hit_rate"] == pytest.approx(step.hit_rate)
 
 
 def test_a_trace_of_another_model_is_refused(header: Path, tmp_path: Path) -> None:
