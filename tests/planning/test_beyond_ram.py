@@ -156,7 +156,7 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert two["n_drafts"] > 0 and two["rows"][0]["draft_limit_ts"] > 0 and first["draft_limit_ts"] is None
     assert (assumed["hits_source"], two["hits_source"]) == ("assumed", "trace")
     sizes = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB,16GiB", "-c", "4096")["ram_tier"]["rows"]
-    assert [row["ram_free_bytes"] // GIB for row in sizes] == [10, 16] and sizes[0]["n_slots"] == first["n_slots"]
+    assert [row["ram_free_bytes"] // GIB for row in sizes] == [10, 16] and sizes[0]["n_slots"] < sizes[1]["n_slots"]
     shown = run(*small)
     assert shown.exit_code == 0 and "limit t/s" in shown.stdout
     assert run_json("plan", "-m", header, "-dev", "none", "--ram", "64GiB")["ram_tier"] is None
