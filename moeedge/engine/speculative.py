@@ -93,6 +93,12 @@ class SpeculativeLoop:
                 "Read each answer to its end first, or answer the prompts together with generate_parallel.",
             )
 
+    def _should_stop(self) -> bool:
+        """Asked by long computations now and then: whether the answer is cancelled. Looks at the free memory as well."""
+        if self.placement is not None:
+            self.placement.watch_memory()
+        return self._cancel is not None and self._cancel()
+
     def step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """One verification with at most so many drafts of each text; they must fit the context with one more token.
 
@@ -157,14 +163,14 @@ class SpeculativeLoop:
         for text, proposal in zip(self.texts, proposals, strict=True):
             sequence, history = text.target, text.history
             if sequence.n_past < len(history) - 1:  # after an interruption, or where single positions cannot be dropped
-                sequence.prefill(history[sequence.n_past : -1], logits="none", cancel=self._cancel)
+                sequence.prefill(history[sequence.n_past : -1], logits="none", cancel=self._should_stop)
                 self._read_counts()
             if proposal.tokens:
                 phase = Phase.VERIFY
             parts.append(BatchPart(sequence, _batch(text, proposal), "all"))
         verified: list[Verified] = []
         for group in self.target.fitting(parts):
-            rows = self.target.decode_parts(parts[group], phase=phase, cancel=self._cancel)
+            rows = self.target.decode_parts(parts[group], phase=phase, cancel=self._should_stop)
             for text, proposal, part, logits in zip(
                 self.texts[group], proposals[group], parts[group], rows, strict=True
             ):
@@ -238,7 +244,7 @@ class SpeculativeLoop:
         part = text.history[n_held : n_held + self.target.n_ubatch]
         if n_held + len(part) == len(text.history):
             return False
-        text.target.decode(part, phase=Phase.PREFILL, logits="none", cancel=self._cancel)
+        text.target.decode(part, phase=Phase.PREFILL, logits="none", cancel=self._should_stop)
         text.n_prefilled += len(part)
         counts = self._read_counts()
         if self.placement is not None:
@@ -251,7 +257,7 @@ class SpeculativeLoop:
         start_s = time.perf_counter()
         n_held = text.target.keep_prefix(text.history[:-1])
         prompt = text.history[n_held:]
-        logits = text.target.prefill(prompt, logits="last", cancel=self._cancel)
+        logits = text.target.prefill(prompt, logits="last", cancel=self._should_stop)
         text.n_prefilled += len(prompt)
         token = text.sampler.pick(text.sampler.candidates(logits[0], text.history))
         verify_s = time.perf_counter() - start_s
@@ -269,7 +275,7 @@ class SpeculativeLoop:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
-        text.draft.begin(text.history, cancel=self._cancel)
+        text.draft.begin(text.history, cancel=self._should_stop)
 
     def replace_contexts(self, target: Context, draft: Context | None) -> None:
         """Goes on with contexts whose KV caches are empty, and without placement; the next step fills them."""

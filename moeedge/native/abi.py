@@ -293,6 +293,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_residency": (c_int, c_int64, c_void_p),
     "cache_get_stats": (c_int, c_int64, c_void_p),
     "cache_blocks": (c_int, c_int64, c_int64, c_void_p, c_int),
+    "cache_limit": (c_int, c_int64, c_int),
     "cache_drain": (c_int, c_int64, c_double),
     "cache_clear": (c_int, c_int64),
     "cache_set_prefill": (c_int, c_int64, c_int, c_int),

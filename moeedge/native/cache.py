@@ -308,6 +308,15 @@ class ExpertCache:
         utilities = np.ascontiguousarray(utilities, np.float32)
         _check(self._library, self._library.moeedge_cache_set_utilities(self._cache, utilities.ctypes.data))
 
+    def limit(self, n_slots: int) -> None:
+        """Use about `n_slots` slots of a cache in RAM from now on, at least one per group and at most those it was opened with.
+
+        The most useful experts stay, and the memory of the other slots goes back to the system. From any thread, also
+        during a decode. Other caches raise BackendError.
+        """
+        _check(self._library, self._library.moeedge_cache_limit(self._cache, n_slots))
+        self.info = self._read_info()
+
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
         _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency_address))

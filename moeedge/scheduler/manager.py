@@ -45,8 +45,8 @@ class PlacementManager:
     in between, before each layer or after each draft token.
 
     gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
-    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots, for the rest of the
-    session, with a policy by `remake_policy`.
+    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots: in RAM until memory is
+    free again, elsewhere for the rest of the session, with a policy by `remake_policy`.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
     the draft's. kept_activations: get the activations of this run, and are saved at its end. notify: called with
     warnings, e.g. of a lost device; may be replaced.
@@ -82,6 +82,7 @@ class PlacementManager:
         self._keeps_hidden_states = keeps_hidden_states
         self._watch, self._remake_policy = watch, remake_policy
         self._kept_activations = kept_activations
+        self._n_slots_opened = cache.info.n_slots
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
@@ -344,29 +345,63 @@ class PlacementManager:
                 "them, or the device cannot compute them or has no memory for them."
             )
 
-    def _check_memory(self) -> None:
-        """Gives slots back where the device runs short of memory; at the end of a step, when no decode uses them."""
-        missing_bytes = self._watch.missing_bytes() if self._watch is not None and self.active else 0
-        if missing_bytes:
-            info = self.cache.info
-            _, capacity, expert_bytes = self.cache.groups()
-            slots_bytes = int((capacity * expert_bytes).sum())  # staging slots stay
-            n_freed = -(-missing_bytes * info.n_slots // slots_bytes)
-            # memory of slots in RAM is taken as experts arrive: those that hold nothing give nothing back
-            n_taken = self.cache.stats().slots_used if self._device.kind == "ram" else info.n_slots
-            self.resize(n_taken - n_freed)
-            now = self.cache.info.n_slots
-            effect = (
-                f"has shrunk from {info.n_slots:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
+    def watch_memory(self) -> None:
+        """Gives memory back in the middle of a decode where it runs short, which only a cache in RAM can do.
+
+        To be called now and then; without an effect for other caches.
+        """
+        if self._device.kind == "ram":
+            self._check_memory(in_decode=True)
+
+    def _check_memory(self, *, in_decode: bool = False) -> None:
+        """Gives slots back where the device runs short of memory."""
+        if self._watch is None or not self.active:
+            return
+        missing_bytes = self._watch.missing_bytes()
+        if not missing_bytes:
+            self._take_spare_memory(self._watch.take_spare_bytes())
+            return
+        info = self.cache.info
+        n_freed = -(-missing_bytes * info.n_slots // self._slots_bytes())
+        # memory of slots in RAM is taken as experts arrive: those that hold nothing give nothing back
+        n_left = (self.cache.stats().slots_used if self._device.kind == "ram" else info.n_slots) - n_freed
+        n_least = len(self._cached_layers)
+        if self._device.kind == "ram" and (in_decode or n_left >= n_least):
+            self.cache.limit(min(info.n_slots, max(n_left, n_least)))
+        else:
+            self.resize(n_left)
+        now = self.cache.info.n_slots
+        if now == info.n_slots:
+            return
+        effect = f"has shrunk from {info.n_slots:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
+        text = (
+            f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
+            f"{effect} from here on."
+        )
+        if not now and not self._op_offload:  # the context was made for streamed prompts
+            text += " Prompts are slower, too, until the next start."
+        self._warn(text)
+
+    def _take_spare_memory(self, spare_bytes: int) -> None:
+        """Uses slots again that a cache in RAM had given back."""
+        info = self.cache.info
+        if self._device.kind != "ram" or not spare_bytes or info.n_slots >= self._n_slots_opened:
+            return
+        n_taken = self.cache.stats().slots_used + spare_bytes * info.n_slots // self._slots_bytes()
+        if n_taken > info.n_slots:
+            self.cache.limit(min(n_taken, self._n_slots_opened))
+            self.notify(
+                Notification(
+                    f"{self.device} has free memory again: the expert cache has grown from {info.n_slots:,} slots to "
+                    f"{self.cache.info.n_slots:,}.",
+                    Level.NOTICE,
+                )
             )
-            assert self._watch is not None
-            text = (
-                f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
-                f"{effect} from here on."
-            )
-            if not now and not self._op_offload:  # the context was made for streamed prompts
-                text += " Prompts are slower, too, until the next start."
-            self._warn(text)
+
+    def _slots_bytes(self) -> int:
+        """Bytes of the slots in use, without staging slots."""
+        _, capacity, expert_bytes = self.cache.groups()
+        return int((capacity * expert_bytes).sum())
 
     def resize(self, n_slots: int) -> None:
         """Opens the cache again with about so many slots, empty, and a fresh policy; no decode may run.
@@ -380,6 +415,7 @@ class PlacementManager:
         if self._device.kind == "ram" and not self.cache.info.n_slots:
             with suppress(MoeedgeError):  # a file that is gone
                 let_experts_read_ahead(self._path)
+        self._n_slots_opened = self.cache.info.n_slots
         shape = cache_shape(self.cache)
         self.driver.use(self._remake_policy(shape))
         if self._kept_activations is not None:

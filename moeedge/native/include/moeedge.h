@@ -294,6 +294,10 @@ MOEEDGE_API int moeedge_cache_set_batch(int64_t cache, int n_experts);
 // Device "ram": utilities [n_layers, n_experts], by which the expert is chosen that goes for one that is loaded on demand: the
 // lowest; of equal ones (all, at first) the one that was used longest ago
 MOEEDGE_API int moeedge_cache_set_utilities(int64_t cache, const float * utilities);
+// Device "ram": uses about n_slots of the slots from now on, at least one per group and at most all, and gives the memory of the
+// others back to the system. The most useful experts stay. From any thread, also during a computation, whose experts stay.
+// Returns the number of slots in use
+MOEEDGE_API int moeedge_cache_limit(int64_t cache, int n_slots);
 // waits until no transfer is under way and the queue is empty or waits for a victim
 MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 // empties queue and slots; waits for transfers under way and slots in use

@@ -323,11 +323,13 @@ void expert_cache::get_info(moeedge_cache_info & out) const {
     out.n_layers                      = core->layout.n_layers;
     out.n_experts                     = core->layout.n_experts;
     out.n_stage                       = n_stage;
+    const std::vector<int> limits     = core->table->limits();
+    out.slots_wanted                  = core->slots_wanted;
+    out.pool_bytes                    = core->pools->bytes();
     for (int g = 0; g < out.n_groups; g++) {
-        out.n_slots += core->pools->capacity(g);
+        out.n_slots += limits[g];
+        out.pool_bytes -= (int64_t) core->layout.groups[g].expert_bytes * (core->pools->capacity(g) - limits[g]);
     }
-    out.slots_wanted  = core->slots_wanted;
-    out.pool_bytes    = core->pools->bytes();
     out.staging_bytes = (int64_t) (core->moving->staging_bytes() + (streaming ? streaming->staging_bytes() : 0));
     out.unpinned      = core->moving->is_unpinned() || (streaming && streaming->is_unpinned());
     out.is_host       = device().is_host;
@@ -340,8 +342,9 @@ void expert_cache::get_info(moeedge_cache_info & out) const {
 void expert_cache::get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const {
     const expert_layout & layout = core->layout;
     std::copy(layout.group_of.begin(), layout.group_of.end(), layer_group);
+    const std::vector<int> limits = core->table->limits();
     for (size_t g = 0; g < layout.groups.size(); g++) {
-        capacity[g]     = core->pools->capacity((int) g);
+        capacity[g]     = limits[g];
         expert_bytes[g] = (int64_t) layout.groups[g].expert_bytes;
     }
 }
@@ -351,6 +354,15 @@ void expert_cache::get_stats(moeedge_cache_stats & out) {
     core->table->add_stats(out);
     records.add_stats(out);
     out.lost = is_lost();
+}
+
+int expert_cache::limit(int n_slots) {
+    if (!core->loader || n_slots < 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    const slot_pools & pools = *core->pools;
+    return core->table->limit(n_slots, { [&](int group, int from, int to) { pools.copy(group, from, to); },
+                                         [&](int group, int begin, int end) { pools.give_back(group, begin, end); } });
 }
 
 int expert_cache::read(int layer, int expert, const char * role, void * out, int64_t size) {

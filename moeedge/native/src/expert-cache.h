@@ -104,6 +104,7 @@ class expert_cache {
     int               set_read_faults(int kind, int every, double delay_s);      // moeedge_status
     int               get_reader(moeedge_reader_info & out);                     // moeedge_status
     void              get_stats(moeedge_cache_stats & out);
+    int               limit(int n_slots); // slots now, or a moeedge_status
     int               read(int layer, int expert, const char * role, void * out, int64_t size); // moeedge_status
 
   private:

@@ -153,6 +153,11 @@ int moeedge_cache_set_utilities(int64_t id, const float * utilities) {
     });
 }
 
+int moeedge_cache_limit(int64_t id, int n_slots) {
+    return with_cache(
+        id, [&](expert_cache & cache) -> int { return cache.limit(n_slots); }, "Only a cache in RAM gives single slots back.");
+}
+
 int moeedge_cache_set_batch(int64_t id, int n_experts) {
     return with_cache(
         id,

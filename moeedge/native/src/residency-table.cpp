@@ -25,6 +25,7 @@ residency_table::residency_table(const expert_layout & layout, const std::vector
         groups[g].expert_bytes = (int64_t) layout.groups[g].expert_bytes;
         groups[g].owner.assign(capacity[g], -1);
         groups[g].pins.assign(capacity[g], 0);
+        groups[g].limit = capacity[g];
         for (int s = capacity[g] - 1; s >= 0; s--) {
             groups[g].free.push_back(s);
         }
@@ -265,7 +266,8 @@ bool residency_table::find_room(group_state & group) {
     }
     while (!group.victims.empty()) {
         const victim & next        = group.victims.front();
-        const bool     is_resident = state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && !awaited[next.flat_id];
+        const bool     is_resident = state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && !awaited[next.flat_id] &&
+                                 slot[next.flat_id] < group.limit;
         if (is_resident && group.pins[slot[next.flat_id]] == 0) {
             return true;
         }
@@ -281,12 +283,12 @@ bool residency_table::find_room(group_state & group) {
 // Names the expert that goes for a wanted one. Loading takes milliseconds, so that a look at each slot costs nothing.
 bool residency_table::find_least_useful(group_state & group) {
     int32_t least = -1;
-    for (size_t s = 0; s < group.owner.size(); s++) {
+    for (int s = 0; s < group.limit; s++) {
         const int32_t id = group.owner[s];
         if (id < 0 || group.pins[s] > 0 || awaited[id]) {
             continue;
         }
-        if (least < 0 || utility[id] < utility[least] || (utility[id] == utility[least] && used[id] < used[least])) {
+        if (least < 0 || is_less_useful(id, least)) {
             least = id;
         }
     }
@@ -319,8 +321,15 @@ upload residency_table::start(group_state & group) {
     return out;
 }
 
+// a slot beyond the limit stays empty
+void residency_table::add_free(group_state & group, int32_t freed) {
+    if (freed < group.limit) {
+        group.free.push_back(freed);
+    }
+}
+
 void residency_table::evict(group_state & group, int32_t flat_id) {
-    group.free.push_back(slot[flat_id]);
+    add_free(group, slot[flat_id]);
     group.owner[slot[flat_id]] = -1;
     state[flat_id]             = MOEEDGE_RESIDENCY_ABSENT;
     slot[flat_id]              = no_slot;
@@ -342,7 +351,7 @@ void residency_table::finish(const upload & done, bool has_arrived) {
     } else {
         state[flat_id] = MOEEDGE_RESIDENCY_ABSENT;
         slot[flat_id]  = no_slot;
-        group.free.push_back(done.slot);
+        add_free(group, done.slot);
         counts.failed++;
         mark_work();
         is_unloadable |= awaited[flat_id] != 0;

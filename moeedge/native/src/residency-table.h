@@ -4,7 +4,8 @@
 // absent, in flight (it has a slot whose bytes are not valid yet) or resident. A slot is free, or belongs to one expert; a
 // pinned slot is in use by a computation and stays. Experts are named by their flat index, layer * n_experts + expert.
 //
-// residency-table.cpp has the computing side and the mover's side, residency-plan.cpp the planning side.
+// residency-table.cpp has the computing side and the mover's side, residency-plan.cpp the planning side, residency-limit.cpp
+// what happens when memory runs short.
 
 #pragma once
 
@@ -43,6 +44,12 @@ struct victim_list {
 // whether who waits should stop
 using stop_call = std::function<bool()>;
 
+// what is done to the memory of a group's slots; called with the table's mutex
+struct slot_memory {
+    std::function<void(int group, int from, int to)>   copy;
+    std::function<void(int group, int begin, int end)> give_back; // slots [begin, end), whose bytes are not needed any more
+};
+
 enum take_result { TAKE_UPLOADS, TAKE_NONE, TAKE_STOPPED };
 
 class residency_table {
@@ -79,6 +86,11 @@ class residency_table {
     int  clear();
     // [n_layers * n_experts], zeros at first
     void set_utilities(const float * values);
+    // Uses only the first slots of each group from now on, about n_slots in all and at least one of each; the most useful experts
+    // stay, by copies if need be, and all others are evicted. What a computation uses stays until it is evicted. A larger
+    // number takes slots into use again. Returns how many there are now; from any thread
+    int  limit(int n_slots, const slot_memory & memory);
+    std::vector<int> limits(); // [n_groups]
     void copy_residency(uint8_t * out);
     void add_stats(moeedge_cache_stats & stats);
 
@@ -113,6 +125,7 @@ class residency_table {
     };
     struct group_state {
         int64_t              expert_bytes = 0;
+        int                  limit        = 0; // slots from there on are not filled
         std::vector<int32_t> owner;    // [n_slots] flat index, -1: free or in flight
         std::vector<int32_t> pins;     // [n_slots]
         std::vector<int32_t> free;     // slots, the next one last
@@ -142,6 +155,10 @@ class residency_table {
     upload        start(group_state & group);
     void          pair_in_order(std::vector<upload> & uploads);
     void          evict(group_state & group, int32_t flat_id);
+    void          add_free(group_state & group, int32_t freed);
+    bool          is_less_useful(int32_t a, int32_t b) const;
+    void          move_down(group_state & group, const slot_memory & memory, int g);
+    std::vector<bool> occupied(int g) const;
     void          restore_deferred(group_state & group, int32_t freed);
     bool          is_idle() const;
 

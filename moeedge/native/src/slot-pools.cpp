@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -241,6 +242,33 @@ void slot_pools::clear() {
     for (ggml_backend_buffer_t buffer : buffers) {
         ggml_backend_buffer_clear(buffer, 0);
     }
+}
+
+void slot_pools::copy(int group, int from, int to) const {
+    for (size_t r = 0; r < tensors[group].size(); r++) {
+        const size_t bytes = layout.groups[group].roles[r].bytes;
+        char *       data  = (char *) tensors[group][r]->data;
+        std::memcpy(data + to * bytes, data + from * bytes, bytes);
+    }
+}
+
+void slot_pools::give_back(int group, int begin, int end) const {
+#if defined(__linux__)
+    const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
+    for (size_t r = 0; r < tensors[group].size(); r++) {
+        const size_t    bytes = layout.groups[group].roles[r].bytes;
+        const uintptr_t data  = (uintptr_t) tensors[group][r]->data;
+        const uintptr_t first = (data + begin * bytes + page - 1) / page * page;
+        const uintptr_t last  = (data + end * bytes) / page * page;
+        if (last > first) {
+            madvise((void *) first, last - first, MADV_DONTNEED);
+        }
+    }
+#else
+    (void) group;
+    (void) begin;
+    (void) end;
+#endif
 }
 
 } // namespace moeedge

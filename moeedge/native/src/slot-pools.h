@@ -63,6 +63,10 @@ class slot_pools {
     ggml_tensor * stage(int group, int role) const { return stages[layout.groups[group].kind][role]; }
     int           n_staging() const { return n_stage; }
 
+    // of slots in RAM: the bytes of one to another, and the memory of slots [begin, end), which is taken again when it is written
+    void          copy(int group, int from, int to) const;
+    void          give_back(int group, int begin, int end) const;
+
   private:
     bool          try_allocate();
     bool          add_pools(std::vector<std::vector<ggml_tensor *>> & out, const expert_group & group, int n_slots);
