@@ -94,7 +94,7 @@ class SpeculativeLoop:
             )
 
     def _should_stop(self) -> bool:
-        """Asked by long computations now and then: whether the answer is cancelled. Looks at the free memory as well."""
+        """Whether the answer is cancelled; long computations ask now and then. Looks at the free memory as well."""
         if self.placement is not None:
             self.placement.watch_memory()
         return self._cancel is not None and self._cancel()

@@ -309,7 +309,7 @@ class ExpertCache:
         _check(self._library, self._library.moeedge_cache_set_utilities(self._cache, utilities.ctypes.data))
 
     def limit(self, n_slots: int) -> None:
-        """Use about `n_slots` slots of a cache in RAM from now on, at least one per group and at most those it was opened with.
+        """Use about `n_slots` slots of a cache in RAM from now on, at least one per group, at most as at first.
 
         The most useful experts stay, and the memory of the other slots goes back to the system. From any thread, also
         during a decode. Other caches raise BackendError.

@@ -45,8 +45,8 @@ class PlacementManager:
     in between, before each layer or after each draft token.
 
     gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
-    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots: in RAM until memory is
-    free again, elsewhere for the rest of the session, with a policy by `remake_policy`.
+    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots: in RAM until memory
+    is free again, elsewhere for the rest of the session, with a policy by `remake_policy`.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
     the draft's. kept_activations: get the activations of this run, and are saved at its end. notify: called with
     warnings, e.g. of a lost device; may be replaced.

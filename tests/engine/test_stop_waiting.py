@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import Phase
-from moeedge.native.cache import CacheConfig
-from moeedge.scheduler import opening
+from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.ram_driver import ram_context
 
@@ -53,8 +51,8 @@ class StopAfter:
 @pytest.fixture
 def session(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Session]:
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(opening, "CacheConfig", partial(CacheConfig, disk_bytes_per_s=DISK_BYTES_PER_S))
-    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=4 << 20)
+    placement = PlacementConfig(disk_bytes_per_s=DISK_BYTES_PER_S)
+    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=4 << 20, placement=placement)
     with Session.open(config) as opened:
         yield opened
 

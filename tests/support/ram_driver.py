@@ -74,6 +74,7 @@ def main(arguments: list[str]) -> None:
                 for fault in ReadFault:
                     cache.set_read_faults(fault, 20, 0.001)
                     cache.set_readers(1 + fault, 4096)
+                    cache.limit(cache.info.n_slots - 2)
                     assert all(map(np.array_equal, decode(context), expected))
     print("done")
 

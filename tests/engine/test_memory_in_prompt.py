@@ -1,0 +1,83 @@
+"""Experts in RAM while another program takes the memory in the middle of a prompt, and gives it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.devices import ResolvedDevice, VramReading
+from moeedge.notifications import Level, Notification
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.memory_watch import MemoryWatch
+from tests.conftest import TinyFactory
+
+GREEDY = SamplingConfig(temperature=0)
+TOKENS = np.random.default_rng(5).integers(0, 256, 200).tolist()
+
+
+@dataclass
+class Machine:
+    """Free memory and a clock that goes on with each look at it."""
+
+    free_bytes: int
+    time_s: float = 0.0
+
+    def clock(self) -> float:
+        self.time_s += 0.3
+        return self.time_s
+
+    def read(self, _device: ResolvedDevice) -> VramReading:
+        return VramReading(0, self.free_bytes, self.free_bytes, "test")
+
+
+def test_slots_go_within_a_prompt_and_come_back(
+    tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tiny("qwen3moe", layers=4, embd=256, experts=64, expert_ff=256)
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    placement = PlacementConfig(disk_bytes_per_s=60e6)
+    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20, placement=placement)
+    said: list[Notification] = []
+    with Session.open(config) as session:
+        manager = session.placement
+        assert manager is not None and manager._watch is not None
+        manager.notify = lambda text: said.append(text) if isinstance(text, Notification) else None
+        cache = manager.cache
+        answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY)
+        list(answer)
+        expected = list(answer.tokens)
+        n_opened = cache.info.n_slots
+        slot_bytes = int(cache.groups()[2].max())
+        cache.clear()
+        session.target.clear()
+
+        machine = Machine(free_bytes=40 * slot_bytes)
+        manager._watch = MemoryWatch(manager._device, 40 * slot_bytes, read=machine.read, clock=machine.clock)
+        in_prompt: list[int] = []
+
+        def look() -> bool:
+            if session.target.n_past == 0:
+                in_prompt.append(cache.info.n_slots)
+            machine.free_bytes = (5 if cache.info.n_slots > 100 else 30) * slot_bytes
+            return False
+
+        answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY, cancel=look)
+        list(answer)
+        assert list(answer.tokens) == expected
+        assert in_prompt[0] == n_opened > in_prompt[-1], "in the middle of its only batch"
+        assert cache.info.n_slots <= 100
+        assert cache.stats().slots_used > 4, "it was not opened again"
+        assert {note.level for note in said} == {Level.WARNING}
+
+        said.clear()
+        machine.free_bytes = 1000 * slot_bytes
+        session.target.clear()
+        answer = session.generate(TOKENS[:20], n_predict=40, sampling=GREEDY, ignore_eos=True)
+        list(answer)
+        assert cache.info.n_slots == n_opened
+        assert [note.level for note in said] == [Level.NOTICE]
