@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from moeedge.llama.model import Model
 from moeedge.native import mapping
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
+from tests.support.split_files import split
 
 PAGE = mmap.PAGESIZE
 CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
@@ -185,24 +185,6 @@ def test_split_files(wide: Path, tmp_path: Path) -> None:
             n_dense_pages += int(in_dense.sum())
         assert model.dense is not None and model.dense.own_bytes == n_dense_pages * PAGE
     assert np.array_equal(logits_of(files[0], experts_from_file=True), logits_of(wide, experts_from_file=False))
-
-
-def split(path: Path, folder: Path) -> list[Path]:
-    """The model in files of at most 20 tensors."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(folder / "m.gguf", "qwen3moe", split_max_tensors=20)
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, of)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.glob("m-*.gguf"))
 
 
 @on_linux
