@@ -2,8 +2,9 @@
 
 The rules are those of the engine's cache in RAM. The CPU computes no expert that is not there. Once a layer's routing
 is known, its absent experts are read one after the other, each into a free slot or that of the resident expert with the
-lowest score, unless the layer uses it; scores are the policy's after the last step. The CPU computes the resident
-experts meanwhile, and each of the others as it arrives. A prompt takes no time and leaves in the slots what it used.
+lowest score, unless the layer uses it; of equal ones goes the one used longest ago. Scores are the policy's after the
+last step. The CPU computes the resident experts meanwhile, and each of the others as it arrives. A prompt takes no
+time, but its loads replace others in the same way, layer by layer.
 """
 
 from __future__ import annotations
@@ -68,29 +69,38 @@ class RamSlots(Mover):
         self.hits = HitStats()
         self._policy = policy
         self._score = policy.score.copy()  # until the next step
+        self._used_at = np.zeros(self.resident.shape, dtype=np.int64)  # number of the block that used an expert last
+        self._n_blocks = 0
 
     def begin_text(self) -> None:
         """A new text begins; what is in the slots stays."""
         self._policy.reset()
 
     def observe(self, batch: Batch) -> None:
-        """Takes in the routing of a batch; what a prompt used is in the slots afterwards, the highest scores first."""
+        """Takes in the routing of a batch; a prompt's experts are loaded now."""
+        if batch.prefill:
+            for layer, counts in enumerate(batch.counts):
+                used = np.flatnonzero(counts)
+                self._replace(layer, used, used[self.resident[layer, used] != Residency.RESIDENT])
         self._policy.observe(observation_of(batch))
         np.copyto(self._score, self._policy.score)
-        if batch.prefill:
-            self._fill((batch.counts > 0) | (self.resident == Residency.RESIDENT))
         self.clear_staging()
 
     def load(self, layer: int, counts: NDArray[np.int32], used: NDArray[np.intp]) -> list[tuple[int, Demand]]:
         """Begins to read the absent ones among the experts that the CPU computes for a layer; returns them."""
         is_hit = self.resident[layer, used] == Residency.RESIDENT
         self.hits.add(counts[used], is_hit)
-        loads = []
-        for expert in used[~is_hit].tolist():
+        absent = used[~is_hit]
+        self._replace(layer, used, absent)
+        return [(expert, self.demand(layer, [expert])) for expert in absent.tolist()]
+
+    def _replace(self, layer: int, used: NDArray[np.intp], absent: NDArray[np.intp]) -> None:
+        """Gives the absent ones of a layer's experts in use slots; no other layer asks for them before they arrive."""
+        self._n_blocks += 1
+        self._used_at[layer, used] = self._n_blocks
+        for expert in absent.tolist():
             if self._make_room(layer, used):
-                self.resident[layer, expert] = Residency.RESIDENT  # no other layer asks before it arrives
-            loads.append((expert, self.demand(layer, [expert])))
-        return loads
+                self.resident[layer, expert] = Residency.RESIDENT
 
     def _make_room(self, layer: int, used: NDArray[np.intp]) -> bool:
         """Takes a slot for an expert of the layer; False where all are in use."""
@@ -102,15 +112,8 @@ class RamSlots(Mover):
         may_leave[layer, used] = False
         if not may_leave.any():
             return False
-        self.resident.flat[np.where(may_leave, self._score, np.inf).argmin()] = Residency.ABSENT
+        score = np.where(may_leave, self._score, np.inf)
+        lowest = score == score.min()
+        oldest = np.where(lowest & may_leave, self._used_at, np.iinfo(np.int64).max).argmin()
+        self.resident.flat[oldest] = Residency.ABSENT
         return True
-
-    def _fill(self, wanted: NDArray[np.bool_]) -> None:
-        """Makes those of `wanted` [n_layers, n_experts] resident that have the highest scores."""
-        for group, capacity in enumerate(self.shape.capacity.tolist()):
-            of_group = (self.shape.group == group)[:, None]
-            candidates = np.flatnonzero(wanted & of_group)
-            best = candidates[np.argsort(-self._score.flat[candidates], kind="stable")[:capacity]]
-            self.resident[self.shape.group == group] = Residency.ABSENT
-            self.resident.flat[best] = Residency.RESIDENT
-            self._free[group] = capacity - best.size

@@ -92,10 +92,18 @@ def test_the_expert_with_the_lowest_score_leaves_unless_it_is_in_use() -> None:
     assert execution.ram is not None and execution.ram.hits.unique_hit == 2
 
 
-def test_a_prompt_leaves_what_it_used_most() -> None:
-    execution, ns = execute([batch(3, 3, 3, 1, 1, 2, prefill=True, is_first=True), batch(1, 3)])
+def test_a_prompt_loads_what_it_uses_in_no_time() -> None:
+    first = batch(3, 3, 1, prefill=True, is_first=True)
+    execution, ns = execute([first, batch(1, 3)])
     assert execution.ram is not None and execution.ram.hits.unique_hit == 2
     assert ns == {"dense": DENSE + HEAD, "cpu": 2 * CPU}
+    assert resident(execute([first, batch(2, prefill=True)])[0]) == [2, 3], "the scores are those before the prompt"
+
+
+def test_of_equal_scores_the_one_used_longest_ago_leaves() -> None:
+    """Without a step between them, the prompt's experts have no score yet."""
+    prompt = batch(3, 1, prefill=True, is_first=True)
+    assert resident(execute([prompt, batch(0, 3)])[0]) == [0, 3]
 
 
 def test_with_experts_on_a_device_the_disk_brings_only_what_the_cpu_computes() -> None:

@@ -13,8 +13,6 @@ static constexpr int    default_threads     = 4;
 static constexpr size_t default_piece_bytes = 1u << 20;
 // how long a failed read waits for the next attempt; then the request fails
 static constexpr int64_t retry_after_ns[] = { 1'000'000, 10'000'000, 100'000'000 };
-// a thread sleeps longer than it asks for: up to this much is made up for at once
-static constexpr int64_t oversleep_ns = 20'000'000;
 
 direct_reader::direct_reader(double bytes_per_s)
     : rate(bytes_per_s), wanted_threads(default_threads), wanted_piece_bytes(default_piece_bytes) {}
@@ -68,6 +66,7 @@ void direct_reader::start_threads() {
 
 int64_t direct_reader::enqueue(std::vector<read_range> ranges, int priority, end_call ended) {
     auto r      = std::make_shared<request>();
+    r->begin_ns = now_ns();
     r->priority = priority;
     r->ranges   = std::move(ranges);
     r->ended    = std::move(ended);
@@ -163,7 +162,7 @@ void direct_reader::serve(int i_thread) {
         }
         r->n_running++;
         lock.unlock();
-        const int error = read_piece(piece, bounce);
+        const int error = read_piece(piece, r->begin_ns, bounce);
         lock.lock();
         r->n_running--;
         if (error != 0) {
@@ -196,16 +195,14 @@ read_range direct_reader::cut_piece(request & r) const {
     return piece;
 }
 
-int direct_reader::read_piece(const read_range & piece, bounce_buffer & bounce) {
-    if (!pace(piece.size)) {
-        return ECANCELED;
-    }
-    int error = 0;
+int direct_reader::read_piece(const read_range & piece, int64_t begin_ns, bounce_buffer & bounce) {
+    const int64_t end_ns = rate > 0 ? paced_end(piece.size, begin_ns) : 0;
+    int           error  = 0;
     for (size_t attempt = 0;; attempt++) {
         error = files[piece.file]->read(piece.offset, piece.size, { piece.to, piece.writer }, bounce, faults);
         if (error == 0 || error == DIRECT_FILE_CHANGED || error == DIRECT_FILE_REPLACED ||
             attempt == std::size(retry_after_ns)) {
-            return error;
+            break;
         }
         n_retries.fetch_add(1);
         std::unique_lock<std::mutex> lock(mutex);
@@ -213,16 +210,19 @@ int direct_reader::read_piece(const read_range & piece, bounce_buffer & bounce) 
             return error;
         }
     }
+    if (end_ns > now_ns()) {
+        std::unique_lock<std::mutex> lock(mutex);
+        sleep_until(lock, end_ns);
+    }
+    return error;
 }
 
-// waits until a disk of the given rate would have read that many more bytes; false if the reader ends
-bool direct_reader::pace(size_t size) {
-    if (rate <= 0) {
-        return true;
-    }
-    std::unique_lock<std::mutex> lock(mutex);
-    free_ns = std::max(free_ns, now_ns() - oversleep_ns) + (int64_t) ((double) size / rate * 1e9);
-    return sleep_until(lock, free_ns);
+// When a disk of the given rate would have read that many more bytes. It begins when it is free and the request is there, not
+// when a thread that overslept comes to it.
+int64_t direct_reader::paced_end(size_t size, int64_t begin_ns) {
+    std::lock_guard<std::mutex> lock(mutex);
+    free_ns = std::max(free_ns, begin_ns) + (int64_t) ((double) size / rate * 1e9);
+    return free_ns;
 }
 
 bool direct_reader::sleep_until(std::unique_lock<std::mutex> & lock, int64_t time_ns) {

@@ -81,6 +81,7 @@ class direct_reader {
   private:
     struct request {
         int64_t                 id;
+        int64_t                 begin_ns; // when it was enqueued
         int                     priority;
         std::vector<read_range> ranges;
         size_t                  i_range   = 0; // the next piece: range, and byte in it
@@ -99,8 +100,8 @@ class direct_reader {
     void       start_threads();
     void       serve(int i_thread);
     read_range cut_piece(request & r) const;
-    int        read_piece(const read_range & piece, bounce_buffer & bounce);
-    bool       pace(size_t size);
+    int        read_piece(const read_range & piece, int64_t begin_ns, bounce_buffer & bounce);
+    int64_t    paced_end(size_t size, int64_t begin_ns);
     bool       sleep_until(std::unique_lock<std::mutex> & lock, int64_t time_ns);
     void       drop_rest(request & r, const read_end & end);
     void       end_if_over(std::unique_lock<std::mutex> & lock, const std::shared_ptr<request> & r);
