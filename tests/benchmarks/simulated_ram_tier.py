@@ -4,9 +4,9 @@
     python -m tests.benchmarks.simulated_ram_tier -m MODEL.gguf --rates 100MB/s,200MB/s,400MB/s --out RECORD.json
 
 The engine answers two prompts on a disk that is made as slow as asked for; the first answer warms up, the second
-counts. The simulator replays the trace that this run recorded. Its constants come from a run with slots for all experts, which
-is no row of the table: the times of blocks and of the rest of a step, of drafting and observing. Prompts count on
-neither side. Every combination is measured --rounds times, in turns; medians count. Exit status 1: a row differs by
+counts. The simulator replays the trace that this run recorded. Its constants come from another run, with slots for
+all experts: the times of blocks and of the rest of a step, of drafting and observing. Prompts count on neither side.
+Every combination is measured --rounds times, in turns; medians count. Exit status 1: a row differs by
 more than --limit. --rates 0: the disk as it is, whose rate is then that of the measured loads.
 """
 
@@ -169,14 +169,13 @@ def run(options: argparse.Namespace, ratio: float, rate: float, gamma: int, prom
 
 
 def fit_costs(reference: Run) -> StepCosts:
-    """The constants, from a run that loads nothing."""
+    """The constants, from a run that loads next to nothing; its waits do not count."""
     blocks = reference.blocks[reference.blocks["wait_ns"] == 0]
     unique, pairs = blocks["unique_device"], blocks["pairs_device"]
     fit = fit_side(blocks["n_tokens"], unique, pairs, blocks["cpu_ns"] * 1e-9)
     assert fit is not None, "too few blocks"
     answer, n_layers = reference.answer, reference.shape.n_layers
-    per_block_s = fit.fixed_s + fit.expert_s * unique.mean() + fit.token_s * (pairs - unique).mean()
-    rest_s = answer.verify_s / answer.steps / n_layers - per_block_s
+    rest_s = (answer.verify_s - answer.blocks_wait_s - answer.blocks_cpu_s) / answer.steps / n_layers
     return StepCosts(
         cpu_ns=_curve(fit),
         device_ns=np.zeros(TOKENS_MAX + 1, np.int64),
@@ -251,7 +250,7 @@ def compare(runs: list[Run], costs: StepCosts, ratio: float, gamma: int) -> Row:
     )
 
 
-def describe(row: Row) -> str:
+def line_of(row: Row) -> str:
     """A line of the table."""
     where = f"{row.ram_ratio:.0%} of the experts, {row.disk_bytes_per_s / 1e6:.0f} MB/s, drafts {row.gamma}"
     speed = f"{statistics.median(row.measured_ts):.2f} t/s, simulated {row.tg_ts:.2f} ({row.error:+.1%})"
@@ -293,7 +292,7 @@ def main() -> None:
         middle = sorted(references[gamma], key=lambda each: each.answer.decode_s)[options.rounds // 2]
         row = compare(found, fit_costs(middle), ratio, gamma)
         rows.append(row)
-        print(describe(row))
+        print(line_of(row))
     if options.out:
         record = {
             "schema": SCHEMA,
