@@ -403,8 +403,8 @@ class ExpertCache:
         To be called again after `ram` was resized; until then the files are read. Raises BackendError for a cache that
         is not in RAM, or of another model's experts.
         """
-        self._ram = ram
         _check(self._library, self._library.moeedge_cache_set_ram(self._cache, ram._cache))
+        self._ram = ram
 
     def attach(self, sensor: Sensor) -> None:
         """Let the sensor's context compute with this cache, from its next graph on.

@@ -136,6 +136,7 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
                     _read(pool, descriptor, Mapped(copy, each.offset, each.n_bytes), version.size_bytes)
                     _check_version(file, descriptor, version)
                 except BaseException:
+                    pool.shutdown(cancel_futures=True)  # no thread may read into memory that is not ours any more
                     _libc().munmap(copy, each.n_bytes)
                     raise
                 _libc().mprotect(copy, each.n_bytes, mmap.PROT_READ)

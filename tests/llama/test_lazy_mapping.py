@@ -9,6 +9,7 @@ import platform
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -226,6 +227,27 @@ def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.Mon
     with pytest.raises(ModelFileError, match=wide.name):
         Model.load(wide, experts_from_file=True)
     assert mapping.mapped(wide) == []
+
+
+@on_linux
+def test_no_thread_reads_into_memory_that_was_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first piece cannot be read while others are under way."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(4 * PAGE))
+    events: list[str] = []
+
+    def read(_descriptor: int, piece: mapping.Mapped) -> None:
+        if piece.offset == 0:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.1)
+        events.append("read")
+
+    monkeypatch.setattr(mapping, "_PIECE_BYTES", PAGE)
+    monkeypatch.setattr(mapping, "_read_piece", read)
+    monkeypatch.setattr(mapping._libc(), "munmap", lambda *_memory: events.append("freed"))
+    with pytest.raises(OSError, match="Input/output"):
+        mapping.give_own_memory(file, mapping.FileVersion.of(file), [mapping.Mapped(0, 0, 4 * PAGE)])
+    assert events.count("freed") == 1 and events[-1] == "freed"
 
 
 @on_linux

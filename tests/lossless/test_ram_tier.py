@@ -144,6 +144,20 @@ def test_repacked_slots_are_llama_cpps_repacked_weights(arch: str, buffered: boo
         assert all(map(np.array_equal, found, expected if has_layout else plain))
 
 
+def test_a_single_slot_can_be_repacked(tiny: TinyFactory) -> None:
+    """ggml's repacked kernels take no tensor of a single expert."""
+    path = tiny("qwen3moe", embd=96, expert_ff=64)
+    found = []
+    for ratio in (0.3, 0.001):
+        with ram_context(path, ratio, repack=Repack.CHEAP) as (context, cache):
+            found.append(context.decode(TOKENS[:5], phase=Phase.AUTO, logits="all").copy())
+            assert cache.info.n_repacked > 0
+            assert cache.stats().blocks_unknown == 0
+            assert cache.stats().slots_used <= cache.info.n_slots
+    assert cache.info.n_slots == 1
+    assert np.array_equal(*found)
+
+
 def test_the_counts_are_stocks(tiny_moe: Path) -> None:
     """What a policy observes does not depend on where the experts are."""
     tensors, _ = expert_tensors(tiny_moe)

@@ -431,7 +431,7 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
         staged = stage(chunks[0]);
     }
     bool ok = compute_on_device(placed, on_device, placed.device_tables, record);
-    for (size_t c = 0; c < chunks.size(); c++) {
+    for (size_t c = 0; ok && c < chunks.size(); c++) { // what is being staged is waited for also after a failure
         const int64_t begin_ns = now_ns();
         const bool    is_there = staged.get();
         record.wait_ns += now_ns() - begin_ns;
@@ -439,7 +439,7 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
             staged = stage(chunks[c + 1]);
         }
         const index_list & pairs = chunks[c].pairs;
-        ok = ok && (is_there ? compute_on_device(placed, pairs, placed.stage_tables, record) : compute_on_cpu(placed, pairs, record));
+        ok = is_there ? compute_on_device(placed, pairs, placed.stage_tables, record) : compute_on_cpu(placed, pairs, record);
     }
     return ok;
 }

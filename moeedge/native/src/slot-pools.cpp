@@ -167,10 +167,11 @@ bool slot_pools::add_pools(std::vector<std::vector<ggml_tensor *>> & out, const 
 
 // each pool has a buffer of its own: devices limit the size of one
 ggml_tensor * slot_pools::add_pool(const expert_role & role, int n_slots) {
-    ggml_tensor * pool = new_pool(ctx, role, n_slots);
-    ggml_set_name(pool, role.name.c_str());
     ggml_backend_buffer_type_t repacked_buft =
         device->is_ram && role.is_matrix() ? repacked_buffer_type(device->dev, role.type, repacked) : nullptr;
+    // the repacked kernels take no tensor of a single expert; what no slot uses takes no memory
+    ggml_tensor * pool = new_pool(ctx, role, repacked_buft ? std::max(n_slots, 2) : n_slots);
+    ggml_set_name(pool, role.name.c_str());
     if (repacked_buft && place(pool, repacked_buft)) {
         if (is_repacked(pool)) {
             return pool;
