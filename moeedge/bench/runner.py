@@ -27,6 +27,7 @@ from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import EvaluationText, Prompt
 from moeedge.engine.loading import load_target, resolve_device
+from moeedge.errors import InputError
 from moeedge.llama.model import Model
 from moeedge.trace.format import Trace
 
@@ -66,6 +67,11 @@ class Bench:
             self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
         with ExitStack() as stack:
             device = resolve_device(plan.base)
+            if device.loads_misses:
+                raise InputError(
+                    f"bench does not measure experts in RAM next to {device.label}.",
+                    "Measure one of them: -dev none, or --ram off.",
+                )
             in_turn = device.kind == "ram"
             if in_turn:  # each mode loads its own
                 self._models = stack.enter_context(load_target(plan.base, device, header_only=True)), None

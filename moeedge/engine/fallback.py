@@ -43,7 +43,8 @@ def reopen_on_cpu(config: EngineConfig, target: Context, draft: ModelDraft | Non
 
 
 def _reopen(config: EngineConfig, context: Context, resources: ExitStack) -> Context:
-    model = resources.enter_context(Model.load(context.model.path, device="none"))
+    is_lazy = context.model.dense is not None  # the cache in RAM, which loads its experts, serves the new context
+    model = resources.enter_context(Model.load(context.model.path, device="none", experts_from_file=is_lazy))
     budget = context.budget
     reopened = resources.enter_context(make_context(config, model, context.n_ctx, has_budget=budget is not None))
     if budget is not None:

@@ -83,8 +83,11 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
 
 
 def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
-    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them."""
-    if device.kind != "gpu" or config.mode != "moeedge" or config.n_gpu_layers == 0:
+    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them.
+
+    Not where experts are loaded from the file, whose reading would be what is measured.
+    """
+    if device.kind != "gpu" or device.loads_misses or config.mode != "moeedge" or config.n_gpu_layers == 0:
         return False
     if config.n_cpu_moe is not None or config.placement.cache_ratio is not None or config.placement.vram_bytes == 0:
         return False

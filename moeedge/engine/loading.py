@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
+from moeedge.llama.dense_weights import SplitWeights
 from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.model import Model
 from moeedge.scheduler.sizing import default_reserve, model_fits
@@ -30,20 +32,35 @@ def resolve_device(config: EngineConfig) -> ResolvedDevice:
     library.start()  # llama.cpp logs while it lists devices
     bundled = config.emulate_bundled and paths.is_bundled(config.model)
     device = resolve(DeviceSpec.parse(config.device), bundled=bundled)
-    return ram(device) if _loads_on_demand(config, device) else device
+    if not _loads_on_demand(config, device):
+        return device
+    # without a GPU auto may stand for the emulated device
+    if device.kind == "none" or (device.kind == "emulated" and config.device == "auto"):
+        return ram(device)
+    return replace(device, loads_misses=True)
 
 
 def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
-    """Whether experts are loaded from the file into slots in RAM."""
+    """Whether experts are loaded from the file into slots in RAM: all, or those that are not on the device."""
     if config.ram == "off" or config.mode == "stock":
-        return False
-    # what -dev names keeps its experts; without a GPU auto may stand for the emulated device
-    if device.kind != "none" and not (device.kind == "emulated" and config.device == "auto"):
         return False
     summary = gguf_file.read_summary(config.model)
     if not summary.expert_layers:
         return False
-    return config.ram != "auto" or summary.size_bytes >= psutil.virtual_memory().available
+    if config.ram == "auto" and _host_bytes(config, device) < psutil.virtual_memory().available:
+        return False
+    return device.kind != "gpu" or not whole_model_fits(config, device)
+
+
+def _host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
+    """Bytes of the file that stay in host memory: next to a GPU that takes all layers, the experts and embeddings."""
+    if device.kind != "gpu" or config.n_gpu_layers is not None:
+        return gguf_file.read_summary(config.model).size_bytes
+    weights = SplitWeights.read(config.model)
+    n_host = config.n_cpu_moe
+    on_host = [tensor for tensor in weights.dense if tensor.is_on_host(0)]
+    on_host += [tensor for tensor in weights.experts if n_host is None or tensor.is_on_host(n_host)]
+    return sum(tensor.size_bytes for tensor in on_host)
 
 
 def load_target(
@@ -73,6 +90,8 @@ def load_target(
     )
     if device.kind == "ram":
         return load(experts_from_file=True)
+    if device.loads_misses:
+        load = partial(load, experts_from_file=True)
     is_split = config.n_cpu_moe is not None
     if is_split:
         load = partial(load, n_cpu_moe=config.n_cpu_moe)
@@ -119,7 +138,8 @@ def make_context(config: EngineConfig, model: Model, n_ctx: int, *, has_budget: 
         n_ubatch=config.n_ubatch,
         n_outputs=config.n_outputs,
         n_parallel=config.n_parallel,
-        op_offload=config.op_offload or model.info.n_experts == 0,
+        # of experts that are loaded on demand, it would read the mapped file
+        op_offload=model.info.n_experts == 0 or (config.op_offload and model.dense is None),
         has_budget=has_budget,
         mode=config.mode,
     )

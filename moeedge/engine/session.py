@@ -111,6 +111,8 @@ class Session:
         with ExitStack() as stack:
             if model is None:
                 model = stack.enter_context(load_target(config, device))
+            elif model.dense is None:  # loaded without
+                device = replace(device, loads_misses=False)
             if config.n_parallel > 1 and not model.can_roll_back:
                 raise InputError(
                     f"The memory of {model.info.architecture} models cannot hold several texts in one batch.",
@@ -119,8 +121,8 @@ class Session:
             notes: list[str] = []
             if model.info.n_experts == 0:
                 notes.append(Notification(f"{config.model.name} is dense, no experts: placement off."))
-            elif isinstance(config.ram, int) and device.kind not in ("ram", "none"):
-                notes.append(f"Experts are placed on {device.label}: --ram has no effect.")
+            elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
+                notes.append(f"The model is on {device.label} or loaded already: --ram has no effect.")
             draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if draft_model is None else [model, draft_model]
             n_ctx = _context_size(config, device, models, notes)
@@ -146,12 +148,13 @@ class Session:
                     device,
                     target,
                     draft_context,
+                    in_ram=_in_ram(config, []) if device.loads_misses else None,
                     gamma=gamma,
                     keep=config.placement.has_size or config.layers_measured,
                     notify=notify,
                     notes=notes,
                 )
-            if device.kind == "ram" and (placement is None or not placement.active):
+            if model.dense is not None and (placement is None or not placement.loads_on_demand):
                 let_experts_read_ahead(model.path)
             if placement is not None:
                 stack.callback(placement.close)
@@ -331,6 +334,8 @@ class Session:
             self.config, self.target, self.draft if isinstance(self.draft, ModelDraft) else None, self._resources
         )
         self._fell_back = True
+        if self.placement is not None:
+            self.placement.follow(reopened.target)
         self.target, self.draft_context = reopened.target, reopened.draft_context
         self.draft = reopened.draft or self.draft
         self.info = replace(
@@ -389,7 +394,8 @@ def _in_ram(config: EngineConfig, notes: list[str]) -> PlacementConfig:
 def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
     """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
     free_bytes = None  # of this machine
-    if device.kind == "ram" and not config.n_ctx:
+    in_memory = device.kind == "ram" or (device.loads_misses and not kv_on_gpu(config, device, models[0]))
+    if in_memory and not config.n_ctx:
         n_ctx = min(models[0].info.n_ctx_train, max(N_CTX_STEP, RAM_TIER_N_CTX // config.n_parallel))
         if n_ctx < models[0].info.n_ctx_train:
             notes.append(f"The context is {n_ctx:,} tokens, so that memory is left for experts. Set it with -c N.")

@@ -36,6 +36,7 @@ class ResolvedDevice:
     free_bytes: int = 0  # at resolution; 0: unknown
     total_bytes: int = 0
     default_ratio: float | None = None  # cache ratio unless the user sets one; None: as much as fits
+    loads_misses: bool = False  # experts that are not on it are loaded from the file into RAM as needed
     notes: list[str] = field(default_factory=list)  # sentences for the user
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, MoeedgeError
+from moeedge.experts import Residency
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
@@ -29,7 +30,7 @@ from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
-from moeedge.scheduler.ram_tier import RamStore
+from moeedge.scheduler.ram_tier import RamStore, RamTier, slots_of
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
@@ -48,7 +49,8 @@ class PlacementManager:
     model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots: in RAM until memory
     is free again, elsewhere for the rest of the session, with a policy by `remake_policy`.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
-    the draft's. kept_activations: get the activations of this run, and are saved at its end. notify: called with
+    the draft's. ram: holds experts that are not on the device; attached, resized and closed with the cache.
+    kept_activations: get the activations of this run, and are saved at its end. notify: called with
     warnings, e.g. of a lost device; may be replaced.
     """
 
@@ -67,10 +69,12 @@ class PlacementManager:
         watch: MemoryWatch | None = None,
         remake_policy: Callable[[CacheShape], Policy] | None = None,
         kept_activations: KeptActivations | None = None,
+        ram: RamTier | None = None,
     ) -> None:
         assert target.sensor is not None  # opening.py checks it
         self.cache = cache
         self.device = device.label
+        self.ram = ram
         self.notify: Notify = ignore
         self._device = device
         self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
@@ -120,6 +124,11 @@ class PlacementManager:
         return self._attached and not self._lost and self.cache.info.n_slots > 0
 
     @property
+    def loads_on_demand(self) -> bool:
+        """Whether absent experts are loaded from the file into RAM, so that none is computed from the mapped file."""
+        return self.ram.active if self.ram is not None else self._device.kind == "ram" and self.active
+
+    @property
     def reads_draft(self) -> bool:
         """Whether experts are predicted from what the draft model computes."""
         return self._keeps_hidden_states or self.draft_prefetch is not None
@@ -132,17 +141,23 @@ class PlacementManager:
     @property
     def earlier_runs(self) -> EarlierRuns | None:
         """What earlier runs have left for a warm start in RAM; None without any."""
-        return self._kept_activations.earlier_runs if self._kept_activations is not None else None
+        kept = self._kept_activations if self.ram is None else self.ram.kept
+        return kept.earlier_runs if kept is not None else None
 
     def begin_text(self) -> None:
         """A new conversation begins."""
         self.wait()
         self.driver.begin_text()
+        if self.ram is not None:
+            self.ram.begin_text()
 
     def attach(self) -> None:
         """Lets the target compute with the cache."""
         if not self._attached:
             self.cache.attach(self._sensor)
+            if self.ram is not None:
+                self.ram.attach(self._sensor)
+                self.cache.read_from(self.ram.cache)
             self._reader.skip()
             self._attached = True
             self._switch_hooks()
@@ -154,6 +169,8 @@ class PlacementManager:
                 self.wait()
             finally:
                 self.cache.detach()
+                if self.ram is not None:
+                    self.ram.detach()
                 self._attached = False
                 self._switch_hooks()
 
@@ -172,6 +189,13 @@ class PlacementManager:
             self.detach()
         self._attached = False
         self._switch_hooks()
+
+    def follow(self, target: Context) -> None:
+        """Lets another context of the same model, which took the lost one's place, compute from the slots in RAM."""
+        if self.ram is not None and target.sensor is not None:
+            self.ram.detach()
+            self.ram.forget_order()
+            self.ram.attach(target.sensor)
 
     def share(self, n_texts: int) -> None:
         """The next steps verify so many texts together.
@@ -232,9 +256,13 @@ class PlacementManager:
         self._in_step = record.n_verified > 0
         if self._in_step:
             self._recorder.add_step(record)
+            if self.ram is not None:
+                self.ram.add_step(record)
         self._check_device()
         self._check_memory()
-        if self.active:
+        if self.ram is not None:
+            self._check_ram()
+        if self.active or self.ram is not None:
             tokens = record.tokens[-1:]
             if not self._in_step:
                 observations = self._reader.prefill(counts, batch)
@@ -261,6 +289,11 @@ class PlacementManager:
             timed()
 
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
+        if self.ram is not None:
+            on_device = self.cache.copy_residency() == Residency.RESIDENT
+            self.ram.observe(observations, tokens, on_device if self.active else np.zeros_like(on_device))
+            if not self.active:
+                return
         for observation in observations:
             self.driver.observe(observation)
             if self._kept_activations is not None:
@@ -352,6 +385,8 @@ class PlacementManager:
         """
         if self._device.kind == "ram":
             self._check_memory(in_decode=True)
+        elif self.ram is not None:
+            self._check_ram(in_decode=True)
 
     def _check_memory(self, *, in_decode: bool = False) -> None:
         """Gives slots back where the device runs short of memory."""
@@ -362,7 +397,7 @@ class PlacementManager:
             self._take_spare_memory(self._watch.take_spare_bytes())
             return
         info = self.cache.info
-        n_freed = -(-missing_bytes * info.n_slots // self._slots_bytes())
+        n_freed = slots_of(self.cache, missing_bytes)  # staging slots stay
         # memory of slots in RAM is taken as experts arrive: those that hold nothing give nothing back
         n_left = (self.cache.stats().slots_used if self._device.kind == "ram" else info.n_slots) - n_freed
         n_least = len(self._cached_layers)
@@ -378,7 +413,7 @@ class PlacementManager:
             f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
             f"{effect} from here on."
         )
-        if not now and not self._op_offload:  # the context was made for streamed prompts
+        if not now and not self._op_offload and self.ram is None:  # the context was made for streamed prompts
             text += " Prompts are slower, too, until the next start."
         self._warn(text)
 
@@ -387,7 +422,7 @@ class PlacementManager:
         info = self.cache.info
         if self._device.kind != "ram" or not spare_bytes or info.n_slots >= self._n_slots_opened:
             return
-        n_taken = self.cache.stats().slots_used + spare_bytes * info.n_slots // self._slots_bytes()
+        n_taken = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
         if n_taken > info.n_slots:
             self.cache.limit(min(n_taken, self._n_slots_opened))
             self.notify(
@@ -398,10 +433,16 @@ class PlacementManager:
                 )
             )
 
-    def _slots_bytes(self) -> int:
-        """Bytes of the slots in use, without staging slots."""
-        _, capacity, expert_bytes = self.cache.groups()
-        return int((capacity * expert_bytes).sum())
+    def _check_ram(self, *, in_decode: bool = False) -> None:
+        """Gives slots in RAM next to the device back where memory runs short."""
+        assert self.ram is not None
+        if not in_decode:
+            self.wait()
+        n_slots = self.ram.cache.info.n_slots
+        for notification in self.ram.check(in_decode=in_decode):
+            self.notify(notification)
+        if not self.ram.cache.info.n_slots and n_slots:  # it was opened again
+            self.cache.read_from(self.ram.cache)
 
     def resize(self, n_slots: int) -> None:
         """Opens the cache again with about so many slots, empty, and a fresh policy; no decode may run.
@@ -436,6 +477,8 @@ class PlacementManager:
         if self.active:
             with suppress(BackendError):  # a lost device moves nothing
                 self._store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
+        if self.ram is not None:
+            CacheStore(self.ram.cache).drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
         """All figures since the session began."""
@@ -452,6 +495,7 @@ class PlacementManager:
             vram_total_bytes=memory[1] if memory else None,
             tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
             lookahead=self.driver.lookahead,
+            ram=None if self.ram is None else self.ram.stats(n_all=self._n_all),
         )
 
     def device_memory(self) -> tuple[int, int] | None:
@@ -480,3 +524,5 @@ class PlacementManager:
         finally:  # after an interrupt, too
             self.cache.detach()
             self.cache.close()
+            if self.ram is not None:
+                self.ram.close()

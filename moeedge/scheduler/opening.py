@@ -15,7 +15,7 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath, Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Level, Notification, Notify
+from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler import ram_tier
@@ -27,9 +27,11 @@ from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
+from moeedge.scheduler.ram_tier import RamTier
 from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots, reserve_bytes
 from moeedge.units import format_bytes
 
+_TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
 _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
 
@@ -50,24 +52,33 @@ def open_placement(
     keep: bool,
     notify: Notify,
     notes: list[str],
+    in_ram: PlacementConfig | None = None,
 ) -> tuple[PlacementManager | None, Calibration | None]:
     """The placement of `target`'s experts on `device`, and what was measured for it.
 
     draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation. keep: the
     cache stays on where it does not pay. notify: called before the device is measured. notes: get a sentence for each
-    choice, and for why there is no placement. The caller closes the manager before it frees the contexts.
+    choice, and for why there is no placement. in_ram: of the experts in RAM where device.loads_misses; its vram_bytes
+    are those of RAM. The caller closes the manager before it frees the contexts.
     """
     notes.extend(device.notes)
     if device.kind == "none":
         notes.extend(_ignored_options(config))
         return None, None
     with ExitStack() as stack:
+        tier = None if in_ram is None else _open_tier(in_ram, target, gamma, notes)
+        if tier is not None:
+            stack.callback(tier.close)
+            if config.prefill is PrefillPath.AUTO:  # what is on the device needs no slot in RAM
+                config = replace(config, prefill=PrefillPath.RESIDENT)
         cache = _open_cache(config, device, target, draft, gamma, notes)
-        if cache is None:
-            return None, None
-        stack.enter_context(cache)
-        if not _has_room_for_every_layer(cache, device, target, notes):
-            return None, None
+        if cache is not None:
+            stack.enter_context(cache)
+        if cache is None or not _has_room_for_every_layer(cache, device, target, notes):
+            if in_ram is None or tier is None:
+                return None, None
+            stack.close()
+            return _place_in_ram(in_ram, target, draft, gamma, notes), None
         policy_config = config.policy_config(gamma=gamma)
         if device.kind == "ram":
             notes.extend(ram_tier.describe(cache, target, config.policy))
@@ -77,7 +88,11 @@ def open_placement(
             manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, kept)
             stack.pop_all()
             return manager, None
-        calibration = calibrate(target, draft, cache, config, policy_config, device, notify=notify)
+        calibration = None
+        if tier is None:
+            calibration = calibrate(target, draft, cache, config, policy_config, device, notify=notify)
+        else:
+            cache.set_readers(_TIER_READERS)
         notes.extend(_describe_placement(config, device, target, cache))
         prefill = config.prefill
         if prefill is PrefillPath.AUTO:
@@ -85,7 +100,9 @@ def open_placement(
         cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
         if config.device_path is not None:
             cache.set_device_path(config.device_path)
-        if calibration is None:
+        if tier is not None:
+            notes.append(Notification("Nothing was measured: where experts come from the disk, its rate decides."))
+        elif calibration is None:
             notes.append(_describe_unmeasured(target))
         else:
             sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
@@ -104,9 +121,47 @@ def open_placement(
                     f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
                 )
         make = partial(make_policy, config.policy, config=policy_config)
-        manager = _make_manager(cache, make, config, device, target, draft, gamma, notes)
+        manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, ram=tier)
         stack.pop_all()
         return manager, calibration
+
+
+def _open_tier(config: PlacementConfig, target: Context, gamma: int, notes: list[str]) -> RamTier | None:
+    """The cache in RAM for experts that are not on the device, attached to the target; None where it has no room."""
+    device = devices.ram(ResolvedDevice("none"))
+    # uploads to the device copy the slots, so these have the file's layout
+    cache = _open_cache(replace(config, repack=Repack.NONE), device, target, None, gamma, notes)
+    if cache is None:
+        return None
+    with ExitStack() as stack:
+        stack.enter_context(cache)
+        if not _has_room_for_every_layer(cache, device, target, notes):
+            return None
+        policy = ram_tier.policy_in_ram(config.policy)
+        notes.extend(ram_tier.describe(cache, target, policy))
+        tier = RamTier(
+            cache,
+            partial(make_policy, policy, config=config.policy_config(gamma=gamma)),
+            target.model.path,
+            len(target.model.host_expert_layers),
+            MemoryWatch(device, reserve_bytes(device, device.total_bytes)),
+            ram_tier.warm_start(cache, target, notes) if config.warm_start else None,
+        )
+        assert target.sensor is not None  # the caller checks it
+        tier.attach(target.sensor)
+        stack.pop_all()
+    return tier
+
+
+def _place_in_ram(
+    config: PlacementConfig, target: Context, draft: Context | None, gamma: int, notes: list[str]
+) -> PlacementManager | None:
+    """The placement in RAM alone, where the device has no room for experts."""
+    config = replace(config, policy=ram_tier.policy_in_ram(config.policy))
+    manager, _ = open_placement(
+        config, devices.ram(ResolvedDevice("none")), target, draft, gamma=gamma, keep=True, notify=ignore, notes=notes
+    )
+    return manager
 
 
 def _open_cache(
@@ -220,6 +275,7 @@ def _make_manager(
     gamma: int,
     notes: list[str],
     kept_activations: KeptActivations | None = None,
+    ram: RamTier | None = None,
 ) -> PlacementManager:
     """The manager, with everything that the policy reads."""
     policy = make(cache_shape(cache))
@@ -245,6 +301,7 @@ def _make_manager(
         watch=MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None,
         remake_policy=make,
         kept_activations=kept_activations,
+        ram=ram,
     )
     if target.n_parallel > 1 and manager.reads_draft:
         notes.append(f"For several texts in a batch the policy {policy.name} plans without what the draft computes.")
@@ -335,7 +392,7 @@ def _describe_placement(
         f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}), policy {config.policy}{ablated}."
     )
     notes: list[str] = [Notification(sentence)]
-    if target.model.experts_mapped:
+    if target.model.experts_mapped and target.model.dense is None:
         notes.append(
             "The model is larger than the free memory: its other experts stay as they are in the file, and the CPU "
             "computes those slower than repacked ones."

@@ -65,6 +65,7 @@ class PlacementStats(CacheStats):
     decode_s: float = counter("entire steps", "s")
     tau: tuple[float, ...] = ()  # [n_cached_layers], the newest
     lookahead: LookaheadStatus | None = None  # None: the policy does not judge it
+    ram: PlacementStats | None = None  # of experts in RAM next to those on the device; None: no cache there
 
     @property
     def hit_rate_pairs(self) -> float | None:
@@ -103,19 +104,22 @@ class PlacementStats(CacheStats):
 
     def __sub__(self, older: PlacementStats) -> PlacementStats:
         intervals = {name: getattr(self, name) - getattr(older, name) for name in counters(self)}
-        return PlacementStats(**{**vars(self), **intervals})
+        ram = self.ram if self.ram is None or older.ram is None else self.ram - older.ram
+        return PlacementStats(**{**vars(self), **intervals, "ram": ram})
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and rates, as a JSON record holds them."""
         names = [field.name for field in fields(self) if field.name not in _NOT_IN_JSON]
         lookahead = None if self.lookahead is None else asdict(self.lookahead)
+        ram = {} if self.ram is None else {"ram": self.ram.to_dict()}
         return {name: getattr(self, name) for name in (*names, *_RATES)} | {
             "tau": list(self.tau),
             "lookahead": lookahead,
+            **ram,
         }
 
 
-_NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned")
+_NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned", "ram")
 _RATES = (
     *("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s"),
     *("bytes_per_token", "wait_share"),

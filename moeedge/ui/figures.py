@@ -336,8 +336,9 @@ def _disk_figures(stats: PlacementStats) -> list[Figure]:
 
 def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
+    in_ram = [] if stats.ram is None else _ram_figures(stats.ram)
     if stats.lost:
-        return [Figure("", "device lost: all on CPU")]
+        return [Figure("", "device lost: all on CPU"), *in_ram]
     rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
     from_disk = is_ram(stats.device)
     shown = [
@@ -359,7 +360,13 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
         shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
     if stats.lookahead is not None:
         shown.append(Figure("lookahead from the draft", lookahead(stats.lookahead), rank=5))
-    return shown
+    return shown + in_ram
+
+
+def _ram_figures(ram: PlacementStats) -> list[Figure]:
+    """The figures of experts in RAM next to a device; hits are of the pairs that the device does not compute."""
+    slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
+    return [*_disk_figures(ram), Figure("RAM slots", slots, rank=2)]
 
 
 def earlier_runs(info: EngineInfo) -> str:

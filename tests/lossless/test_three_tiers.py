@@ -8,28 +8,45 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from moeedge.engine import loading
+from moeedge.engine.loading import resolve_device
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
 from moeedge.llama import library
 from moeedge.llama.context import Context
-from moeedge.llama.gguf_file import expert_tensors
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.notifications import Level, Notification
+from moeedge.scheduler import ram_tier
 from tests.conftest import TinyFactory
-from tests.lossless.conftest import Loaded, each_case
+from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
 from tests.support.counting import DEVICE, CountingDevice
-from tests.support.hybrid import MANY_EXPERTS, RandomPlans
+from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_greedy, greedy_answer, hybrid_config
+from tests.support.stock import StockContext
 
 N_PREDICT = 1  # of the fixture `loaded`
 TOKENS = np.random.default_rng(5).integers(0, 256, 160).tolist()
 BATCHES = (TOKENS[:1], TOKENS[1:6], TOKENS[6:120], TOKENS[120:121], TOKENS[121:150], *([t] for t in TOKENS[150:]))
+
+
+@pytest.fixture
+def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No run's kept activations warm another."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
 
 def without_experts(path: Path, folder: Path) -> Path:
@@ -215,3 +232,110 @@ def test_only_a_cache_in_ram_of_the_same_experts(tiny: TinyFactory, tmp_path: Pa
         for reader, source in ((ram, cache), (cache, cache)):
             with pytest.raises(BackendError):
                 reader.read_from(source)
+
+
+def tier_config(
+    path: Path, draft: Path | None, *, ratio: float = 0.3, device: str = "", **options: Any
+) -> EngineConfig:
+    """A session with that share of the experts on the device, and about as many in RAM."""
+    config = hybrid_config(path, draft, ratio, gamma=4 if draft else 0, device=device or "emulated:threads=1")
+    tensors, _ = expert_tensors(path)
+    return replace(config, ram=int(0.3 * expert_bytes(tensors)), **options)
+
+
+@pytest.mark.parametrize("policy", ["spac", "lru", "fate", "sp-moe"])
+def test_sessions(policy: str, tiny: TinyFactory, tiny_draft: Path, own_cache_folder: Path) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = tier_config(path, tiny_draft)
+    config = replace(config, placement=replace(config.placement, policy=policy))
+    with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 24)
+        for turn in range(2):
+            assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, f"turn {turn}")
+        stats = session.placement_stats()
+        assert stats is not None and stats.ram is not None
+        assert stats.device.startswith("emulated") and stats.ram.device == "RAM"
+        assert stats.pairs_hit > 0 and stats.ram.pairs > 0
+        assert stats.blocks_unknown == stats.ram.blocks_unknown == 0
+        assert stats.ram.policy in ram_tier.POLICIES
+        assert stats.ram.steps == stats.steps > 0
+        assert "ram" in stats.to_dict()
+        notices = [note for note in session.info.notes if isinstance(note, Notification)]
+        assert sum(note.level is Level.NOTICE for note in notices) == 2
+        assert session.model.dense is not None and not session.target.op_offload
+
+
+def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with StockContext(path, n_ctx=512) as stock, Session.open(tier_config(path, None)) as session:
+        expected, _ = stock.greedy(PROMPT, 12)
+        manager = session.placement
+        assert manager is not None and manager.ram is not None and manager.loads_on_demand
+        session.set_mode("stock")
+        assert not manager.loads_on_demand
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, "stock mode")
+        assert manager.ram.cache.stats().blocks == 0
+        session.set_mode("moeedge")
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, "attached again")
+        n_used = manager.ram.cache.stats().slots_used
+        n_blocks = manager.ram.cache.stats().blocks
+        assert n_used > 8
+        session.notify = lambda _notification: None
+        for missing_bytes in (4 * 1000, 1 << 50):
+            monkeypatch.setattr(manager.ram._watch, "missing_bytes", lambda n=missing_bytes: n)
+            manager._check_memory()
+            monkeypatch.setattr(manager.ram._watch, "missing_bytes", lambda: 0)
+            assert manager.ram.cache.info.n_slots < n_used
+            assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"{missing_bytes} less")
+        assert manager.ram.cache.info.n_slots == 0 and not manager.loads_on_demand
+        assert manager.ram.cache.stats().blocks > n_blocks
+        assert sum("RAM" in note for note in session.info.notes) >= 2
+
+
+def test_without_room_on_the_device_all_are_in_ram(tiny: TinyFactory, own_cache_folder: Path) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with StockContext(path, n_ctx=512) as stock, Session.open(tier_config(path, None, ratio=0.0)) as session:
+        expected, _ = stock.greedy(PROMPT, 12)
+        assert session.info.device == "RAM"
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, "in RAM")
+        stats = session.placement_stats()
+        assert stats is not None and stats.ram is None and stats.pairs > 0
+
+
+@pytest.mark.parametrize("mode", [0, 1, 3])
+def test_a_gpu_that_fails_leaves_ram(
+    mode: int, tiny: TinyFactory, own_cache_folder: Path, counting: CountingDevice
+) -> None:
+    """llama.cpp's GPU and that of the cache: the answer goes on, from the slots in RAM."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = tier_config(path, None, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
+    with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 24)
+        manager = session.placement
+        assert manager is not None and manager.ram is not None
+        try:
+            counting.set("fail_mode", mode)
+            counting.set("fail_graph", 30)
+            tokens = greedy_answer(session, PROMPT, 24)
+        finally:
+            counting.set("fail_graph", 0)
+            counting.set("fail_mode", 0)
+        assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
+        n_blocks = manager.ram.cache.stats().blocks
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")
+        assert manager.ram.cache.stats().blocks > n_blocks
+
+
+def test_on_by_itself_only_where_the_host_part_does_not_fit(
+    tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, counting: CountingDevice
+) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    tensors, _ = expert_tensors(path)
+    config = replace(hybrid_config(path, None, 0.3, device=DEVICE), ram="auto", n_gpu_layers=None)
+    free = SimpleNamespace(available=path.stat().st_size - 1, total=1 << 40)
+    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: free)
+    assert not resolve_device(config).loads_misses, "the dense weights are on the GPU"
+    assert resolve_device(replace(config, n_gpu_layers=0)).loads_misses
+    free.available = expert_bytes(tensors)
+    assert resolve_device(config).loads_misses
+    assert not resolve_device(replace(config, ram="off")).loads_misses
