@@ -194,13 +194,6 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
             cache.detach()
 
 
-def test_the_device_that_was_named_keeps_its_experts(tiny_moe: Path) -> None:
-    config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="emulated", ram=1 << 20)
-    with Session.open(config) as session:
-        assert session.info.device.startswith("emulated")
-        assert any("--ram" in note for note in session.info.notes)
-
-
 def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty slots give no memory back; without slots the file's pages are read ahead again."""
     read_ahead: list[Path] = []
