@@ -139,6 +139,7 @@ def _open_tier(config: PlacementConfig, target: Context, gamma: int, notes: list
             return None
         policy = ram_tier.policy_in_ram(config.policy)
         notes.extend(ram_tier.describe(cache, target, policy))
+        ram_tier.use_measured_readers(cache, target, notes)
         tier = RamTier(
             cache,
             partial(make_policy, policy, config=config.policy_config(gamma=gamma)),

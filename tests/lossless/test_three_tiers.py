@@ -283,7 +283,7 @@ def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, m
         session.notify = lambda _notification: None
         for missing_bytes in (4 * 1000, 1 << 50):
             monkeypatch.setattr(manager.ram._watch, "missing_bytes", lambda n=missing_bytes: n)
-            manager._check_memory()
+            manager._check_ram()
             monkeypatch.setattr(manager.ram._watch, "missing_bytes", lambda: 0)
             assert manager.ram.cache.info.n_slots < n_used
             assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"{missing_bytes} less")
