@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 13  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 14  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -238,6 +238,7 @@ BLOCK_RECORD = np.dtype(
         ("cpu_ns", np.int64),
         ("device_ns", np.int64),
         ("wait_ns", np.int64),
+        ("wait_bytes", np.int64),
     ]
 )
 
@@ -287,6 +288,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_get_info": (c_int, c_int64, c_void_p),
     "cache_groups": (c_int, c_int64, c_void_p, c_void_p, c_void_p),
     "cache_set_utilities": (c_int, c_int64, c_void_p),
+    "cache_read_ahead": (c_int, c_int64, c_int, c_void_p, c_int),
     "cache_plan": (c_int, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int),
     "cache_demand": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double),
     "cache_set_batch": (c_int, c_int64, c_int),

@@ -126,7 +126,10 @@ class CacheStats:
     partition_s: float = counter("splitting, building graphs, gathering, scattering, submitting", "s")
     cpu_s: float = counter("computing blocks on the CPU", "s")
     device_s: float = counter("computing blocks on the device", "s")
-    wait_s: float = counter("waiting for the device after the CPU's part was done", "s")
+    wait_s: float = counter("waiting for the device, or for the disk, after the CPU's part was done", "s")
+    wait_bytes: int = counter("bytes that a cache in RAM has read while a computation waited", "bytes")
+    ahead: int = counter("uploads that began before their layer's turn, by prediction", "experts")
+    ahead_used: int = counter("of these, those that their layer needed", "experts")
     pinned: int = gauge("slots in use by a computation", "slots")
     lost: bool = gauge("the device failed and is no longer used")
 
@@ -316,6 +319,17 @@ class ExpertCache:
         """
         _check(self._library, self._library.moeedge_cache_limit(self._cache, n_slots))
         self.info = self._read_info()
+
+    def read_ahead(self, layer: int, experts: NDArray[np.int32]) -> None:
+        """Queue the absent ones of a coming layer's experts [n] after what a computation waits for.
+
+        For the device "ram". They stay until that layer's turn, the next one after the layer that was computed last.
+        """
+        experts = np.ascontiguousarray(experts, np.int32)
+        _check(
+            self._library,
+            self._library.moeedge_cache_read_ahead(self._cache, layer, experts.ctypes.data, experts.size),
+        )
 
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""

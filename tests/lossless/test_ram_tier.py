@@ -186,7 +186,8 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
             context.decode(TOKENS[:1], phase=Phase.DECODE)
             first = cache.copy_residency() == Residency.RESIDENT
             cache.set_utilities(first.astype(np.float32))
-            context.decode(TOKENS, phase=Phase.PREFILL)
+            for token in TOKENS[:40]:
+                context.decode([token], phase=Phase.DECODE)
             assert cache.stats().evictions > 0
             assert (cache.copy_residency() == Residency.RESIDENT)[first].all()
             with pytest.raises(ValueError, match="utility"):

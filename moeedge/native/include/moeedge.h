@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 13
+#define MOEEDGE_ABI_VERSION 14
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -213,6 +213,7 @@ struct moeedge_cache_stats {
     int64_t blocks, blocks_unknown;
     int64_t pairs, pairs_hit, unique, unique_hit;
     double  partition_s, cpu_s, device_s, wait_s;
+    int64_t wait_bytes, ahead, ahead_used;
     int64_t pinned, lost;
 };
 
@@ -223,6 +224,7 @@ struct moeedge_block_record {
     int32_t unique_cpu, unique_device;
     int32_t path;   // moeedge_prefill_path
     int64_t partition_ns, cpu_ns, device_ns, wait_ns;
+    int64_t wait_bytes; // that a cache in RAM has read during wait_ns
 };
 
 // how a cache in RAM reads the model's files
@@ -298,6 +300,9 @@ MOEEDGE_API int moeedge_cache_set_utilities(int64_t cache, const float * utiliti
 // others back to the system. The most useful experts stay. From any thread, also during a computation, whose experts stay.
 // Returns the number of slots in use
 MOEEDGE_API int moeedge_cache_limit(int64_t cache, int n_slots);
+// Device "ram": queues the absent ones of a coming layer's experts [n] after what a computation waits for. They stay until that
+// layer's turn, the next one after the last layer that was computed
+MOEEDGE_API int moeedge_cache_read_ahead(int64_t cache, int layer, const int32_t * experts, int n);
 // waits until no transfer is under way and the queue is empty or waits for a victim
 MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
 // empties queue and slots; waits for transfers under way and slots in use

@@ -21,6 +21,7 @@ void block_records::add(const moeedge_block_record & record) {
     sums.cpu_ns += record.cpu_ns;
     sums.device_ns += record.device_ns;
     sums.wait_ns += record.wait_ns;
+    sums.wait_bytes += record.wait_bytes;
 }
 
 void block_records::add_unknown() {
@@ -50,6 +51,7 @@ void block_records::add_stats(moeedge_cache_stats & stats) {
     stats.cpu_s          = (double) sums.cpu_ns * 1e-9;
     stats.device_s       = (double) sums.device_ns * 1e-9;
     stats.wait_s         = (double) sums.wait_ns * 1e-9;
+    stats.wait_bytes     = sums.wait_bytes;
 }
 
 } // namespace moeedge

@@ -28,7 +28,7 @@ class block_records {
     struct {
         int64_t blocks, blocks_unknown;
         int64_t pairs, pairs_hit, unique, unique_hit;
-        int64_t partition_ns, cpu_ns, device_ns, wait_ns;
+        int64_t partition_ns, cpu_ns, device_ns, wait_ns, wait_bytes;
     } sums = {};
 };
 

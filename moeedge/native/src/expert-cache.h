@@ -91,6 +91,8 @@ class expert_cache {
     // planning side; see the moeedge_cache_* functions (moeedge.h)
 
     residency_table & table() { return *core->table; }
+    // of the model's files so far, by a cache in RAM
+    int64_t           bytes_read() const { return core->loader ? core->loader->reader.bytes_read() : 0; }
     // why a wanted expert could not be loaded
     std::string       load_error() const;
     void              clear_load_error();

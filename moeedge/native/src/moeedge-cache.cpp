@@ -1,5 +1,6 @@
 // The part of the C interface (include/moeedge.h) that drives expert caches.
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -156,6 +157,22 @@ int moeedge_cache_set_utilities(int64_t id, const float * utilities) {
 int moeedge_cache_limit(int64_t id, int n_slots) {
     return with_cache(
         id, [&](expert_cache & cache) -> int { return cache.limit(n_slots); }, "Only a cache in RAM gives single slots back.");
+}
+
+int moeedge_cache_read_ahead(int64_t id, int layer, const int32_t * experts, int n) {
+    return with_cache(
+        id,
+        [&](expert_cache & cache) -> int {
+            const bool exist = cache.group_of(layer) >= 0 && std::all_of(experts, experts + n, [&](int32_t expert) {
+                                   return expert >= 0 && expert < cache.n_experts();
+                               });
+            if (!exist) {
+                return MOEEDGE_STATUS_BAD_ARGUMENT;
+            }
+            cache.table().read_ahead(layer, experts, n);
+            return MOEEDGE_STATUS_OK;
+        },
+        "The model does not have that expert.");
 }
 
 int moeedge_cache_set_batch(int64_t id, int n_experts) {

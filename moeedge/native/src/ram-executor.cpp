@@ -1,6 +1,7 @@
 #include "ram-executor.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "ggml-impl.h"
 #include "hybrid-executor.h"
@@ -13,12 +14,15 @@ namespace moeedge {
 // are read once then.
 static constexpr size_t n_pairs_max = 2048;
 
+// A batch that needs as large a share of a layer's experts is taken to need nearly all of every layer.
+static constexpr double nearly_all = 0.75;
+
 // Lets the experts of a block be evicted again, however the block ends.
 class want_guard {
   public:
-    want_guard(residency_table & t, int block_layer, const std::vector<int32_t> & still_waiting)
+    want_guard(residency_table & t, int block_layer, const std::vector<int32_t> & still_waiting, const float * shares)
         : table(t), layer(block_layer), waiting(still_waiting) {
-        table.want(layer, waiting.data(), (int) waiting.size());
+        table.want(layer, waiting.data(), (int) waiting.size(), shares);
     }
     ~want_guard() { table.forget(layer, waiting.data(), (int) waiting.size()); }
     want_guard(const want_guard &)             = delete;
@@ -45,7 +49,10 @@ class pin_guard {
 };
 
 ram_executor::ram_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
-    : pair_columns(cpu_backend, dev), cache(std::move(c)), own_cpu(cpu_backend), pairs_of((size_t) cache->n_experts()) {}
+    : pair_columns(cpu_backend, dev), cache(std::move(c)), own_cpu(cpu_backend), pairs_of((size_t) cache->n_experts()),
+      all((size_t) cache->n_experts()) {
+    std::iota(all.begin(), all.end(), 0);
+}
 
 ram_executor::~ram_executor() = default;
 
@@ -80,16 +87,29 @@ void ram_executor::sort_pairs(bool skips_unweighted) {
     }
 }
 
+// the shares of the waiting experts, where the batch needs nearly all experts
+void ram_executor::find_shares(int64_t n_tokens) {
+    shares.clear();
+    if ((double) waiting.size() < nearly_all * (double) pairs_of.size()) {
+        return;
+    }
+    for (const int32_t expert : waiting) {
+        shares.push_back((float) pairs_of[(size_t) expert].size() / (float) n_tokens);
+    }
+}
+
 // Computes the pairs of the waiting experts that are resident by now, in chunks, and releases these experts; waits until there
 // are some. False: an expert cannot be loaded, or the computation was stopped.
 bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first) {
-    const int     layer    = placed.chain.layer;
-    const int64_t begin_ns = now_ns();
+    const int     layer       = placed.chain.layer;
+    const int64_t begin_ns    = now_ns();
+    const int64_t begin_bytes = cache->bytes_read();
     found.resize(waiting.size());
     const int n_found = is_first ? cache->acquire(layer, waiting.data(), (int) waiting.size(), found.data())
                                  : cache->table().await(layer, waiting.data(), (int) waiting.size(), found.data(), should_stop);
     if (!is_first) {
         record.wait_ns += now_ns() - begin_ns;
+        record.wait_bytes += cache->bytes_read() - begin_bytes;
         if (n_found == residency_table::await_stopped) {
             last_status = GGML_STATUS_ABORTED;
             return false;
@@ -154,8 +174,14 @@ void ram_executor::store(const placed_chain & placed, const float * columns) {
 // computes the sorted pairs; false: an expert cannot be loaded, or the backend stopped
 bool ram_executor::compute_pairs(const placed_chain & placed, moeedge_block_record & record) {
     cache->clear_load_error(); // of an earlier block
-    const want_guard wants(cache->table(), placed.chain.layer, waiting);
-    bool             ok = compute_resident(placed, record, /* is_first = */ true);
+    find_shares(placed.chain.n_tokens());
+    residency_table & table = cache->table();
+    const int         layer = placed.chain.layer;
+    const want_guard  wants(table, layer, waiting, shares.empty() ? nullptr : shares.data());
+    if (const int next = table.layer_after(layer); !shares.empty() && next > layer) {
+        table.read_ahead(next, all.data(), (int) all.size());
+    }
+    bool ok = compute_resident(placed, record, /* is_first = */ true);
     while (ok && !waiting.empty()) {
         ok = compute_resident(placed, record, /* is_first = */ false);
     }

@@ -45,6 +45,7 @@ class ram_executor : private pair_columns {
     void forget_pairs();
     void add_pair(int32_t pair);
     void sort_pairs(bool skips_unweighted);
+    void find_shares(int64_t n_tokens);
     bool compute_pairs(const placed_chain & placed, moeedge_block_record & record);
     void store(const placed_chain & placed, const float * columns);
     bool compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first);
@@ -55,6 +56,8 @@ class ram_executor : private pair_columns {
     // of the current block
     std::vector<index_list> pairs_of; // [n_experts] pairs that are not computed yet
     index_list              waiting;  // distinct experts that are not computed yet
+    index_list              all;      // experts of a layer
+    std::vector<float>      shares;   // of the batch's tokens that use each of the waiting experts; empty: few are needed
     index_list              found;    // their slots
     index_list              chunk;    // pairs that are computed together
     index_list              chunk_slots;

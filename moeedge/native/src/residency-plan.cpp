@@ -38,7 +38,7 @@ bool residency_table::sort_plan(const int32_t * uploads, const uint8_t * priorit
         }
         if (asked[flat_id] != n_plans) {
             asked[flat_id] = n_plans;
-            const uint8_t below = std::min<uint8_t>(priority[i], demand_priority - 1);
+            const uint8_t below = std::min<uint8_t>(priority[i], ahead_priority - 1);
             out.queues[group_of[layer_of(flat_id)]].push_back({ flat_id, below });
         }
     }

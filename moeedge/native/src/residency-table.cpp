@@ -1,6 +1,7 @@
 #include "residency-table.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "timing.h"
 
@@ -21,6 +22,8 @@ residency_table::residency_table(const expert_layout & layout, const std::vector
     awaited.assign(n_flat_ids, 0);
     utility.assign(n_flat_ids, 0.0f);
     used.assign(n_flat_ids, 0);
+    kept_until.assign(n_flat_ids, 0);
+    is_ahead.assign(n_flat_ids, 0);
     for (size_t g = 0; g < groups.size(); g++) {
         groups[g].expert_bytes = (int64_t) layout.groups[g].expert_bytes;
         groups[g].owner.assign(capacity[g], -1);
@@ -52,22 +55,58 @@ int residency_table::acquire(int layer, const int32_t * experts, int n, int32_t 
     return n_found;
 }
 
-void residency_table::want(int layer, const int32_t * experts, int n) {
+void residency_table::want(int layer, const int32_t * experts, int n, const float * shares) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         group_state &               group = groups[group_of[layer]];
         is_unloadable                     = false;
         n_wants++;
+        wanted_layer = layer;
+        is_scan      = shares != nullptr;
         group.queue.erase(group.queue.begin(), group.queue.begin() + (ptrdiff_t) group.head);
         group.head = 0;
         for (int i = n - 1; i >= 0; i--) {
             const int32_t flat_id = layer * n_experts + experts[i];
             awaited[flat_id]       = 1;
-            used[flat_id]         = n_wants;
+            used[flat_id]          = n_wants;
+            utility[flat_id] += shares ? shares[i] : 0.0f;
+            counts.ahead_used += is_ahead[flat_id];
+            is_ahead[flat_id] = 0;
             if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
                 group.queue.insert(group.queue.begin(), { flat_id, demand_priority });
             } else if (state[flat_id] == MOEEDGE_RESIDENCY_IN_FLIGHT) {
                 to_hasten.push_back(id_of(flat_id));
+            }
+        }
+        mark_work();
+    }
+    work.notify_one();
+}
+
+int residency_table::layer_after(int layer) const {
+    const int n_layers = (int) group_of.size();
+    do {
+        layer = (layer + 1) % n_layers;
+    } while (group_of[layer] < 0); // there is at least one
+    return layer;
+}
+
+void residency_table::read_ahead(int layer, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        group_state &               group = groups[group_of[layer]];
+        int64_t                     turn  = n_wants + 1; // the number of that layer's `want`
+        for (int l = layer_after(wanted_layer); l != layer; l = layer_after(l)) {
+            turn++;
+        }
+        const auto is_after = [](const queued & q) { return q.priority < ahead_priority; };
+        const auto begin    = group.queue.begin() + (ptrdiff_t) group.head;
+        auto       place    = std::find_if(begin, group.queue.end(), is_after) - group.queue.begin();
+        for (int i = 0; i < n; i++) {
+            const int32_t flat_id = layer * n_experts + experts[i];
+            kept_until[flat_id]   = turn;
+            if (state[flat_id] == MOEEDGE_RESIDENCY_ABSENT) {
+                group.queue.insert(group.queue.begin() + place++, { flat_id, ahead_priority });
             }
         }
         mark_work();
@@ -82,6 +121,8 @@ int residency_table::await(int layer, const int32_t * experts, int n, int32_t * 
     };
     const auto is_over = [&] { return is_stopped || is_unloadable || std::any_of(experts, experts + n, is_resident); };
     n_demands++;
+    mark_work(); // what is needed later may go now
+    work.notify_one();
     while (!changed.wait_for(lock, stop_interval, is_over)) {
         lock.unlock();
         const bool stops = should_stop && should_stop();
@@ -253,8 +294,12 @@ residency_table::group_state * residency_table::next_group() {
 }
 
 bool residency_table::skip_to_absent(group_state & group) {
-    while (group.head < group.queue.size() && state[group.queue[group.head].flat_id] != MOEEDGE_RESIDENCY_ABSENT) {
-        group.head++;
+    for (; group.head < group.queue.size(); group.head++) {
+        const queued & first   = group.queue[group.head];
+        const bool     is_late = first.priority == ahead_priority && !is_kept(first.flat_id);
+        if (state[first.flat_id] == MOEEDGE_RESIDENCY_ABSENT && !is_late) {
+            break;
+        }
     }
     return group.head < group.queue.size();
 }
@@ -264,9 +309,13 @@ bool residency_table::find_room(group_state & group) {
     if (!group.free.empty()) {
         return true;
     }
+    const queued & first = group.queue[group.head];
+    if (awaited[first.flat_id] || first.priority == ahead_priority) {
+        return find_least_useful(group, awaited[first.flat_id] != 0);
+    }
     while (!group.victims.empty()) {
         const victim & next        = group.victims.front();
-        const bool     is_resident = state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && !awaited[next.flat_id] &&
+        const bool     is_resident = state[next.flat_id] == MOEEDGE_RESIDENCY_RESIDENT && !is_kept(next.flat_id) &&
                                  slot[next.flat_id] < group.limit;
         if (is_resident && group.pins[slot[next.flat_id]] == 0) {
             return true;
@@ -277,23 +326,30 @@ bool residency_table::find_room(group_state & group) {
         std::pop_heap(group.victims.begin(), group.victims.end());
         group.victims.pop_back();
     }
-    return awaited[group.queue[group.head].flat_id] && find_least_useful(group);
+    return false;
 }
 
-// Names the expert that goes for a wanted one. Loading takes milliseconds, so that a look at each slot costs nothing.
-bool residency_table::find_least_useful(group_state & group) {
-    int32_t least = -1;
+// Names the expert that goes for one that is wanted or read ahead. Loading takes milliseconds, so that a look at each slot
+// costs nothing.
+bool residency_table::find_least_useful(group_state & group, bool is_wanted) {
+    group.victims.clear(); // one that was named for a load that another one has overtaken
+    // the layer's own experts can go as soon as they are computed, so that the others need not
+    const bool is_urgent = is_wanted && (!is_scan || n_demands > 0);
+    // whether the batch needs it before it begins anew
+    const auto is_needed = [this](int32_t id) { return is_scan && layer_of(id) > wanted_layer; };
+    int32_t    least     = -1;
     for (int s = 0; s < group.limit; s++) {
         const int32_t id = group.owner[s];
-        if (id < 0 || group.pins[s] > 0 || awaited[id]) {
+        if (id < 0 || group.pins[s] > 0 || awaited[id] || (!is_urgent && (is_kept(id) || is_needed(id)))) {
             continue;
         }
-        if (least < 0 || is_less_useful(id, least)) {
+        const auto rank = [&](int32_t e) { return std::make_pair(is_kept(e), is_needed(e)); };
+        if (least < 0 || rank(id) < rank(least) || (rank(id) == rank(least) && is_less_useful(id, least))) {
             least = id;
         }
     }
     if (least >= 0) {
-        group.victims.push_back({ least, utility[least], 0 }); // the heap is empty
+        group.victims.push_back({ least, utility[least], 0 });
     }
     return least >= 0;
 }
@@ -313,8 +369,10 @@ upload residency_table::start(group_state & group) {
         out.read_ahead = id_of(group.queue[i_read_ahead].flat_id);
     }
     group.free.pop_back();
-    state[flat_id] = MOEEDGE_RESIDENCY_IN_FLIGHT;
-    slot[flat_id]  = out.slot;
+    state[flat_id]    = MOEEDGE_RESIDENCY_IN_FLIGHT;
+    slot[flat_id]     = out.slot;
+    is_ahead[flat_id] = priority == ahead_priority;
+    counts.ahead += is_ahead[flat_id];
     if (n_in_flight++ == 0) {
         busy_from_ns = now_ns();
     }
@@ -333,6 +391,7 @@ void residency_table::evict(group_state & group, int32_t flat_id) {
     group.owner[slot[flat_id]] = -1;
     state[flat_id]             = MOEEDGE_RESIDENCY_ABSENT;
     slot[flat_id]              = no_slot;
+    is_ahead[flat_id]          = 0;
     n_resident[layer_of(flat_id)].fetch_sub(1, std::memory_order_relaxed);
     counts.evictions++;
 }
@@ -352,6 +411,7 @@ void residency_table::finish(const upload & done, bool has_arrived) {
         state[flat_id] = MOEEDGE_RESIDENCY_ABSENT;
         slot[flat_id]  = no_slot;
         add_free(group, done.slot);
+        is_ahead[flat_id] = 0;
         counts.failed++;
         mark_work();
         is_unloadable |= awaited[flat_id] != 0;
@@ -408,6 +468,8 @@ void residency_table::add_stats(moeedge_cache_stats & stats) {
     stats.transfers   = counts.transfers;
     stats.transfer_s  = (double) (counts.transfer_ns + (n_in_flight > 0 ? now_ns() - busy_from_ns : 0)) * 1e-9;
     stats.plans       = counts.plans;
+    stats.ahead       = counts.ahead;
+    stats.ahead_used  = counts.ahead_used;
     stats.slots_used  = counts.uploads - counts.evictions;
     stats.in_flight   = n_in_flight;
     stats.pinned      = n_pins;

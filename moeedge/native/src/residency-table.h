@@ -57,6 +57,7 @@ class residency_table {
     static constexpr int     no_slot         = -1;
     static constexpr int     await_stopped   = -1;
     static constexpr uint8_t demand_priority = UINT8_MAX; // above every priority of a plan
+    static constexpr uint8_t ahead_priority  = demand_priority - 1;
 
     // capacity [n_groups], in slots
     residency_table(const expert_layout & layout, const std::vector<int> & capacity);
@@ -71,7 +72,16 @@ class residency_table {
 
     // Queues the absent ones of a layer's experts [n] before all else. None of them is evicted until it is released or
     // forgotten; the unpinned expert of the lowest utility goes for them, of equal ones the one that was used longest ago.
-    void want(int layer, const int32_t * experts, int n);
+    // shares [n]: for a batch that needs nearly all experts of each layer, the share of its tokens that uses each; null for
+    // others. Such a batch uses an expert of a later layer sooner than those of the layers that it has passed: these go first,
+    // and a share counts as utility until the next set_utilities.
+    void want(int layer, const int32_t * experts, int n, const float * shares = nullptr);
+    // Queues the absent ones of a coming layer's experts [n] after what is wanted, before all plans. Until that layer's turn,
+    // one of them is evicted only for a wanted expert that finds no other. What such a batch needs in a later layer does not
+    // go for them.
+    void read_ahead(int layer, const int32_t * experts, int n);
+    // the next layer whose experts are in the cache, the first after the last
+    int  layer_after(int layer) const;
     // Waits until some of the wanted experts [n] are resident, and pins these as acquire does. Returns how many; 0: one cannot
     // be loaded, or the table is stopped; await_stopped: should_stop, asked now and then without the lock, says so
     int  await(int layer, const int32_t * experts, int n, int32_t * slots, const stop_call & should_stop);
@@ -147,11 +157,13 @@ class residency_table {
     void      keep_demanded(group_state & group, std::vector<queued> & next);
     void      cancel_queue(group_state & group);
     void      mark_work();
+    // whether it is awaited, or read ahead for a layer whose turn comes
+    bool      is_kept(int32_t flat_id) const { return awaited[flat_id] || n_wants < kept_until[flat_id]; }
 
     group_state * next_group();
     bool          skip_to_absent(group_state & group);
     bool          find_room(group_state & group);
-    bool          find_least_useful(group_state & group);
+    bool          find_least_useful(group_state & group, bool is_wanted);
     upload        start(group_state & group);
     void          pair_in_order(std::vector<upload> & uploads);
     void          evict(group_state & group, int32_t flat_id);
@@ -181,7 +193,11 @@ class residency_table {
     std::vector<uint8_t>          awaited;  // [flat_ids] whether a computation waits for it, or has not used it yet
     std::vector<float>            utility;  // [flat_ids] set_utilities
     std::vector<int64_t>          used;     // [flat_ids] number of the `want` that named it last
+    std::vector<int64_t>          kept_until; // [flat_ids] number of the `want` that it was read ahead for
+    std::vector<uint8_t>          is_ahead;   // [flat_ids] whether it was read ahead, and was not wanted yet
     int64_t                       n_wants      = 0;
+    int                           wanted_layer = -1; // of the last `want`
+    bool                          is_scan      = false; // it needed nearly all experts
     bool                          is_unloadable = false; // an upload of a wanted expert failed
     std::vector<std::atomic<int>> n_resident; // [n_layers], read without the mutex
     std::atomic<bool>             is_stopped{ false };
@@ -193,7 +209,7 @@ class residency_table {
     int64_t                       busy_from_ns  = 0;
     int64_t                       ready_ns      = 0; // time of the last plan, demand or slot that became free
     struct {
-        int64_t uploads, evictions, cancelled, failed, bytes_moved, transfers, transfer_ns, plans;
+        int64_t uploads, evictions, cancelled, failed, bytes_moved, transfers, transfer_ns, plans, ahead, ahead_used;
     } counts = {};
 };
 
