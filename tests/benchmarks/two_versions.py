@@ -70,7 +70,13 @@ class Version:
         environment = os.environ | {"PYTHONPATH": str(checkout)}
         if library.exists():
             environment["MOEEDGE_LIBRARY"] = str(library)
-        arguments = [options.model, options.draft or "", options.draft_max, options.prompt_tokens, options.n_predict]
+        arguments = [
+            options.model.resolve(),
+            options.draft.resolve() if options.draft else "",
+            options.draft_max,
+            options.prompt_tokens,
+            options.n_predict,
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WORKER, *map(str, arguments)],
             stdin=subprocess.PIPE,
