@@ -22,6 +22,7 @@ from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.policies.expert_budget import ExpertBudget
 
+_UNREAD = "could not be loaded"  # an expert, from its file (native/src/expert-loader.cpp)
 _WITHOUT_GPU = "Start without the GPU: -dev none."
 _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
@@ -295,7 +296,10 @@ class Context:
                 self.sensor.read_counts()  # of some layers only
             raise Cancelled
         if code != 0:
-            message = f"llama.cpp failed to decode {n} tokens (code {code}): {library.first_error()}."
+            reason = library.first_error()
+            if _UNREAD in reason:
+                raise EngineError(f"{reason}.", "Check the disk, and start again. A new version belongs in a new file.")
+            message = f"llama.cpp failed to decode {n} tokens (code {code}): {reason}."
             if self.model.uses_gpu and code in _COMPUTE_FAILED:
                 raise DeviceFailedError(message, _WITHOUT_GPU)
             raise EngineError(message)
