@@ -147,7 +147,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         has_scores=any(row.scores.n_answers for row in rows),
         has_layers=any(row.setup.get("whole_layers") for row in rows),
         has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
-        from_disk=any(is_ram(row.setup["device"]) for row in rows),
+        from_disk=any(is_ram(row.setup.get("device", "")) for row in rows),
     )
     lines = ["", *setup_lines(rows), *lookahead_lines(rows), *score_lines(rows)]
     return markdown(columns, rows) + "\n".join(lines) + "\n"
