@@ -515,9 +515,10 @@ class PlacementManager:
         try:
             if self._planning is not None:
                 self._planning.close()
-            if self._kept_activations is not None:
+            kept = self._kept_activations if self.ram is None else self.ram.kept
+            if kept is not None:
                 try:
-                    self._kept_activations.save()
+                    kept.save()
                 except OSError as error:  # a full disk costs the next run its warm start
                     self.notify(Notification(f"This run's activations are not kept for the next: {error.strerror}."))
             self.detach()

@@ -155,7 +155,7 @@ class RamTier:
     """The experts in RAM of a context that computes others on a device: what is in neither is loaded from the file.
 
     make: a policy for slots of a shape. n_layers: with experts. watch: of the machine's memory; while it is short, the
-    cache has fewer slots. kept: get the activations of this run; saved at its end.
+    cache has fewer slots. kept: get the activations of this run; the manager saves them at its end.
     """
 
     def __init__(
@@ -292,8 +292,5 @@ class RamTier:
 
     def close(self) -> None:
         """Frees the slots; must come before the context is freed."""
-        if self.kept is not None:
-            with suppress(OSError):  # a full disk costs the next run its warm start
-                self.kept.save()
         self.cache.detach()
         self.cache.close()

@@ -5,6 +5,8 @@ The contexts' own model has zeros instead of experts, so that whatever read the 
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,7 +31,7 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
-from moeedge.scheduler import ram_tier
+from moeedge.scheduler import kept_activations, ram_tier
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
@@ -290,6 +292,18 @@ def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, m
         assert manager.ram.cache.info.n_slots == 0 and not manager.loads_on_demand
         assert manager.ram.cache.stats().blocks > n_blocks
         assert sum("RAM" in note for note in session.info.notes) >= 2
+
+
+def test_a_full_disk_is_told_of(tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_file: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kept_activations, "write_measurement", full)
+    notes: list[Notification] = []
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with Session.open(tier_config(path, None), notify=notes.append) as session:
+        greedy_answer(session, PROMPT, 4)
+    assert sum(os.strerror(errno.ENOSPC) in note for note in notes) == 1
 
 
 def test_without_room_on_the_device_all_are_in_ram(tiny: TinyFactory, own_cache_folder: Path) -> None:

@@ -59,7 +59,9 @@ class hybrid_executor : private pair_columns {
 
     int           count_unique(const index_list & pairs);
     void          split_pairs(moeedge_block_record & record, bool skips_unweighted);
-    bool          has_ram(const placed_chain & placed) const { return from_ram && !placed.ram_tables.empty(); }
+    bool          has_ram(const placed_chain & placed) const {
+        return from_ram && !from_ram->is_lost() && !placed.ram_tables.empty();
+    }
     const float * columns_of_host(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,
                                   const float * gathered = nullptr);
     bool          compute_on_cpu(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record,

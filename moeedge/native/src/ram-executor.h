@@ -30,6 +30,8 @@ class ram_executor : private pair_columns {
 
     // sets the chain's pools; false if the cache has none for it, so that the graph computes it from the mapped file
     bool          place(placed_chain & placed) const;
+    // whether nothing can be loaded any more
+    bool          is_lost() const { return cache->is_lost(); }
     // Input, ids and (skips_unweighted) weights of the block are in host memory. Pairs without weight are neither loaded nor
     // computed if skips_unweighted. Returns BLOCK_DONE or BLOCK_ABORTED
     block_outcome compute(const placed_chain & placed, int phase, bool skips_unweighted);
