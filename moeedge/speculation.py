@@ -8,15 +8,25 @@ Notation: gamma drafts per step, alpha the chance that a draft is accepted after
 the seconds of target, draft and rejection sampling. A verification computes gamma + 1 tokens: the drafts and the token
 emitted last. MoESD writes T_T(B, gamma) for it, the production study T(K + 1).
 
-Formulas of distinct experts are in `moeedge.analysis.expert_counts`.
+More formulas of distinct experts are in `moeedge.analysis.expert_counts`.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
     """Expected tokens per verification of gamma drafts: Omega of Leviathan et al. 2023 (MoE-SpAc, Eq. 1)."""
     return sum(acceptance**n for n in range(gamma + 1))
+
+
+def expected_tokens_by_position(acceptances: Sequence[float]) -> list[float]:
+    """The same for gamma = 0, 1, ..., len(acceptances), where draft i has the chance acceptances[i - 1]."""
+    return list(accumulate(accumulate(acceptances, mul), initial=1.0))
 
 
 def acceptance_for(gamma: int, n_tokens: float) -> float:
@@ -64,6 +74,21 @@ def speculation_pays(expert_ratio: float, gamma: int, acceptance: float) -> bool
     expert_ratio: a / b, the distinct experts of a verification over those of a plain step.
     """
     return expert_ratio < expected_tokens(gamma, acceptance)
+
+
+def uniform_unique(n_experts: int, n_used: int, n_tokens: float) -> float:
+    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), Eq. 8.
+
+    Raises ValueError unless 0 < k <= N.
+    """
+    check_expert_shape(n_experts, n_used)
+    return n_experts * (1.0 - math.pow(1.0 - n_used / n_experts, n_tokens))
+
+
+def check_expert_shape(n_experts: int, n_used: int) -> None:
+    """Raises ValueError unless 0 < k <= N."""
+    if not 0 < n_used <= n_experts:
+        raise ValueError(f"experts per token must be in 1..{n_experts}, not {n_used}")
 
 
 def verification_ratio(expert_share: float, expert_ratio: float) -> float:

@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.speculation import check_expert_shape
+from moeedge.speculation import uniform_unique as uniform_unique  # one of the formulas of this module
+
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -32,7 +35,7 @@ def uniform_overlap(n_experts: int, n_used: int) -> float:
 
     Raises ValueError unless 0 < k <= N.
     """
-    _check_shape(n_experts, n_used)
+    check_expert_shape(n_experts, n_used)
     return n_used / n_experts
 
 
@@ -40,15 +43,6 @@ def independence_overlap(p: FloatArray) -> float:
     """The same under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
     n_used = float(p.sum())
     return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
-
-
-def uniform_unique(n_experts: int, n_used: int, n_tokens: float) -> float:
-    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), Eq. 8.
-
-    Raises ValueError unless 0 < k <= N.
-    """
-    _check_shape(n_experts, n_used)
-    return n_experts * (1.0 - math.pow(1.0 - n_used / n_experts, n_tokens))
 
 
 def full_activation_tokens(n_experts: int, n_used: int, share: float = 0.95) -> int:
@@ -120,8 +114,3 @@ def empirical_unique(ids: IntArray, n_experts: int, n_tokens: int, sequence: Int
     if sequence is not None:
         valid &= sequence[n_tokens - 1 :] == sequence[: sequence.shape[0] - n_tokens + 1]
     return float(distinct[valid].mean()) if valid.any() else None
-
-
-def _check_shape(n_experts: int, n_used: int) -> None:
-    if not 0 < n_used <= n_experts:
-        raise ValueError(f"experts per token must be in 1..{n_experts}, not {n_used}")

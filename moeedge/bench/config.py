@@ -12,6 +12,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import ExecutionConfig
+from moeedge.scheduler.governor import GAMMA_MAX
 
 if TYPE_CHECKING:  # imported before the options are read, which must not load llama.cpp
     from moeedge.llama.model import Mode
@@ -24,6 +25,7 @@ GPU_MODES = "stock-ncmoe,stock-ncmoe-sd"  # by default in addition, where a GPU 
 
 # what decides where a mode's experts are: the target that the modes share, llama.cpp's --n-cpu-moe or its --fit; a
 # replay runs no model
+DraftLength = int | Literal["auto"]
 Method = Literal["shared", "ncmoe", "fit", "replay"]
 
 
@@ -39,7 +41,7 @@ class BenchMode:
     execution: ExecutionConfig | None = None
     method: Method = "shared"
     budget: ExpertBudget | None = None  # of verification; lossy
-    gamma: int | None = None  # draft length
+    gamma: DraftLength | None = None
     n_parallel: int | None = None  # texts that are decoded together; None: each answer on its own
     has_own_cache: bool = False  # one of several columns with our backend, each with an expert cache of its own
 
@@ -118,12 +120,17 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
         placement = replace(placement, cache_ratio=mode.cache_ratio, vram_bytes=None)
     if mode.execution is not None:
         placement = replace(placement, execution=mode.execution)
-    gamma = base.gamma if mode.gamma is None else mode.gamma
+    if mode.gamma is None:
+        gamma, auto = base.gamma, base.auto_gamma
+    else:
+        auto = mode.gamma == "auto"
+        gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
     config = replace(
         base,
         mode=mode.engine,
         placement=placement,
         gamma=gamma,
+        auto_gamma=auto,
         expert_budget=mode.budget,
         n_parallel=mode.n_parallel or 1,
     )
@@ -167,7 +174,7 @@ class BudgetSweep:
     """Expert budgets and draft lengths to compare; an empty tuple leaves that choice as it is."""
 
     budgets: tuple[ExpertBudget, ...] = ()
-    gammas: tuple[int, ...] = ()
+    gammas: tuple[DraftLength, ...] = ()
 
     @property
     def asked(self) -> bool:

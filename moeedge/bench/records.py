@@ -312,6 +312,7 @@ def describe_setup(
         "n_experts_used": model.n_expert_used,
         "draft": info.draft if drafts else "none",
         "gamma": info.gamma if drafts else 0,
+        "auto_gamma": drafts and info.auto_gamma,
         **budget_record(mode.budget if drafts else None, gamma=info.gamma),
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,

@@ -83,7 +83,12 @@ def ablate(
     answer is compared with stock llama.cpp's: exit code 1 if one differs by more than a near-tie.
     """
     engine = EngineOptions(
-        model=model, model_draft=model_draft, draft_max=draft_max, ctx_size=ctx_size, threads=threads, device=device
+        model=model,
+        model_draft=model_draft,
+        draft_max=str(draft_max),
+        ctx_size=ctx_size,
+        threads=threads,
+        device=device,
     )
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.bench.ablation import figure_12, figure_14, run_ablation, solved_cutoff

@@ -154,7 +154,8 @@ def bench(
             }
         )
     if gammas:
-        engine = replace(engine, draft_max=max(gammas))
+        fixed = [gamma for gamma in gammas if gamma != "auto"]
+        engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else str(max(fixed)))
     sweep = _parse_sweep(policy, cache_ratio)
     placement = PlacementOptions(
         vram=vram,

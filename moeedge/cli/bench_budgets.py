@@ -16,6 +16,7 @@ from moeedge.errors import InputError
 from moeedge.notifications import Notify
 
 if TYPE_CHECKING:
+    from moeedge.bench.config import DraftLength
     from moeedge.policies.expert_budget import ExpertBudget
 
 _NO_TEXT = "none"
@@ -36,10 +37,10 @@ BudgetLayers = Annotated[str | None, list_of(options.BudgetLayers)]
 DraftMaxima = Annotated[
     str | None,
     derive(
-        options.DraftMax,
+        options.DraftLength,
         metavar="LIST",
-        help="Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared. Default: the "
-        "catalog's value for the model, otherwise 4.",
+        help="Tokens per draft (gamma); 0: no speculation; auto: as many as pay by what steps have cost. Several, "
+        "separated by commas, are compared. Default: the catalog's value for the model, otherwise 4.",
     ),
 ]
 PerplexityText = Annotated[
@@ -104,11 +105,16 @@ class BudgetSweepOptions:
         return None if name in (None, _NO_TEXT) else load_text(name)
 
 
-def parse_gammas(text: str | None) -> tuple[int, ...]:
+def parse_gammas(text: str | None) -> tuple[DraftLength, ...]:
     """The draft lengths of --draft-max, () for None. Raises InputError."""
-    from moeedge.bench.config import parse_numbers
+    from moeedge.bench.config import parse_list, parse_numbers
 
-    gammas = () if text is None else parse_numbers(text, "--draft-max", least=0)
+    gammas: tuple[DraftLength, ...] = ()
+    if text is not None:
+        lengths = parse_list(text, "--draft-max", "Give numbers of tokens or auto, separated by commas.")
+        numbers = ",".join(length for length in lengths if length != "auto")
+        gammas = parse_numbers(numbers, "--draft-max", least=0) if numbers else ()
+        gammas += ("auto",) if "auto" in lengths else ()
     if len(gammas) > 1 and 0 in gammas:
         raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
     return gammas

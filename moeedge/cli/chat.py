@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
@@ -112,7 +112,8 @@ def chat(
     conversation = Conversation(system=valid_text(system_prompt))
     with open_session(config, notify=notifier(err)) as session:
         # gamma is 0 where there is no draft
-        settings = replace(settings, gamma=session.gamma, budget=mean_budget(session.info.expert_budget))
+        gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
+        settings = replace(settings, gamma=gamma, budget=mean_budget(session.info.expert_budget))
         if question is None:
             code = _talk(
                 session,

@@ -14,16 +14,16 @@ from typing import Annotated, Literal
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.declare import option
-from moeedge.engine.types import ALL_ON_CPU, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import LocalModel, local_draft, locate
 from moeedge.native.abi import PrefillPath, Repack
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.units import parse_size
 
-DRAFT_MAX = 4  # tokens per draft, where neither the user nor the catalog says
 _SPIN_COUNT = "1000"
 _REPACK = {"auto": Repack.CHEAP, "on": Repack.ALL, "off": Repack.NONE}
 
@@ -48,7 +48,7 @@ class ModelFiles:
 
     target: Path
     draft: Path | Literal["ngram"] | None
-    draft_max: int = DRAFT_MAX  # suits the two
+    draft_max: int = DEFAULT_GAMMA  # suits the two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class EngineOptions:
 
     model: options.Model = None
     model_draft: options.ModelDraft = None
-    draft_max: options.DraftMax = None
+    draft_max: options.DraftLength = None
     ctx_size: options.CtxSize = 0
     threads: options.Threads = 0
     n_gpu_layers: options.NGpuLayers = None
@@ -82,12 +82,14 @@ class EngineOptions:
         """The engine's configuration, its device and models checked. files: where -m and -md are resolved already."""
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft)
+        gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
         return EngineConfig(
             model=files.target,
             draft=files.draft,
             n_ctx=self.ctx_size,
             n_threads=self.threads,
-            gamma=files.draft_max if self.draft_max is None else self.draft_max,
+            gamma=files.draft_max if gamma is None else GAMMA_MAX if gamma == "auto" else gamma,
+            auto_gamma=gamma == "auto",
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
             n_cpu_moe=self._n_cpu_moe(),
             device=self.device,
@@ -95,6 +97,14 @@ class EngineOptions:
             placement=placement or PlacementConfig(),
             context_shift=context_shift,
         )
+
+    @property
+    def fixed_draft_max(self) -> int | None:
+        """--draft-max where no model runs; raises InputError for auto."""
+        gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
+        if gamma == "auto":
+            raise InputError("--draft-max auto measures steps, and no model runs here.", "Give a number.")
+        return gamma
 
     def _n_cpu_moe(self) -> int | None:
         if self.cpu_moe and self.n_cpu_moe is not None:
@@ -199,7 +209,7 @@ def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
             _say(f"Draft, by the catalog: {found.name} is {found.path}")
     if given is None or entry.draft_max is None:
         return ModelFiles(target.path, given)
-    if entry.draft_max != DRAFT_MAX:
+    if entry.draft_max != DEFAULT_GAMMA:
         _say(f"The catalog suggests {entry.draft_max} tokens per draft for it; --draft-max overrides this.")
     return ModelFiles(target.path, given, entry.draft_max)
 
@@ -214,6 +224,15 @@ def parse_ram_size(text: str) -> int:
     if text.strip().isdecimal():  # bytes, which nobody means
         raise InputError(f"--ram {text.strip()} has no unit.", f"Write for instance --ram {text.strip()}GiB.")
     return parse_size(text)
+
+
+def parse_draft_length(text: str) -> int | Literal["auto"]:
+    """The value of --draft-max. Raises InputError."""
+    if text == "auto":
+        return "auto"
+    if not text.strip().lstrip("-").isdecimal():
+        raise InputError(f"--draft-max takes a number of tokens or auto, not '{text}'.", "Give 0 to switch drafts off.")
+    return int(text)
 
 
 def check_device(text: str) -> None:

@@ -82,8 +82,17 @@ DraftMax = Annotated[
     int | None,
     option(
         MODEL,
-        "--draft-max, --gamma N",
+        "--draft-max, --spec-draft-n-max, --gamma N",
         "Tokens per draft (gamma); 0: no speculation. Default: the catalog's value for the model, otherwise 4.",
+    ),
+]
+DraftLength = Annotated[
+    str | None,
+    derive(
+        DraftMax,
+        metavar="N|auto",
+        help="Tokens per draft (gamma); 0: no speculation; auto: up to 16, each step as many as pay by what steps have "
+        "cost so far. Default: the catalog's value for the model, otherwise 4.",
     ),
 ]
 DraftMaxList = Annotated[

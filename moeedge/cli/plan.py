@@ -125,7 +125,7 @@ def plan(
     engine = EngineOptions(
         model=model,
         model_draft=model_draft,
-        draft_max=draft_max,
+        draft_max=None if draft_max is None else str(draft_max),
         ctx_size=ctx_size,
         n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,

@@ -95,13 +95,13 @@ def profile(
             return
         every = LayerChoice(None, choice.listed)
         found = profile_trace(trace, every, gamma=None, acceptance_chance=None, seed=texts.seed)
-        gamma = engine.draft_max
+        gamma = engine.fixed_draft_max
         run_trace_analysis(budget_analysis, found.trace, found.layers, gamma=gamma, output=output, plot=files.plot)
         return
     results = ProfileOutput.of(files, as_json=output is Output.JSON, single=choice.single)
     if trace is not None:
         profiled = profile_trace(
-            trace, choice, gamma=engine.draft_max, acceptance_chance=acceptance_chance, seed=texts.seed
+            trace, choice, gamma=engine.fixed_draft_max, acceptance_chance=acceptance_chance, seed=texts.seed
         )
     else:
         profiled = record(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
+from typing import Literal
 
 from moeedge.engine.answer import Answer, AnswerLimits, Recover
 from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
@@ -17,7 +18,7 @@ from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, make_co
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop, TextState
-from moeedge.engine.types import EngineConfig, EngineInfo, SamplingConfig
+from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
@@ -31,6 +32,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
 from moeedge.scheduler.sizing import whole_expert_bytes
@@ -46,7 +48,8 @@ class Session:
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
     target, draft_context: the llama.cpp contexts; draft_context is None without a draft model.
-    draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding).
+    draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding). governor:
+    chooses each step's length up to `gamma`; None: all have that length (`set_draft_length`).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
     record of a step of several texts holds their sums.
@@ -74,6 +77,7 @@ class Session:
         self.draft_context = draft_context
         self.info = info
         self.gamma = info.gamma
+        self.governor = self._new_governor() if info.auto_gamma else None
         self.n_keep = 1 if target.model.adds_bos else 0
         self.observers: list[Observer] = []
         self.placement = placement
@@ -104,6 +108,8 @@ class Session:
         device = resolve_device(config)
         if device.kind == "ram":
             ram_tier.check_policy(config.placement.policy)
+        if config.auto_gamma and config.gamma > 0:
+            config = replace(config, gamma=GAMMA_MAX)
         if "no-sd" in config.placement.ablations and config.mode == "moeedge":
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
@@ -135,6 +141,7 @@ class Session:
                 draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
             draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
             gamma = 0 if draft_name == "none" else config.gamma
+            usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
             asked = config.expert_budget if has_budget else None  # stock mode has none
             budget, budget_notes = usable_budget(
                 asked, model.info, gamma=gamma, draft=draft_name, n_parallel=config.n_parallel
@@ -149,7 +156,7 @@ class Session:
                     target,
                     draft_context,
                     in_ram=_in_ram(config, []) if device.loads_misses else None,
-                    gamma=gamma,
+                    gamma=usual_gamma,
                     keep=config.placement.has_size or config.layers_measured,
                     notify=notify,
                     notes=notes,
@@ -185,6 +192,17 @@ class Session:
         self.target.set_budget(budget)
         self.target.clear()
         self.info = replace(self.info, expert_budget=budget)
+
+    def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
+        """Sets the draft length of the next answers; "auto": each step's follows what steps cost. Between answers."""
+        if gamma != "auto":
+            self.gamma, self.governor = gamma, None
+        elif self.governor is None:
+            self.gamma, self.governor = GAMMA_MAX, self._new_governor()
+
+    def _new_governor(self) -> DraftGovernor:
+        info = self.model.info
+        return DraftGovernor(n_experts=info.n_experts, n_used=info.n_expert_used)
 
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
@@ -260,6 +278,7 @@ class Session:
             placement=None if self._fell_back else self.placement,
             observe=self._call_observers,
             cancel=cancel,
+            governor=self.governor if self.gamma > 0 else None,
         )
         return self._loop
 
@@ -444,4 +463,5 @@ def _describe(
         vram_bytes=memory[0] if memory is not None else None,
         expert_budget=budget,
         earlier_runs=placement.earlier_runs if placement is not None else None,
+        auto_gamma=gamma > 0 and config.auto_gamma,
     )

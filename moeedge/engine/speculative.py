@@ -23,6 +23,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
+from moeedge.scheduler.governor import DraftGovernor, StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.stats import StepRecord
 
@@ -65,6 +66,7 @@ class SpeculativeLoop:
     """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
 
     observe: called with the record of each step and prompt; the record of several texts' step holds their sums.
+    governor: chooses the draft length of one text's steps.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class SpeculativeLoop:
         placement: PlacementManager | None = None,
         observe: Callable[[StepRecord], None] | None = None,
         cancel: Callable[[], bool] | None = None,
+        governor: DraftGovernor | None = None,
     ) -> None:
         self.target = target
         self.texts: list[TextState] = []
@@ -83,6 +86,7 @@ class SpeculativeLoop:
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
         self._call_observers = observe
         self._cancel = cancel
+        self._governor = governor
         self._n_expert_layers = len(target.model.host_expert_layers)
 
     def check_owner(self) -> None:
@@ -104,7 +108,23 @@ class SpeculativeLoop:
 
         Returns a record of each text; times and experts are those of the entire step.
         """
-        return self.plain_step(gammas) if self.placement is None else self.overlapped_step(gammas)
+        step = self.plain_step if self.placement is None else self.overlapped_step
+        if self._governor is None:
+            return step(gammas)
+        [most] = gammas
+        choice = self._governor.choose()
+        start_s = time.perf_counter()
+        [record] = step([min(choice.gamma, most)])
+        record.choice = choice
+        self._governor.observe(
+            StepCost(
+                n_drafted=record.n_drafted,
+                n_accepted=record.n_accepted,
+                draft_s=record.draft_s,
+                target_s=time.perf_counter() - start_s - record.draft_s,
+            )
+        )
+        return [record]
 
     def plain_step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """The step without placement: experts are computed where their weights are."""
@@ -275,6 +295,8 @@ class SpeculativeLoop:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
+        if self._governor is not None:
+            self._governor.begin_answer()
         text.draft.begin(text.history, cancel=self._should_stop)
 
     def replace_contexts(self, target: Context, draft: Context | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from moeedge.hardware.spec import MAX_N_THREADS
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.governor import DraftChoice
 from moeedge.scheduler.kept_activations import EarlierRuns
 
 if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
 MAX_GAMMA = 64
+DEFAULT_GAMMA = 4
 MAX_N_PARALLEL = 64
 ALL_ON_CPU = 1 << 30  # of n_cpu_moe: the experts of every layer, as with --cpu-moe
 StopReason = Literal["eos", "length", "context", "interrupted"]
@@ -59,7 +61,8 @@ class EngineConfig:
     n_ctx: int = 0  # tokens of each text; 0: the length that the model was trained with
     n_parallel: int = 1  # texts that are decoded together, llama.cpp's --parallel
     n_threads: int = 0  # 0: one per physical core
-    gamma: int = 4  # draft length, llama.cpp's --draft-max; 0 switches speculation off
+    gamma: int = DEFAULT_GAMMA  # draft length, llama.cpp's --draft-max; 0 switches speculation off
+    auto_gamma: bool = False  # each step's draft length, at most GAMMA_MAX, follows what steps cost, and not `gamma`
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
     n_cpu_moe: int | None = None  # experts of so many first layers stay in host memory; None: chosen by measuring
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
@@ -80,6 +83,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= MAX_GAMMA:
             raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+        if self.auto_gamma and self.n_parallel > 1:
+            raise ValueError("the draft length auto (--draft-max) is for one text at a time, not for --parallel")
         if self.n_cpu_moe is not None and self.n_cpu_moe < 0:
             raise ValueError(f"n_cpu_moe (-ncmoe) must be >= 0, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
@@ -128,6 +133,7 @@ class GenerationStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     seed: int | None = None
+    choice: DraftChoice | None = None  # the last, of the draft length; None where it is fixed
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> None:
         """Adds one verification or plain decode, its generated tokens excepted."""
@@ -144,6 +150,7 @@ class GenerationStats:
         self.draft_s += record.draft_s
         self.verify_s += record.verify_s
         self.decode_s += decode_s
+        self.choice = record.choice
         self.sense_s += sense_s
 
     @property
@@ -160,6 +167,11 @@ class GenerationStats:
     def acceptance_rate(self) -> float | None:
         """Accepted over drafted tokens; None without drafts."""
         return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def drafts_per_step(self) -> float:
+        """Mean draft length."""
+        return self.drafted / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_step(self) -> float:
@@ -199,7 +211,7 @@ class EngineInfo:
     n_expert_used: int
     n_ctx: int
     n_threads: int
-    gamma: int  # 0 when speculation is off
+    gamma: int  # 0 when speculation is off; the longest draft where auto_gamma chooses
     draft: str  # file name, "ngram" or "none"
     device: str  # the label of the device that holds experts, or "none"
     policy: str  # "none" without placement
@@ -213,3 +225,4 @@ class EngineInfo:
     vram_bytes: int | None = None  # used on the entire device after loading, as its driver says; None: unknown
     expert_budget: ExpertBudget | None = None  # None: the model's own answers, or a model without experts
     earlier_runs: EarlierRuns | None = None  # experts in RAM: what these have left for a warm start
+    auto_gamma: bool = False  # each step's draft length follows what steps cost

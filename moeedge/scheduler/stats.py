@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moeedge.native.cache import CacheStats
 from moeedge.native.structs import counter, counters
 from moeedge.policies.base import LookaheadStatus
+from moeedge.scheduler.governor import DraftChoice
 
 
 @dataclass(kw_only=True, eq=False)  # arrays do not compare to one truth value
@@ -41,6 +42,7 @@ class StepRecord:
     drafts: list[int] = field(default_factory=list)  # the drafted tokens, rejected ones included
     # float32 [n_states, n_embd], the draft's hidden states of the batch's first tokens; None where they are not kept
     hidden_states: NDArray[np.float32] | None = None
+    choice: DraftChoice | None = None  # of the draft length; None where it is fixed
 
 
 @dataclass(frozen=True, kw_only=True)

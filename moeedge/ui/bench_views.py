@@ -158,7 +158,8 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
     setup = rows[0].setup
     commit = f", commit {setup['commit'][:10]}{' (changed)' if setup['dirty'] else ''}" if setup["commit"] else ""
     drafted = next((row.setup for row in rows if row.setup["gamma"]), None)
-    gammas = ", ".join(str(gamma) for gamma in dict.fromkeys(row.setup["gamma"] for row in rows) if gamma)
+    lengths = dict.fromkeys("auto" if row.setup.get("auto_gamma") else row.setup["gamma"] for row in rows)
+    gammas = ", ".join(str(gamma) for gamma in lengths if gamma)
     draft = f"draft {drafted['draft']} (gamma {gammas})" if drafted else "no draft"
     cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
     if cached is not None:

@@ -17,6 +17,7 @@ from moeedge.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
     from moeedge.policies.base import LookaheadStatus
+    from moeedge.scheduler.governor import DraftChoice
     from moeedge.scheduler.stats import PlacementStats
 
 NONE = "-"  # stands for a figure that is not known
@@ -97,6 +98,15 @@ def acceptance(stats: GenerationStats) -> str:
     return NONE if rate is None else f"{percent(rate)} ({stats.accepted}/{stats.drafted})"
 
 
+def draft_length(choice: DraftChoice) -> str:
+    """The draft length that pays by what steps have cost, and how much; trials of others are left out."""
+    if choice.speed_up is None:
+        return "measuring"
+    if choice.best == 0:
+        return f"off: {choice.other} would be {choice.other_speed_up:.2f}x plain"
+    return f"{choice.best} of {choice.gamma_max}, {choice.speed_up:.2f}x plain by estimate"
+
+
 def experts(info: EngineInfo, stats: GenerationStats) -> str:
     """Distinct experts that one verification uses in a layer, of all in the layer."""
     if info.n_experts == 0:
@@ -126,6 +136,7 @@ def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, el
         Figure("TTFT", seconds(stats.ttft_s), rank=5),
         Figure("tokens", str(stats.generated_tokens), rank=4),
         Figure("accepted", acceptance(stats) if info.gamma else "no draft", rank=1),
+        *([Figure("drafts", draft_length(stats.choice), rank=3)] if stats.choice is not None else []),
         Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else NONE, rank=3),
         Figure("experts/step", experts(info, stats), rank=5),
         Figure("", "no device", rank=2)
@@ -179,6 +190,8 @@ def turn_parts(
     if stats.drafted:
         parts.append(f"accepted {acceptance(stats)}")
         parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
+    if stats.choice is not None:
+        parts.append(f"drafts: {draft_length(stats.choice)}, {stats.drafts_per_step:.1f} per step")
     if stats.experts_per_verification is not None:
         parts.append(f"{experts(info, stats)} experts/step")
     if info.expert_budget is not None:

@@ -23,7 +23,7 @@ N_PREDICT = 64  # more than gpt-oss's sliding window holds together with the pro
 PROMPT = np.random.default_rng(4).integers(0, 256, 20).tolist()
 # drafts that copy: the n-gram lookup has something to find from the first step on
 REPETITIVE = PROMPT[:10] * 3
-DRAFTS = [None, *((kind, gamma) for kind in ("model", "ngram") for gamma in (1, 4, 8))]
+DRAFTS = [None, *((kind, gamma) for kind in ("model", "ngram") for gamma in (1, 4, 8, "auto"))]
 QUICK_DRAFTS = (None, ("model", 4), ("ngram", 4))  # with every model; the others are slow but for qwen3moe
 
 
@@ -43,10 +43,11 @@ def stock() -> Iterator[Callable[[Path], StockContext]]:
         context.close()
 
 
-def config(target: Path, speculation: tuple[str, int] | None, draft: Path, **options: Any) -> EngineConfig:
+def config(target: Path, speculation: tuple[str, int | str] | None, draft: Path, **options: Any) -> EngineConfig:
     kind, gamma = speculation or ("none", 0)
     source = {"none": None, "ngram": "ngram", "model": draft}[kind]
-    return EngineConfig(model=target, draft=source, gamma=gamma, n_ctx=512, n_threads=1, **options)
+    length = {"auto_gamma": True} if gamma == "auto" else {"gamma": gamma}
+    return EngineConfig(model=target, draft=source, n_ctx=512, n_threads=1, **length, **options)
 
 
 @pytest.mark.parametrize(

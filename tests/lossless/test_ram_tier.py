@@ -73,6 +73,17 @@ def test_answers_are_stocks(loaded: Loaded, ratio: float) -> None:
     assert_greedy(loaded.stock, PROMPT, answer, loaded.expected, f"{ratio} of the experts")
 
 
+@each_case(["qwen3moe"])
+def test_the_draft_length_follows_costs(loaded: Loaded) -> None:
+    config = replace(config_of(loaded, 0.3, gamma=4), auto_gamma=True)
+    with Session.open(config) as session:
+        assert session.info.auto_gamma
+        answer = greedy_answer(session, PROMPT, N_PREDICT)
+        session.set_draft_length(3)
+        assert session.governor is None
+    assert_greedy(loaded.stock, PROMPT, answer, loaded.expected, "auto")
+
+
 @each_case(["qwen3moe"], "policy", POLICIES)
 def test_any_policy(loaded: Loaded, policy: str) -> None:
     if policy not in ram_tier.POLICIES:

@@ -45,7 +45,7 @@ def test_a_value_is_set_and_reported(name: str, text: str, line: str) -> None:
         ("top_k", "1.5", "top_k must be a whole number"),
         ("top_p", "2", "top_p must be in"),
         ("seed", "-2", "seed must be -1"),
-        ("gamma", "65", "gamma (--draft-max) must be in 0..64"),
+        ("gamma", "65", "gamma (--draft-max) must be auto or in 0..64"),
         ("n", "-2", "n_predict (-n) must be -1 or more"),
         ("budget", "0", "budget (--expert-budget) must be at least 1 or off"),
         ("budget", "some", "budget must be a whole number or off"),

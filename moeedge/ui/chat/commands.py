@@ -237,7 +237,7 @@ COMMANDS = (
     Command("/clear", "", "Forgets the conversation.", _clear),
     Command("/regen", "", "Answers the last message again.", _regen),
     Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
-    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set gamma 8, /set budget 16.", _set),
+    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set gamma auto, /set budget 16.", _set),
     Command("/stats", "", "Shows the figures of the last answer and of all.", _stats),
     Command("/read", "FILE", "Puts a text file before your next message.", _read),
     Command("/save", "FILE", "Saves the conversation as JSON.", _save),

@@ -105,7 +105,8 @@ def _draft_line(info: EngineInfo) -> str:
         return "Draft: none, speculation is off; -md FILE or -md ngram turns it on."
     if info.gamma == 0:
         return f"Draft: {info.draft}, speculation is off; --draft-max N or /set gamma N turns it on."
-    return f"Draft: {info.draft}, up to {info.gamma} tokens per step."
+    by = ", as many as pay by what steps cost" if info.auto_gamma else ""
+    return f"Draft: {info.draft}, up to {info.gamma} tokens per step{by}."
 
 
 def _experts_line(info: EngineInfo) -> str:
@@ -140,7 +141,7 @@ def _speculates(info: EngineInfo) -> bool:
 def _draft(info: EngineInfo) -> str:
     """Where drafts come from and how long they are, or that speculation is off."""
     if _speculates(info):
-        return f"{info.draft}, gamma {info.gamma}"
+        return f"{info.draft}, gamma {'auto' if info.auto_gamma else info.gamma}"
     return "speculation off: " + ("no draft (-md FILE or -md ngram)" if info.draft == "none" else "draft length 0")
 
 

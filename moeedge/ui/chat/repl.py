@@ -76,7 +76,8 @@ class Repl:
     @property
     def info(self) -> EngineInfo:
         """The session's info with the current draft length."""
-        return replace(self.session.info, gamma=self.session.gamma)
+        session = self.session
+        return replace(session.info, gamma=session.gamma, auto_gamma=session.governor is not None)
 
     def run(self, first_line: str | None = None) -> int:
         """Chat until the user leaves. Returns the exit code: 0, or 128 + the signal that ended it.
@@ -111,14 +112,14 @@ class Repl:
         if settings.gamma != old.gamma:
             if info.draft == "none":
                 raise InputError("There is no draft, so speculation stays off.", "Start with -md FILE or -md ngram.")
-            self.session.gamma = settings.gamma
+            self.session.set_draft_length(settings.gamma)
         notes: list[Notification] = []
         if (settings.gamma, settings.budget) != (old.gamma, old.budget):
             budget, notes = usable_budget(
-                self._budget(settings.budget), self.session.model.info, gamma=settings.gamma, draft=info.draft
+                self._budget(settings.budget), self.session.model.info, gamma=self.session.gamma, draft=info.draft
             )
             # without drafts answers are exact, once what was verified under the budget is out of the KV cache
-            if settings.budget != old.budget or (budget is not None and settings.gamma == 0):
+            if settings.budget != old.budget or (budget is not None and self.session.gamma == 0):
                 self.session.set_expert_budget(budget)
         self.settings = settings
         return list(notes)

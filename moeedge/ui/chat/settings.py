@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from moeedge.engine.types import MAX_GAMMA, SamplingConfig
 from moeedge.errors import InputError
@@ -18,14 +18,14 @@ class Settings:
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     n_predict: int = -1  # limit of an answer in tokens; -1: until the model stops
-    gamma: int = 0
+    gamma: int | Literal["auto"] = 0
     budget: int | None = None  # experts per layer in a verification; None: no limit
 
     def __post_init__(self) -> None:
         if self.n_predict < -1:
             raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
-        if not 0 <= self.gamma <= MAX_GAMMA:
-            raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+        if self.gamma != "auto" and not 0 <= self.gamma <= MAX_GAMMA:
+            raise ValueError(f"gamma (--draft-max) must be auto or in 0..{MAX_GAMMA}, not {self.gamma}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
@@ -56,6 +56,10 @@ def _budget(text: str) -> int | None:
     return None if text == "off" else int(text)
 
 
+def _draft_length(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
+
+
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -72,7 +76,7 @@ _SETTINGS = (
     _Setting("repeat_last_n", int, "repeat_last_n"),
     _Setting("seed", _seed, "seed"),
     _Setting("n_predict", int, aliases=("n", "num_predict")),
-    _Setting("gamma", int, aliases=("draft_max",)),
+    _Setting("gamma", _draft_length, aliases=("draft_max",)),
     _Setting("budget", _budget, aliases=("expert_budget",), none="off"),
 )
 
@@ -111,7 +115,7 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
     except ValueError as error:
         if str(error).startswith(("could not convert", "invalid literal")):
             kind = "a number" if found.convert is _number else "a whole number"
-            kind += " or off" if found.convert is _budget else ""
+            kind += " or off" if found.convert is _budget else " or auto" if found.convert is _draft_length else ""
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
         raise InputError(f"{error}.") from None
     return changed, f"{found.name} = {_shown(changed, found)}"

@@ -69,11 +69,13 @@ def answer_report(
 # keys of the JSON object that are fields or properties of the statistics, and those of the session's info
 _STATS_KEYS = (
     *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
+    *("drafts_per_step",),
     *("experts_per_verification", "seed", "prefill_tokens", "generated_tokens", "prefill_s", "decode_s", "draft_s"),
     *("verify_s", "observe_s", "sense_s", "overhead_share"),
 )
 _INFO_KEYS = (
     *("device", "cache_ratio", "cache_slots", "pool_bytes", "vram_bytes", "gamma", "draft", "policy", "model"),
+    *("auto_gamma",),
     *("architecture", "n_ctx"),
 )
 
@@ -83,6 +85,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
     return {
         **{key: getattr(stats, key) for key in _STATS_KEYS},
         **{key: getattr(info, key) for key in _INFO_KEYS},
+        "draft_choice": None if stats.choice is None else asdict(stats.choice),
         "layers": info.n_layers,
         "expert_layers": info.n_expert_layers,
         "whole_layers": info.n_whole_layers,

@@ -1,0 +1,265 @@
+"""How many tokens to draft: the length with the most tokens per second, by what steps have cost so far.
+
+A step with gamma drafts emits N(gamma) tokens and takes gamma * T_D + T_T(gamma + 1) (`moeedge.speculation` for the
+notation). All three are estimated from the steps themselves:
+
+  N    from the chance that draft i is accepted after all before it were, counted by position, old steps forgotten
+  T_D  the mean time of a draft token
+  T_T  a Gaussian estimate of log T_T(t) for t = 1..n, in which one measurement corrects all t: its prior has the shape
+       of the production study's T(K + 1) (`speculation.verification_ratio`)
+
+The level of T_T may drift much faster than its shape. While a cache fills, costs fall from step to step whatever is
+drafted, and that must not speak for the lengths that happen to come last.
+
+Now and then another length is tried, where by the uncertainty of the estimates it may be the best. What a trial is
+expected to cost is paid from a credit, which grows by a fixed share of the time: that bounds the cost of all trials.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import speculation
+
+FloatArray = NDArray[np.float64]
+
+GAMMA_MAX = 16  # longer drafts are not considered
+FIRST = (2, 2, 2, 0, 0)  # the lengths of the first steps; the first one is not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What a step took, in seconds: `draft_s` the drafts, `target_s` everything else."""
+
+    n_drafted: int
+    n_accepted: int
+    draft_s: float
+    target_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftChoice:
+    """A draft length and what speaks for it; speed-ups are over plain decoding, by estimate.
+
+    gamma: of the step. best: by estimate; another gamma is a trial. speed_up: of `best`, None before anything is known.
+    other, other_speed_up: where `best` is 0 the best draft length, else 0.
+    """
+
+    gamma: int
+    gamma_max: int
+    best: int
+    speed_up: float | None = None
+    other: int = 0
+    other_speed_up: float = 1.0
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the step is to tell more about another length."""
+        return self.gamma != self.best
+
+
+class VerificationTime:
+    """A Gaussian estimate of log T_T(t), t = 1..n, by a Kalman filter.
+
+    expert_ratio: [n], distinct experts of t tokens over those of one.
+    """
+
+    _EXPERT_SHARE = 0.5  # of a plain step, that loads experts: the prior
+    _SLOPE, _BEND, _OWN = 0.3, 0.1, 0.04  # standard deviations of the shape: per log t, between neighbours, of each t
+    _FORGET = 0.002  # of the shape's prior variance, comes back with each step
+    _LEVEL_GAIN = 0.15  # variance of the level's drift per step over that of a measurement
+    _CLIP = 2.0  # standard deviations that a measurement may be off
+
+    def __init__(self, expert_ratio: FloatArray) -> None:
+        log_t = np.log(np.arange(1, len(expert_ratio) + 1))
+        prior = [speculation.verification_ratio(self._EXPERT_SHARE, ratio) for ratio in expert_ratio]
+        self._mean = np.log(prior)
+        self._shape_covariance = (
+            self._SLOPE**2 * np.outer(log_t, log_t)
+            + self._BEND**2 * np.minimum.outer(log_t, log_t)
+            + self._OWN**2 * np.eye(len(log_t))
+        )
+        self._covariance = self._shape_covariance.copy()
+        self._noise = 0.2**2  # relative variance of a measurement
+        self.n_measured = 0
+
+    def observe(self, n_tokens: int, seconds: float) -> None:
+        """A verification of `n_tokens`, at most n, took `seconds`."""
+        i = n_tokens - 1
+        if self.n_measured == 0:
+            self._mean += math.log(seconds) - self._mean[i]
+        self.n_measured += 1
+        self._covariance += self._LEVEL_GAIN * self._noise + self._FORGET * self._shape_covariance
+        row = self._covariance[i].copy()
+        variance = row[i] + self._noise
+        # relative to the mean rather than in the logarithm, whose mean is too low where times scatter
+        surprise = seconds / math.exp(self._mean[i]) - 1.0
+        clip = self._CLIP * math.sqrt(variance)
+        surprise = min(max(surprise, -clip), clip)
+        self._mean += row * (surprise / variance)
+        self._covariance -= np.outer(row, row) / variance
+        self._noise = max(0.03**2, self._noise + 0.04 * (surprise**2 - self._noise))
+
+    def seconds(self) -> FloatArray:
+        """T_T(t), [n]; never less for more tokens."""
+        return np.asarray(np.maximum.accumulate(np.exp(self._mean)))
+
+    def relative_variance(self, n_tokens: int) -> FloatArray:
+        """Variance of log T_T(t) - log T_T(n_tokens), [n]."""
+        i = n_tokens - 1
+        diagonal = np.diagonal(self._covariance)
+        return np.asarray(np.maximum(diagonal + diagonal[i] - 2 * self._covariance[i], 0.0))
+
+
+class AcceptanceByPosition:
+    """The chance of each draft, after all before it were accepted: by position, drawn towards that of all positions.
+
+    Counts lose `_FORGET` of their weight with each step; without drafts the estimate returns to `_PRIOR`.
+    """
+
+    _FORGET = 0.015
+    _PRIOR = 0.8
+    _PRIOR_WEIGHT = 8.0  # verdicts
+    _POSITION_WEIGHT = 20.0  # verdicts of a position that count as much as all positions together
+
+    def __init__(self, n_positions: int) -> None:
+        self._judged = np.zeros(n_positions)
+        self._accepted = np.zeros(n_positions)
+
+    def observe(self, n_drafted: int, n_accepted: int) -> None:
+        """The first `n_accepted` of the drafts were accepted; those after the first rejected one say nothing."""
+        self._judged *= 1 - self._FORGET
+        self._accepted *= 1 - self._FORGET
+        self._judged[: min(n_accepted + 1, n_drafted)] += 1
+        self._accepted[:n_accepted] += 1
+
+    def tokens(self, n_deviations: float = 0.0) -> FloatArray:
+        """N(gamma), gamma = 0..n_positions, with chances that are so many standard deviations higher."""
+        n_judged = self._judged.sum() + self._PRIOR_WEIGHT
+        chance = (self._accepted.sum() + self._PRIOR * self._PRIOR_WEIGHT) / n_judged
+        chance = min(1.0, chance + n_deviations * math.sqrt(chance * (1 - chance) / n_judged))
+        by_position = (self._accepted + self._POSITION_WEIGHT * chance) / (self._judged + self._POSITION_WEIGHT)
+        return np.array(speculation.expected_tokens_by_position(by_position.tolist()))
+
+
+class DraftGovernor:
+    """Chooses the draft length of each step; `observe` every step afterwards. A pure function of these calls.
+
+    gamma_max: the longest draft, at least 1. n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model.
+    """
+
+    _TRIAL_SHARE = 0.02  # of the time, that trials may cost
+    _TRIAL_DISTANCE = 1  # steps at the best length between two trials
+    _TRIAL_CREDIT = 2.0  # plain steps, that they may cost at first, and at once
+    _CONFIDENCE = 0.8  # standard deviations by which another length must be able to be better, for a trial
+    _PROMISE = 0.01  # by which another length must be able to be better, for a trial
+    _HYSTERESIS = 0.02  # by which another length must be better, for a change
+    _SHARING = 0.7  # neighbouring tokens share more experts than independent ones: an exponent of their number
+    _DRAFT_SHARE = 0.1  # T_D over T_T(1), before any draft
+
+    def __init__(self, gamma_max: int = GAMMA_MAX, *, n_experts: int = 0, n_used: int = 0) -> None:
+        self.gamma_max = min(gamma_max, GAMMA_MAX)
+        tokens = range(1, self.gamma_max + 2)
+        unique = [speculation.uniform_unique(n_experts, n_used, t) / n_used if n_experts else 1.0 for t in tokens]
+        self._target = VerificationTime(np.array(unique) ** self._SHARING)
+        self._acceptance = AcceptanceByPosition(self.gamma_max)
+        self._draft_s = 0.0  # T_D
+        self._n_draft_times = 0
+        self._n_steps = 0
+        self._n_since_trial = 0
+        self._best = min(FIRST[0], self.gamma_max)
+        self._credit_s = math.nan  # for trials; nan before the first measurement
+        self._skips = True  # the next step's times say nothing
+        self._drafted_last = True
+        self.choice = DraftChoice(gamma=self._best, gamma_max=self.gamma_max, best=self._best)
+
+    def begin_answer(self) -> None:
+        """A prompt was decoded; the step after it is not measured."""
+        self._skips = True
+        self._drafted_last = True  # the draft model has decoded the prompt as well
+
+    def choose(self) -> DraftChoice:
+        """The length of the next step."""
+        if self._n_steps < len(FIRST):
+            gamma = min(FIRST[self._n_steps], self.gamma_max)
+            self.choice = DraftChoice(gamma=gamma, gamma_max=self.gamma_max, best=gamma)
+            return self.choice
+        rate, spread = self._rates()
+        best = int(rate.argmax())
+        if rate[best] > (1 + self._HYSTERESIS) * rate[self._best]:
+            self._best = best
+        speed_up = rate / rate[0]
+        other = 0 if self._best else 1 + int(rate[1:].argmax())
+        self.choice = DraftChoice(
+            gamma=self._trial(rate, spread),
+            gamma_max=self.gamma_max,
+            best=self._best,
+            speed_up=float(speed_up[self._best]),
+            other=other,
+            other_speed_up=float(speed_up[other]),
+        )
+        return self.choice
+
+    def observe(self, step: StepCost) -> None:
+        """The step after `choose`; it may have fewer drafts than chosen."""
+        n_drafted = step.n_drafted
+        self._n_steps += 1
+        self._n_since_trial = 0 if self.choice.is_trial else self._n_since_trial + 1
+        self._acceptance.observe(n_drafted, step.n_accepted)
+        skips, self._skips = self._skips, False
+        caught_up, self._drafted_last = not self._drafted_last, n_drafted > 0
+        if skips or step.target_s <= 0:
+            return
+        self._pay(step)
+        self._target.observe(n_drafted + 1, step.target_s)
+        if n_drafted:
+            self._n_draft_times += 1
+            seconds = step.draft_s / n_drafted
+            if self._n_draft_times > 1:  # after plain steps the draft model first decodes what it has missed
+                seconds = min(seconds, self._draft_s if caught_up else 3 * self._draft_s)
+            self._draft_s += (seconds - self._draft_s) / min(self._n_draft_times, 30)
+
+    def _step_s(self) -> FloatArray:
+        """Seconds of a step with gamma = 0..gamma_max drafts."""
+        target_s = self._target.seconds()
+        draft_s = self._draft_s if self._n_draft_times else self._DRAFT_SHARE * target_s[0]
+        return np.asarray(target_s + draft_s * np.arange(len(target_s)))
+
+    def _rates(self) -> tuple[FloatArray, FloatArray]:
+        """Tokens per second by gamma, [gamma_max + 1], and the deviation of its log from that of `_best`."""
+        tokens, step_s = self._acceptance.tokens(), self._step_s()
+        by_cost = self._target.relative_variance(self._best + 1) * (self._target.seconds() / step_s) ** 2
+        by_acceptance = np.log(self._acceptance.tokens(1.0) / tokens)
+        by_acceptance -= by_acceptance[self._best]
+        return tokens / step_s, np.sqrt(by_cost + by_acceptance**2)
+
+    def _trial(self, rate: FloatArray, spread: FloatArray) -> int:
+        """The length of the next step: the best, or one that may be better and whose trial can be paid."""
+        if self._n_since_trial < self._TRIAL_DISTANCE:
+            return self._best
+        hope = np.log(rate / rate[self._best]) + self._CONFIDENCE * spread
+        hope[2 * self._best + 4 :] = 0.0  # far beyond what was measured
+        hope[self._best] = 0.0
+        hope[self._trial_cost_s(rate[self._best]) > self._credit_s] = 0.0
+        return int(hope.argmax()) if hope.max() > self._PROMISE else self._best
+
+    def _trial_cost_s(self, best_rate: float) -> FloatArray:
+        """What a step of each length is expected to take longer than its tokens at the best rate, [gamma_max + 1]."""
+        return np.maximum(self._step_s() - self._acceptance.tokens() / best_rate, 0.0)
+
+    def _pay(self, step: StepCost) -> None:
+        """Adds the step's share to the credit for trials; of a trial takes off what it has cost more than it gave."""
+        if self._target.n_measured == 0:
+            return
+        step_s = self._step_s()
+        most_s = self._TRIAL_CREDIT * float(step_s[0])
+        if math.isnan(self._credit_s):
+            self._credit_s = most_s
+        if self.choice.is_trial:
+            best_rate = self._acceptance.tokens()[self._best] / step_s[self._best]
+            self._credit_s -= float(step_s[step.n_drafted]) - (step.n_accepted + 1) / best_rate
+        self._credit_s = min(most_s, self._credit_s + self._TRIAL_SHARE * (step.draft_s + step.target_s))
