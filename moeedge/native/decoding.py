@@ -26,6 +26,7 @@ class Decoder:
         self._decode = ctypes.cast(llama.llama_decode, ctypes.c_void_p)
         self._synchronize = ctypes.cast(llama.llama_synchronize, ctypes.c_void_p)
         self._context = ctypes.cast(context, ctypes.c_void_p)
+        self._error: BaseException | None = None  # of `cancel`
         self._stop = StopStruct()
         self._ask = STOP_CALL(self._goes_on)
         if can_stop:
@@ -34,13 +35,17 @@ class Decoder:
             set_callback(context, function, ctypes.byref(self._stop))
 
     def _goes_on(self) -> int:
-        """0 if the decode should stop, as also an exception in here means: e.g. of a signal's handler."""
-        return int(self.cancel is None or not self.cancel())
+        """0 if the decode should stop, as also an exception in here means; it is raised when the decode has."""
+        try:
+            return int(self.cancel is None or not self.cancel())
+        except BaseException as error:  # ctypes would drop it
+            self._error = error
+            return 0
 
     def __call__(self, batch: Any, *, wait: bool) -> int:
         """The result of llama_decode for a llama_batch. wait: until the device is done, so that its errors arrive here.
 
-        2: `cancel` has stopped it. Raises DriverThrewError with the driver's text.
+        2: `cancel` has stopped it. Raises DriverThrewError with the driver's text, and what `cancel` raises.
         """
         self._stop.call = STOP_CALL() if self.cancel is None else self._ask
         self._stop.next_ns = self._stop.stopped = 0
@@ -48,4 +53,7 @@ class Decoder:
         code = int(self._library.moeedge_decode(self._decode, synchronize, self._context, ctypes.byref(batch)))
         if code == DECODE_THREW:
             raise DriverThrewError(self._library.moeedge_last_error().decode("utf-8", "replace"))
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return code
