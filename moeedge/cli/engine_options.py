@@ -124,7 +124,7 @@ class PlacementOptions:
     forgetting: options.Forgetting = 0.1
     prefill_path: options.PrefillPath = "auto"
     no_calibrate: options.NoCalibrate = False
-    repack: options.RepackExperts = "auto"
+    repack: options.RepackExperts = "off"
     no_warm_start: options.NoWarmStart = False
 
     def config(self, *, measure_anew: bool = False) -> PlacementConfig:
