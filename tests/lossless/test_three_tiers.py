@@ -353,3 +353,12 @@ def test_on_by_itself_only_where_the_host_part_does_not_fit(
     free.available = expert_bytes(tensors)
     assert resolve_device(config).loads_misses
     assert not resolve_device(replace(config, ram="off")).loads_misses
+
+
+def test_a_gpu_that_is_not_used(tiny: TinyFactory, tmp_path: Path, counting: CountingDevice) -> None:
+    """llama.cpp leaves large batches to a GPU's op offload, which is off: they are computed from RAM all the same."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path) as (context, cache, ram):
+        cache.detach()
+        assert_as_mapped(path, context, cache)
+        assert ram.stats().blocks_unknown == 0

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from moeedge.errors import MoeedgeError
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, ReadFault, Repack
+from moeedge.native.abi import Phase, PrefillPath, ReadFault, Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.support.hybrid_driver import churn
 
@@ -65,6 +66,22 @@ def cut_off(path: str) -> None:
             print(cache.reader().error)
 
 
+def next_to_a_device(path: Path) -> None:
+    """Decodes with a second cache, whose uploads read the slots in RAM, while plans for both come."""
+    with ram_context(path, 0.2) as (context, ram):
+        expected = decode(context)
+        config = replace(ram._config, device="emulated", ratio=0.3, n_stage=8)
+        with ExpertCache.open(config) as cache:
+            assert context.sensor is not None
+            cache.attach(context.sensor)
+            cache.read_from(ram)
+            with churn(cache, seed=4), churn(ram, seed=5):
+                for prefill in (PrefillPath.CPU, PrefillPath.RESIDENT, PrefillPath.STREAM):
+                    cache.set_prefill(prefill, 16)
+                    assert all(map(np.array_equal, decode(context), expected))
+            cache.detach()
+
+
 def main(arguments: list[str]) -> None:
     """Decode each model several times; every answer is the first one."""
     for path in map(Path, arguments):
@@ -76,6 +93,7 @@ def main(arguments: list[str]) -> None:
                     cache.set_readers(1 + fault, 4096)
                     cache.limit(cache.info.n_slots - 2)
                     assert all(map(np.array_equal, decode(context), expected))
+        next_to_a_device(path)
     print("done")
 
 
