@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 14  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 15  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):

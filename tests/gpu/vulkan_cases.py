@@ -21,6 +21,7 @@ from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.engine.session import Session
 from moeedge.llama import library
 from moeedge.llama.context import Context
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import DevicePath, Phase
 from moeedge.scheduler import opening
@@ -82,6 +83,10 @@ def all_cases() -> list[Case]:
         cases += [greedy(model, draft="cpu", ngl=half)]
         cases += [greedy(model, path=path, ratio=1.0) for path in ("pairs", "columns", "ahead")]
         cases += [greedy(model, prefill=path, prompt=70, predict=3) for path in ("cpu", "resident", "stream")]
+        cases += [greedy(model, in_ram=0.3, ratio=0.17, path=path, ngl=half) for path in ("pairs", "columns", "ahead")]
+        cases += [
+            greedy(model, in_ram=0.3, prefill=path, prompt=70, predict=3) for path in ("cpu", "resident", "stream")
+        ]
         cases += [Case(model, kind) for kind in ("calibrate", "profile", "chat", "bench")]
     return cases
 
@@ -105,33 +110,47 @@ class ModelCases:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = make_tiny(arch, folder, **(dimensions | {"experts": N_EXPERTS, "layers": n_layers(name)}))
         self.draft_path = make_tiny("qwen3", folder, layers=1)
-        self._models: dict[tuple[Path, int, bool], Model] = {}
+        self._models: dict[tuple[Path, int, bool, bool], Model] = {}
         self._expected: dict[tuple[int, int, int], list[int]] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """The figures of a case; raises AssertionError where it fails."""
         return getattr(self, f"_{case.kind}")(**case.settings)
 
-    def model(self, path: Path, n_gpu_layers: int, *, experts_on_cpu: bool = True) -> Model:
+    def model(
+        self, path: Path, n_gpu_layers: int, *, experts_on_cpu: bool = True, experts_from_file: bool = False
+    ) -> Model:
         """Loaded once; the process's end frees it."""
-        key = (path, n_gpu_layers, experts_on_cpu)
+        key = (path, n_gpu_layers, experts_on_cpu, experts_from_file)
         if key not in self._models:
             self._models[key] = Model.load(
-                path, n_gpu_layers=n_gpu_layers, device=DEVICE, experts_on_cpu=experts_on_cpu and path == self.path
+                path,
+                n_gpu_layers=n_gpu_layers,
+                device=DEVICE,
+                experts_on_cpu=experts_on_cpu and path == self.path,
+                experts_from_file=experts_from_file,
             )
         return self._models[key]
 
     @contextmanager
-    def session(self, ngl: int, ratio: float, draft: str, gamma: int, **placement: Any) -> Iterator[Session]:
-        """A session with that split; draft: on the "device", the "cpu", or "ngram"."""
+    def session(
+        self, ngl: int, ratio: float, draft: str, gamma: int, in_ram: float = 0.0, **placement: Any
+    ) -> Iterator[Session]:
+        """A session with that split; draft: on the "device", the "cpu", or "ngram".
+
+        in_ram: share of the experts with a slot in RAM, into which those are loaded that the device lacks; 0: off.
+        """
         with ExitStack() as stack:
             draft_path: Any = self.draft_path if draft in ("device", "cpu") else draft
             config = hybrid_config(self.path, draft_path, ratio, gamma=max(gamma, 1), device=DEVICE, **placement)
             config = replace(config, n_gpu_layers=ngl)
+            if in_ram:
+                config = replace(config, ram=int(in_ram * expert_bytes(expert_tensors(self.path)[0])))
             loaded = None
             if draft in ("device", "cpu"):
                 loaded = self.model(self.draft_path, ALL_LAYERS if draft == "device" else 0)
-            session = stack.enter_context(Session.open(config, model=self.model(self.path, ngl), draft_model=loaded))
+            target = self.model(self.path, ngl, experts_from_file=in_ram > 0)
+            session = stack.enter_context(Session.open(config, model=target, draft_model=loaded))
             session.gamma = gamma
             yield session
 
@@ -146,11 +165,12 @@ class ModelCases:
         prompt: int,
         predict: int,
         path: str = "pairs",
+        in_ram: float = 0.0,
         **placement: Any,
     ) -> dict[str, Any]:
         tokens = random_prompt(prompt, prompt)
         placement |= {"policy": policy, "device_path": DevicePath[path.upper()]}
-        with self.session(ngl, ratio, draft, gamma, **placement) as session:
+        with self.session(ngl, ratio, draft, gamma, in_ram, **placement) as session:
             expected = self._stock_answer(session, ngl, tokens, predict)
             ties = []
             for _ in range(2):  # while the cache fills, and when it is warm
@@ -162,6 +182,10 @@ class ModelCases:
         if stats is not None:
             assert not stats.lost and stats.blocks_unknown == 0, stats
             figures |= {"pairs_hit": stats.pairs_hit, "pairs": stats.pairs}
+            assert (stats.ram is not None) == (in_ram > 0), session.info.notes
+            if stats.ram is not None:
+                assert stats.ram.pairs > 0 and stats.ram.blocks_unknown == 0, stats.ram
+                figures |= {"ram_loads": stats.ram.uploads, "ram_pairs": stats.ram.pairs}
         return figures
 
     def _stock_answer(self, session: Session, ngl: int, tokens: list[int], n_predict: int) -> list[int]:

@@ -32,6 +32,7 @@ from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import kept_activations, ram_tier
+from moeedge.ui.figures import cache_rows
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
@@ -261,7 +262,8 @@ def test_sessions(policy: str, tiny: TinyFactory, tiny_draft: Path, own_cache_fo
         assert stats.blocks_unknown == stats.ram.blocks_unknown == 0
         assert stats.ram.policy in ram_tier.POLICIES
         assert stats.ram.steps == stats.steps > 0
-        assert "ram" in stats.to_dict()
+        assert stats.to_dict()["ram"]["pairs"] == stats.ram.pairs
+        assert {"hit rate", "slots", "RAM hits", "RAM slots", "read/token"} <= {row.label for row in cache_rows(stats)}
         notices = [note for note in session.info.notes if isinstance(note, Notification)]
         assert sum(note.level is Level.NOTICE for note in notices) == 2
         assert session.model.dense is not None and not session.target.op_offload
