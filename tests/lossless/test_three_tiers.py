@@ -323,7 +323,8 @@ def test_a_gpu_that_fails_leaves_ram(
     mode: int, tiny: TinyFactory, own_cache_folder: Path, counting: CountingDevice
 ) -> None:
     """llama.cpp's GPU and that of the cache: the answer goes on, from the slots in RAM."""
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    # a copy: a model whose driver threw stays mapped
+    path = Path(shutil.copy(tiny("qwen3moe", experts=MANY_EXPERTS), own_cache_folder / "model.gguf"))
     config = tier_config(path, None, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
     with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
         expected, _ = stock.greedy(PROMPT, 24)
