@@ -93,8 +93,9 @@ class PlacementManager:
         restricts = self.on_demand is not None or vanilla
         self.driver = StepDriver(policy, self._store, filter_plan=self._only_predicted if restricts else None)
         self.layer_hook: LayerHook | None = None
-        if self.on_demand is not None or self.driver.plans_layers:
-            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand)
+        reader = cache if execution.reads_ahead and device.kind == "ram" and gate_predictor is not None else None
+        if self.on_demand is not None or self.driver.plans_layers or reader is not None:
+            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand, reader)
         self.draft_prefetch: DraftPrefetch | None = None
         if draft_predictor is not None:
             self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_ahead, cache.drain, vanilla=vanilla)

@@ -27,14 +27,20 @@ _DECODING = (Phase.VERIFY, Phase.DECODE)
 class LayerHook:
     """Called by the decoding thread before each MoE block of the target.
 
-    predictor: of the next layers' experts. loader: of missing experts. on: False while the cache is detached or lost.
+    predictor: of the next layers' experts. loader: of missing experts. reader: a cache in RAM that reads the predicted
+    experts ahead. on: False while the cache is detached or lost.
     """
 
     def __init__(
-        self, driver: StepDriver, predictor: NextGatePredictor | None = None, loader: OnDemandLoader | None = None
+        self,
+        driver: StepDriver,
+        predictor: NextGatePredictor | None = None,
+        loader: OnDemandLoader | None = None,
+        reader: ExpertCache | None = None,
     ) -> None:
         self.predictor = predictor
         self.loader = loader
+        self._reader = reader
         self.on = False
         self._driver = driver
 
@@ -43,6 +49,11 @@ class LayerHook:
             return
         if self.loader is not None and block.ids is not None:
             self.loader.load(block.layer, np.unique(block.ids[block.ids >= 0]))
+        if self._reader is not None and self.predictor is not None:
+            prediction = self.predictor.predict(block)
+            for layer, ids in enumerate(() if prediction is None else prediction.layer_ids):
+                if ids.size and ids.max() >= 0:
+                    self._reader.read_ahead(layer, np.unique(ids))
         if self._driver.plans_layers:
             self._driver.push_layer(block.layer, self.predictor.predict(block) if self.predictor is not None else None)
 

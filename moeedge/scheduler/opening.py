@@ -295,7 +295,7 @@ def _make_manager(
         device,
         target,
         execution=execution,
-        gate_predictor=_gate_predictor(policy, target, notes),
+        gate_predictor=_gate_predictor(policy, target, notes, reads_ahead=execution.reads_ahead),
         draft_predictor=_draft_predictor(policy, config, target, draft, notes),
         router_scores=router_scores,
         keeps_hidden_states=_keeps_hidden_states(policy, draft, gamma, notes),
@@ -325,12 +325,17 @@ def _capture(context: Context) -> ActivationCapture:
     return capture
 
 
-def _gate_predictor(policy: Policy, target: Context, notes: list[str]) -> NextGatePredictor | None:
-    """The predictor of the next layers, for a policy that plans by what routers read; otherwise None."""
-    if "block-inputs" not in policy.required_inputs:
+def _gate_predictor(
+    policy: Policy, target: Context, notes: list[str], *, reads_ahead: bool
+) -> NextGatePredictor | None:
+    """The predictor of the next layers, for a policy that plans by what routers read; otherwise None.
+
+    reads_ahead: the next layer's experts are read ahead, whatever the policy.
+    """
+    if "block-inputs" not in policy.required_inputs and not reads_ahead:
         return None
     try:
-        predictor = NextGatePredictor(target.model)
+        predictor = NextGatePredictor(target.model, 1) if reads_ahead else NextGatePredictor(target.model)
     except ModelFileError as error:
         notes.append(_describe_no_prediction(policy, str(error)))
         return None

@@ -149,9 +149,12 @@ class DraftRouterPredictor:
 
 
 class NextGatePredictor:
-    """Predicts the layers after the one that is computed next. Raises ModelFileError for routers it cannot read."""
+    """Predicts the layers after the one that is computed next, at most `n_layers_ahead`.
 
-    def __init__(self, target: Model) -> None:
+    Raises ModelFileError for routers it cannot read.
+    """
+
+    def __init__(self, target: Model, n_layers_ahead: int = _N_LAYERS_AHEAD) -> None:
         self._routers = Routers.read(target)
         self._n_used = target.info.n_expert_used
         # of the current batch, each layer as predicted from the one before: [n_layers, n_tokens, k]
@@ -161,7 +164,7 @@ class NextGatePredictor:
         self._next = {
             layer: [
                 (later, None if norm is None else self._routers.ratio(np.array([later]), norm[[layer]]))
-                for later in layers[place + 1 : place + 1 + _N_LAYERS_AHEAD]
+                for later in layers[place + 1 : place + 1 + n_layers_ahead]
             ]
             for place, layer in enumerate(layers)
         }
