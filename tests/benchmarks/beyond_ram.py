@@ -35,11 +35,12 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.abi import Phase
 from moeedge.scheduler import disk
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.units import parse_size
 from tests.support.ballast import Ballast
 
 SCHEMA = "moeedge-beyond-ram-2"
-ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")
+ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")  # and moeedge-auto: drafts as long as measurement says
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 
 
@@ -51,13 +52,14 @@ def read_bytes() -> int:
 
 def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
     """The session of an arm."""
-    drafts = arm.endswith("-sd")
+    drafts = arm.endswith(("-sd", "-auto"))
     is_stock = arm.startswith("stock")
     ram: int | Literal["auto", "off"] = "off" if is_stock else options.ram
     return EngineConfig(
         model=options.model,
         draft=options.draft if drafts else None,
-        gamma=options.draft_max if drafts else 0,
+        gamma=GAMMA_MAX if arm.endswith("-auto") else options.draft_max if drafts else 0,
+        auto_gamma=arm.endswith("-auto"),
         n_ctx=options.ctx_size,
         n_threads=options.threads,
         n_ubatch=options.ubatch_size,
@@ -180,6 +182,13 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row["hit_rate_pairs"] = statistics.median(c["pairs_hit"] / max(1, c["pairs"]) for c in caches)
             row["wait_share"] = statistics.median(
                 c["wait_s"] / max(1e-9, c["wait_s"] + c["cpu_s"] + c["partition_s"]) for c in caches
+            )
+            row["read_share_of_limit"] = statistics.median(
+                run["cache"]["wait_bytes"]
+                / max(1e-9, run["cache"]["wait_s"])
+                / statistics.mean(run["disk_limits_bytes_per_s"])
+                for run in mine
+                if run["cache"]
             )
             row["disk_bytes_per_s"] = statistics.median(c["bytes_moved"] / max(1e-9, c["transfer_s"]) for c in caches)
         rows.append(row)
