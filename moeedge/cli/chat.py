@@ -99,6 +99,8 @@ def chat(
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
     config = engine.config(placement.config(), emulate_bundled=True, context_shift=context_shift)
+    if engine.draft_max is None:
+        config = replace(config, auto_gamma=None)
     err = stderr_console()
     config = budget.config(replace(config, cpu_fallback=True, ram=parse_ram(ram)), notify=notifier(err))
     if verbose:

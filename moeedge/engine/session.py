@@ -108,6 +108,9 @@ class Session:
         device = resolve_device(config)
         if device.kind == "ram":
             ram_tier.check_policy(config.placement.policy)
+        if config.auto_gamma is None:
+            from_file = device.kind == "ram" or device.loads_misses
+            config = replace(config, auto_gamma=from_file and config.n_parallel == 1)
         if config.auto_gamma and config.gamma > 0:
             config = replace(config, gamma=GAMMA_MAX)
         if "no-sd" in config.placement.ablations and config.mode == "moeedge":
@@ -463,5 +466,5 @@ def _describe(
         vram_bytes=memory[0] if memory is not None else None,
         expert_budget=budget,
         earlier_runs=placement.earlier_runs if placement is not None else None,
-        auto_gamma=gamma > 0 and config.auto_gamma,
+        auto_gamma=gamma > 0 and bool(config.auto_gamma),
     )
