@@ -223,6 +223,11 @@ def run_in_process(arm: str, given: list[str], options: argparse.Namespace) -> d
     return run | {"disk_limits_bytes_per_s": limits}
 
 
+def _file_name(argument: str) -> str:
+    """An argument without the folders of a path."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the arms in turn, or one arm in this process (--run)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,7 +266,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(json.dumps(summary(runs[-1:])[0]), file=sys.stderr, flush=True)
     record = {
         "schema": SCHEMA,
-        "command": f"python -m tests.benchmarks.beyond_ram {' '.join(given)}".replace(f"{options.model.parent}/", ""),
+        "command": f"python -m tests.benchmarks.beyond_ram {' '.join(map(_file_name, given))}",
         "environment": asdict(read_environment()),
         "page_cache": dropped,
         "ballast_bytes": options.ballast,

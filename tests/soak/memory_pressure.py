@@ -155,9 +155,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = run(options)
-    record["command"] = f"python -m tests.soak.memory_pressure {' '.join(sys.argv[1:])}".replace(
-        f"{options.model.parent}/", ""
-    )
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    record["command"] = f"python -m tests.soak.memory_pressure {' '.join(words)}"
     if options.out:
         options.out.write_text(json.dumps(record), encoding="utf-8")
     print(json.dumps({key: record[key] for key in ("answers", "different_answers", "slots", "warnings")}, indent=2))
