@@ -84,7 +84,7 @@ def chat(
 
     The answer goes to standard output, everything else to standard error.
     """
-    engine.limit_openmp_spin(emulate_bundled=True)
+    engine.limit_openmp_spin(emulate_bundled=True, ram=ram)
     # from here on llama.cpp may be loaded
     from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil
+
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.declare import option
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, EngineConfig, SamplingConfig
-from moeedge.errors import InputError
+from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import LocalModel, local_draft, locate
+from moeedge.hub.names import all_parts
 from moeedge.native.abi import PrefillPath, Repack
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX
@@ -66,10 +69,23 @@ class EngineOptions:
     device: options.Device = "auto"
     backend: options.Backend = None  # loaded by native.attach
 
-    def limit_openmp_spin(self, *, emulate_bundled: bool = False) -> None:
-        """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model."""
+    def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: str = "off") -> None:
+        """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model.
+
+        ram: the value of --ram.
+        """
         bundled = self.model is None or paths.is_bundled(self.model)
-        limit_openmp_spin(self.device, may_emulate=emulate_bundled and bundled)
+        reads_experts = ram not in ("auto", "off") or (ram == "auto" and not bundled and self._exceeds_memory())
+        limit_openmp_spin(self.device, may_emulate=emulate_bundled and bundled, reads_experts=reads_experts)
+
+    def _exceeds_memory(self) -> bool:
+        """Whether the model's file does not fit what is free."""
+        try:
+            path = locate(str(self.model)).path
+            n_bytes = sum(path.with_name(part).stat().st_size for part in all_parts(path.name))
+            return n_bytes >= psutil.virtual_memory().available
+        except (MoeedgeError, OSError):  # `config` says what is wrong
+            return False
 
     def config(
         self,
@@ -247,13 +263,14 @@ def check_device(text: str) -> None:
     check_known(spec)
 
 
-def limit_openmp_spin(device: str, *, may_emulate: bool = False) -> None:
-    """Makes idle OpenMP threads yield their core soon where another team of threads computes at the same time.
+def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:
+    """Makes idle OpenMP threads yield their core soon where other threads work at the same time.
 
-    That team is the emulated device, or a worker, which may run on this machine. GOMP_SPINCOUNT is read when llama_cpp
-    is loaded, so this must come before. may_emulate: auto may turn out to be the emulated device.
+    These are the emulated device, a worker, which may run on this machine, or those that read experts from the file
+    (reads_experts). GOMP_SPINCOUNT is read when llama_cpp is loaded, so this must come before. may_emulate: auto may
+    turn out to be the emulated device.
     """
-    if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto"):
+    if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto") or reads_experts:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 
 

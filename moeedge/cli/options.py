@@ -92,8 +92,8 @@ DraftLength = Annotated[
         DraftMax,
         metavar="N|auto",
         help="Tokens per draft (gamma); 0: no speculation; auto: up to 16, each step as many as pay by what steps have "
-        "cost so far. Default: the catalog's value for the model, otherwise 4; in a chat whose experts are loaded from the "
-        "file (--ram) auto.",
+        "cost so far. Default: the catalog's value for the model, otherwise 4; in a chat whose experts are loaded from "
+        "the file (--ram) auto.",
     ),
 ]
 DraftMaxList = Annotated[

@@ -67,7 +67,7 @@ def profile(
     The profile goes to standard output, everything else to standard error. JSON is an object for --layer, an array for
     --layers. After Ctrl-C the profile covers the tokens until then.
     """
-    engine.limit_openmp_spin()
+    engine.limit_openmp_spin(ram=ram)
     from moeedge.ui.console import check_output, check_picture
 
     choice = LayerChoice(layer, layers)

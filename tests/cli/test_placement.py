@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moeedge.cli.engine_options import PlacementOptions, limit_openmp_spin
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, limit_openmp_spin
 from moeedge.scheduler.config import PlacementConfig
 from tests.support.commands import refused, run, run_json
 
@@ -150,5 +151,19 @@ def test_idle_threads_beside_the_emulated_device(
     limit_openmp_spin(device, may_emulate=may_emulate)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    limit_openmp_spin("emulated")
+    limit_openmp_spin("none", reads_experts=True)
     assert os.environ["GOMP_SPINCOUNT"] == "7"  # the user's value stays
+
+
+@pytest.mark.parametrize(
+    ("ram", "n_free", "calm"), [("auto", 10, True), ("auto", 10**15, False), ("1GiB", 10**15, True), ("off", 10, False)]
+)
+def test_idle_threads_while_experts_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ram: str, n_free: int, calm: bool
+) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(bytes(100))
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=n_free))
+    EngineOptions(model=model).limit_openmp_spin(ram=ram)
+    assert ("GOMP_SPINCOUNT" in os.environ) == calm
