@@ -246,9 +246,11 @@ def parse_draft_length(text: str) -> int | Literal["auto"]:
     """The value of --draft-max. Raises InputError."""
     if text == "auto":
         return "auto"
-    if not text.strip().lstrip("-").isdecimal():
-        raise InputError(f"--draft-max takes a number of tokens or auto, not '{text}'.", "Give 0 to switch drafts off.")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        what = f"--draft-max takes a number of tokens or auto, not '{text}'."
+        raise InputError(what, "Give 0 to switch drafts off.") from None
 
 
 def check_device(text: str) -> None:

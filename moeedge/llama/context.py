@@ -289,11 +289,14 @@ class Context:
         except DriverThrewError as error:
             self.abandon()
             raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None
+        except BaseException:  # raised by `cancel`
+            self._drop_counts()
+            raise
         if code == 1:
             raise self._full()
+        if code != 0:
+            self._drop_counts()
         if code == _STOPPED:
-            if self.sensor is not None:
-                self.sensor.read_counts()  # of some layers only
             raise Cancelled
         if code != 0:
             reason = library.first_error()
@@ -303,6 +306,11 @@ class Context:
             if self.model.uses_gpu and code in _COMPUTE_FAILED:
                 raise DeviceFailedError(message, _WITHOUT_GPU)
             raise EngineError(message)
+
+    def _drop_counts(self) -> None:
+        """Forgets what a decode that has ended early activated: it was counted in some layers only."""
+        if self.sensor is not None:
+            self.sensor.read_counts()
 
     def _full(self) -> EngineError:
         return EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")

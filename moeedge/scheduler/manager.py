@@ -16,7 +16,6 @@ from moeedge.experts import Residency
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.native import ActivationCapture
 from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
@@ -30,7 +29,7 @@ from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
-from moeedge.scheduler.ram_tier import RamStore, RamTier, slots_of
+from moeedge.scheduler.ram_tier import LOST, RamStore, RamTier, slots_of, use_mapped_file
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
@@ -371,7 +370,11 @@ class PlacementManager:
             self._switch_hooks()
             if self._device.kind == "rpc":
                 rpc.mark_lost(self._device.endpoint)
-            self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
+            if self._device.kind == "ram":
+                use_mapped_file(self._path)
+                self._warn(LOST)
+            else:
+                self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
         if n_unknown and not self._warned_unknown and self.active:
             self._warned_unknown = True
             self._warn(
@@ -455,8 +458,7 @@ class PlacementManager:
         n_experts = len(self._cached_layers) * self.cache.info.n_experts
         self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
         if self._device.kind == "ram" and not self.cache.info.n_slots:
-            with suppress(MoeedgeError):  # a file that is gone
-                let_experts_read_ahead(self._path)
+            use_mapped_file(self._path)
         self._n_slots_opened = self.cache.info.n_slots
         shape = cache_shape(self.cache)
         self.driver.use(self._remake_policy(shape))
@@ -479,7 +481,8 @@ class PlacementManager:
             with suppress(BackendError):  # a lost device moves nothing
                 self._store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
         if self.ram is not None:
-            CacheStore(self.ram.cache).drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
+            with suppress(BackendError):
+                CacheStore(self.ram.cache).drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
         """All figures since the session began."""

@@ -33,6 +33,7 @@ from moeedge.units import format_bytes
 _POOL_SLOTS = 512
 # whose scores say which expert goes; other systems are defined by what they prefetch or place, which is not done here
 POLICIES = ("spac", "lfu", "lru")
+LOST = "Experts can no longer be loaded into RAM: the mapped file is read from here on, which is slow."
 
 
 def check_policy(name: str) -> None:
@@ -79,8 +80,8 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
 
 
 def describe_dense(dense: DenseWeights) -> str:
-    """A sentence for the user: where the dense weights are."""
-    size = format_bytes(dense.n_bytes)
+    """A sentence for the user: where the dense weights in host memory are."""
+    size = format_bytes(min(dense.n_bytes, dense.host_bytes))  # a GPU has the others
     if dense.locked_bytes >= dense.host_bytes:
         return f"{size} of other weights stay in memory, locked."
     if dense.own_bytes >= dense.host_bytes:
@@ -88,6 +89,12 @@ def describe_dense(dense: DenseWeights) -> str:
     if dense.locked_bytes == 0:
         return f"{size} of other weights are in the page cache; raise ulimit -l to lock them."
     return f"{size} of other weights are in the page cache, {format_bytes(dense.locked_bytes)} of it locked."
+
+
+def use_mapped_file(model: Path) -> None:
+    """Lets faults in the experts' ranges read ahead, where they are computed from the mapped file from here on."""
+    with suppress(MoeedgeError):  # a file that is gone
+        let_experts_read_ahead(model)
 
 
 def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) -> None:
@@ -177,12 +184,13 @@ class RamTier:
         self._recorder = StatsRecorder(cache.stats())
         self._n_slots_opened = cache.info.n_slots
         self._attached = False
+        self._lost = False
         self._warned_unknown = False
 
     @property
     def active(self) -> bool:
         """Whether experts are computed from its slots."""
-        return self._attached and self.cache.info.n_slots > 0
+        return self._attached and not self._lost and self.cache.info.n_slots > 0
 
     def attach(self, sensor: Sensor) -> None:
         """Lets the sensor's context compute from the slots what no device computes."""
@@ -230,7 +238,10 @@ class RamTier:
         if not self.active:
             return []
         found = []
-        _, n_unknown = self.cache.trouble()
+        self._lost, n_unknown = self.cache.trouble()
+        if self._lost:
+            use_mapped_file(self._model)
+            return [Notification(LOST, Level.WARNING)]
         if n_unknown and not self._warned_unknown:
             self._warned_unknown = True
             text = "Some blocks of experts, which moeedge does not understand, are computed from the mapped file: slow."
@@ -267,8 +278,7 @@ class RamTier:
         n_all = self._n_layers * self.cache.info.n_experts
         self.cache.resize(n_slots / n_all if n_slots >= self._n_layers else 0.0)
         if not self.cache.info.n_slots:
-            with suppress(MoeedgeError):  # a file that is gone
-                let_experts_read_ahead(self._model)
+            use_mapped_file(self._model)
         self._n_slots_opened = self.cache.info.n_slots
         shape = cache_shape(self.cache)
         self._driver.use(self._make(shape))

@@ -66,6 +66,7 @@ REFUSED = {
         "-n -2": "(-n) -1",
         "-s -2": "seed -1",
         "--draft-max 99": "(--draft-max) 0..64",
+        "--draft-max=--5": "--draft-max auto '--5'",
         "-c 8": "context 8 -c",
         "--raw -sys 'be kind'": "-sys template --raw",
         "-o yaml": "'yaml' text, json",

@@ -119,4 +119,19 @@ def test_an_exception_in_the_question_ends_the_decode(path: Path, kind: type[Bas
         with pytest.raises(kind, match="awaited"):
             context.decode(TOKENS, phase=Phase.PREFILL, cancel=fail)
         assert context.n_past == 0
-        assert context.decode(TOKENS[:4], phase=Phase.PREFILL, cancel=lambda: False).shape[0] == 1
+        n_tokens = 4
+        assert context.decode(TOKENS[:n_tokens], phase=Phase.PREFILL, cancel=lambda: False).shape[0] == 1
+        assert context.sensor is not None
+        n_used = context.model.info.n_expert_used
+        counts = context.sensor.read_counts().sum(axis=1)
+        assert (counts[:-1] == n_tokens * n_used).all(), "of this decode alone"
+
+
+def test_what_a_stopped_block_wanted_is_forgotten(path: Path) -> None:
+    """Otherwise it waits for room at the head of the queue, before all that is read ahead."""
+    with ram_context(path, 8 / 256, disk_bytes_per_s=DISK_BYTES_PER_S) as (context, cache):
+        with pytest.raises(Cancelled):
+            context.decode(TOKENS[:6], phase=Phase.VERIFY, cancel=StopAfter(0.4))
+        assert cache.drain(10.0)
+        stats = cache.stats()
+        assert (stats.queued, stats.slots_used) == (0, cache.info.n_slots)

@@ -24,7 +24,6 @@ from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.policies.registry import POLICIES
 from moeedge.scheduler import kept_activations, ram_tier
-from moeedge.scheduler import manager as manager_module
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
@@ -209,7 +208,7 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
 def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty slots give no memory back; without slots the file's pages are read ahead again."""
     read_ahead: list[Path] = []
-    monkeypatch.setattr(manager_module, "let_experts_read_ahead", read_ahead.append)
+    monkeypatch.setattr(ram_tier, "let_experts_read_ahead", read_ahead.append)
     tensors, _ = expert_tensors(tiny_moe)
     config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=2 * expert_bytes(tensors))
     with Session.open(config) as session:
@@ -259,6 +258,7 @@ def test_dense_weights_that_the_kernel_may_drop_leave_less_for_slots() -> None:
     assert free_for_slots(100, dense_weights_of(own_bytes=40, locked_bytes=10)) == 100
     described = {describe_dense(dense_weights_of(*each)) for each in ((0, 0), (0, 10), (40, 10), (40, 40))}
     assert len(described) == 4
+    assert all(format_bytes(40) in each for each in described), "a GPU has the others"
 
 
 def _short_answer(config: EngineConfig, notes: list[Notification]) -> EngineInfo:

@@ -28,6 +28,7 @@ from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
+from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
@@ -136,6 +137,42 @@ def test_prompts(prefill: PrefillPath, tiny: TinyFactory, tmp_path: Path) -> Non
         cache.set_prefill(prefill, 16)
         assert_as_mapped(path, context, cache)
         assert cache.stats().blocks_unknown == ram.stats().blocks_unknown == 0
+
+
+@pytest.mark.parametrize("device_ratio", [0.2, 0.5])
+def test_a_prompt_reads_ahead_what_is_not_on_the_device(
+    device_ratio: float, tiny: TinyFactory, tmp_path: Path
+) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path, device_ratio=device_ratio, ram_ratio=0.6) as (context, cache, ram):
+        cache.set_prefill(PrefillPath.RESIDENT, 16)
+        RandomPlans(cache, seed=3).fill()
+        context.decode(TOKENS, phase=Phase.PREFILL)
+        assert ram.drain(10.0) and ram.stats().ahead_used > 0
+        in_both = (ram.copy_residency() == Residency.RESIDENT) & (cache.copy_residency() == Residency.RESIDENT)
+        assert not in_both.any()
+
+
+def test_a_streamed_prompt_stops_between_two_experts(tiny: TinyFactory, tmp_path: Path) -> None:
+    """And not after all that are staged together: here all that a layer misses, about twenty."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with three_tiers(path, tmp_path, n_stage=2 * MANY_EXPERTS) as (context, cache, ram):
+        cache.set_prefill(PrefillPath.STREAM, 16)
+        ram.set_read_faults(ReadFault.DELAY, 1, 0.1)
+        n_expert_bytes = int(ram.groups()[2].max())
+        stopped_at: list[int] = []
+
+        def stop() -> bool:
+            n_read = ram.reader().bytes_read
+            if n_read > 0:
+                stopped_at.append(n_read)
+            return bool(stopped_at)
+
+        with pytest.raises(Cancelled):
+            context.decode(TOKENS, phase=Phase.PREFILL, cancel=stop)
+        assert ram.reader().bytes_read - stopped_at[0] <= 2 * n_expert_bytes
+        ram.set_read_faults(ReadFault.DELAY, 0)
+        assert_as_mapped(path, context, cache)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
@@ -294,6 +331,21 @@ def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, m
         assert manager.ram.cache.info.n_slots == 0 and not manager.loads_on_demand
         assert manager.ram.cache.stats().blocks > n_blocks
         assert sum("RAM" in note for note in session.info.notes) >= 2
+
+
+def test_a_lost_cache_in_ram_is_told_of_once(
+    tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    notes: list[Notification] = []
+    with Session.open(tier_config(path, None)) as session:
+        manager = session.placement
+        assert manager is not None and manager.ram is not None and manager.loads_on_demand
+        session.notify = notes.append
+        monkeypatch.setattr(manager.ram.cache, "trouble", lambda: (True, 0))
+        greedy_answer(session, PROMPT, 4)
+        assert notes.count(ram_tier.LOST) == 1
+        assert not manager.loads_on_demand and manager.active
 
 
 def test_a_full_disk_is_told_of(tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

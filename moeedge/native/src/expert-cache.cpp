@@ -198,7 +198,7 @@ void expert_cache::release(int layer, const int32_t * slots, int n) {
     }
 }
 
-bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots) try {
+bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_t * slots, const stop_flag & stops) try {
     struct request {
         std::vector<int32_t> experts, slots;
         bool                 is_done = false;
@@ -206,14 +206,15 @@ bool expert_cache::stage(int layer, const int32_t * experts, int n, const int32_
     auto asked = std::make_shared<request>();
     asked->experts.assign(experts, experts + n);
     asked->slots.assign(slots, slots + n);
-    const bool is_answered = run_on_device([kept = core, layer, asked] {
+    const bool is_answered = run_on_device([kept = core, layer, asked, stops] {
         expert_uploader & uploader = *kept->streaming;
         int64_t           ticket   = 0;
-        for (size_t i = 0; i < asked->experts.size() && ticket >= 0; i++) {
-            ticket = uploader.send(layer, asked->experts[i], asked->slots[i]);
+        size_t            n_sent   = 0;
+        for (; n_sent < asked->experts.size() && ticket >= 0 && !*stops; n_sent++) {
+            ticket = uploader.send(layer, asked->experts[n_sent], asked->slots[n_sent]);
         }
         uploader.wait(ticket);
-        asked->is_done = ticket >= 0;
+        asked->is_done = ticket >= 0 && n_sent == asked->experts.size();
     });
     return is_answered && asked->is_done;
 } catch (const std::exception & error) { // a backend that throws

@@ -27,6 +27,9 @@
 
 namespace moeedge {
 
+// set by another thread: what runs should stop
+using stop_flag = std::shared_ptr<std::atomic<bool>>;
+
 class expert_cache {
   public:
     static constexpr int not_resident = residency_table::no_slot;
@@ -65,8 +68,8 @@ class expert_cache {
     const int     n_stage;
     ggml_tensor * stage(int group, const char * role) const;
     // writes experts [n] of a layer to staging slots [n] with the streaming instance, and waits for it; called by one
-    // thread at a time, which is not the mover. False: failed or lost.
-    bool stage(int layer, const int32_t * experts, int n, const int32_t * slots);
+    // thread at a time, which is not the mover. False: failed, lost, or `stops` was set before the last expert.
+    bool stage(int layer, const int32_t * experts, int n, const int32_t * slots, const stop_flag & stops);
 
     bool        is_lost() const { return device().health->is_lost(); }
     bool        is_foreign() const { return device().health->is_foreign(); } // of the process that forked this one

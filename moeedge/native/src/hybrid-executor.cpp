@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <future>
 #include <numeric>
 
 #include "ggml-impl.h"
@@ -146,9 +145,10 @@ const float * hybrid_executor::columns_of_host(const placed_chain & placed, cons
     if (!has_ram(placed)) {
         return columns_of_cpu(placed, pairs, record.cpu_ns, gathered);
     }
-    moeedge_block_record ram   = {};
-    const float *        found = from_ram->columns(placed, pairs, { experts, input_data, cpu, record.phase }, ram);
-    last_status                = from_ram->status();
+    moeedge_block_record ram    = {};
+    const block_inputs   inputs = { experts, input_data, cpu, record.phase, cache.get(), record.unique_device };
+    const float *        found  = from_ram->columns(placed, pairs, inputs, ram);
+    last_status                 = from_ram->status();
     record.cpu_ns += ram.cpu_ns;
     load_ns += ram.wait_ns;
     return found;
@@ -420,10 +420,19 @@ void hybrid_executor::cut_chunks(std::vector<stream_chunk> & chunks) {
     }
 }
 
+// waits for experts that are being staged; false: they are not, or the computation is to stop
+bool hybrid_executor::wait_staged(std::future<bool> & staged, const stop_flag & stops) {
+    while (!*stops && staged.wait_for(residency_table::stop_interval) == std::future_status::timeout) {
+        *stops = from_ram && from_ram->should_stop && from_ram->should_stop();
+    }
+    return staged.get();
+}
+
 bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record) {
-    const auto stage = [this, layer = placed.chain.layer](const stream_chunk & chunk) {
-        return std::async(std::launch::async | std::launch::deferred, [this, layer, &chunk] {
-            return cache->stage(layer, chunk.experts.data(), (int) chunk.experts.size(), chunk.slots.data());
+    const stop_flag stops = std::make_shared<std::atomic<bool>>(false);
+    const auto      stage = [this, layer = placed.chain.layer, stops](const stream_chunk & chunk) {
+        return std::async(std::launch::async | std::launch::deferred, [this, layer, stops, &chunk] {
+            return cache->stage(layer, chunk.experts.data(), (int) chunk.experts.size(), chunk.slots.data(), stops);
         });
     };
     std::future<bool> staged;
@@ -431,16 +440,21 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
         staged = stage(chunks[0]);
     }
     bool ok = compute_on_device(placed, on_device, placed.device_tables, record);
-    for (size_t c = 0; ok && c < chunks.size(); c++) { // what is being staged is waited for also after a failure
+    for (size_t c = 0; ok && c < chunks.size(); c++) {
         const int64_t begin_ns = now_ns();
-        const bool    is_there = staged.get();
+        const bool    is_there = wait_staged(staged, stops);
         record.wait_ns += now_ns() - begin_ns;
+        if (*stops) {
+            last_status = GGML_STATUS_ABORTED;
+            return false;
+        }
         if (c + 1 < chunks.size()) {
             staged = stage(chunks[c + 1]);
         }
         const index_list & pairs = chunks[c].pairs;
         ok = is_there ? compute_on_device(placed, pairs, placed.stage_tables, record) : compute_on_cpu(placed, pairs, record);
     }
+    *stops = true; // after a failure the next chunk is being staged, which is waited for
     return ok;
 }
 

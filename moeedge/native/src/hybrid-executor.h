@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <vector>
 
@@ -55,6 +56,7 @@ class hybrid_executor : private pair_columns {
         index_list experts, slots, pairs;
     };
     void cut_chunks(std::vector<stream_chunk> & chunks);
+    bool wait_staged(std::future<bool> & staged, const stop_flag & stops);
     bool stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record);
 
     int           count_unique(const index_list & pairs);

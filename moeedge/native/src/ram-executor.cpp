@@ -90,7 +90,7 @@ void ram_executor::sort_pairs(bool skips_unweighted) {
 // the shares of the waiting experts, where the batch needs nearly all experts
 void ram_executor::find_shares(int64_t n_tokens) {
     shares.clear();
-    if ((double) waiting.size() < nearly_all * (double) pairs_of.size()) {
+    if ((double) waiting.size() + n_device < nearly_all * (double) pairs_of.size()) {
         return;
     }
     for (const int32_t expert : waiting) {
@@ -171,6 +171,23 @@ void ram_executor::store(const placed_chain & placed, const float * columns) {
     }
 }
 
+// reads the experts of the next layer ahead, except those that the device holds
+void ram_executor::read_next(int layer) {
+    const int next = cache->table().layer_after(layer);
+    if (next <= layer) {
+        return;
+    }
+    ahead = all;
+    if (device) {
+        found.resize(all.size());
+        device->acquire(next, all.data(), (int) all.size(), found.data());
+        device->release(next, found.data(), (int) found.size());
+        const auto is_there = [this](int32_t expert) { return found[(size_t) expert] != expert_cache::not_resident; };
+        ahead.erase(std::remove_if(ahead.begin(), ahead.end(), is_there), ahead.end());
+    }
+    cache->table().read_ahead(next, ahead.data(), (int) ahead.size());
+}
+
 // computes the sorted pairs; false: an expert cannot be loaded, or the backend stopped
 bool ram_executor::compute_pairs(const placed_chain & placed, moeedge_block_record & record) {
     cache->clear_load_error(); // of an earlier block
@@ -178,8 +195,8 @@ bool ram_executor::compute_pairs(const placed_chain & placed, moeedge_block_reco
     residency_table & table = cache->table();
     const int         layer = placed.chain.layer;
     const want_guard  wants(table, layer, waiting, shares.empty() ? nullptr : shares.data());
-    if (const int next = table.layer_after(layer); !shares.empty() && next > layer) {
-        table.read_ahead(next, all.data(), (int) all.size());
+    if (!shares.empty()) {
+        read_next(layer);
     }
     bool ok = compute_resident(placed, record, /* is_first = */ true);
     while (ok && !waiting.empty()) {
@@ -203,6 +220,8 @@ const float * ram_executor::columns(const placed_chain & placed, const index_lis
     experts.assign(inputs.experts.begin(), inputs.experts.end());
     input_data  = inputs.input;
     cpu         = inputs.cpu;
+    device      = inputs.device;
+    n_device    = inputs.n_device;
     last_status = GGML_STATUS_SUCCESS;
     record      = new_record(placed.chain, inputs.phase);
     forget_pairs();
@@ -225,6 +244,8 @@ block_outcome ram_executor::compute(const placed_chain & placed, int phase, bool
     const expert_chain & chain    = placed.chain;
     skips_unweighted              = skips_unweighted && placed.sum.is_complete();
     cpu                           = own_cpu;
+    device                        = nullptr;
+    n_device                      = 0;
     place_of.clear();
     read_ids(chain.ids, experts);
     read_input(chain, /* keep = */ true);

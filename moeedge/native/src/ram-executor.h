@@ -18,6 +18,8 @@ struct block_inputs {
     const char *                 input;   // the chain's, of which nothing is overwritten yet
     ggml_backend_t               cpu;     // computes
     int                          phase;
+    expert_cache *               device;   // computes other experts of the block
+    int                          n_device; // how many
 };
 
 class ram_executor : private pair_columns {
@@ -48,6 +50,7 @@ class ram_executor : private pair_columns {
     void add_pair(int32_t pair);
     void sort_pairs(bool skips_unweighted);
     void find_shares(int64_t n_tokens);
+    void read_next(int layer);
     bool compute_pairs(const placed_chain & placed, moeedge_block_record & record);
     void store(const placed_chain & placed, const float * columns);
     bool compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first);
@@ -59,6 +62,9 @@ class ram_executor : private pair_columns {
     std::vector<index_list> pairs_of; // [n_experts] pairs that are not computed yet
     index_list              waiting;  // distinct experts that are not computed yet
     index_list              all;      // experts of a layer
+    index_list              ahead;    // of these, what is read for the next layer
+    expert_cache *          device   = nullptr; // computes other experts of the block; null: none does
+    int                     n_device = 0;       // how many
     std::vector<float>      shares;   // of the batch's tokens that use each of the waiting experts; empty: few are needed
     index_list              found;    // their slots
     index_list              chunk;    // pairs that are computed together

@@ -9,8 +9,6 @@ namespace moeedge {
 
 // how many uploads ahead the file is read: enough requests to keep a disk busy while one is awaited
 static constexpr size_t n_uploads_read_ahead = 4;
-// how often a thread that waits for experts asks whether it should stop
-static constexpr auto stop_interval = std::chrono::milliseconds(25);
 
 residency_table::residency_table(const expert_layout & layout, const std::vector<int> & capacity)
     : n_experts(layout.n_experts), group_of(layout.group_of), groups(layout.groups.size()), n_resident(layout.n_layers) {
@@ -152,9 +150,15 @@ int residency_table::await(int layer, const int32_t * experts, int n, int32_t * 
 void residency_table::forget(int layer, const int32_t * experts, int n) {
     {
         std::lock_guard<std::mutex> lock(mutex);
+        group_state &               group = groups[group_of[layer]];
         for (int i = 0; i < n; i++) {
             awaited[(size_t) layer * n_experts + experts[i]] = 0;
         }
+        const auto is_later     = [](const queued & q) { return q.priority < demand_priority; };
+        const auto is_forgotten = [&](const queued & q) { return layer_of(q.flat_id) == layer && !awaited[q.flat_id]; };
+        const auto begin        = group.queue.begin() + (ptrdiff_t) group.head;
+        const auto end          = std::find_if(begin, group.queue.end(), is_later);
+        group.queue.erase(std::remove_if(begin, end, is_forgotten), end);
         mark_work(); // an expert may go now that could not before
     }
     work.notify_one();

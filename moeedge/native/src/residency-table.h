@@ -58,6 +58,8 @@ class residency_table {
     static constexpr int     await_stopped   = -1;
     static constexpr uint8_t demand_priority = UINT8_MAX; // above every priority of a plan
     static constexpr uint8_t ahead_priority  = demand_priority - 1;
+    // how often a thread that waits for experts asks whether it should stop
+    static constexpr auto    stop_interval   = std::chrono::milliseconds(25);
 
     // capacity [n_groups], in slots
     residency_table(const expert_layout & layout, const std::vector<int> & capacity);
