@@ -94,10 +94,14 @@ class SplitWeights:
             files=versions,
         )
 
-    def read_ahead(self) -> float:
-        """Reads the dense tensors into the page cache in large requests; returns seconds. Raises ModelFileError."""
+    def read_ahead(self, n_host_experts: int | None = None) -> float:
+        """Reads the dense tensors into the page cache in large requests; returns seconds. Raises ModelFileError.
+
+        n_host_experts: the first layers, whose experts are in host memory; None: all. Experts of others are read, too.
+        """
         start_s = time.perf_counter()
-        for path, ranges in ranges_by_file(self.dense).items():
+        on_gpu = [] if n_host_experts is None else [t for t in self.experts if not t.is_on_host(n_host_experts)]
+        for path, ranges in ranges_by_file([*self.dense, *on_gpu]).items():
             _read_ahead(path, ranges)
         return time.perf_counter() - start_s
 

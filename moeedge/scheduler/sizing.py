@@ -187,6 +187,7 @@ def cache_budget(
     tensors = in_host_memory(tensors, model)
     experts_total = expert_bytes(tensors)
     whole_bytes -= experts_total
+    counted_bytes = 0 if device.kind == "ram" else whole_bytes
     n_layers = len(model.host_expert_layers)
     # ratios count all experts of the model
     cache_ratio, default_ratio = (
@@ -205,7 +206,7 @@ def cache_budget(
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         reserve_bytes=reserved,
-        vram_bytes=None if config.vram_bytes is None else max(0, config.vram_bytes - whole_bytes),
+        vram_bytes=None if config.vram_bytes is None else max(0, config.vram_bytes - counted_bytes),
         cache_ratio=cache_ratio,
         default_ratio=default_ratio,
         experts_on_device=whole_bytes > 0 and n_layers == 0,

@@ -48,11 +48,17 @@ class StopAfter:
         return time.monotonic() - self.at_s
 
 
-@pytest.fixture
-def session(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Session]:
+@pytest.fixture(params=["none", "emulated:threads=1"])
+def session(
+    request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Session]:
+    """With all experts in RAM or in the file, or some of them on a device."""
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
-    placement = PlacementConfig(disk_bytes_per_s=DISK_BYTES_PER_S)
-    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=4 << 20, placement=placement)
+    ratio = None if request.param == "none" else 0.1
+    placement = PlacementConfig(disk_bytes_per_s=DISK_BYTES_PER_S, cache_ratio=ratio, calibrate=False)
+    config = EngineConfig(
+        model=path, n_ctx=512, n_threads=1, gamma=0, device=request.param, ram=4 << 20, placement=placement
+    )
     with Session.open(config) as opened:
         yield opened
 

@@ -417,3 +417,16 @@ def test_a_gpu_that_is_not_used(tiny: TinyFactory, tmp_path: Path, counting: Cou
         cache.detach()
         assert_as_mapped(path, context, cache)
         assert ram.stats().blocks_unknown == 0
+
+
+def test_next_to_whole_layers_on_the_gpu(tiny: TinyFactory, own_cache_folder: Path, counting: CountingDevice) -> None:
+    """RAM holds experts of the layers whose experts are in host memory, and no others."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = tier_config(path, None, device=DEVICE, n_gpu_layers=99, n_cpu_moe=1)
+    with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 12)
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, "one layer of three")
+        manager = session.placement
+        assert manager is not None and manager.ram is not None, session.info.notes
+        assert manager.ram.cache.stats().pairs > 0
+        assert not manager.ram.cache.copy_residency()[1:].any()
