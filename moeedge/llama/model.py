@@ -141,9 +141,8 @@ class Model:
         weights = SplitWeights.read(path) if is_lazy else None
         uses_gpu = chosen[0] is not None
         n_host_experts = n_cpu_moe if experts_on_cpu else None
-        read_s = (
-            weights.read_ahead(n_host_experts) if weights and uses_gpu else 0.0
-        )  # llama.cpp copies from the mapping
+        # llama.cpp copies from the mapping what a GPU gets
+        read_s = weights.read_ahead(n_host_experts) if weights and uses_gpu else 0.0
         mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
         with map_lazily() if is_lazy else nullcontext():
