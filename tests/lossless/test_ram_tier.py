@@ -27,6 +27,7 @@ from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
+from moeedge.units import format_bytes
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
