@@ -84,7 +84,7 @@ class EngineOptions:
             path = locate(str(self.model)).path
             n_bytes = sum(path.with_name(part).stat().st_size for part in all_parts(path.name))
             return n_bytes >= psutil.virtual_memory().available
-        except (MoeedgeError, OSError):  # `config` says what is wrong
+        except (MoeedgeError, OSError, ValueError):  # `config` says what is wrong
             return False
 
     def config(
