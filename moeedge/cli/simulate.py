@@ -20,7 +20,7 @@ from moeedge.policies.registry import expand_names
 from moeedge.sim import simulate as simulation
 from moeedge.sim.constants import SIDES, Side
 from moeedge.sim.model_shape import ModelShape, builtin_models, find_model
-from moeedge.sim.ram_tier import RamTier
+from moeedge.sim.ram_tier import RamTierConfig
 from moeedge.sim.step_costs import StepCosts, find_hardware, program_of, roofline_costs
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
@@ -207,14 +207,14 @@ def _write_log(result: simulation.SimulationResult, path: Path) -> None:
         raise InputError(f"Cannot write {path}: {error.strerror}.", "Name another file.") from None
 
 
-def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTier] | list[None]:
+def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTierConfig] | list[None]:
     """Every share of the experts in RAM with every disk. Raises InputError for one without the other."""
     if (ratios is None) != (rates is None):
         raise InputError("--ram-ratio and --disk-rate go together.", "Give both, or neither.")
     if ratios is None or rates is None:
         return [None]
     return [
-        RamTier(ratio=ratio, disk_bytes_per_s=parse_rate(rate), expert_bytes=shape.expert_bytes)
+        RamTierConfig(ratio=ratio, disk_bytes_per_s=parse_rate(rate), expert_bytes=shape.expert_bytes)
         for ratio in numbers(ratios, "--ram-ratio")
         for rate in names(rates, "--disk-rate")
     ]

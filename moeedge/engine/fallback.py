@@ -5,6 +5,7 @@ An expert cache alone needs none of this: its backend computes the failed device
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from moeedge.engine.drafts import DraftSource, ModelDraft
 from moeedge.engine.loading import make_context
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
+from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.model import Model
 
 
@@ -24,22 +26,40 @@ class CpuContexts:
     draft: DraftSource | None
 
 
-def reopen_on_cpu(config: EngineConfig, target: Context, draft: ModelDraft | None, resources: ExitStack) -> CpuContexts:
+def reopen_on_cpu(
+    config: EngineConfig,
+    target: Context,
+    draft: ModelDraft | None,
+    resources: ExitStack,
+    *,
+    make_room: Callable[[int], None] | None = None,
+) -> CpuContexts:
     """Loads the models again, for the CPU alone, with contexts of the same size and empty KV caches.
 
     The old ones are freed first, since memory for both may not be there. Where the driver threw an exception they are
-    abandoned instead: freeing them would call a driver that is in an unknown state. Raises MoeedgeError if the models
-    cannot be loaded; the session cannot be used any more then.
+    abandoned instead: freeing them would call a driver that is in an unknown state. make_room: called in between with
+    the bytes that the new ones need. Raises MoeedgeError if the models cannot be loaded; the session cannot be used any
+    more then.
     """
     old = [target] if draft is None else [target, draft.context]
+    n_bytes = sum(_bytes_in_ram(config, context) for context in old)
     is_abandoned = any(context.is_closed for context in old)
     for context in old:
         context.abandon() if is_abandoned else context.close()
         context.model.abandon() if is_abandoned else context.model.close()
+    if make_room is not None:
+        make_room(n_bytes)
     reopened = [_reopen(config, context, resources) for context in old]
     if draft is None:
         return CpuContexts(reopened[0], None, None)
     return CpuContexts(reopened[0], reopened[1], draft.on(reopened[1]))
+
+
+def _bytes_in_ram(config: EngineConfig, context: Context) -> int:
+    """Weights and KV cache of a context on the CPU, without experts that are loaded on demand."""
+    model = context.model
+    weights_bytes = model.info.size_bytes if model.dense is None else model.dense.n_bytes
+    return weights_bytes + config.n_parallel * context.n_ctx * kv_bytes_per_token(model)
 
 
 def _reopen(config: EngineConfig, context: Context, resources: ExitStack) -> Context:

@@ -86,7 +86,8 @@ class Session:
         self.notify = notify
         self._loop: SpeculativeLoop | None = None
         self._resources = resources
-        self._fell_back = False  # the GPU failed: the CPU computes everything, and placement has only its figures left
+        # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
+        self._fell_back = False
         if placement is not None:
             placement.notify = self._report
 
@@ -282,6 +283,7 @@ class Session:
             observe=self._call_observers,
             cancel=cancel,
             governor=self.governor if self.gamma > 0 else None,
+            watch=self.watch_memory,
         )
         return self._loop
 
@@ -353,7 +355,11 @@ class Session:
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
         reopened = reopen_on_cpu(
-            self.config, self.target, self.draft if isinstance(self.draft, ModelDraft) else None, self._resources
+            self.config,
+            self.target,
+            self.draft if isinstance(self.draft, ModelDraft) else None,
+            self._resources,
+            make_room=self.placement.make_room if self.placement is not None else None,
         )
         self._fell_back = True
         if self.placement is not None:
@@ -373,6 +379,15 @@ class Session:
         )
         assert self._loop is not None
         self._loop.replace_contexts(self.target, self.draft_context)
+
+    def watch_memory(self) -> None:
+        """Notifies of what has happened to experts in RAM since the last answer, which does so itself.
+
+        A thread gives their memory back to other programs in the meantime, and notifies of nothing: it would print into
+        a line that the user is typing.
+        """
+        if self.placement is not None:
+            self.placement.watch_memory()
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""

@@ -66,7 +66,8 @@ class SpeculativeLoop:
     """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
 
     observe: called with the record of each step and prompt; the record of several texts' step holds their sums.
-    governor: chooses the draft length of one text's steps.
+    governor: chooses the draft length of one text's steps. watch: called now and then in the middle of computations,
+    also once placement has ended.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class SpeculativeLoop:
         observe: Callable[[StepRecord], None] | None = None,
         cancel: Callable[[], bool] | None = None,
         governor: DraftGovernor | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         self.target = target
         self.texts: list[TextState] = []
@@ -86,6 +88,7 @@ class SpeculativeLoop:
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
         self._call_observers = observe
         self._cancel = cancel
+        self._watch = watch
         self._governor = governor
         self._n_expert_layers = len(target.model.host_expert_layers)
 
@@ -98,9 +101,9 @@ class SpeculativeLoop:
             )
 
     def _should_stop(self) -> bool:
-        """Whether the answer is cancelled; long computations ask now and then. Looks at the free memory as well."""
-        if self.placement is not None:
-            self.placement.watch_memory()
+        """Whether the answer is cancelled; long computations ask now and then. Calls `watch` as well."""
+        if self._watch is not None:
+            self._watch()
         return self._cancel is not None and self._cancel()
 
     def step(self, gammas: Sequence[int]) -> list[StepRecord]:

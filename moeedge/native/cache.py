@@ -165,8 +165,6 @@ class ExpertCache:
         self._files = [_identity(path) for path in config.files]
         self._residency = np.zeros((config.n_layers, config.n_experts), dtype=np.uint8)
         self._residency_address = self._residency.ctypes.data
-        self._stats: Any = _CacheStatsStruct()
-        self._stats_address = ctypes.addressof(self._stats)
         self._open()
 
     @classmethod
@@ -180,7 +178,8 @@ class ExpertCache:
 
     def _open(self) -> None:
         raw, _referenced = _to_struct(self._config)
-        self._cache = _check(self._library, self._library.moeedge_cache_create(ctypes.byref(raw)))
+        in_ram = self._config.device == "ram"
+        self._cache = _check(self._library, self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=in_ram)
         # the mover must end before the interpreter does
         self._finalizer = weakref.finalize(self, self._library.moeedge_cache_destroy, self._cache)
         self._last_block = 0
@@ -344,8 +343,7 @@ class ExpertCache:
 
     def stats(self) -> CacheStats:
         """The figures since the cache was opened."""
-        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
-        now = from_c(CacheStats, self._stats)
+        now = from_c(CacheStats, self._read_stats())
         earlier = self._earlier
         if earlier is None:
             return now
@@ -353,9 +351,15 @@ class ExpertCache:
 
     def trouble(self) -> tuple[bool, int]:
         """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
-        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, self._stats_address))
+        stats = self._read_stats()
         n_earlier = 0 if self._earlier is None else self._earlier.blocks_unknown
-        return bool(self._stats.lost), n_earlier + self._stats.blocks_unknown
+        return bool(stats.lost), n_earlier + stats.blocks_unknown
+
+    def _read_stats(self) -> Any:
+        """In a structure of its own: several threads may ask."""
+        stats = _CacheStatsStruct()
+        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(stats)))
+        return stats
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
@@ -503,8 +507,8 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ..
     return struct, (files, tensors)
 
 
-def _check(library: ctypes.CDLL, status: int) -> int:
-    """The status if it is not negative, else raises its error."""
+def _check(library: ctypes.CDLL, status: int, *, in_ram: bool = False) -> int:
+    """The status if it is not negative, else raises its error; in_ram: of a cache in RAM."""
     if status >= 0:
         return status
     message = library.moeedge_last_error().decode(errors="replace")  # cut off where it is long
@@ -513,5 +517,5 @@ def _check(library: ctypes.CDLL, status: int) -> int:
     if status == Status.FILE_ERROR:
         raise ModelFileError(message)
     if status == Status.OUT_OF_MEMORY:
-        raise EngineError(message, "Ask for less with --vram or --cache-ratio.")
+        raise EngineError(message, f"Ask for less with {'--ram' if in_ram else '--vram'} or --cache-ratio.")
     raise BackendError(message)

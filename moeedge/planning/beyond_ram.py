@@ -96,7 +96,7 @@ class RamTierRow:
 
 
 @dataclass(frozen=True)
-class RamTier:
+class RamTierPlan:
     """Experts of a model larger than the memory, in slots in RAM."""
 
     n_ctx: int
@@ -150,7 +150,7 @@ def plan_ram_tier(
     n_expert_used: int,
     expert_bytes: int,
     draft_bytes: int,
-) -> RamTier | None:
+) -> RamTierPlan | None:
     """Slots, hits and limits on the machine of a memory map, with its disks and with more memory.
 
     n_expert_layers: layers whose experts are in host memory. n_experts: per layer. expert_bytes: of all of these.
@@ -205,7 +205,7 @@ def plan_ram_tier(
         for i, size in enumerate(sizes)
         for disk in request.disks
     )
-    return RamTier(
+    return RamTierPlan(
         n_ctx=found.n_ctx,
         n_experts=n_all,
         rows=rows,

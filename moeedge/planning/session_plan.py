@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from moeedge.engine.types import ALL_ON_CPU
 from moeedge.llama.context_size import RAM_TIER_N_CTX
-from moeedge.planning.beyond_ram import RamTier, RamTierRequest, plan_ram_tier
+from moeedge.planning.beyond_ram import RamTierPlan, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
 from moeedge.planning.planner import Planner
@@ -42,7 +42,7 @@ class SessionPlan:
     largest_n_ctx: int  # tokens, with the cache on and of the requested ratio, if any; 0: none fits
     command: str  # that runs it; empty if it does not fit
     notes: tuple[str, ...]  # sentences for the user
-    ram_tier: RamTier | None = None  # of a model with experts that is larger than the memory
+    ram_tier: RamTierPlan | None = None  # of a model with experts that is larger than the memory
 
 
 def make_session_plan(
@@ -76,7 +76,7 @@ def make_session_plan(
     )
 
 
-def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest) -> RamTier | None:
+def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest) -> RamTierPlan | None:
     """Experts in RAM at the user's context, or at the one that such a session has without one."""
     facts, draft = planner.facts, planner.draft_facts
     n_ctx = planner.config.n_ctx or min(chosen.n_ctx, RAM_TIER_N_CTX)

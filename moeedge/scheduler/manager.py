@@ -29,8 +29,9 @@ from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
-from moeedge.scheduler.ram_tier import LOST, RamStore, RamTier, slots_of, use_mapped_file
+from moeedge.scheduler.ram_tier import RamStore, RamTier
 from moeedge.scheduler.routing_reader import RoutingReader
+from moeedge.scheduler.slot_memory import SlotMemory, slots_of
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
 
@@ -45,8 +46,8 @@ class PlacementManager:
     in between, before each layer or after each draft token.
 
     gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
-    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots: in RAM until memory
-    is free again, elsewhere for the rest of the session, with a policy by `remake_policy`.
+    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots for the rest of the
+    session, with a policy by `remake_policy`. memory: of the slots where the cache itself is in RAM.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
     the draft's. ram: holds experts that are not on the device; attached, resized and closed with the cache.
     kept_activations: get the activations of this run, and are saved at its end. notify: called with
@@ -69,23 +70,23 @@ class PlacementManager:
         remake_policy: Callable[[CacheShape], Policy] | None = None,
         kept_activations: KeptActivations | None = None,
         ram: RamTier | None = None,
+        memory: SlotMemory | None = None,
     ) -> None:
         assert target.sensor is not None  # opening.py checks it
         self.cache = cache
         self.device = device.label
         self.ram = ram
+        self.memory = memory if ram is None else ram.memory  # of slots in RAM; None: there are none
         self.notify: Notify = ignore
         self._device = device
         self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
         self._sensor = target.sensor
         self._op_offload = target.op_offload
-        self._path = target.model.path
         self._cached_layers = list(target.model.host_expert_layers)
         self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
         self._watch, self._remake_policy = watch, remake_policy
         self._kept_activations = kept_activations
-        self._n_slots_opened = cache.info.n_slots
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
@@ -190,12 +191,22 @@ class PlacementManager:
         self._attached = False
         self._switch_hooks()
 
+    def make_room(self, n_bytes: int) -> None:
+        """Gives slots in RAM back, so that so much memory can be allocated."""
+        if self.memory is not None:
+            self.memory.make_room(n_bytes)
+            self.watch_memory()
+
     def follow(self, target: Context) -> None:
-        """Lets another context of the same model, which took the lost one's place, compute from the slots in RAM."""
-        if self.ram is not None and target.sensor is not None:
-            self.ram.detach()
-            self.ram.forget_order()
-            self.ram.attach(target.sensor)
+        """Lets another context of the same model, which took the lost one's place, compute from the slots in RAM.
+
+        The expert used longest ago is evicted first there: nothing is observed any more.
+        """
+        if self.memory is not None and target.sensor is not None:
+            cache = self.memory.cache
+            cache.detach()
+            cache.set_utilities(np.zeros((cache.info.n_layers, cache.info.n_experts), dtype=np.float32))
+            cache.attach(target.sensor)
 
     def share(self, n_texts: int) -> None:
         """The next steps verify so many texts together.
@@ -258,10 +269,14 @@ class PlacementManager:
             self._recorder.add_step(record)
             if self.ram is not None:
                 self.ram.add_step(record)
-        self._check_device()
-        self._check_memory()
-        if self.ram is not None:
-            self._check_ram()
+        self.watch_memory()
+        if self._device.kind == "ram":
+            assert self.memory is not None
+            if self.memory.lost and not self._lost:
+                self._stop_planning()
+        else:
+            self._check_device()
+            self._check_memory()
         if self.active or self.ram is not None:
             tokens = record.tokens[-1:]
             if not self._in_step:
@@ -365,16 +380,10 @@ class PlacementManager:
         """Warns once that the device is lost, or that blocks of this model are not understood."""
         lost, n_unknown = self.cache.trouble()
         if lost and not self._lost:
-            self._lost = True
-            self.driver.discard()
-            self._switch_hooks()
+            self._stop_planning()
             if self._device.kind == "rpc":
                 rpc.mark_lost(self._device.endpoint)
-            if self._device.kind == "ram":
-                use_mapped_file(self._path)
-                self._warn(LOST)
-            else:
-                self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
+            self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
         if n_unknown and not self._warned_unknown and self.active:
             self._warned_unknown = True
             self._warn(
@@ -382,37 +391,34 @@ class PlacementManager:
                 "them, or the device cannot compute them or has no memory for them."
             )
 
+    def _stop_planning(self) -> None:
+        """The cache is lost."""
+        self._lost = True
+        self.driver.discard()
+        self._switch_hooks()
+
     def watch_memory(self) -> None:
-        """Gives memory back in the middle of a decode where it runs short, which only a cache in RAM can do.
+        """Gives slots in RAM back where memory runs short, and notifies of what happened to them since the last call.
 
-        To be called now and then; without an effect for other caches.
+        To be called now and then, also in the middle of a decode; without an effect for other caches.
         """
-        if self._device.kind == "ram":
-            self._check_memory(in_decode=True)
-        elif self.ram is not None:
-            self._check_ram(in_decode=True)
+        if self.memory is not None:
+            for notification in self.memory.check():
+                self.notify(notification)
 
-    def _check_memory(self, *, in_decode: bool = False) -> None:
+    def _check_memory(self) -> None:
         """Gives slots back where the device runs short of memory."""
         if self._watch is None or not self.active:
             return
         missing_bytes = self._watch.missing_bytes()
         if not missing_bytes:
-            self._take_spare_memory(self._watch.take_spare_bytes())
             return
-        info = self.cache.info
-        n_freed = slots_of(self.cache, missing_bytes)  # staging slots stay
-        # memory of slots in RAM is taken as experts arrive: those that hold nothing give nothing back
-        n_left = (self.cache.stats().slots_used if self._device.kind == "ram" else info.n_slots) - n_freed
-        n_least = len(self._cached_layers)
-        if self._device.kind == "ram" and (in_decode or n_left >= n_least):
-            self.cache.limit(min(info.n_slots, max(n_left, n_least)))
-        else:
-            self.resize(n_left)
+        before = self.cache.info.n_slots
+        self.resize(before - slots_of(self.cache, missing_bytes))  # staging slots stay
         now = self.cache.info.n_slots
-        if now == info.n_slots:
+        if now == before:
             return
-        effect = f"has shrunk from {info.n_slots:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
+        effect = f"has shrunk from {before:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
         text = (
             f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
             f"{effect} from here on."
@@ -420,33 +426,6 @@ class PlacementManager:
         if not now and not self._op_offload and self.ram is None:  # the context was made for streamed prompts
             text += " Prompts are slower, too, until the next start."
         self._warn(text)
-
-    def _take_spare_memory(self, spare_bytes: int) -> None:
-        """Uses slots again that a cache in RAM had given back."""
-        info = self.cache.info
-        if self._device.kind != "ram" or not spare_bytes or info.n_slots >= self._n_slots_opened:
-            return
-        n_taken = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
-        if n_taken > info.n_slots:
-            self.cache.limit(min(n_taken, self._n_slots_opened))
-            self.notify(
-                Notification(
-                    f"{self.device} has free memory again: the expert cache has grown from {info.n_slots:,} slots to "
-                    f"{self.cache.info.n_slots:,}.",
-                    Level.NOTICE,
-                )
-            )
-
-    def _check_ram(self, *, in_decode: bool = False) -> None:
-        """Gives slots in RAM next to the device back where memory runs short."""
-        assert self.ram is not None
-        if not in_decode:
-            self.wait()
-        n_slots = self.ram.cache.info.n_slots
-        for notification in self.ram.check(in_decode=in_decode):
-            self.notify(notification)
-        if not self.ram.cache.info.n_slots and n_slots:  # it was opened again
-            self.cache.read_from(self.ram.cache)
 
     def resize(self, n_slots: int) -> None:
         """Opens the cache again with about so many slots, empty, and a fresh policy; no decode may run.
@@ -457,13 +436,7 @@ class PlacementManager:
         self.wait()
         n_experts = len(self._cached_layers) * self.cache.info.n_experts
         self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
-        if self._device.kind == "ram" and not self.cache.info.n_slots:
-            use_mapped_file(self._path)
-        self._n_slots_opened = self.cache.info.n_slots
-        shape = cache_shape(self.cache)
-        self.driver.use(self._remake_policy(shape))
-        if self._kept_activations is not None:
-            self._store.push_uploads(self._kept_activations.most_used(shape))
+        self.driver.use(self._remake_policy(cache_shape(self.cache)))
         if self.on_demand is not None:
             self.on_demand.resize()
         self._switch_hooks()
@@ -489,7 +462,7 @@ class PlacementManager:
         self.wait()
         memory = self.device_memory()
         return self._recorder.read(
-            replace(self.cache.stats(), lost=self._lost),
+            replace(self.cache.stats(), lost=self._lost if self.memory is None or self.ram else self.memory.lost),
             device=self.device,
             policy=self.policy.name,
             cache_ratio=self.cache_ratio,
@@ -517,6 +490,9 @@ class PlacementManager:
     def close(self) -> None:
         """Ends the mover and frees the device's memory; must come before the target's context is freed."""
         try:
+            if self.memory is not None:
+                self.memory.close()
+                self.watch_memory()
             if self._planning is not None:
                 self._planning.close()
             kept = self._kept_activations if self.ram is None else self.ram.kept

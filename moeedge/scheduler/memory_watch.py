@@ -67,6 +67,14 @@ class MemoryWatch:
         self._n_short = 0
         return self._reserve_bytes - reading.free_bytes
 
+    def read_spare_bytes(self) -> int | None:
+        """What is free above the reserve, negative where it is short; a reading at once. None where unknown."""
+        try:
+            reading = self._read(self._device)
+        except MoeedgeError:
+            return None
+        return None if reading is None else reading.free_bytes - self._reserve_bytes
+
     def take_spare_bytes(self) -> int:
         """How much may be taken since it has been free for a while; 0 then, until it has been again.
 

@@ -29,6 +29,7 @@ from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
 from moeedge.scheduler.ram_tier import RamTier
 from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots, reserve_bytes
+from moeedge.scheduler.slot_memory import SlotMemory
 from moeedge.units import format_bytes
 
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
@@ -66,7 +67,8 @@ def open_placement(
         notes.extend(_ignored_options(config))
         return None, None
     with ExitStack() as stack:
-        tier = None if in_ram is None else _open_tier(in_ram, target, gamma, notes)
+        tier_notes: list[str] = []
+        tier = None if in_ram is None else _open_tier(in_ram, target, gamma, tier_notes)
         if tier is not None:
             stack.callback(tier.close)
             if config.prefill is PrefillPath.AUTO:  # what is on the device needs no slot in RAM
@@ -76,16 +78,20 @@ def open_placement(
             stack.enter_context(cache)
         if cache is None or not _has_room_for_every_layer(cache, device, target, notes):
             if in_ram is None or tier is None:
+                notes.extend(tier_notes)
                 return None, None
             stack.close()
             return _place_in_ram(in_ram, target, draft, gamma, notes), None
+        notes.extend(tier_notes)
         policy_config = config.policy_config(gamma=gamma)
         if device.kind == "ram":
             notes.extend(ram_tier.describe(cache, target, config.policy))
             ram_tier.use_measured_readers(cache, target, notes)
             kept = ram_tier.warm_start(cache, target, notes) if config.warm_start else None
             make = partial(make_policy, config.policy, config=policy_config)
-            manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, kept)
+            memory = _slot_memory(cache, device, target)
+            stack.callback(memory.close)
+            manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, kept, memory=memory)
             stack.pop_all()
             return manager, None
         calibration = None
@@ -142,16 +148,20 @@ def _open_tier(config: PlacementConfig, target: Context, gamma: int, notes: list
         ram_tier.use_measured_readers(cache, target, notes)
         tier = RamTier(
             cache,
-            partial(make_policy, policy, config=config.policy_config(gamma=gamma)),
-            target.model.path,
-            len(target.model.host_expert_layers),
-            MemoryWatch(device, reserve_bytes(device, device.total_bytes)),
+            make_policy(policy, cache_shape(cache), config=config.policy_config(gamma=gamma)),
+            _slot_memory(cache, device, target),
             ram_tier.warm_start(cache, target, notes) if config.warm_start else None,
         )
         assert target.sensor is not None  # the caller checks it
         tier.attach(target.sensor)
         stack.pop_all()
     return tier
+
+
+def _slot_memory(cache: ExpertCache, device: ResolvedDevice, target: Context) -> SlotMemory:
+    """Watches the memory of the slots from now on."""
+    watch = MemoryWatch(device, reserve_bytes(device, device.total_bytes))
+    return SlotMemory(cache, target.model.path, len(target.model.host_expert_layers), watch)
 
 
 def _place_in_ram(
@@ -277,6 +287,7 @@ def _make_manager(
     notes: list[str],
     kept_activations: KeptActivations | None = None,
     ram: RamTier | None = None,
+    memory: SlotMemory | None = None,
 ) -> PlacementManager:
     """The manager, with everything that the policy reads."""
     policy = make(cache_shape(cache))
@@ -287,8 +298,7 @@ def _make_manager(
         router_scores.enable(CaptureFlags.PROBS)
     batch = execution.batch
     cache.set_batch((_TRANSFER_EXPERTS if policy.execution_model.batched_io else 0) if batch is None else batch)
-    # the user's own size stays
-    watched = device.kind == "ram" or (device.kind == "gpu" and not config.has_size)
+    watched = device.kind == "gpu" and not config.has_size  # the user's own size stays
     manager = PlacementManager(
         cache,
         policy,
@@ -303,6 +313,7 @@ def _make_manager(
         remake_policy=make,
         kept_activations=kept_activations,
         ram=ram,
+        memory=memory,
     )
     if target.n_parallel > 1 and manager.reads_draft:
         notes.append(f"For several texts in a batch the policy {policy.name} plans without what the draft computes.")

@@ -7,25 +7,23 @@ of the resident one that the policy expects the least of.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError, MoeedgeError
+from moeedge.errors import InputError
 from moeedge.llama.context import Context
-from moeedge.llama.dense_weights import DenseWeights, let_experts_read_ahead
+from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache, ExpertTensor
 from moeedge.native.sensor import Sensor
 from moeedge.notifications import Level, Notification
-from moeedge.policies.base import CacheShape, Observation, Plan, Policy, ScoringPolicy
+from moeedge.policies.base import Observation, Plan, Policy, ScoringPolicy
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.kept_activations import KeptActivations
-from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.scheduler.slot_memory import SlotMemory
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
 
@@ -33,7 +31,6 @@ from moeedge.units import format_bytes
 _POOL_SLOTS = 512
 # whose scores say which expert goes; other systems are defined by what they prefetch or place, which is not done here
 POLICIES = ("spac", "lfu", "lru")
-LOST = "Experts can no longer be loaded into RAM: the mapped file is read from here on, which is slow."
 
 
 def check_policy(name: str) -> None:
@@ -51,12 +48,6 @@ def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
     The kernel counts dense weights in the page cache that are not locked as free, but they are always in use.
     """
     return max(0, free_bytes - max(0, dense.host_bytes - max(dense.own_bytes, dense.locked_bytes)))
-
-
-def slots_of(cache: ExpertCache, n_bytes: int) -> int:
-    """The number of slots that take at least so many bytes."""
-    _, capacity, expert_bytes = cache.groups()
-    return -(-n_bytes * cache.info.n_slots // int((capacity * expert_bytes).sum()))
 
 
 def pool_bytes_max(tensors: list[ExpertTensor]) -> int:
@@ -89,12 +80,6 @@ def describe_dense(dense: DenseWeights) -> str:
     if dense.locked_bytes == 0:
         return f"{size} of other weights are in the page cache; raise ulimit -l to lock them."
     return f"{size} of other weights are in the page cache, {format_bytes(dense.locked_bytes)} of it locked."
-
-
-def use_mapped_file(model: Path) -> None:
-    """Lets faults in the experts' ranges read ahead, where they are computed from the mapped file from here on."""
-    with suppress(MoeedgeError):  # a file that is gone
-        let_experts_read_ahead(model)
 
 
 def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) -> None:
@@ -161,36 +146,21 @@ class RamStore(CacheStore):
 class RamTier:
     """The experts in RAM of a context that computes others on a device: what is in neither is loaded from the file.
 
-    make: a policy for slots of a shape. n_layers: with experts. watch: of the machine's memory; while it is short, the
-    cache has fewer slots. kept: get the activations of this run; the manager saves them at its end.
+    memory: of the cache's slots. kept: get the activations of this run; the manager saves them at its end.
     """
 
-    def __init__(
-        self,
-        cache: ExpertCache,
-        make: Callable[[CacheShape], Policy],
-        model: Path,
-        n_layers: int,
-        watch: MemoryWatch,
-        kept: KeptActivations | None,
-    ) -> None:
+    def __init__(self, cache: ExpertCache, policy: Policy, memory: SlotMemory, kept: KeptActivations | None) -> None:
         self.cache = cache
-        self._make = make
-        self._model = model
-        self._n_layers = n_layers
-        self._watch = watch
+        self.memory = memory
         self.kept = kept
-        self._driver = StepDriver(make(cache_shape(cache)), RamStore(cache, lambda: self._driver.policy))
+        self._driver = StepDriver(policy, RamStore(cache, lambda: self._driver.policy))
         self._recorder = StatsRecorder(cache.stats())
-        self._n_slots_opened = cache.info.n_slots
         self._attached = False
-        self._lost = False
-        self._warned_unknown = False
 
     @property
     def active(self) -> bool:
         """Whether experts are computed from its slots."""
-        return self._attached and not self._lost and self.cache.info.n_slots > 0
+        return self._attached and not self.memory.lost
 
     def attach(self, sensor: Sensor) -> None:
         """Lets the sensor's context compute from the slots what no device computes."""
@@ -225,66 +195,6 @@ class RamTier:
         self._driver.store.on_device = on_device
         self._driver.push()
 
-    def forget_order(self) -> None:
-        """Lets the expert go first that was used longest ago, where nothing is observed any more."""
-        self._driver.discard()
-        self.cache.set_utilities(np.zeros((self.cache.info.n_layers, self.cache.info.n_experts), dtype=np.float32))
-
-    def check(self, *, in_decode: bool) -> list[Notification]:
-        """Gives slots back where memory runs short, or takes them again; returns what to notify of.
-
-        in_decode: slots are given back one by one. Otherwise no decode may run.
-        """
-        if not self.active:
-            return []
-        found = []
-        self._lost, n_unknown = self.cache.trouble()
-        if self._lost:
-            use_mapped_file(self._model)
-            return [Notification(LOST, Level.WARNING)]
-        if n_unknown and not self._warned_unknown:
-            self._warned_unknown = True
-            text = "Some blocks of experts, which moeedge does not understand, are computed from the mapped file: slow."
-            found.append(Notification(text, Level.WARNING))
-        before = self.cache.info.n_slots
-        missing_bytes = self._watch.missing_bytes()
-        # memory of slots is taken as experts arrive: those that hold nothing give nothing back
-        n_taken = self.cache.stats().slots_used
-        if missing_bytes:
-            n_left = n_taken - slots_of(self.cache, missing_bytes)
-            if in_decode or n_left >= self._n_layers:
-                self.cache.limit(min(before, max(n_left, self._n_layers)))
-            else:
-                self.resize(0)
-        elif before < self._n_slots_opened:
-            n_spare = slots_of(self.cache, self._watch.take_spare_bytes())
-            if n_spare and n_taken + n_spare > before:
-                self.cache.limit(min(n_taken + n_spare, self._n_slots_opened))
-        now = self.cache.info.n_slots
-        free = format_bytes(self._watch.free_bytes)
-        if now < before:
-            effect = f"have shrunk from {before:,} to {now:,}" if now else "are given up: the mapped file is read"
-            text = f"Only {free} of memory are free: the slots for experts in RAM {effect} from here on."
-            found.append(Notification(text, Level.WARNING))
-        elif now > before:
-            text = (
-                f"{free} of memory are free again: the slots for experts in RAM have grown from {before:,} to {now:,}."
-            )
-            found.append(Notification(text, Level.NOTICE))
-        return found
-
-    def resize(self, n_slots: int) -> None:
-        """Opens the cache again with about so many slots, empty; caches that read from it must be told."""
-        n_all = self._n_layers * self.cache.info.n_experts
-        self.cache.resize(n_slots / n_all if n_slots >= self._n_layers else 0.0)
-        if not self.cache.info.n_slots:
-            use_mapped_file(self._model)
-        self._n_slots_opened = self.cache.info.n_slots
-        shape = cache_shape(self.cache)
-        self._driver.use(self._make(shape))
-        if self.kept is not None:
-            CacheStore(self.cache).push_uploads(self.kept.most_used(shape))
-
     def stats(self, *, n_all: int) -> PlacementStats:
         """The figures since the session began; n_all: experts of the model."""
         info = self.cache.info
@@ -302,5 +212,6 @@ class RamTier:
 
     def close(self) -> None:
         """Frees the slots; must come before the context is freed."""
+        self.memory.close()
         self.cache.detach()
         self.cache.close()

@@ -25,7 +25,7 @@ from moeedge.trace.schedule import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class RamTier:
+class RamTierConfig:
     """The slots and the disk."""
 
     ratio: float  # share of the experts that have a slot
@@ -62,7 +62,7 @@ class RamSlots(Mover):
     """The slots in RAM with their disk, which is a link that carries demands alone."""
 
     def __init__(
-        self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, policy: ScoringPolicy, tier: RamTier
+        self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, policy: ScoringPolicy, tier: RamTierConfig
     ) -> None:
         loads = replace(costs, demand_ns=tier.load_ns, latency_ns=0)
         super().__init__(clock, log, loads, shape, batched=False, stream="disk")

@@ -20,7 +20,7 @@ from moeedge.sim.execution import Execution, TimeBreakdown
 from moeedge.sim.expert_budgets import BudgetedTrace
 from moeedge.sim.model_shape import ModelShape
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.sim.ram_tier import RamSlots, RamTier
+from moeedge.sim.ram_tier import RamSlots, RamTierConfig
 from moeedge.sim.step_costs import StepCosts
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from moeedge.trace.schedule import Batch, Schedule, cut_schedule, recorded_schedule
@@ -46,7 +46,7 @@ class SimulationConfig:
     max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
     n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
     budget: ExpertBudget | None = None  # of verifications
-    ram: RamTier | None = None  # where not all experts fit the memory
+    ram: RamTierConfig | None = None  # where not all experts fit the memory
     options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
 
     def __post_init__(self) -> None:
@@ -219,7 +219,7 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     )
 
 
-def _ram_slots(costs: StepCosts, trace: Trace, tier: RamTier) -> Callable[[Clock, Log], RamSlots]:
+def _ram_slots(costs: StepCosts, trace: Trace, tier: RamTierConfig) -> Callable[[Clock, Log], RamSlots]:
     """Makes the slots in RAM. Raises ValueError for a policy without scores."""
     shape = cache_shape(trace, tier.ratio)
     policy = make_policy(tier.policy, shape, PolicyConfig())

@@ -347,11 +347,14 @@ def _disk_figures(stats: PlacementStats) -> list[Figure]:
     ]
 
 
+_RAM_LOST = Figure("", "RAM lost: mapped file")
+
+
 def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
     in_ram = [] if stats.ram is None else _ram_figures(stats.ram)
     if stats.lost:
-        return [Figure("", "device lost: all on CPU"), *in_ram]
+        return [_RAM_LOST if is_ram(stats.device) else Figure("", "device lost: all on CPU"), *in_ram]
     rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
     from_disk = is_ram(stats.device)
     shown = [
@@ -378,6 +381,8 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
 
 def _ram_figures(ram: PlacementStats) -> list[Figure]:
     """The figures of experts in RAM next to a device; hits are of the pairs that the device does not compute."""
+    if ram.lost:
+        return [_RAM_LOST]
     slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
     return [*_disk_figures(ram), Figure("RAM slots", slots, rank=2)]
 

@@ -12,7 +12,7 @@ from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from moeedge.planning.beyond_ram import RamTier, RamTierRow
+    from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
     from moeedge.planning.headers import ModelFacts
     from moeedge.planning.memory_map import MemoryMap, MemoryPool
     from moeedge.planning.session_plan import SessionPlan
@@ -99,7 +99,7 @@ def _largest_context(plan: SessionPlan) -> str:
     return f"Largest context that fits: {plan.largest_n_ctx:,} tokens{trained}."
 
 
-def _print_ram_tier(tier: RamTier, console: Console) -> None:
+def _print_ram_tier(tier: RamTierPlan, console: Console) -> None:
     """A row for the machine, and one for each other disk and size of memory; then what they rest on."""
     first, *others = tier.rows
     columns = [
@@ -131,7 +131,7 @@ def _print_ram_tier(tier: RamTier, console: Console) -> None:
             console.print("Neither a faster disk nor more memory of these would help much.")
 
 
-def _ram_tier_basis(tier: RamTier) -> str:
+def _ram_tier_basis(tier: RamTierPlan) -> str:
     """What the figures rest on."""
     disk = tier.machine.disk
     rate = {
@@ -172,7 +172,7 @@ def _what_helps(first: RamTierRow, others: Sequence[RamTierRow]) -> str:
     return f"{'; '.join(parts)}."[:1].upper() + f"{'; '.join(parts)}."[1:]
 
 
-def _ram_tier_dict(tier: RamTier | None) -> dict[str, Any] | None:
+def _ram_tier_dict(tier: RamTierPlan | None) -> dict[str, Any] | None:
     if tier is None:
         return None
     values = dataclasses.asdict(tier) | {"hits_assumed": tier.source == "assumed"}

@@ -41,7 +41,7 @@ from moeedge.scheduler.stats import StepRecord
 from moeedge.sim.clock import to_ns
 from moeedge.sim.execution import Execution
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.sim.ram_tier import RamSlots, RamTier
+from moeedge.sim.ram_tier import RamSlots, RamTierConfig
 from moeedge.sim.step_costs import TOKENS_MAX, StepCosts
 from moeedge.trace.format import Trace
 from moeedge.trace.schedule import as_computed
@@ -202,7 +202,7 @@ def simulate(measured: Run, costs: StepCosts, ratio: float) -> Execution:
     """The run's own trace through the simulated tier; run already."""
     shape = measured.shape
     no_device = CacheShape(shape.n_layers, shape.n_experts, shape.group, np.zeros_like(shape.capacity))
-    tier = RamTier(
+    tier = RamTierConfig(
         ratio=ratio,
         disk_bytes_per_s=measured.answer.disk_bytes_per_s,
         expert_bytes=measured.expert_bytes,

@@ -1,7 +1,8 @@
-"""Experts in RAM while another program takes the memory in the middle of a prompt, and gives it back."""
+"""Experts in RAM while another program takes the memory, in the middle of a prompt or between answers."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.notifications import Level, Notification
+from moeedge.scheduler import slot_memory
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.memory_watch import MemoryWatch
 from tests.conftest import TinyFactory
@@ -45,7 +47,7 @@ def test_slots_go_within_a_prompt_and_come_back(
     said: list[Notification] = []
     with Session.open(config) as session:
         manager = session.placement
-        assert manager is not None and manager._watch is not None
+        assert manager is not None and manager.memory is not None
         manager.notify = lambda text: said.append(text) if isinstance(text, Notification) else None
         cache = manager.cache
         answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY)
@@ -57,7 +59,7 @@ def test_slots_go_within_a_prompt_and_come_back(
         session.target.clear()
 
         machine = Machine(free_bytes=40 * slot_bytes)
-        manager._watch = MemoryWatch(manager._device, 40 * slot_bytes, read=machine.read, clock=machine.clock)
+        manager.memory.watch = MemoryWatch(manager._device, 40 * slot_bytes, read=machine.read, clock=machine.clock)
         in_prompt: list[int] = []
 
         def look() -> bool:
@@ -81,3 +83,37 @@ def test_slots_go_within_a_prompt_and_come_back(
         list(answer)
         assert cache.info.n_slots == n_opened
         assert [note.level for note in said] == [Level.NOTICE]
+
+
+def test_slots_go_while_nobody_computes(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A chat waits for a message: a thread gives memory back, and the next answer says so."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.02)
+    config = EngineConfig(
+        model=tiny("qwen3moe", experts=64), n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20
+    )
+    said: list[Notification] = []
+    with Session.open(config, notify=said.append) as session:
+        manager = session.placement
+        assert manager is not None and manager.memory is not None
+        answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY)
+        list(answer)
+        expected = list(answer.tokens)
+        n_used = manager.cache.stats().slots_used
+        slot_bytes = int(manager.cache.groups()[2].max())
+        machine = Machine(free_bytes=5 * slot_bytes)
+        said.clear()
+        manager.memory.watch = MemoryWatch(manager._device, 40 * slot_bytes, read=machine.read, clock=machine.clock)
+        end_s = time.monotonic() + 20
+        while manager.cache.stats().slots_used >= n_used and time.monotonic() < end_s:
+            time.sleep(0.01)
+        machine.free_bytes = 50 * slot_bytes
+        assert manager.cache.stats().slots_used <= n_used - 30
+        assert said == [], "not into a line that is being typed"
+        session.watch_memory()
+        assert {note.level for note in said} == {Level.WARNING}
+        session.target.clear()
+        answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY)
+        list(answer)
+        assert list(answer.tokens) == expected
+        machine.free_bytes = 0

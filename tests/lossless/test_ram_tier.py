@@ -21,12 +21,14 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase, Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Level, Notification
+from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.registry import POLICIES
 from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
+from moeedge.scheduler.slot_memory import LOST
+from moeedge.ui.figures import live_cache_figures
 from moeedge.units import format_bytes
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
@@ -207,14 +209,13 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
 
 
 def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty slots give no memory back; without slots the file's pages are read ahead again."""
-    read_ahead: list[Path] = []
-    monkeypatch.setattr(ram_tier, "let_experts_read_ahead", read_ahead.append)
+    """Empty slots give no memory back; one for each layer stays, so that more can be taken again."""
     tensors, _ = expert_tensors(tiny_moe)
     config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=2 * expert_bytes(tensors))
-    with Session.open(config) as session:
+    with StockContext(tiny_moe, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 12)
         manager = session.placement
-        assert manager is not None
+        assert manager is not None and manager.memory is not None
         notices = [note for note in session.info.notes if isinstance(note, Notification)]
         assert [note.level for note in notices[:2]] == [Level.NOTICE] * 2
         greedy_answer(session, PROMPT[:4], 2)
@@ -222,14 +223,35 @@ def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch:
         assert 10 < n_used < n_slots
         _, capacity, slot_bytes = manager.cache.groups()
         mean_bytes = int((capacity * slot_bytes).sum()) / n_slots
-        assert manager._watch is not None
-        monkeypatch.setattr(manager._watch, "missing_bytes", lambda: round(4 * mean_bytes))
-        manager._check_memory()
-        assert manager.cache.info.n_slots == n_used - 4
-        assert read_ahead == []
-        monkeypatch.setattr(manager._watch, "missing_bytes", lambda: 1 << 50)
-        manager._check_memory()
-        assert manager.cache.info.n_slots == 0 and read_ahead == [tiny_moe]
+        watch, said = manager.memory.watch, len(session.info.notes)
+        manager.memory._stop.set()
+        for missing_bytes, least, most in ((4 * mean_bytes, n_used - 6, n_used - 4), (1 << 50, 1, 3)):
+            monkeypatch.setattr(watch, "missing_bytes", lambda n=missing_bytes: round(n))
+            manager.watch_memory()
+            monkeypatch.setattr(watch, "missing_bytes", lambda: 0)
+            assert least <= manager.cache.info.n_slots <= most
+            assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"{most} slots")
+        assert manager.active and manager.loads_on_demand
+        monkeypatch.setattr(watch, "take_spare_bytes", lambda: 1 << 50)
+        manager.watch_memory()
+        assert manager.cache.info.n_slots == n_slots
+        assert len(session.info.notes) == said + 3
+
+
+def test_what_is_said_of_a_lost_cache(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapped file is read: there is no device that could be lost."""
+    tensors, _ = expert_tensors(tiny_moe)
+    config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=2 * expert_bytes(tensors))
+    with Session.open(config) as session:
+        manager = session.placement
+        assert manager is not None
+        monkeypatch.setattr(manager.cache, "trouble", lambda: (True, 5))
+        greedy_answer(session, PROMPT[:4], 3)
+        assert [note for note in session.info.notes if is_warning(note)] == [LOST]
+        assert not manager.active and not manager.loads_on_demand
+        stats = session.placement_stats()
+        assert stats is not None and stats.lost
+        assert "mapped file" in live_cache_figures(stats)[0].value
 
 
 def test_without_slots_the_file_is_read_ahead(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
+from moeedge.hardware.devices import VramReading
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -33,6 +34,8 @@ from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import kept_activations, ram_tier
+from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.scheduler.slot_memory import LOST
 from moeedge.ui.figures import cache_rows
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
@@ -319,14 +322,15 @@ def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, m
         n_used = manager.ram.cache.stats().slots_used
         n_blocks = manager.ram.cache.stats().blocks
         assert n_used > 8
-        session.notify = lambda _notification: None
+        watch = manager.ram.memory.watch
+        manager.ram.memory._stop.set()
         for missing_bytes in (4 * 1000, 1 << 50):
-            monkeypatch.setattr(manager.ram._watch, "missing_bytes", lambda n=missing_bytes: n)
-            manager._check_ram()
-            monkeypatch.setattr(manager.ram._watch, "missing_bytes", lambda: 0)
-            assert manager.ram.cache.info.n_slots < n_used
+            monkeypatch.setattr(watch, "missing_bytes", lambda n=missing_bytes: n)
+            manager.watch_memory()
+            monkeypatch.setattr(watch, "missing_bytes", lambda: 0)
+            assert 0 < manager.ram.cache.info.n_slots < n_used
             assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"{missing_bytes} less")
-        assert manager.ram.cache.info.n_slots == 0 and not manager.loads_on_demand
+        assert manager.ram.cache.info.n_slots <= 3 and manager.loads_on_demand
         assert manager.ram.cache.stats().blocks > n_blocks
         assert sum("RAM" in note for note in session.info.notes) >= 2
 
@@ -342,7 +346,7 @@ def test_a_lost_cache_in_ram_is_told_of_once(
         session.notify = notes.append
         monkeypatch.setattr(manager.ram.cache, "trouble", lambda: (True, 0))
         greedy_answer(session, PROMPT, 4)
-        assert notes.count(ram_tier.LOST) == 1
+        assert notes.count(LOST) == 1
         assert not manager.loads_on_demand and manager.active
 
 
@@ -366,6 +370,7 @@ def test_without_room_on_the_device_all_are_in_ram(tiny: TinyFactory, own_cache_
         assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, "in RAM")
         stats = session.placement_stats()
         assert stats is not None and stats.ram is None and stats.pairs > 0
+        assert len(set(session.info.notes)) == len(session.info.notes), "each is said once"
 
 
 @pytest.mark.parametrize("mode", [0, 1, 3])
@@ -391,6 +396,73 @@ def test_a_gpu_that_fails_leaves_ram(
         n_blocks = manager.ram.cache.stats().blocks
         assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")
         assert manager.ram.cache.stats().blocks > n_blocks
+
+
+def test_a_gpu_that_fails_gets_room_from_full_slots(
+    tiny: TinyFactory, own_cache_folder: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models that are loaded into RAM instead take memory that slots hold; these are watched afterwards, too."""
+    path = Path(shutil.copy(tiny("qwen3moe", experts=MANY_EXPERTS), own_cache_folder / "model.gguf"))
+    config = tier_config(path, None, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
+    tensors, _ = expert_tensors(path)
+    config = replace(config, ram=expert_bytes(tensors))
+    with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 24)
+        manager = session.placement
+        assert manager is not None and manager.ram is not None
+        memory = manager.ram.memory
+        memory._stop.set()
+        greedy_answer(session, PROMPT, 24)
+        slot_bytes = int(memory.cache.groups()[2].max())
+        reserve_bytes = 10 * slot_bytes
+        free = [reserve_bytes]
+        memory.watch = MemoryWatch(
+            manager._device, reserve_bytes, read=lambda _device: VramReading(0, free[0], free[0], "test")
+        )
+        n_used, room = memory.cache.stats().slots_used, list[int]()
+        make_room = memory.make_room
+        monkeypatch.setattr(memory, "make_room", lambda n_bytes: (room.append(n_bytes), make_room(n_bytes)))
+        try:
+            counting.set("fail_graph", 30)
+            tokens = greedy_answer(session, PROMPT, 24)
+        finally:
+            counting.set("fail_graph", 0)
+        assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
+        dense = session.model.dense
+        assert dense is not None and room[0] > dense.n_bytes
+        n_left = memory.cache.info.n_slots
+        assert 0 < n_left <= max(3, n_used - room[0] // slot_bytes)
+        assert session.placement is manager and manager.ram.cache.info.n_slots == n_left
+        free[0] = 1 << 40
+        monkeypatch.setattr(memory.watch, "take_spare_bytes", lambda: 1 << 40)
+        greedy_answer(session, PROMPT, 4)
+        assert memory.cache.info.n_slots > n_left, "watched in an answer of the CPU"
+        monkeypatch.setattr(memory.cache, "trouble", lambda: (True, 0))
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")
+        assert session.info.notes.count(LOST) == 1
+
+
+def test_a_gpu_that_fails_next_to_all_experts_in_ram(
+    tiny: TinyFactory, own_cache_folder: Path, counting: CountingDevice
+) -> None:
+    """llama.cpp's GPU, which had no room for experts."""
+    path = Path(shutil.copy(tiny("qwen3moe", experts=MANY_EXPERTS), own_cache_folder / "model.gguf"))
+    config = tier_config(path, None, ratio=0.0, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
+    with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 24)
+        manager = session.placement
+        assert manager is not None and manager.ram is None and session.info.device == "RAM"
+        try:
+            counting.set("fail_graph", 30)
+            tokens = greedy_answer(session, PROMPT, 24)
+        finally:
+            counting.set("fail_graph", 0)
+        assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
+        n_blocks = manager.cache.stats().blocks
+        assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")
+        assert manager.cache.stats().blocks > n_blocks
+        stats = session.placement_stats()
+        assert stats is not None and not stats.lost
 
 
 def test_on_by_itself_only_where_the_host_part_does_not_fit(

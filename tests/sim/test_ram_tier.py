@@ -14,7 +14,7 @@ from moeedge.sim.clock import Clock, Log
 from moeedge.sim.execution import CAUSES, Execution
 from moeedge.sim.model_shape import find_model
 from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.sim.ram_tier import RamSlots, RamTier
+from moeedge.sim.ram_tier import RamSlots, RamTierConfig
 from moeedge.sim.simulate import SimulationConfig, simulate, synthetic_trace
 from moeedge.sim.step_costs import find_hardware, program_of, roofline_costs
 from moeedge.trace.schedule import Batch
@@ -24,8 +24,8 @@ from tests.support.commands import refused, run_json
 LOAD = 2500  # ns
 
 
-def tier(**changes: float) -> RamTier:
-    return RamTier(**({"ratio": 0.5, "disk_bytes_per_s": 1e9, "expert_bytes": float(LOAD)} | changes))  # type: ignore[arg-type]
+def tier(**changes: float) -> RamTierConfig:
+    return RamTierConfig(**({"ratio": 0.5, "disk_bytes_per_s": 1e9, "expert_bytes": float(LOAD)} | changes))  # type: ignore[arg-type]
 
 
 def batch(*experts: int, prefill: bool = False, is_first: bool = False) -> Batch:
@@ -140,7 +140,7 @@ def test_loads_bytes_and_time_of_a_model_agree() -> None:
     shape = find_model("qwen3-30b-a3b")
     machine = roofline_costs(find_hardware("rtx4090-pcie4:cpu"), shape, program_of("none"))
     trace = synthetic_trace(shape, 64, 1, 0)
-    ram = RamTier(ratio=0.4, disk_bytes_per_s=1e9, expert_bytes=shape.expert_bytes)
+    ram = RamTierConfig(ratio=0.4, disk_bytes_per_s=1e9, expert_bytes=shape.expert_bytes)
     config = SimulationConfig(policy="none", cache_ratio=0.0, gamma=0, ram=ram)
     slow = simulate(machine, trace, config)
     row = slow.row()

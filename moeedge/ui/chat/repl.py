@@ -198,6 +198,7 @@ class Repl:
         except KeyboardInterrupt:
             self._say("Use /exit or Ctrl-D to leave.")
             return Next.READ
+        self.session.watch_memory()
         return self._carry_out(line)
 
     def _carry_out(self, line: str) -> Next:

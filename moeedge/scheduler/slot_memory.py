@@ -1,0 +1,159 @@
+"""The memory that slots for experts in RAM hold while other programs run: given back where it is short, taken again.
+
+Slots are memory that the kernel can only swap. So a thread looks at what is free as long as the session is open, also
+while a chat waits for a message or while a warm start fills the slots.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Lock, Thread
+
+from moeedge.errors import MoeedgeError
+from moeedge.llama.dense_weights import let_experts_read_ahead
+from moeedge.native.cache import ExpertCache
+from moeedge.notifications import Level, Notification
+from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.units import format_bytes
+
+_INTERVAL_S = 0.5  # between two looks of the thread
+LOST = "Experts can no longer be loaded into RAM: the mapped file is read from here on, which is slow."
+
+
+def slots_of(cache: ExpertCache, n_bytes: int) -> int:
+    """The number of slots that take at least so many bytes; of a negative number, at most."""
+    _, capacity, expert_bytes = cache.groups()
+    return -(-n_bytes * cache.info.n_slots // int((capacity * expert_bytes).sum()))
+
+
+class SlotMemory:
+    """Gives slots of a cache in RAM back where memory runs short, and says what the user should know of the cache.
+
+    n_layers: with experts in host memory; so many slots always stay. watch: of the machine's memory. lost: experts can
+    no longer be loaded.
+
+    Any thread may call. What the thread of this object finds is returned by the next `check`. A forked process does not
+    have that thread.
+    """
+
+    def __init__(self, cache: ExpertCache, model: Path, n_layers: int, watch: MemoryWatch) -> None:
+        self.cache = cache
+        self.watch = watch
+        self.lost = False
+        self._model = model
+        self._n_layers = n_layers
+        self._n_slots_opened = cache.info.n_slots
+        self._warned_unknown = self._closed = False
+        self._waiting: list[Notification] = []  # to be returned by the next `check`
+        self._lock, self._process = Lock(), os.getpid()
+        self._stop = Event()
+        arguments = (weakref.ref(self), self._stop)
+        self._thread = Thread(target=_look_now_and_then, args=arguments, name="moeedge-memory", daemon=True)
+        self._thread.start()
+
+    def check(self) -> list[Notification]:
+        """Looks at the cache and at the free memory; returns what to notify of since the last call.
+
+        Also during a decode. Cheap enough for every step.
+        """
+        with self._locked():
+            self._look()
+            found, self._waiting = self._waiting, []
+        return found
+
+    def make_room(self, n_bytes: int) -> None:
+        """Gives so many slots back that `n_bytes` can be allocated and the reserve stays free.
+
+        Slots that hold nothing yet count as well: what they will take is not free.
+        """
+        with self._locked():
+            spare_bytes = self.watch.read_spare_bytes()
+            if spare_bytes is None:
+                return
+            n_left = self.cache.stats().slots_used - slots_of(self.cache, n_bytes - spare_bytes)
+            self._limit(n_left, f"{format_bytes(n_bytes)} of memory are needed")
+
+    def close(self) -> None:
+        """Ends the thread; what it has found is left for `check`, which looks no more. May be called twice."""
+        self._closed = True
+        if self._thread.is_alive():  # not in a forked process, where the event's lock may be held for ever
+            self._stop.set()
+            self._thread.join()
+
+    def look(self) -> None:
+        """Like `check`, but keeps what it finds for the next `check`."""
+        with self._locked():
+            self._look()
+
+    def _locked(self) -> Lock:
+        if self._process != os.getpid():  # the thread may have held the lock when this process was forked
+            self._lock, self._process = Lock(), os.getpid()
+        return self._lock
+
+    def _look(self) -> None:
+        if self.lost or self._closed:
+            return
+        self.lost, n_unknown = self.cache.trouble()
+        if self.lost:
+            with suppress(MoeedgeError):  # a file that is gone
+                let_experts_read_ahead(self._model)
+            self._waiting.append(Notification(LOST, Level.WARNING))
+            return
+        if n_unknown and not self._warned_unknown:
+            self._warned_unknown = True
+            text = "Some blocks of experts, which moeedge does not understand, are computed from the mapped file: slow."
+            self._waiting.append(Notification(text, Level.WARNING))
+        missing_bytes = self.watch.missing_bytes()
+        # memory of slots is taken as experts arrive: those that hold nothing give nothing back
+        if missing_bytes:
+            n_left = self.cache.stats().slots_used - slots_of(self.cache, missing_bytes)
+            self._limit(n_left, f"Only {format_bytes(self.watch.free_bytes)} of memory are free")
+        elif self.cache.info.n_slots < self._n_slots_opened:
+            self._take(self.watch.take_spare_bytes())
+
+    def _limit(self, n_left: int, reason: str) -> None:
+        """Leaves about `n_left` slots if there are more, but one per layer: with fewer it could not grow again."""
+        before = self.cache.info.n_slots
+        n_left = max(n_left, self._n_layers)
+        if n_left >= before:
+            return
+        now = self._set_limit(n_left)
+        if now < before:
+            text = f"{reason}: the slots for experts in RAM have shrunk from {before:,} to {now:,} from here on."
+            self._waiting.append(Notification(text, Level.WARNING))
+
+    def _take(self, spare_bytes: int) -> None:
+        """Uses slots again that were given back."""
+        if spare_bytes <= 0:
+            return
+        before = self.cache.info.n_slots
+        n_slots = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
+        if n_slots <= before:
+            return
+        now = self._set_limit(min(n_slots, self._n_slots_opened))
+        if now > before:
+            free = format_bytes(self.watch.free_bytes)
+            text = (
+                f"{free} of memory are free again: the slots for experts in RAM have grown from {before:,} to {now:,}."
+            )
+            self._waiting.append(Notification(text, Level.NOTICE))
+
+    def _set_limit(self, n_slots: int) -> int:
+        self.cache.limit(n_slots)
+        return self.cache.info.n_slots
+
+
+def _look_now_and_then(memory: weakref.ref[SlotMemory], stop: Event) -> None:
+    """Until `stop` is set, the cache is closed, or nobody has the memory any more."""
+    while not stop.wait(_INTERVAL_S):
+        held = memory()
+        if held is None:
+            return
+        try:
+            held.look()
+        except MoeedgeError:  # the cache is closed
+            return
+        del held
