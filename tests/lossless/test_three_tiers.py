@@ -447,7 +447,8 @@ def test_a_gpu_that_fails_next_to_all_experts_in_ram(
 ) -> None:
     """llama.cpp's GPU, which had no room for experts."""
     path = Path(shutil.copy(tiny("qwen3moe", experts=MANY_EXPERTS), own_cache_folder / "model.gguf"))
-    config = tier_config(path, None, ratio=0.0, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
+    config = tier_config(path, None, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
+    config = replace(config, placement=replace(config.placement, cache_ratio=None, vram_bytes=1))
     with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
         expected, _ = stock.greedy(PROMPT, 24)
         manager = session.placement
