@@ -49,7 +49,7 @@ class PlacementManager:
     model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots for the rest of the
     session, with a policy by `remake_policy`. memory: of the slots where the cache itself is in RAM.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
-    the draft's. ram: holds experts that are not on the device; attached, resized and closed with the cache.
+    the draft's. ram: holds experts that are not on the device; attached and closed with the cache.
     kept_activations: get the activations of this run, and are saved at its end. notify: called with
     warnings, e.g. of a lost device; may be replaced.
     """

@@ -100,6 +100,8 @@ class SlotMemory:
         if self.lost:
             with suppress(MoeedgeError):  # a file that is gone
                 let_experts_read_ahead(self._model)
+            with suppress(MoeedgeError):
+                self.cache.limit(0)  # the page cache needs the memory
             self._waiting.append(Notification(LOST, Level.WARNING))
             return
         if n_unknown and not self._warned_unknown:

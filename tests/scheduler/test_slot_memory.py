@@ -166,6 +166,7 @@ def test_a_lost_cache_is_told_of_once(
     machine.free_slots = 0
     assert [memory.check(), memory.check(), memory.check()] == [[LOST], [], []]
     assert memory.lost and len(read_ahead) == 1
+    assert memory.cache.info.n_slots <= N_LAYERS, "the page cache needs the memory"
 
 
 def test_blocks_that_are_not_understood_are_told_of_once(

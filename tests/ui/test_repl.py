@@ -24,6 +24,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
 from moeedge.ui.chat import repl
+from moeedge.ui.chat.commands import Result
 from moeedge.ui.chat.repl import Repl, origin_of
 from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
@@ -98,6 +99,16 @@ def on_step(session: Session, number: int, action: Callable[[], None]) -> None:
             action()
 
     session.observers.append(observe)
+
+
+def test_what_happened_to_memory_meanwhile_is_said_before_the_line_is_carried_out(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(session, "watch_memory", lambda: said.append("memory"))
+    monkeypatch.setattr(repl, "run_command", lambda _repl, line: said.append(line) or Result())
+    Talk(session, ["/info", "/stats"], tmp_path)
+    assert said == ["memory", "/info", "memory", "/stats"]
 
 
 def test_two_turns_are_one_conversation(session: Session, tmp_path: Path) -> None:

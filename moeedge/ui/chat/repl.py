@@ -198,12 +198,12 @@ class Repl:
         except KeyboardInterrupt:
             self._say("Use /exit or Ctrl-D to leave.")
             return Next.READ
-        self.session.watch_memory()
         return self._carry_out(line)
 
     def _carry_out(self, line: str) -> Next:
         """Obey a command, or answer a message."""
         try:
+            self.session.watch_memory()
             if line.startswith("/"):
                 result = run_command(self, line)
                 if (
