@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moeedge.bench.config import BenchMode
-from moeedge.engine.loading import load_draft
+from moeedge.engine.loading import choose_draft, load_draft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice, read_memory
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.llama.whole_layers import WholeLayers, most_whole_layers, whole_layers
-from moeedge.planning.memory_map import footprint
+from moeedge.planning.memory_map import draft_footprint, footprint
 from moeedge.scheduler.sizing import default_reserve, in_host_memory, staging_and_scratch_bytes
 from moeedge.units import format_bytes
 
@@ -53,8 +53,7 @@ class DeviceUse:
 
 def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
     """Returns what an open session takes on GPUs; slots on the emulated device or on a worker do not count."""
-    contexts = [context for context in (session.target, session.draft_context) if context is not None]
-    uses = [use for context in contexts for use in context.memory_uses() if use.on_gpu]
+    uses = [use for use in session.memory_uses() if use.on_gpu]
     cache_bytes = 0
     if session.placement is not None and device.kind == "gpu":
         info = session.model.info
@@ -154,13 +153,16 @@ class SplitPlanner:
     def _try(self, n_whole: int, drafts: bool) -> Split:
         layers = whole_layers(self._tensors, self._n_layers, n_whole)
         with ExitStack() as stack:
-            models = [load_whole_layers(self._base, self._device, layers.n_cpu_moe, header_only=True)]
-            if drafts and self._has_draft:
-                models.append(load_draft(self._base, self._device, header_only=True))
-            headers = [stack.enter_context(model) for model in models]
-            shares = [
-                share for header in headers for share in footprint(header, self._base.n_ctx, self._base).gpus.values()
-            ]
+            header = load_whole_layers(self._base, self._device, layers.n_cpu_moe, header_only=True)
+            target = stack.enter_context(header)
+            taken = [footprint(target, self._base.n_ctx, self._base)]
+            if drafts:
+                draft = None
+                if self._has_draft:
+                    draft = stack.enter_context(load_draft(self._base, self._device, header_only=True))
+                chosen = choose_draft(self._base, self._device, target, draft, [], stack)
+                taken.append(draft_footprint(chosen, target, self._base.n_ctx, self._base))
+            shares = [share for each in taken for share in each.gpus.values()]
         return Split(
             layers,
             DeviceUse(
@@ -183,6 +185,7 @@ def load_whole_layers(
         n_cpu_moe=n_cpu_moe,
         repack=False,
         header_only=header_only,
+        head=config.draft == "mtp",
     )
 
 

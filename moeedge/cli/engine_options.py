@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import psutil
 
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.declare import option
-from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig, SamplingConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
@@ -50,7 +50,7 @@ class ModelFiles:
     """A target and where its drafts come from."""
 
     target: Path
-    draft: Path | Literal["ngram"] | None
+    draft: Path | DraftWord | None
     draft_max: int = DEFAULT_GAMMA  # suits the two
 
 
@@ -197,37 +197,54 @@ def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
     """The files that the values of -m and -md name; reports on standard error what a name stands for.
 
     Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
-    the best of its drafts that is on this machine, and any other model none; "ngram" and "none" are not files. A path
-    that exists takes precedence over a name. Raises ModelFileError where the bundled files are missing, ModelNameError
-    for a name that is unknown or whose files are not on this machine.
+    the best of its drafts that is on this machine, and any other model none. "auto" prefers the head in the model's own
+    file, and takes n-grams where there would be none; "mtp", "ngram" and "none" are not files. A path that exists takes
+    precedence over a name. Raises ModelFileError where the bundled files are missing, ModelNameError for a name that is
+    unknown or whose files are not on this machine.
     """
-    given: Path | Literal["ngram"] | None = None
-    if draft == "ngram":
-        given = "ngram"
-    elif draft is not None and draft != "none":
-        given = _locate(draft).path
     if model is None or (str(model).lower() == "bundled" and not model.exists()):
         model = paths.bundled_target()
+    given = None if draft in (None, "auto") else _named_draft(str(draft))
     if paths.is_bundled(model):
-        use_bundled_draft = draft is None and model.name == "target.gguf"
-        return ModelFiles(model, paths.bundled_draft() if use_bundled_draft else given)
+        if draft in (None, "auto") and model.name == "target.gguf":
+            given = paths.bundled_draft()
+        return ModelFiles(model, "ngram" if draft == "auto" and given is None else given)
     target = _locate(str(model))
-    if target.choice is None:
-        return ModelFiles(target.path, given)
-    entry = target.choice.entry
-    if draft is None and entry.drafts:
+    if draft == "auto" and _drafts_for_itself(target.path):
+        return ModelFiles(target.path, "mtp")
+    entry = None if target.choice is None else target.choice.entry
+    if target.choice is not None and draft in (None, "auto") and target.choice.entry.drafts:
         found = local_draft(load_catalog(), target.choice)
         if found is None:
-            name = entry.drafts[0]
-            _say(f"Its draft {name} is not on this machine: no drafts. Download it with moeedge pull {name}.")
+            name = target.choice.entry.drafts[0]
+            without = "" if draft == "auto" else ": no drafts"
+            _say(f"Its draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
         else:
             given = found.path
             _say(f"Draft, by the catalog: {found.name} is {found.path}")
-    if given is None or entry.draft_max is None:
+    if draft == "auto" and given is None:
+        _say("Drafts: n-grams of the text, as the model has no head of its own and no draft here.")
+        return ModelFiles(target.path, "ngram")
+    if given is None or given == "mtp" or entry is None or entry.draft_max is None:
         return ModelFiles(target.path, given)
     if entry.draft_max != DEFAULT_GAMMA:
         _say(f"The catalog suggests {entry.draft_max} tokens per draft for it; --draft-max overrides this.")
     return ModelFiles(target.path, given, entry.draft_max)
+
+
+def _named_draft(draft: str) -> Path | DraftWord | None:
+    if draft == "none":
+        return None
+    return draft if draft in get_args(DraftWord) else _locate(draft).path  # type: ignore[return-value]
+
+
+def _drafts_for_itself(path: Path) -> bool:
+    from moeedge.engine.loading import drafts_for_itself
+
+    found = drafts_for_itself(path)
+    if found:
+        _say("Drafts: the head in the model's own file (MTP).")
+    return found
 
 
 def parse_ram(text: str) -> int | Literal["auto", "off"]:

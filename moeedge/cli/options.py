@@ -73,8 +73,10 @@ ModelDraft = Annotated[
     str | None,
     option(
         MODEL,
-        "-md, --model-draft FILE|NAME|ngram|none",
-        "Source of drafts: a smaller model with the same vocabulary, n-gram lookup in the text so far, or none. "
+        "-md, --model-draft FILE|NAME|mtp|ngram|auto|none",
+        "Source of drafts: a smaller model with the same vocabulary, an EAGLE-3 draft of the model, the head in the "
+        "model's own file (mtp), n-gram lookup in the text so far, or none; auto: its own head, else the bundled or "
+        "the catalog's draft, else n-grams. "
         "Default: the bundled draft for the bundled model, the catalog's for a model of the catalog, otherwise none.",
     ),
 ]

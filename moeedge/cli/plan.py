@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -25,6 +25,7 @@ from moeedge.cli.engine_options import (
     parse_ram_size,
     resolve_models,
 )
+from moeedge.engine.types import DraftWord
 from moeedge.errors import InputError, ModelNameError
 from moeedge.units import parse_rate, parse_size
 
@@ -149,6 +150,15 @@ def plan(
             print_plan(found, stdout_console())
 
 
+def _drafts_for_itself(path: Path) -> bool:
+    """Whether the model has a head of its own; of the file only the header may be on this machine."""
+    from moeedge.engine.loading import drafts_for_itself
+    from moeedge.planning.headers import loadable
+
+    with loadable(path) as file:
+        return drafts_for_itself(file.path)
+
+
 def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, sizes: tuple[int, ...]) -> RamTierRequest:
     """What is known of disk and routing. sizes: of other memory. Raises InputError for a trace of another model."""
     from moeedge.planning.beyond_ram import ASSUMED_DISK_BYTES_PER_S, Disk, RamTierRequest, StepRouting
@@ -161,7 +171,7 @@ def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, siz
         disks = [Disk(measured.best.bytes_per_s, "measured")]
     else:
         disks = [Disk(ASSUMED_DISK_BYTES_PER_S, "assumed")]
-    n_drafts = 0 if planner.draft is None and not planner.use_ngram else planner.config.gamma
+    n_drafts = planner.config.gamma if planner.has_drafts else 0
     base = RamTierRequest(tuple(disks), n_drafts=n_drafts, sizes=sizes)
     if trace is None:
         return _by_earlier_runs(planner, base)
@@ -214,10 +224,12 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
     err = stderr_console()
     found = [locate_or_fetch(str(model), folder, lambda line: say(err, line))]
-    if draft is None and not model.exists():
-        draft = catalog_draft(str(model))
-    draft_file: Path | Literal["ngram"] | None = "ngram" if draft == "ngram" else None
-    if draft not in (None, "none", "ngram"):
+    if draft == "auto" and _drafts_for_itself(found[0].path):
+        draft = "mtp"
+    elif draft in (None, "auto") and not model.exists():
+        draft = catalog_draft(str(model)) or ("ngram" if draft == "auto" else None)
+    draft_file: Path | DraftWord | None = draft if draft in get_args(DraftWord) else None  # type: ignore[assignment]
+    if draft not in (None, "none", *get_args(DraftWord)):
         found.append(locate_or_fetch(str(draft), folder, lambda line: say(err, line)))
         draft_file = found[1].path
     return ModelFiles(found[0].path, draft_file), {file.path: file.remote_name for file in found if file.remote_name}

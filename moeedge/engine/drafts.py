@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.llama.context import Context
-from moeedge.llama.sequence import BatchPart
+from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
 
 # llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
-_MAX_TOKENS_WITH_STATES = 4
+MAX_TOKENS_WITH_STATES = 4
 
 OnToken = Callable[[Sequence[int]], None]
 
@@ -72,15 +72,36 @@ class DraftSource:
     def restore(self, history: Sequence[int]) -> None:
         """A step was cut off: only `history` is valid."""
 
+    def clear(self) -> None:
+        """Forgets all texts."""
+
 
 class NoDraft(DraftSource):
     """Plain decoding."""
 
 
-class _Chain:
+class ChainSource(Protocol):
+    """A source whose drafts follow from a KV cache of its own. n_vocab: ids that target and draft have."""
+
+    n_vocab: int
+
+    @property
+    def context(self) -> Context:
+        """Of the draft model."""
+
+    @property
+    def sequence(self) -> ContextSequence:
+        """Of the text, in that context."""
+
+    @property
+    def is_eog(self) -> Callable[[int], bool]:
+        """Whether a token ends an answer."""
+
+
+class Chain:
     """The drafts of one text, as they are drawn. `pending` are the tokens that the draft's KV cache lacks."""
 
-    def __init__(self, source: ModelDraft, history: Sequence[int], gamma: int, sampler: Sampler) -> None:
+    def __init__(self, source: ChainSource, history: Sequence[int], gamma: int, sampler: Sampler) -> None:
         self.source = source
         self.pending: Sequence[int] = history[source.sequence.n_past :]
         self.proposal = Proposal()
@@ -135,12 +156,12 @@ class ModelDraft(DraftSource):
     ) -> Proposal:
         if gamma == 0:
             return Proposal()
-        chain = _Chain(self, history, gamma, sampler)
+        chain = Chain(self, history, gamma, sampler)
         tokens = chain.proposal.tokens
         hidden_states: NDArray[np.float32] | None = None
         if keep_hidden_states:
             hidden_states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32)
-            if len(chain.pending) > _MAX_TOKENS_WITH_STATES:
+            if len(chain.pending) > MAX_TOKENS_WITH_STATES:
                 self.sequence.decode(chain.pending[:-1], phase=Phase.DRAFT, logits="none")
                 chain.pending = chain.pending[-1:]
         while True:
@@ -168,6 +189,9 @@ class ModelDraft(DraftSource):
 
     def restore(self, history: Sequence[int]) -> None:
         self.sequence.keep_prefix(history)
+
+    def clear(self) -> None:
+        self.context.clear()
 
 
 class NgramDraft(DraftSource):
@@ -228,18 +252,18 @@ class DraftRequest(NamedTuple):
 
 def propose_together(requests: Sequence[DraftRequest]) -> list[Proposal]:
     """The proposals of several texts; a draft model decodes one batch per draft position for all of them."""
-    chains: list[_Chain] = []
+    chains: list[Chain] = []
     proposals = []
     for source, history, gamma, sampler in requests:
         if isinstance(source, ModelDraft) and gamma > 0:
-            chains.append(_Chain(source, history, gamma, sampler))
+            chains.append(Chain(source, history, gamma, sampler))
             proposals.append(chains[-1].proposal)
         else:
             proposals.append(source.propose(history, gamma, sampler))
     while chains:
         context = chains[0].source.context
         parts = [BatchPart(chain.source.sequence, chain.pending, "last") for chain in chains]
-        unfinished: list[_Chain] = []
+        unfinished: list[Chain] = []
         for group in context.fitting(parts):
             rows = context.decode_parts(parts[group], phase=Phase.DRAFT)
             unfinished += [chain for chain, row in zip(chains[group], rows, strict=True) if chain.draw(row[-1])]

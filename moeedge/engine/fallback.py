@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from moeedge.engine.drafts import DraftSource, ModelDraft
-from moeedge.engine.loading import make_context
+from moeedge.engine.head_draft import HeadDraft
+from moeedge.engine.loading import make_context, make_head_context
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
@@ -19,17 +20,17 @@ from moeedge.llama.model import Model
 
 @dataclass(frozen=True)
 class CpuContexts:
-    """Target and draft without a GPU; `draft` is None unless the draft is a model."""
+    """Target and draft without a GPU; `draft_context` is None unless the draft is a model of its own."""
 
     target: Context
     draft_context: Context | None
-    draft: DraftSource | None
+    draft: DraftSource
 
 
 def reopen_on_cpu(
     config: EngineConfig,
     target: Context,
-    draft: ModelDraft | None,
+    draft: DraftSource,
     resources: ExitStack,
     *,
     make_room: Callable[[int], None] | None = None,
@@ -41,30 +42,43 @@ def reopen_on_cpu(
     the bytes that the new ones need. Raises MoeedgeError if the models cannot be loaded; the session cannot be used any
     more then.
     """
-    old = [target] if draft is None else [target, draft.context]
-    n_bytes = sum(_bytes_in_ram(config, context) for context in old)
+    old = [target, draft.context] if isinstance(draft, ModelDraft | HeadDraft) else [target]
+    models = list(dict.fromkeys(context.model for context in old))  # a head's may be the target's
+    n_bytes = sum(map(_weights_in_ram, models)) + sum(_kv_bytes(config, context) for context in old)
     is_abandoned = any(context.is_closed for context in old)
     for context in old:
         context.abandon() if is_abandoned else context.close()
-        context.model.abandon() if is_abandoned else context.model.close()
+    for model in models:
+        model.abandon() if is_abandoned else model.close()
     if make_room is not None:
         make_room(n_bytes)
-    reopened = [_reopen(config, context, resources) for context in old]
-    if draft is None:
-        return CpuContexts(reopened[0], None, None)
-    return CpuContexts(reopened[0], reopened[1], draft.on(reopened[1]))
+    again = {model: resources.enter_context(_load(model)) for model in models}
+    new_target = _reopen(config, again[target.model], target, resources)
+    if isinstance(draft, ModelDraft):
+        draft_context = _reopen(config, again[draft.context.model], draft.context, resources)
+        return CpuContexts(new_target, draft_context, draft.on(draft_context))
+    if isinstance(draft, HeadDraft):
+        kind = draft.head.context.kind
+        context = make_head_context(config, again[draft.context.model], kind, new_target)
+        draft.head.replace(new_target, resources.enter_context(context))
+    return CpuContexts(new_target, None, draft)
 
 
-def _bytes_in_ram(config: EngineConfig, context: Context) -> int:
-    """Weights and KV cache of a context on the CPU, without experts that are loaded on demand."""
-    model = context.model
-    weights_bytes = model.info.size_bytes if model.dense is None else model.dense.n_bytes
-    return weights_bytes + config.n_parallel * context.n_ctx * kv_bytes_per_token(model)
+def _weights_in_ram(model: Model) -> int:
+    """Bytes of a model on the CPU, without experts that are loaded on demand."""
+    return model.info.size_bytes if model.dense is None else model.dense.n_bytes
 
 
-def _reopen(config: EngineConfig, context: Context, resources: ExitStack) -> Context:
-    is_lazy = context.model.dense is not None  # the cache in RAM, which loads its experts, serves the new context
-    model = resources.enter_context(Model.load(context.model.path, device="none", experts_from_file=is_lazy))
+def _kv_bytes(config: EngineConfig, context: Context) -> int:
+    return config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model)
+
+
+def _load(model: Model) -> Model:
+    is_lazy = model.dense is not None  # the cache in RAM, which loads its experts, serves the new context
+    return Model.load(model.path, device="none", experts_from_file=is_lazy, head=model.has_head)
+
+
+def _reopen(config: EngineConfig, model: Model, context: Context, resources: ExitStack) -> Context:
     budget = context.budget
     reopened = resources.enter_context(make_context(config, model, context.n_ctx, has_budget=budget is not None))
     if budget is not None:

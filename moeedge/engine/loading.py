@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,16 @@ from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.dense_weights import SplitWeights
+from moeedge.llama.draft_heads import EAGLE, HeadKind, eagle_head, missing_head, own_head
 from moeedge.llama.draft_model import check_compatible
+from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
 from moeedge.scheduler.sizing import default_reserve, model_fits
 
 _ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
 # a model that fits with a context of this size is kept on the GPU entirely, with a smaller context
 _CONTEXT_TOKENS = 8192
+_MAX_SNAPSHOTS = 8  # recurrent states: tens of MB each
 
 
 def resolve_device(config: EngineConfig) -> ResolvedDevice:
@@ -87,6 +90,7 @@ def load_target(
         header_only=header_only,
         free_bytes=free_bytes,
         n_expert_used=config.n_expert_used,
+        head=config.draft == "mtp",
     )
     if device.kind == "ram":
         return load(experts_from_file=True)
@@ -141,8 +145,44 @@ def make_context(config: EngineConfig, model: Model, n_ctx: int, *, has_budget: 
         # of experts that are loaded on demand, it would read the mapped file
         op_offload=model.info.n_experts == 0 or (config.op_offload and model.dense is None),
         has_budget=has_budget,
+        n_snapshots=n_snapshots(config, model),
         mode=config.mode,
     )
+
+
+def n_snapshots(config: EngineConfig, model: Model) -> int:
+    """States that a recurrent target keeps, so that so many drafts can be taken back."""
+    return min(config.gamma, _MAX_SNAPSHOTS) if model.keeps_snapshots and config.draft is not None else 0
+
+
+def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target: Context) -> HeadContext:
+    """The context of a draft head. model: the target's, if the head is its own."""
+    return HeadContext(
+        model,
+        kind,
+        target,
+        n_threads=config.n_threads,
+        n_ubatch=config.n_ubatch,
+        n_outputs=config.n_outputs,
+        op_offload=config.op_offload and model.dense is None,
+    )
+
+
+@dataclass(frozen=True)
+class ChosenDraft:
+    """Where drafts come from: `model`, `head` (of `model`, or the target's own without one), n-grams, or nowhere."""
+
+    model: Model | None = None
+    n_common: int = 0  # token ids that draft and target have
+    head: HeadKind | None = None
+    use_ngram: bool = False
+
+    @property
+    def name(self) -> str:
+        """File name, "mtp", "ngram" or "none"."""
+        if self.model is not None:
+            return self.model.path.name
+        return "mtp" if self.head is not None else "ngram" if self.use_ngram else "none"
 
 
 def choose_draft(
@@ -152,31 +192,46 @@ def choose_draft(
     shared: Model | None,
     notes: list[str],
     stack: ExitStack,
-) -> tuple[Model | None, int, bool]:
-    """The draft model or None, the number of token ids that it shares with the target, and whether n-grams draft.
+) -> ChosenDraft:
+    """The source of drafts. model: the target.
 
-    shared: a draft model that is loaded already. notes: get the reason where there are no drafts.
+    shared: a draft model that is loaded already. notes: get the reason where there are no drafts. Raises InputError
+    where the draft does not suit the target.
     """
     if config.draft is None or config.gamma == 0:
         if config.draft is not None:
             notes.append("The draft length is 0: speculation off.")
-        return None, 0, False
-    if not model.can_roll_back:
+        return ChosenDraft()
+    if not model.can_reject_drafts:
         notes.append(
             f"The memory of {model.info.architecture} models cannot roll back rejected drafts: speculation off."
         )
-        return None, 0, False
+        return ChosenDraft()
+    if model.keeps_snapshots and config.gamma > _MAX_SNAPSHOTS:
+        notes.append(f"Drafts have at most {_MAX_SNAPSHOTS} tokens: the model keeps a recurrent state for each.")
     if config.draft == "ngram":
-        return None, 0, True
+        return ChosenDraft(use_ngram=True)
+    if config.draft == "mtp":
+        return ChosenDraft(head=own_head(model), n_common=model.info.n_vocab)
     draft = shared or stack.enter_context(load_draft(config, device))
+    if draft.info.architecture == EAGLE:
+        return ChosenDraft(draft, draft.info.n_vocab, head=eagle_head(model, draft))
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()
         notes.append(
             f"The memory of the {draft.info.architecture} draft cannot roll back rejected drafts: speculation off."
         )
-        return None, 0, False
-    return draft, n_common, False
+        return ChosenDraft()
+    return ChosenDraft(draft, n_common)
+
+
+def drafts_for_itself(path: Path) -> bool:
+    """Whether the model at `path` has a head of its own that can draft. Raises ModelFileError."""
+    if not gguf_file.read_summary(path).head_layers:
+        return False
+    with Model.load(path, header_only=True) as model:
+        return model.can_reject_drafts and missing_head(model) is None
 
 
 def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> bool:

@@ -13,8 +13,16 @@ from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
+from moeedge.engine.head_draft import DraftHead, HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
-from moeedge.engine.loading import choose_draft, kv_on_gpu, load_target, make_context, resolve_device
+from moeedge.engine.loading import (
+    choose_draft,
+    kv_on_gpu,
+    load_target,
+    make_context,
+    make_head_context,
+    resolve_device,
+)
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop, TextState
@@ -26,6 +34,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.context_size import N_CTX_STEP, RAM_TIER_N_CTX, choose_n_ctx
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.model import Mode, Model
+from moeedge.native.devices import MemoryUse
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.expert_budget import ExpertBudget
@@ -47,7 +56,8 @@ _RESERVED_TOKENS = 4
 class Session:
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
-    target, draft_context: the llama.cpp contexts; draft_context is None without a draft model.
+    target, draft_context: the llama.cpp contexts; draft_context is None without a draft model, and for a draft head,
+    whose context only `draft` uses.
     draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding). governor:
     chooses each step's length up to `gamma`; None: all have that length (`set_draft_length`).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
@@ -133,22 +143,24 @@ class Session:
                 notes.append(Notification(f"{config.model.name} is dense, no experts: placement off."))
             elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
                 notes.append(f"The model is on {device.label} or loaded already: --ram has no effect.")
-            draft_model, n_common, use_ngram = choose_draft(config, device, model, draft_model, notes, stack)
-            models = [model] if draft_model is None else [model, draft_model]
+            chosen = choose_draft(config, device, model, draft_model, notes, stack)
+            models = [model] if chosen.model is None else [model, chosen.model]
             n_ctx = _context_size(config, device, models, notes)
             has_budget = config.expert_budget is not None and config.mode == "moeedge"
             target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
-            draft: DraftSource = NgramDraft() if use_ngram else NoDraft()
+            draft: DraftSource = NgramDraft() if chosen.use_ngram else NoDraft()
             draft_context = None
-            if draft_model is not None:
-                draft_context = stack.enter_context(make_context(config, draft_model, target.n_ctx))
-                draft = ModelDraft(draft_context, n_vocab=n_common, is_eog=draft_model.is_eog)
-            draft_name = draft_model.path.name if draft_model is not None else "ngram" if use_ngram else "none"
-            gamma = 0 if draft_name == "none" else config.gamma
+            if chosen.head is not None:
+                context = make_head_context(config, chosen.model or model, chosen.head, target)
+                draft = HeadDraft(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
+            elif chosen.model is not None:
+                draft_context = stack.enter_context(make_context(config, chosen.model, target.n_ctx))
+                draft = ModelDraft(draft_context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)
+            gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
             usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
             asked = config.expert_budget if has_budget else None  # stock mode has none
             budget, budget_notes = usable_budget(
-                asked, model.info, gamma=gamma, draft=draft_name, n_parallel=config.n_parallel
+                asked, model.info, gamma=gamma, draft=chosen.name, n_parallel=config.n_parallel
             )
             notes.extend(budget_notes)
             placement, calibration = None, None
@@ -160,6 +172,7 @@ class Session:
                     target,
                     draft_context,
                     in_ram=_in_ram(config, []) if device.loads_misses else None,
+                    has_draft_states=chosen.head is not None,
                     gamma=usual_gamma,
                     keep=config.placement.has_size or config.layers_measured,
                     notify=notify,
@@ -174,7 +187,7 @@ class Session:
             if budget is not None:
                 target.set_budget(budget)
             notes.extend(preference_notes(budget, has_cache=placement is not None))
-            info = _describe(config, target, draft_name, gamma, budget, placement, notes)
+            info = _describe(config, target, chosen.name, gamma, budget, placement, notes)
             return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
 
     @property
@@ -311,7 +324,7 @@ class Session:
     def _limits(self, state: TextState, n_predict: int, ignore_eos: bool) -> AnswerLimits:
         return AnswerLimits(
             n_predict=n_predict,
-            gamma=self.gamma,
+            gamma=_at_most(self.gamma, self.target.n_drafts_max),
             n_ctx=self.target.n_ctx,
             n_keep=min(self.n_keep, len(state.history)),
             context_shift=self.config.context_shift,
@@ -343,7 +356,7 @@ class Session:
 
     @property
     def _draft_uses_gpu(self) -> bool:
-        return self.draft_context is not None and self.draft_context.model.uses_gpu
+        return isinstance(self.draft, ModelDraft | HeadDraft) and self.draft.context.model.uses_gpu
 
     def _fall_back(self, error: DeviceFailedError) -> None:
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
@@ -357,7 +370,7 @@ class Session:
         reopened = reopen_on_cpu(
             self.config,
             self.target,
-            self.draft if isinstance(self.draft, ModelDraft) else None,
+            self.draft,
             self._resources,
             make_room=self.placement.make_room if self.placement is not None else None,
         )
@@ -365,7 +378,7 @@ class Session:
         if self.placement is not None:
             self.placement.follow(reopened.target)
         self.target, self.draft_context = reopened.target, reopened.draft_context
-        self.draft = reopened.draft or self.draft
+        self.draft = reopened.draft
         self.info = replace(
             self.info,
             n_whole_layers=0,
@@ -393,13 +406,20 @@ class Session:
         """Figures of expert placement since the session began; None without a device."""
         return self.placement.stats() if self.placement is not None else None
 
+    def memory_uses(self) -> list[MemoryUse]:
+        """The memory of the models and their contexts by kind; a head's weights are its own file's or the target's."""
+        uses = self.target.memory_uses()
+        if isinstance(self.draft, ModelDraft | HeadDraft):
+            is_own = self.draft.context.model is not self.model
+            uses += [use if is_own else replace(use, weights_bytes=0) for use in self.draft.context.memory_uses()]
+        return uses
+
     def reset(self) -> None:
         """Empties both KV caches; experts stay on the device."""
         if self.placement is not None:
             self.placement.begin_text()
         self.target.clear()
-        if self.draft_context is not None:
-            self.draft_context.clear()
+        self.draft.clear()
 
     def close(self) -> None:
         """Frees contexts and models; closing twice is harmless."""
@@ -416,6 +436,10 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _at_most(n: int, limit: int | None) -> int:
+    return n if limit is None else min(n, limit)
 
 
 def _in_ram(config: EngineConfig, notes: list[str]) -> PlacementConfig:

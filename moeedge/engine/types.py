@@ -24,6 +24,7 @@ MAX_GAMMA = 64
 DEFAULT_GAMMA = 4
 MAX_N_PARALLEL = 64
 ALL_ON_CPU = 1 << 30  # of n_cpu_moe: the experts of every layer, as with --cpu-moe
+DraftWord = Literal["mtp", "ngram"]  # the model's own head; n-grams of the text
 StopReason = Literal["eos", "length", "context", "interrupted"]
 
 
@@ -57,7 +58,7 @@ class EngineConfig:
     """Everything that a session needs to load; the caller resolves paths."""
 
     model: Path
-    draft: Path | Literal["ngram"] | None = None
+    draft: Path | DraftWord | None = None
     n_ctx: int = 0  # tokens of each text; 0: the length that the model was trained with
     n_parallel: int = 1  # texts that are decoded together, llama.cpp's --parallel
     n_threads: int = 0  # 0: one per physical core
@@ -214,7 +215,7 @@ class EngineInfo:
     n_ctx: int
     n_threads: int
     gamma: int  # 0 when speculation is off; the longest draft where auto_gamma chooses
-    draft: str  # file name, "ngram" or "none"
+    draft: str  # file name, "mtp", "ngram" or "none"
     device: str  # the label of the device that holds experts, or "none"
     policy: str  # "none" without placement
     hit_rate: float | None = None

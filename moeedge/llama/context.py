@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -15,6 +15,7 @@ from moeedge import native
 from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama import library
 from moeedge.llama.budget import ContextBudget
+from moeedge.llama.hidden_states import StateRows, StateTap
 from moeedge.llama.model import Mode, Model
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.native.abi import Phase
@@ -27,6 +28,9 @@ _WITHOUT_GPU = "Start without the GPU: -dev none."
 _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
+# (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
+ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
+
 
 class Context:
     """The KV cache and compute buffers of one model, for one text, or for several that are decoded together.
@@ -34,6 +38,8 @@ class Context:
     `sequences` are its texts (`ContextSequence`). The methods of one text (`tokens`, `decode`, `trim`, ...) are those
     of the first sequence.
     """
+
+    state_width = 0  # of the hidden states that come with each token; 0: none do, as the model is no draft head
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class Context:
         n_parallel: int = 1,
         op_offload: bool = True,
         has_budget: bool = False,
+        n_snapshots: int = 0,
         mode: Mode = "moeedge",
     ) -> None:
         """Makes the context.
@@ -57,8 +64,9 @@ class Context:
         n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
         `decode` computes a longer batch with all logits in pieces. op_offload: llama.cpp's own, of large batches to
             a GPU, for weights in host memory; it reserves room for them there. has_budget: verifications can keep to
-            an expert budget (`set_budget`), for which llama.cpp asks about each node of a graph. Raises EngineError
-            where memory is short.
+            an expert budget (`set_budget`), for which llama.cpp asks about each node of a graph. n_snapshots: tokens of
+            a batch that a recurrent memory can take back (`Model.keeps_snapshots`). Raises EngineError where memory
+            is short.
         """
         self.model = model
         self.n_threads = n_threads or library.physical_cores()
@@ -75,6 +83,8 @@ class Context:
         parameters.n_threads_batch = self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
+        parameters.n_rs_seq = n_snapshots
+        self._complete(parameters)
         self.budget: ContextBudget | None = None  # None: no verification can keep to one
         if has_budget and model.info.n_experts > 0:
             self.budget = ContextBudget(model.info, parameters)
@@ -96,10 +106,13 @@ class Context:
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
+        self.n_snapshots = int(lib.llama_n_rs_seq(self._handle))
+        # the most drafts of a batch that can be taken back; None: no limit
+        self.n_drafts_max = self.n_snapshots if model.keeps_snapshots else None
         self._n_outputs = n_outputs or lib.llama_n_batch(self._handle)
         self.memory = lib.llama_get_memory(self._handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
-        self._batch = TokenBatch(lib.llama_n_batch(self._handle), n_parallel)
+        self._batch = TokenBatch(lib.llama_n_batch(self._handle), n_parallel, self.state_width)
         self._view: Logits | None = None
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
@@ -107,12 +120,17 @@ class Context:
         self._instance = native.newest_instance()
         self._capture: native.ActivationCapture | None = None
         self._keeps_hidden_states = False
+        self._tap: StateTap | None = None
+        self._read_states: ReadStates | None = None
         try:
             self.sensor = self._attach_sensor()
             self._set_offload_scope(mode)
         except BaseException:
             self.close()  # a context must be freed before its model
             raise
+
+    def _complete(self, parameters: Any) -> None:
+        """Sets what a context of another kind needs; called before it is made."""
 
     def _attach_sensor(self) -> native.Sensor | None:
         info = self.model.info
@@ -160,6 +178,12 @@ class Context:
             self._invalidate_graph()
         return self._capture
 
+    def tap_states(self, layers: Sequence[int], read: ReadStates) -> None:
+        """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `StateTap`."""
+        info = self.model.info
+        self._tap = StateTap(self._handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
+        self._read_states = read
+
     def set_budget(self, budget: ExpertBudget | None) -> None:
         """Sets what verifications keep to from now on: at most so many experts per layer, or all (None).
 
@@ -170,6 +194,11 @@ class Context:
         self.budget.set(budget)
         if self.sensor is not None:
             self.sensor.skip_unweighted(budget is not None and budget.coverage == "truncation")
+
+    @property
+    def handle(self) -> Any:
+        """llama.cpp's llama_context *; None once it is closed."""
+        return self._handle
 
     @property
     def n_parallel(self) -> int:
@@ -246,7 +275,7 @@ class Context:
         except BaseException:
             for part, n_before in zip(parts, before, strict=True):
                 del part.sequence.tokens[n_before:]
-                part.sequence.resync()
+                part.sequence.resync(failed=True)
             raise
         finally:
             self._decoder.cancel = None
@@ -260,11 +289,13 @@ class Context:
         self._batch.fill(parts)
         budget = None if self.mode == "stock" else self.budget
         with nullcontext() if budget is None else budget.during(phase, n):
-            self._run(n, wait=n_out > 0)
+            self._run(n, wait=n_out > 0 or self._tap is not None)
         for part in parts:
-            part.sequence.tokens.extend(part.tokens)
+            part.sequence.append(part.tokens)
         if self._capture is not None:
             self._capture.raise_error()
+        if self._tap is not None and self._read_states is not None:
+            self._read_states(parts, self._tap.read(n))
         rows = self._logits(n_out)
         if len(parts) == 1:
             return [rows]
@@ -319,7 +350,9 @@ class Context:
         self, part: BatchPart, phase: Phase, hidden_states: bool, cancel: Callable[[], bool] | None
     ) -> Logits:
         """Decodes more tokens than one llama_batch or its logits have room for, so many at a time."""
-        sequence, tokens, logits = part
+        sequence, tokens, logits, states = part
+        if states is not None:
+            raise ValueError(f"{len(tokens)} tokens of a draft head do not fit one batch")
         size = min(self._batch.n_max, self._n_outputs) if logits == "all" else self._batch.n_max
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         if logits == "all":
@@ -409,6 +442,7 @@ class Context:
         if self._handle:
             self._view = None
             self.sensor = None
+            self._tap = None
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None

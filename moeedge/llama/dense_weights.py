@@ -78,10 +78,13 @@ class SplitWeights:
     files: Mapping[Path, FileVersion]
 
     @classmethod
-    def read(cls, path: Path) -> SplitWeights:
-        """Reads the headers of all parts. Raises ModelFileError."""
+    def read(cls, path: Path, *, n_layers: int | None = None) -> SplitWeights:
+        """Reads the headers of all parts. Raises ModelFileError.
+
+        n_layers: experts of blocks after so many layers (MTP heads) are dense weights; no cache holds them.
+        """
         versions = {file: _version(file) for file in gguf_file.parts(path)}
-        experts, files = gguf_file.expert_tensors(path)
+        experts, files = gguf_file.expert_tensors(path, n_layers=n_layers)
         names = {tensor.name for tensor in experts}
         tensors = [
             FileTensor(file, tensor.offset, tensor.size_bytes, tensor.name)

@@ -22,6 +22,7 @@ from moeedge.native.cache import ExpertTensor
 
 MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
+_HEAD = re.compile(r"^blk\.(\d+)\.nextn\.eh_proj\.weight$")
 _REPLACE_HINT = "Download or copy it again."
 # not shared experts (_shexp) and the norm before the experts (ffn_norm_exps), which no router chooses
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.(?P<part>weight|bias|scale|input_scale)$")
@@ -34,6 +35,7 @@ class GgufSummary:
 
     size_bytes: int  # of all parts
     expert_layers: tuple[int, ...]  # layers that have a router, ascending
+    head_layers: tuple[int, ...]  # blocks that predict further tokens (MTP), which follow the layers; ascending
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class _InitParams(ctypes.Structure):
 def read_summary(path: Path) -> GgufSummary:
     """Reads the headers of all parts of the model at `path`. Raises ModelFileError for a missing or truncated part."""
     routers: set[int] = set()
+    heads: set[int] = set()
     size_bytes = 0
     for part in parts(path):
         tensors = read_tensors(part)
@@ -68,7 +71,8 @@ def read_summary(path: Path) -> GgufSummary:
             )
         size_bytes += actual_bytes
         routers.update(int(match[1]) for tensor in tensors if (match := _ROUTER.match(tensor.name)))
-    return GgufSummary(size_bytes=size_bytes, expert_layers=tuple(sorted(routers)))
+        heads.update(int(match[1]) for tensor in tensors if (match := _HEAD.match(tensor.name)))
+    return GgufSummary(size_bytes=size_bytes, expert_layers=tuple(sorted(routers)), head_layers=tuple(sorted(heads)))
 
 
 def promised_bytes(tensors: list[GgufTensor]) -> int:

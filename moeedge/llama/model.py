@@ -23,6 +23,9 @@ Mode = Literal["moeedge", "stock"]
 # weights, biases and scales of routed experts, also merged ones (chexps); shared experts (shexp) stay with their layer
 _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
+# with a recurrent state, and tested to go back to earlier ones (llama.cpp: llm_arch_supports_rs_rollback)
+_SNAPSHOT_ARCHITECTURES = frozenset({"qwen35moe"})
+
 
 class _BufferOverride(ctypes.Structure):
     """struct llama_model_tensor_buft_override of llama.h."""
@@ -45,6 +48,7 @@ class ModelInfo:
     n_swa: int  # tokens of the sliding attention window; 0: none
     size_bytes: int  # of the files
     description: str  # e.g. "qwen3moe 30B.A3B Q4_0"
+    n_head_layers: int = 0  # blocks of the file that predict further tokens (MTP)
 
     @property
     def n_expert_layers(self) -> int:
@@ -65,6 +69,7 @@ class Model:
         experts_mapped: bool = False,
         header_only: bool = False,
         dense: DenseWeights | None = None,
+        has_head: bool = False,
     ) -> None:
         self.path = path
         self.info = info
@@ -75,6 +80,7 @@ class Model:
         self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
         self.dense = dense  # None: the experts are loaded like all weights
         self.header_only = header_only  # no weights; its contexts allocate nothing
+        self.has_head = has_head  # the blocks that predict further tokens are loaded
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -95,6 +101,7 @@ class Model:
         free_bytes: int | None = None,
         n_expert_used: int | None = None,
         experts_from_file: bool = False,
+        head: bool = False,
     ) -> Model:
         """Loads a GGUF file, or all parts of a split one given the first.
 
@@ -110,6 +117,7 @@ class Model:
         n_expert_used: experts per token, at most the file's number, for measuring.
         experts_from_file: map the file without reading the experts, for a cache that reads them itself; the dense
             weights get memory of their own (`dense_weights`).
+        head: also loads the blocks that predict further tokens (MTP), if the file has any.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
         """
         library.start()
@@ -118,6 +126,8 @@ class Model:
         parameters = lib.llama_model_default_params()
         parameters.n_gpu_layers = n_gpu_layers
         parameters.no_alloc = header_only
+        has_head = head and bool(summary.head_layers)
+        parameters.load_mtp = has_head
         fits = summary.size_bytes < (psutil.virtual_memory().available if free_bytes is None else free_bytes)
         is_lazy = experts_from_file and not header_only
         fits = fits and not is_lazy
@@ -138,7 +148,8 @@ class Model:
             parameters.load_mode = lib.LLAMA_LOAD_MODE_MMAP
         elif not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
-        weights = SplitWeights.read(path) if is_lazy else None
+        n_layers = min(summary.head_layers) if has_head else None
+        weights = SplitWeights.read(path, n_layers=n_layers) if is_lazy else None
         uses_gpu = chosen[0] is not None
         n_host_experts = n_cpu_moe if experts_on_cpu else None
         # llama.cpp copies from the mapping what a GPU gets
@@ -173,6 +184,7 @@ class Model:
             experts_mapped=not fits,
             header_only=header_only,
             dense=dense,
+            has_head=has_head,
         )
 
     @property
@@ -189,6 +201,16 @@ class Model:
     def can_roll_back(self) -> bool:
         """Whether the last positions can be dropped from memory; a recurrent state cannot forget tokens."""
         return not (lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether llama.cpp can keep the recurrent states after a batch's last tokens, to go back to one of them."""
+        return not self.can_roll_back and self.info.architecture in _SNAPSHOT_ARCHITECTURES
+
+    @property
+    def can_reject_drafts(self) -> bool:
+        """Whether the drafts of the last batch can be taken back."""
+        return self.can_roll_back or self.keeps_snapshots
 
     @property
     def n_heads(self) -> int:
@@ -331,4 +353,5 @@ def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
         n_swa=lib.llama_model_n_swa(handle),
         size_bytes=summary.size_bytes,
         description=description.value.decode("utf-8", "replace"),
+        n_head_layers=len(summary.head_layers),
     )

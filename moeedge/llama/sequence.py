@@ -10,6 +10,7 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 
@@ -22,11 +23,15 @@ class Cancelled(Exception):
 
 
 class BatchPart(NamedTuple):
-    """Tokens that one batch appends to one sequence, and which of them get logits."""
+    """Tokens that one batch appends to one sequence, and which of them get logits.
+
+    states: where the model is a draft head, the hidden state that comes with each token.
+    """
 
     sequence: ContextSequence
     tokens: Sequence[int]
     logits: WantedLogits
+    states: StateRows | None = None
 
     @property
     def n_out(self) -> int:
@@ -37,11 +42,13 @@ class BatchPart(NamedTuple):
 class TokenBatch:
     """A llama_batch for `n_max` tokens, over NumPy arrays that are allocated once and filled by slices.
 
-    `c_batch` points into the arrays, which must live as long as it does.
+    `c_batch` points into the arrays, which must live as long as it does. state_width: of the hidden states that come
+    with the tokens of a draft head; 0: none do.
     """
 
-    def __init__(self, n_max: int, n_sequences: int) -> None:
+    def __init__(self, n_max: int, n_sequences: int, state_width: int = 0) -> None:
         self.n_max = n_max
+        self._states = np.zeros((n_max, state_width), dtype=np.float32)
         self._tokens = np.zeros(n_max, dtype=np.int32)
         self._positions = np.zeros(n_max, dtype=np.int32)
         self._sequences = np.arange(n_sequences, dtype=np.int32)
@@ -57,12 +64,14 @@ class TokenBatch:
         self.c_batch.n_seq_id = _pointer(self._n_sequences, ctypes.c_int32)
         self.c_batch.seq_id = _pointer(self._sequence_pointers, ctypes.POINTER(lib.llama_seq_id))
         self.c_batch.logits = _pointer(self._outputs, ctypes.c_int8)
+        if state_width:
+            self.c_batch.embd = _pointer(self._states, ctypes.c_float)
 
     def fill(self, parts: Sequence[BatchPart]) -> None:
         """Sets the parts one after the other, each at the end of its sequence."""
         start = 0
         for part in parts:
-            sequence, tokens, _ = part
+            sequence, tokens = part.sequence, part.tokens
             n = len(tokens)
             stop = start + n
             self._tokens[start:stop] = tokens
@@ -71,6 +80,8 @@ class TokenBatch:
                 self._sequence_pointers[start:stop] = self._addresses[sequence.index]
             self._outputs[start:stop] = 0
             self._outputs[stop - part.n_out : stop] = 1
+            if part.states is not None:
+                self._states[start:stop] = part.states
             start = stop
         self.c_batch.n_tokens = start
 
@@ -85,6 +96,7 @@ class SequenceContext(Protocol):
     model: Model
     n_ubatch: int
     memory: Any  # llama_memory_t
+    n_snapshots: int  # tokens of a batch that a recurrent memory can take back; 0 for other memories
 
     @property
     def n_parallel(self) -> int:
@@ -122,11 +134,17 @@ class ContextSequence:
         self.tokens: list[int] = []
         self._memory = context.memory
         self._shifting = False
+        self._n_reversible = 0  # of the last tokens: those that a recurrent memory can take back
 
     @property
     def n_past(self) -> int:
         """Tokens in the KV cache: the position of the next token."""
         return len(self.tokens)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """The memory holds `tokens` too, which were decoded in one batch."""
+        self.tokens.extend(tokens)
+        self._n_reversible = min(len(tokens) - 1, self.context.n_snapshots)
 
     def decode(
         self,
@@ -134,11 +152,12 @@ class ContextSequence:
         *,
         phase: Phase,
         logits: WantedLogits = "last",
+        states: StateRows | None = None,
         hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
-        """Appends `tokens` and computes their logits; as `Context.decode`."""
-        part = BatchPart(self, tokens, logits)
+        """Appends `tokens` and computes their logits; as `Context.decode`. states: as of `BatchPart`."""
+        part = BatchPart(self, tokens, logits, states)
         return self.context.decode_parts([part], phase=phase, hidden_states=hidden_states, cancel=cancel)[0]
 
     def prefill(
@@ -146,6 +165,7 @@ class ContextSequence:
         tokens: Sequence[int],
         *,
         logits: Literal["last", "none"],
+        states: StateRows | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Decodes a prompt in pieces of n_ubatch (llama.cpp's largest computation), so that Ctrl-C acts between them.
@@ -158,8 +178,9 @@ class ContextSequence:
             if cancel is not None and cancel():
                 raise Cancelled
             piece = tokens[start : start + size]
-            last = start + len(piece) == len(tokens)
-            rows = self.decode(piece, phase=Phase.PREFILL, logits=logits if last else "none", cancel=cancel)
+            wanted: WantedLogits = logits if start + len(piece) == len(tokens) else "none"
+            of_piece = None if states is None else states[start : start + size]
+            rows = self.decode(piece, phase=Phase.PREFILL, logits=wanted, states=of_piece, cancel=cancel)
         return rows
 
     def trim(self, n_keep: int) -> None:
@@ -183,6 +204,7 @@ class ContextSequence:
         ):
             self._empty_memory()
             n_keep = 0
+        self._n_reversible = 0  # llama.cpp goes back once
         del self.tokens[n_keep:]
 
     def _empty_memory(self) -> None:
@@ -192,6 +214,9 @@ class ContextSequence:
             lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)
 
     def _can_keep(self, n_keep: int) -> bool:
+        if self.context.n_snapshots:
+            held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
+            return held - n_keep <= self._n_reversible
         n_swa = self.context.model.info.n_swa
         if n_swa == 0:
             return True
@@ -223,15 +248,21 @@ class ContextSequence:
         del self.tokens[n_keep : n_keep + n_discard]
         self._shifting = False
 
-    def resync(self) -> None:
-        """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two."""
+    def resync(self, *, failed: bool = False) -> None:
+        """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two.
+
+        failed: a decode has. llama.cpp then takes a batch back that a recurrent memory may not have snapshots of.
+        """
         if self.context.is_closed:
             self.tokens.clear()
             return
-        if self._shifting:  # interrupted between renumbering and bookkeeping
+        # a shift was interrupted between renumbering and bookkeeping
+        if self._shifting or (failed and self.context.n_snapshots):
             self.clear()
             self._shifting = False
         held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
+        if held != len(self.tokens):
+            self._n_reversible = 0  # of tokens that are not known
         if held < len(self.tokens):
             del self.tokens[held:]
         elif held > len(self.tokens):

@@ -242,5 +242,6 @@ def _memory(model: Model) -> str:
     if model.info.n_swa:
         kinds.append(f"sliding window: some layers keep {model.info.n_swa:,} tokens only")
     if not model.can_roll_back:
-        kinds.append("recurrent: some layers keep a state of fixed size, so that drafts are impossible")
+        limit = "" if model.can_reject_drafts else ", so that drafts are impossible"
+        kinds.append(f"recurrent: some layers keep a state of fixed size{limit}")
     return "; ".join(kinds)

@@ -8,7 +8,7 @@ from typing import Literal
 import psutil
 
 from moeedge import native
-from moeedge.engine.loading import resolve_device
+from moeedge.engine.loading import ChosenDraft, make_head_context, n_snapshots, resolve_device
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
@@ -60,9 +60,23 @@ class Footprint:
 
 def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
     """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
-    gpus: dict[str, MemoryShare] = {}
-    ram, repacked = MemoryShare(), 0
-    with Context(
+    with _dry_context(model, n_ctx, config) as context:
+        return _read(context, has_weights=True)
+
+
+def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: EngineConfig) -> Footprint:
+    """Returns the memory of the draft next to a session's target, without what is the target's own."""
+    if chosen.head is not None:
+        with (
+            _dry_context(target, n_ctx, config) as context,
+            make_head_context(config, chosen.model or target, chosen.head, context) as head,
+        ):
+            return _read(head, has_weights=chosen.model is not None)
+    return Footprint({}, MemoryShare(), 0) if chosen.model is None else footprint(chosen.model, n_ctx, config)
+
+
+def _dry_context(model: Model, n_ctx: int, config: EngineConfig) -> Context:
+    return Context(
         model,
         n_ctx=n_ctx,
         n_threads=1,
@@ -71,15 +85,22 @@ def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
         n_outputs=config.n_outputs,
         n_parallel=config.n_parallel,
         op_offload=config.op_offload or model.info.n_experts == 0,
-    ) as context:
-        for use in context.memory_uses():
-            share = MemoryShare(use.weights_bytes, use.memory_bytes, use.compute_bytes)
-            if use.on_gpu:
-                gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
-                continue
-            ram += share
-            if not use.device and use.buffer_type not in _PLAIN:
-                repacked += use.weights_bytes
+        n_snapshots=n_snapshots(config, model),
+    )
+
+
+def _read(context: Context, *, has_weights: bool) -> Footprint:
+    gpus: dict[str, MemoryShare] = {}
+    ram, repacked = MemoryShare(), 0
+    for use in context.memory_uses():
+        weights = use.weights_bytes if has_weights else 0
+        share = MemoryShare(weights, use.memory_bytes, use.compute_bytes)
+        if use.on_gpu:
+            gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
+            continue
+        ram += share
+        if not use.device and use.buffer_type not in _PLAIN:
+            repacked += weights
     return Footprint(gpus, ram, repacked)
 
 

@@ -29,6 +29,7 @@ from moeedge.planning.memory_map import (
     MemoryPool,
     MemoryShare,
     PlannedMachine,
+    draft_footprint,
     footprint,
 )
 from moeedge.scheduler.sizing import (
@@ -39,8 +40,6 @@ from moeedge.scheduler.sizing import (
     reserve_bytes,
     staging_and_scratch_bytes,
 )
-
-_NO_MEMORY = Footprint({}, MemoryShare(), 0)
 
 
 class Planner:
@@ -74,7 +73,7 @@ class Planner:
             self._stack = stack
             header = self._target(all_on_gpu=False)
             draft = self._load_draft(header)
-            self.draft, _, self.use_ngram = choose_draft(config, machine.device, header, draft, self.notes, stack)
+            self.chosen = choose_draft(config, machine.device, header, draft, self.notes, stack)
             self.facts, self._experts = read_facts(header, self.file, names)
             self.draft_facts: ModelFacts | None = None
             if self.draft is not None and self.draft_file is not None:
@@ -95,7 +94,7 @@ class Planner:
         return self._targets[all_on_gpu]
 
     def _load_draft(self, target: Model) -> Model | None:
-        if self.draft_file is None or not target.can_roll_back:
+        if self.draft_file is None or not target.can_reject_drafts:
             return None
         free_bytes = max(0, self.machine.ram_free_bytes - target.info.size_bytes)
         draft = load_draft(self.config, self.machine.device, header_only=True, free_bytes=free_bytes)
@@ -115,14 +114,25 @@ class Planner:
     def _kv_room(self, all_on_gpu: bool) -> int:
         """Returns the bytes that are free for KV caches after the models are loaded."""
         target = self._target(all_on_gpu=all_on_gpu)
-        loaded = [footprint(target, N_CTX_STEP, self.config)]
-        if self.draft is not None:
-            loaded.append(footprint(self.draft, N_CTX_STEP, self.config))
+        loaded = [
+            footprint(target, N_CTX_STEP, self.config),
+            draft_footprint(self.chosen, target, N_CTX_STEP, self.config),
+        ]
         device = self.machine.device
         if device.kind == "gpu" and kv_on_gpu(self.config, device, target):
             weights = sum(model.gpu(device.ggml_name).weights_bytes for model in loaded)
             return max(0, device.free_bytes - KERNEL_BYTES - weights)
         return max(0, self.machine.ram_free_bytes - sum(model.repacked_bytes for model in loaded))
+
+    @property
+    def draft(self) -> Model | None:
+        """The draft model, if drafts come from a file of their own."""
+        return self.chosen.model
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a session speculates."""
+        return self.chosen.name != "none"
 
     def default_map(self) -> MemoryMap:
         """Returns the map of a session with the user's -c, or with the context that it chooses without one."""
@@ -151,7 +161,7 @@ class Planner:
     def _compute(self, n_ctx: int, all_on_gpu: bool) -> MemoryMap:
         target = self._target(all_on_gpu=all_on_gpu)
         ours = footprint(target, n_ctx, self.config)
-        drafts = footprint(self.draft, n_ctx, self.config) if self.draft is not None else _NO_MEMORY
+        drafts = draft_footprint(self.chosen, target, n_ctx, self.config)
         device = self.machine.device
         places = []
         budget = CacheBudget(0.0, 0, 0)

@@ -54,10 +54,12 @@ def open_placement(
     notify: Notify,
     notes: list[str],
     in_ram: PlacementConfig | None = None,
+    has_draft_states: bool = False,
 ) -> tuple[PlacementManager | None, Calibration | None]:
     """The placement of `target`'s experts on `device`, and what was measured for it.
 
-    draft: its speed is measured; None without a draft model. gamma: the draft length, 0 without speculation. keep: the
+    draft: its speed is measured; None without a draft model. has_draft_states: drafts come with hidden states all the
+    same, since a head of the target makes them. gamma: the draft length, 0 without speculation. keep: the
     cache stays on where it does not pay. notify: called before the device is measured. notes: get a sentence for each
     choice, and for why there is no placement. in_ram: of the experts in RAM where device.loads_misses; its vram_bytes
     are those of RAM. The caller closes the manager before it frees the contexts.
@@ -81,7 +83,7 @@ def open_placement(
                 notes.extend(tier_notes)
                 return None, None
             stack.close()
-            return _place_in_ram(in_ram, target, draft, gamma, notes), None
+            return _place_in_ram(in_ram, target, draft, gamma, notes, has_draft_states), None
         notes.extend(tier_notes)
         policy_config = config.policy_config(gamma=gamma)
         if device.kind == "ram":
@@ -91,7 +93,19 @@ def open_placement(
             make = partial(make_policy, config.policy, config=policy_config)
             memory = _slot_memory(cache, device, target)
             stack.callback(memory.close)
-            manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, kept, memory=memory)
+            manager = _make_manager(
+                cache,
+                make,
+                config,
+                device,
+                target,
+                draft,
+                gamma,
+                notes,
+                kept,
+                memory=memory,
+                has_draft_states=has_draft_states,
+            )
             stack.pop_all()
             return manager, None
         calibration = None
@@ -127,7 +141,9 @@ def open_placement(
                     f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
                 )
         make = partial(make_policy, config.policy, config=policy_config)
-        manager = _make_manager(cache, make, config, device, target, draft, gamma, notes, ram=tier)
+        manager = _make_manager(
+            cache, make, config, device, target, draft, gamma, notes, ram=tier, has_draft_states=has_draft_states
+        )
         stack.pop_all()
         return manager, calibration
 
@@ -165,12 +181,25 @@ def _slot_memory(cache: ExpertCache, device: ResolvedDevice, target: Context) ->
 
 
 def _place_in_ram(
-    config: PlacementConfig, target: Context, draft: Context | None, gamma: int, notes: list[str]
+    config: PlacementConfig,
+    target: Context,
+    draft: Context | None,
+    gamma: int,
+    notes: list[str],
+    has_draft_states: bool,
 ) -> PlacementManager | None:
     """The placement in RAM alone, where the device has no room for experts."""
     config = replace(config, policy=ram_tier.policy_in_ram(config.policy))
     manager, _ = open_placement(
-        config, devices.ram(ResolvedDevice("none")), target, draft, gamma=gamma, keep=True, notify=ignore, notes=notes
+        config,
+        devices.ram(ResolvedDevice("none")),
+        target,
+        draft,
+        gamma=gamma,
+        keep=True,
+        notify=ignore,
+        notes=notes,
+        has_draft_states=has_draft_states,
     )
     return manager
 
@@ -288,6 +317,7 @@ def _make_manager(
     kept_activations: KeptActivations | None = None,
     ram: RamTier | None = None,
     memory: SlotMemory | None = None,
+    has_draft_states: bool = False,
 ) -> PlacementManager:
     """The manager, with everything that the policy reads."""
     policy = make(cache_shape(cache))
@@ -308,7 +338,7 @@ def _make_manager(
         gate_predictor=_gate_predictor(policy, target, notes, reads_ahead=execution.reads_ahead),
         draft_predictor=_draft_predictor(policy, config, target, draft, notes),
         router_scores=router_scores,
-        keeps_hidden_states=_keeps_hidden_states(policy, draft, gamma, notes),
+        keeps_hidden_states=_keeps_hidden_states(policy, draft, gamma, notes, has_draft_states),
         watch=MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None,
         remake_policy=make,
         kept_activations=kept_activations,
@@ -376,11 +406,13 @@ def _draft_predictor(
     return predictor
 
 
-def _keeps_hidden_states(policy: Policy, draft: Context | None, gamma: int, notes: list[str]) -> bool:
+def _keeps_hidden_states(
+    policy: Policy, draft: Context | None, gamma: int, notes: list[str], has_draft_states: bool
+) -> bool:
     """Whether the draft's hidden states are kept for the policy."""
     if "draft-states" not in policy.required_inputs or gamma == 0:
         return False
-    has_hidden_states = draft is not None and draft.has_hidden_states
+    has_hidden_states = has_draft_states or (draft is not None and draft.has_hidden_states)
     source = "hidden states" if has_hidden_states else "tokens alone, without its hidden states"
     notes.append(Notification(f"The policy {policy.name} predicts experts from the draft's {source}."))
     return has_hidden_states

@@ -189,12 +189,20 @@ def test_output_that_the_encoding_lacks_becomes_a_question_mark(pair: list[str])
     assert b"?" in done.stdout
 
 
+def test_sources_of_drafts(tiny: TinyFactory) -> None:
+    own_head, plain = tiny("glm4moe"), tiny("qwen3moe")
+    assert resolve_models(own_head, "mtp") == resolve_models(own_head, "auto") == ModelFiles(own_head, "mtp")
+    assert resolve_models(own_head, None) == ModelFiles(own_head, None)
+    assert resolve_models(plain, "auto") == ModelFiles(plain, "ngram")
+
+
 def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
     target, draft = bundled_pair
     assert resolve_models(None, None) == ModelFiles(target, draft)
     assert resolve_models(target, None) == ModelFiles(target, draft)
     assert resolve_models(None, "none") == ModelFiles(target, None)
     assert resolve_models(None, "ngram") == ModelFiles(target, "ngram")
+    assert resolve_models(None, "auto") == ModelFiles(target, draft)
     assert resolve_models(Path("other.gguf"), None) == ModelFiles(Path("other.gguf"), None)
     assert resolve_models(Path("other.gguf"), "small.gguf") == ModelFiles(Path("other.gguf"), Path("small.gguf"))
 

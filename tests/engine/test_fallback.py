@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import DeviceFailedError, EngineError, ModelFileError
@@ -173,3 +174,26 @@ def test_a_model_that_is_gone_is_an_error(config: EngineConfig, monkeypatch: pyt
             answer(session)
         with pytest.raises(EngineError):
             answer(session)
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("code", [-3, None])
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_with_a_draft_head(config: EngineConfig, tiny: TinyFactory, kind: str, at_call: int, code: int | None) -> None:
+    """The head of the target's own file, and one in a file of its own that uses the target's embeddings."""
+    if kind == "mtp":
+        config = replace(config, model=tiny("glm4moe"), draft="mtp")
+    else:
+        config = replace(config, draft=tiny("eagle3"))
+    with Session.open(config) as session:
+        expected = answer(session)
+        session.reset()
+        pretend_gpu(session)
+        assert isinstance(session.draft, HeadDraft)
+        session.draft.context.model.uses_gpu = True
+        with failing(at_call, code):
+            assert answer(session) == expected
+        assert not session.model.uses_gpu
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        assert generation.tokens == expected and generation.stats.drafted > 0

@@ -1,8 +1,9 @@
-"""Models that cannot take tokens back: speculation is off and says so, turns still answer rightly."""
+"""Models with a recurrent state: without snapshots speculation is off and says so; turns still answer rightly."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,12 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+from tests.conftest import TinyFactory
+from tests.support.hybrid import assert_greedy
+from tests.support.interruption import interrupt_decode
 from tests.support.recurrent import make_mamba
 from tests.support.stock import StockContext
 
@@ -50,3 +57,70 @@ def test_a_recurrent_draft_is_not_used(mamba: Path, tiny_moe: Path) -> None:
         assert session.info.notes == [
             "The memory of the mamba draft cannot roll back rejected drafts: speculation off."
         ]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny: TinyFactory) -> Path:
+    """Two layers with a recurrent state, two with attention, experts in all."""
+    return tiny("qwen35moe")
+
+
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+@pytest.mark.parametrize("gamma", [1, 4, 12])
+def test_a_model_with_snapshots_takes_drafts_back(hybrid: Path, tiny: TinyFactory, draft: str, gamma: int) -> None:
+    library.start()
+    source: Any = "ngram" if draft == "ngram" else tiny("qwen3")
+    prompt = PROMPT * 3  # n-grams repeat
+    config = EngineConfig(model=hybrid, draft=source, gamma=gamma, n_ctx=512, n_threads=1, device="none")
+    with Session.open(config) as session, StockContext(hybrid, n_ctx=512) as stock:
+        assert session.info.gamma == session.target.n_snapshots == min(gamma, 8)
+        generation = session.generate(prompt, n_predict=60, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        assert 0 < generation.stats.accepted < generation.stats.drafted
+        assert_greedy(stock, prompt, generation.tokens, stock.greedy(prompt, 60)[0], draft)
+        longer = [*prompt, *generation.tokens, 7, 8]
+        tokens, n_prefilled = answer(session, longer)
+        assert n_prefilled < len(longer)  # goes on from the state
+        assert_greedy(stock, longer, tokens, stock.greedy(longer, 20)[0], "longer")
+        edited = [*prompt[:20], 9, *prompt[20:]]
+        tokens, n_prefilled = answer(session, edited)
+        assert n_prefilled == len(edited)  # further back than the snapshots
+        assert_greedy(stock, edited, tokens, stock.greedy(edited, 20)[0], "edited")
+
+
+@pytest.mark.parametrize("n_back", [1, 2, 3, 4, 5, 20])
+def test_going_back_within_the_last_batch_and_beyond(hybrid: Path, n_back: int) -> None:
+    """A state of the last batch is gone back to once; anything else empties the memory."""
+    tokens = np.random.default_rng(1).integers(0, 256, 30).tolist()
+    with Model.load(hybrid) as model, Context(model, n_ctx=256, n_threads=1, n_snapshots=8) as context:
+        context.decode(tokens[:20], phase=Phase.PREFILL, logits="none")
+        for token in tokens[20:25]:
+            context.decode([token], phase=Phase.DECODE)
+        context.decode(tokens[25:30], phase=Phase.VERIFY, logits="all")
+        context.trim(30 - n_back)
+        assert context.n_past == (30 - n_back if n_back < 5 else 0)
+        kept = context.n_past
+        again = context.decode(tokens[kept:], phase=Phase.VERIFY, logits="last").copy()
+        context.clear()
+        expected = context.decode(tokens, phase=Phase.PREFILL, logits="last")
+        np.testing.assert_allclose(again, expected, atol=0.05)
+        context.trim(28)
+        assert context.n_past == 28
+        context.trim(27)  # a second time
+        assert context.n_past == 0
+
+
+@pytest.mark.parametrize("at_call", [2, 3, 4, 6])
+def test_ctrl_c_loses_the_state_of_a_model_with_snapshots(
+    hybrid: Path, at_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = PROMPT * 3
+    config = EngineConfig(model=hybrid, draft="ngram", gamma=4, n_ctx=512, n_threads=1, device="none")
+    with Session.open(config) as session, StockContext(hybrid, n_ctx=512) as stock:
+        with monkeypatch.context() as patch:
+            interrupt_decode(patch, at_call)
+            cut = session.generate(prompt, n_predict=30, sampling=GREEDY, ignore_eos=True)
+            list(cut)
+        assert cut.stop_reason == "interrupted"
+        resumed = [*prompt, *cut.tokens]
+        assert_greedy(stock, resumed, answer(session, resumed)[0], stock.greedy(resumed, 20)[0], "resumed")

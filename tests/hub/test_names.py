@@ -275,6 +275,7 @@ def test_pairs(own: Write, capfd: pytest.CaptureFixture[str]) -> None:
     assert "mine-draft:Q8_0" in said and "--draft-max" in said
     assert resolve_models(Path("mine"), "none") == ModelFiles(target, None)
     assert resolve_models(Path("mine"), "ngram") == ModelFiles(target, "ngram", 2)
+    assert resolve_models(Path("mine"), "mtp") == ModelFiles(target, "mtp")
     assert resolve_models(Path("mine"), "mine-draft") == ModelFiles(target, small, 2)
     assert resolve_models(Path("bundled"), None) == ModelFiles(paths.bundled_target(), paths.bundled_draft())
 

@@ -241,6 +241,19 @@ def test_speculation_keeps_the_distribution(
     assert p_value(expected, drawn) > P_VALUE
 
 
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_a_draft_head_keeps_the_distribution(kind: str, target: Path, tiny: TinyFactory) -> None:
+    config, length = SAMPLINGS["top-k"]
+    if kind == "mtp":
+        target = tiny("glm4moe", layers=2, experts=8, used=2, logit_std=2.5)
+    source = "mtp" if kind == "mtp" else tiny("eagle3", target_layers="0,1,1")
+    drawn, drafted, accepted = sample(engine(target, source), OPENING, config, length)
+    assert 0 < accepted < drafted
+    expected = exact(target, OPENING, config, length)
+    assert set(drawn) <= set(expected)
+    assert p_value(expected, drawn) > P_VALUE
+
+
 def test_the_test_can_fail(target: Path, draft: Path, prompt: list[int]) -> None:
     """The draft's own answers, as if accepted without a check, are distinguished from the target's."""
     config, length = SAMPLINGS["temperature-1"]

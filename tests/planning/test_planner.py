@@ -144,3 +144,18 @@ def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
     assert any("from the disk" in note for note in plan.notes)
     assert any("A file in" in note for note in plan.notes)
     assert all(line.mapped_bytes == line.n_bytes for line in plan.map.places[-1].lines if line.what == "experts")
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_a_draft_head_takes_memory(kind: str, tiny: TinyFactory) -> None:
+    """The plan's KV cache is the session's: that of the target, and of the head one layer."""
+    model, draft = (tiny("glm4moe"), "mtp") if kind == "mtp" else (tiny("qwen3moe"), tiny("eagle3"))
+    config = EngineConfig(model=model, draft=draft, device="none", n_ctx=512, n_threads=1)  # type: ignore[arg-type]
+    with Planner(config, this_machine(config)) as planner:
+        assert planner.has_drafts
+        planned = planner.default_map()
+    with Session.open(config) as session:
+        uses = session.memory_uses()
+        assert planned.kv_bytes == sum(use.memory_bytes for use in uses)
+        assert planned.compute_bytes == sum(use.compute_bytes for use in uses)
+        assert planned.kv_bytes > sum(use.memory_bytes for use in session.target.memory_uses())

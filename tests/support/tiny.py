@@ -31,7 +31,19 @@ CODE_STD = {"Q4_0": 4.637, "Q8_0": 73.9, "MXFP4": 5.852}
 
 QUANTIZED = ("IQ1_M",)  # types whose blocks need a quantizer; rows of a multiple of 256
 
-ARCHITECTURES = ("qwen3moe", "qwen2moe", "llama", "olmoe", "deepseek2", "gpt-oss", "llama4", "qwen3")
+ARCHITECTURES = (
+    "qwen3moe",
+    "qwen2moe",
+    "llama",
+    "olmoe",
+    "deepseek2",
+    "gpt-oss",
+    "llama4",
+    "qwen3",
+    "glm4moe",
+    "qwen35moe",
+    "eagle3",
+)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"experts": 0, "layers": 2, "residual": 0.2},  # dense: the draft
     "llama": {"experts": 8, "used": 2, "expert_type": "F32"},  # Mixtral's layout; experts=0 for a dense Llama
@@ -39,6 +51,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2moe": {"expert_ff": 64},
     "gpt-oss": {"expert_type": "MXFP4"},
     "llama4": {"layers": 4, "used": 1},
+    "glm4moe": {"mtp": 1},
+    "qwen35moe": {"mtp": 1, "layers": 4},
+    "eagle3": {"experts": 0, "layers": 1, "heads_kv": 4},
 }
 
 
@@ -75,6 +90,8 @@ def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
 def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
     """The tensor's bytes: float32 or float16 of `spec.shape`, or uint8 blocks [n_blocks, block bytes]."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    if spec.type == "I64":
+        return np.sort(rng.choice(N_VOCAB, spec.shape, replace=False)).astype(np.int64)
     if spec.type in QUANTIZED:
         return quantized(rng, spec)
     if spec.type in BLOCK_BYTES:
@@ -82,7 +99,9 @@ def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
             raise ValueError(f"{spec.name}: rows of {spec.shape[-1]} weights are no multiple of {BLOCK}")
         return draw_blocks(rng, spec)
     values = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std) + np.float32(spec.mean)
-    if spec.name == "output.weight":
+    if spec.identity:
+        np.fill_diagonal(values, np.diagonal(values) + np.float32(spec.identity))
+    if spec.name == "output.weight" and len(values) == N_VOCAB:
         values[N_VOCAB - len(SPECIALS) :] = 0  # logit 0: an answer hardly ever ends by itself
     return values.astype(np.float16) if spec.type == "F16" else values
 
@@ -123,7 +142,7 @@ def _n_bytes(spec: TensorSpec) -> int:
         return n_weights // block * n_bytes
     if spec.type in BLOCK_BYTES:
         return n_weights // BLOCK * BLOCK_BYTES[spec.type]
-    return n_weights * (2 if spec.type == "F16" else 4)
+    return n_weights * {"F16": 2, "I64": 8}.get(spec.type, 4)
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
@@ -133,6 +152,8 @@ def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
     else:
         raise TypeError(f"{key}: {type(value).__name__} is no metadata type in use here")
 

@@ -7,7 +7,7 @@ that keeps activations near 1, so that routing and logits vary from token to tok
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.support.tiny_vocab import N_VOCAB
 
@@ -36,26 +36,31 @@ class TinyDims:
     expert_scales: bool = False  # a factor per expert after each of its matrices, as NVFP4 files have
     merged: bool = False  # gate and up experts in one tensor (deepseek2)
     sigmoid: bool = False  # deepseek2: sigmoid router with selection bias, groups and scale, as in DeepSeek-V3
+    mtp: int = 0  # heads after the layers that predict further tokens (deepseek2, glm4moe)
+    target_embd: int = 64  # eagle3: width of the target
+    target_layers: str = "0,1,2"  # eagle3: the layers whose inputs it reads
+    draft_vocab: int = 0  # eagle3: tokens of a vocabulary of its own; 0: the target's embeddings and output
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: name, NumPy shape, normal distribution, ggml type."""
+    """One tensor: name, NumPy shape, normal distribution, ggml type. I64: ascending row numbers of the vocabulary."""
 
     name: str
     shape: tuple[int, ...]
     std: float
     type: str = "F32"
     mean: float = 0.0
+    identity: float = 0.0  # added on the diagonal
 
 
-Metadata = dict[str, int | float | bool | list[bool]]
+Metadata = dict[str, int | float | bool | list[bool] | list[int]]
 
 
 def metadata(arch: str, d: TinyDims) -> Metadata:
     """The architecture's keys without their prefix."""
     keys: Metadata = {
-        "block_count": d.layers,
+        "block_count": d.layers + d.mtp,
         "context_length": d.ctx,
         "embedding_length": d.embd,
         "feed_forward_length": d.ff,
@@ -69,7 +74,7 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
     }
     if d.experts:
         keys |= {"expert_count": d.experts, "expert_used_count": d.used}
-    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4"):
+    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4", "glm4moe"):
         keys["expert_feed_forward_length"] = d.expert_ff
     if arch == "qwen2moe":
         keys["expert_shared_feed_forward_length"] = d.shared_ff
@@ -81,6 +86,21 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         keys |= {"interleave_moe_layer_step": 2, "vocab_size": N_VOCAB}
     if arch == "deepseek2":
         keys |= _mla_metadata(d)
+    if arch == "qwen35moe":
+        keys |= {"expert_feed_forward_length": d.expert_ff, "expert_shared_feed_forward_length": d.shared_ff}
+        keys |= {"full_attention_interval": 2, "rope.dimension_sections": [3, 3, 2, 0]}
+        keys |= {"ssm.conv_kernel": 4, "ssm.state_size": d.head_dim, "ssm.group_count": d.heads_kv}
+        keys |= {"ssm.time_step_rank": d.heads, "ssm.inner_size": d.heads * d.head_dim}
+    if arch == "glm4moe":
+        keys |= {"expert_shared_count": d.shared_ff // d.expert_ff, "leading_dense_block_count": 1}
+        keys |= {"expert_weights_norm": True, "expert_weights_scale": 1.5}
+    if arch == "eagle3":
+        keys |= {
+            "target_layers": [int(layer) for layer in d.target_layers.split(",")],
+            "target_hidden_size": d.target_embd,
+        }
+    if d.mtp:
+        keys["nextn_predict_layers"] = d.mtp
     return keys
 
 
@@ -111,10 +131,19 @@ def _mla_metadata(d: TinyDims) -> Metadata:
 
 def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     """Every tensor of the model, in file order."""
+    if arch == "eagle3":
+        yield from _eagle(d)
+        return
     yield TensorSpec("token_embd.weight", (N_VOCAB, d.embd), 1.0, d.dense_type)
-    for layer in range(d.layers):
-        for spec in [*_attention(arch, d), *_feed_forward(arch, d, layer)]:
-            yield TensorSpec(f"blk.{layer}.{spec.name}", spec.shape, spec.std, spec.type, spec.mean)
+    for layer in range(d.layers + d.mtp):
+        attention = _delta_net(d) if is_recurrent(arch, d, layer) else _attention(arch, d)
+        for spec in [*attention, *_feed_forward(arch, d, layer)]:
+            yield replace(spec, name=f"blk.{layer}.{spec.name}")
+    for layer in range(d.layers, d.layers + d.mtp):
+        # the token's embedding goes on nearly as it is, so that the head guesses right now and then
+        yield TensorSpec(f"blk.{layer}.nextn.eh_proj.weight", (d.embd, 2 * d.embd), 0.1 / d.embd**0.5, identity=1.0)
+        yield _norm(f"blk.{layer}.nextn.enorm.weight", d.embd)
+        yield _norm(f"blk.{layer}.nextn.hnorm.weight", d.embd)
     yield _norm("output_norm.weight", d.embd)
     yield TensorSpec("output.weight", (N_VOCAB, d.embd), d.logit_std / d.embd**0.5, d.dense_type)
 
@@ -133,11 +162,13 @@ def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     if arch == "deepseek2":
         yield from _latent_attention(d)
     else:
-        yield _matrix(d, "attn_q.weight", q_width, d.embd, 2.0)  # gain: attention that picks rather than averages
+        n_queries = 2 if arch == "qwen35moe" else 1  # with a gate
+        # gain: attention that picks rather than averages
+        yield _matrix(d, "attn_q.weight", n_queries * q_width, d.embd, 2.0)
         yield _matrix(d, "attn_k.weight", kv_width, d.embd)
         yield _matrix(d, "attn_v.weight", kv_width, d.embd)
     yield _matrix(d, "attn_output.weight", d.embd, q_width, d.residual)
-    if arch in ("qwen3", "qwen3moe"):  # per head
+    if arch in ("qwen3", "qwen3moe", "qwen35moe"):  # per head
         yield _norm("attn_q_norm.weight", d.head_dim)
         yield _norm("attn_k_norm.weight", d.head_dim)
     if arch == "olmoe":  # over all heads
@@ -149,6 +180,26 @@ def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     if arch == "gpt-oss":
         yield TensorSpec("attn_output.bias", (d.embd,), 0.1)
         yield TensorSpec("attn_sinks.weight", (d.heads,), 1.0)
+
+
+def is_recurrent(arch: str, d: TinyDims, layer: int) -> bool:
+    """Whether the layer has a recurrent state instead of attention."""
+    return arch == "qwen35moe" and layer < d.layers and layer % 2 == 0
+
+
+def _delta_net(d: TinyDims) -> Iterator[TensorSpec]:
+    """Linear attention by the gated delta rule: heads_kv key heads and `heads` value heads of head_dim each."""
+    keys, values = d.heads_kv * d.head_dim, d.heads * d.head_dim
+    yield _norm("attn_norm.weight", d.embd)
+    yield _matrix(d, "attn_qkv.weight", 2 * keys + values, d.embd)
+    yield _matrix(d, "attn_gate.weight", values, d.embd)
+    yield TensorSpec("ssm_conv1d.weight", (2 * keys + values, 4), 0.5)
+    yield TensorSpec("ssm_dt.bias", (d.heads,), 0.3)
+    yield TensorSpec("ssm_a", (d.heads,), 0.1, mean=-0.5)  # a state that fades
+    yield _matrix(d, "ssm_beta.weight", d.heads, d.embd)
+    yield _matrix(d, "ssm_alpha.weight", d.heads, d.embd)
+    yield _norm("ssm_norm.weight", d.head_dim)
+    yield _matrix(d, "ssm_out.weight", d.embd, values, d.residual)
 
 
 def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
@@ -163,8 +214,9 @@ def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
 
 
 def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
-    yield _norm("post_attention_norm.weight" if arch == "gpt-oss" else "ffn_norm.weight", d.embd)
-    dense = not d.experts or (arch == "deepseek2" and layer == 0) or (arch == "llama4" and layer % 2 == 0)
+    after_attention = arch in ("gpt-oss", "glm4moe", "qwen35moe")
+    yield _norm("post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
+    dense = not d.experts or (arch in ("deepseek2", "glm4moe") and layer == 0) or (arch == "llama4" and layer % 2 == 0)
     if dense:
         yield from _swiglu(d, "", d.ff)
         return
@@ -186,13 +238,13 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
     if d.expert_scales:
         for name in ("gate", "up", "down"):
             yield TensorSpec(f"ffn_{name}_exps.scale", (experts,), 0.3, mean=1.0)
-    if arch == "qwen2moe":
+    if arch in ("qwen2moe", "qwen35moe"):
         yield TensorSpec("ffn_gate_inp_shexp.weight", (d.embd,), d.embd**-0.5)
-    if arch in ("qwen2moe", "deepseek2"):
+    if arch in ("qwen2moe", "qwen35moe", "deepseek2", "glm4moe"):
         yield from _swiglu(d, "_shexp", d.shared_ff)
     if arch == "llama4":
         yield from _swiglu(d, "_shexp", d.expert_ff)
-    if d.sigmoid:
+    if d.sigmoid or arch == "glm4moe":
         yield TensorSpec("exp_probs_b.bias", (experts,), 0.1)
 
 
@@ -200,3 +252,23 @@ def _swiglu(d: TinyDims, suffix: str, width: int) -> Iterator[TensorSpec]:
     yield _matrix(d, f"ffn_gate{suffix}.weight", width, d.embd)
     yield _matrix(d, f"ffn_up{suffix}.weight", width, d.embd)
     yield _matrix(d, f"ffn_down{suffix}.weight", d.embd, width, 2.0 * d.residual)
+
+
+def _eagle(d: TinyDims) -> Iterator[TensorSpec]:
+    """An EAGLE-3 draft whose attention hands on the token's embedding, so that it guesses right now and then."""
+    width = d.heads * d.head_dim
+    yield TensorSpec("fc.weight", (d.embd, 3 * d.target_embd), 0.05)
+    yield _norm("output_norm.weight", d.embd)
+    if d.draft_vocab:
+        yield TensorSpec("token_embd.weight", (N_VOCAB, d.embd), 1.0)
+        yield TensorSpec("output.weight", (d.draft_vocab, d.embd), d.logit_std / d.embd**0.5)
+        yield TensorSpec("d2t", (d.draft_vocab,), 0.0, "I64")
+    yield _norm("blk.0.attn_norm.weight", d.embd)
+    yield _norm("blk.0.attn_norm_2.weight", d.embd)
+    for name in ("q", "k"):
+        yield TensorSpec(f"blk.0.attn_{name}.weight", (width, 2 * d.embd), 0.1 / d.embd**0.5, identity=1.5)
+    yield TensorSpec("blk.0.attn_v.weight", (width, 2 * d.embd), 0.1 / d.embd**0.5, identity=1.0)
+    yield TensorSpec("blk.0.attn_output.weight", (d.embd, width), 0.1 / width**0.5, identity=2.0)
+    yield _norm("blk.0.ffn_norm.weight", d.embd)
+    for spec in _swiglu(d, "", d.ff):
+        yield replace(spec, name=f"blk.0.{spec.name}")

@@ -1,0 +1,204 @@
+"""Drafts by a head that continues from the target's hidden states: the model's own (MTP), or an EAGLE-3 draft.
+
+An entry of a head's KV cache is made of a token and the target's state of the position before it. The states come with
+each decode of the target, whatever it is for, and wait until the head reads them: drafting begins with one batch of the
+tokens accepted since the last drafts. Later drafts of a step have no state of the target's; the head goes on from its
+own. These entries are taken back when the target has decoded the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftSource, OnToken, Proposal
+from moeedge.engine.sampling import Sampler
+from moeedge.llama.context import Context
+from moeedge.llama.head_context import HeadContext
+from moeedge.llama.hidden_states import StateRows
+from moeedge.llama.sequence import BatchPart, ContextSequence
+from moeedge.native.abi import Phase
+
+_KEPT_BYTES = 16 << 20  # of a text's states
+_KEPT_TOKENS = (64, 1024)  # at least and at most
+
+
+class StateLog:
+    """The last hidden states of one text, float32 [n_kept, width], by position.
+
+    A state that is not kept reads as zeros, as the one before the first token does: drafts get worse, no answer.
+    """
+
+    def __init__(self, n_kept: int, width: int) -> None:
+        self._rows = np.zeros((n_kept, width), dtype=np.float32)
+        self._first = 0  # positions kept: _first..end - 1
+        self.end = 0
+
+    @property
+    def n_kept(self) -> int:
+        """States that fit."""
+        return len(self._rows)
+
+    def add(self, position: int, states: StateRows) -> None:
+        """Keeps the states of `position` and those that follow; what was kept from there on was of other tokens."""
+        if not self._first <= position <= self.end:
+            self._first = position
+        self.end = position + len(states)
+        states = states[-self.n_kept :]
+        self._rows[np.arange(self.end - len(states), self.end) % self.n_kept] = states
+        self._first = max(self._first, self.end - self.n_kept)
+
+    def read(self, position: int, n: int) -> StateRows:
+        """The states of `n` positions from `position` on, float32 [n, width]."""
+        positions = np.arange(position, position + n)
+        rows = self._rows[positions % self.n_kept]
+        rows[(positions < self._first) | (positions >= self.end)] = 0
+        return rows
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """The text lost `n_discard` tokens after its first `n_keep`: only the states after them stay."""
+        rows = self.read(self._first, self.end - self._first)[max(0, n_keep + n_discard - self._first) :]
+        start = max(self._first, n_keep + n_discard) - n_discard
+        self._first = self.end = start
+        self.add(start, rows)
+
+    def clear(self) -> None:
+        """Forgets all states."""
+        self._first = self.end = 0
+
+
+class DraftHead:
+    """A head, its context, and the states of the target's texts that it may still read.
+
+    `replace` goes on with other contexts of the same models.
+    """
+
+    def __init__(self, target: Context, context: HeadContext) -> None:
+        self.replace(target, context)
+
+    def replace(self, target: Context, context: HeadContext) -> None:
+        """Reads the states of `target` from now on and drafts in `context`, whose KV cache is empty."""
+        self.target, self.context = target, context
+        width = len(context.kind.layers) * target.model.info.n_embd
+        least, most = _KEPT_TOKENS
+        n_kept = min(max(_KEPT_BYTES // (4 * width), least), most)
+        self.logs = [StateLog(n_kept, width) for _ in target.sequences]
+        target.tap_states(context.kind.layers, self._take_in)
+
+    def _take_in(self, parts: Sequence[BatchPart], states: StateRows) -> None:
+        """Keeps the states of a batch that the target has decoded, and takes back entries of drafts and of other texts.
+
+        Of a long prompt the head reads what is kept before it is overwritten.
+        """
+        n_skipped, start = self.context.kind.n_skipped, 0
+        for part in parts:
+            index, n = part.sequence.index, len(part.tokens)
+            position = len(part.sequence.tokens) - n
+            log, entries = self.logs[index], self.context.sequences[index]
+            entries.trim(position + 1 - n_skipped)
+            size = log.n_kept - 2  # next to the state before them, and one of an entry that may be another text's
+            for at in range(0, n, size):
+                rows = states[start + at : start + min(at + size, n)]
+                n_unread = position + at - (entries.n_past + n_skipped - 1)
+                if n_unread + len(rows) >= log.n_kept:
+                    self.catch_up(index, part.sequence.tokens[: position + at])
+                log.add(position + at, rows)
+            start += n
+
+    def catch_up(self, index: int, history: Sequence[int], cancel: Callable[[], bool] | None = None) -> None:
+        """Makes the head's KV cache hold the entries of `history`, the first tokens of a text, and no others."""
+        tokens = history[self.context.kind.n_skipped :]
+        n_held = self.context.sequences[index].keep_prefix(tokens)
+        self.extend(index, tokens[n_held:], cancel)
+
+    def extend(self, index: int, tokens: Sequence[int], cancel: Callable[[], bool] | None = None) -> None:
+        """Appends entries of `tokens`, with the target's states."""
+        sequence, size = self.context.sequences[index], self.context.n_ubatch
+        for start in range(0, len(tokens), size):
+            piece = tokens[start : start + size]
+            states = self.states(index, sequence.n_past, len(piece))
+            sequence.prefill(piece, logits="none", states=states, cancel=cancel)
+
+    def states(self, index: int, entry: int, n: int) -> StateRows:
+        """What comes with the tokens of `n` entries from `entry` on: the target's states, as the head takes them."""
+        return self.context.input_states(self.logs[index].read(entry + self.context.kind.n_skipped - 1, n))
+
+
+class HeadDraft(DraftSource):
+    """Drafts of one text by a head, sampled as a draft model's (`ModelDraft`).
+
+    Between steps the head's KV cache holds entries with the target's states only, of a prefix of the accepted history.
+    """
+
+    def __init__(self, head: DraftHead, *, n_vocab: int, index: int = 0) -> None:
+        self.head = head
+        self.n_vocab = n_vocab  # ids that target and draft have
+        self._index = index
+
+    @property
+    def context(self) -> Context:
+        return self.head.context
+
+    @property
+    def sequence(self) -> ContextSequence:
+        return self.head.context.sequences[self._index]
+
+    def is_eog(self, token: int) -> bool:
+        return self.head.target.model.is_eog(token)
+
+    def for_sequence(self, index: int) -> HeadDraft:
+        return HeadDraft(self.head, n_vocab=self.n_vocab, index=index)
+
+    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
+        self.head.catch_up(self._index, history[:-1], cancel)
+
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+    ) -> Proposal:
+        if gamma == 0:
+            return Proposal()
+        head, sequence = self.head, self.sequence
+        pending = history[head.context.kind.n_skipped + sequence.n_past :]
+        if len(pending) > MAX_TOKENS_WITH_STATES:
+            head.extend(self._index, pending[:-1])
+            pending = pending[-1:]
+        states = head.states(self._index, sequence.n_past, len(pending))
+        chain = Chain(self, history, gamma, sampler)
+        chain.pending = pending
+        tokens = chain.proposal.tokens
+        kept: list[StateRows] = []
+        while True:
+            n = len(chain.pending)
+            logits = sequence.decode(chain.pending, phase=Phase.DRAFT, logits="all", states=states)
+            states = head.context.last_state(n)
+            kept.append(states)
+            if not chain.draw(logits[-1]):
+                break
+            if on_token is not None:
+                on_token([history[-1], *tokens])
+        return replace(chain.proposal, hidden_states=np.concatenate(kept)) if keep_hidden_states else chain.proposal
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        log, n_skipped = self.head.logs[self._index], self.head.context.kind.n_skipped
+        log.shift(n_keep, n_discard)
+        first = n_keep - n_skipped
+        if first >= 0 and self.context.can_shift and first + n_discard < self.sequence.n_past:
+            self.sequence.shift(first, n_discard)
+        else:
+            self.sequence.trim(max(first, 0))
+
+    def restore(self, history: Sequence[int]) -> None:
+        self.sequence.keep_prefix(history[self.head.context.kind.n_skipped :])
+
+    def clear(self) -> None:
+        self.head.context.clear()
+        for log in self.head.logs:
+            log.clear()

@@ -1,0 +1,311 @@
+"""Drafts by a head that reads the target's hidden states: exact answers, and a KV cache that follows the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeedge.engine.head_draft import DraftHead, HeadDraft, StateLog
+from moeedge.engine.loading import drafts_for_itself
+from moeedge.engine.sampling import Sampler
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import InputError
+from moeedge.llama import library
+from moeedge.llama.context import Context
+from moeedge.llama.draft_heads import own_head
+from moeedge.llama.head_context import HeadContext
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
+from tests.conftest import TinyFactory
+from tests.support.hybrid import assert_greedy
+from tests.support.interruption import interrupt_decode
+from tests.support.stock import StockContext
+
+GREEDY = SamplingConfig(temperature=0)
+PROMPT = np.random.default_rng(4).integers(0, 256, 24).tolist()
+N_PREDICT = 60
+DEEPSEEK: dict[str, Any] = {"sigmoid": True, "mtp": 1}
+# name -> target, dimensions; the head's dimensions, None for a head in the target's file
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "mtp-glm4moe": ("glm4moe", {}, None),
+    "mtp-deepseek2": ("deepseek2", DEEPSEEK, None),
+    "mtp-qwen35moe": ("qwen35moe", {}, None),
+    "eagle-qwen3moe": ("qwen3moe", {}, {}),
+    "eagle-gpt-oss": ("gpt-oss", {}, {}),
+    "eagle-mixtral": ("llama", {}, {}),
+    "eagle-narrow": ("qwen3moe", {}, {"embd": 32, "heads": 2, "heads_kv": 2, "draft_vocab": 100, "seed": 1}),
+}
+KINDS = ("mtp-glm4moe", "mtp-qwen35moe", "eagle-qwen3moe")
+ATTENTION = ("mtp-glm4moe", "eagle-qwen3moe")  # whose memory can be shifted, and holds several texts
+
+
+def files(tiny: TinyFactory, case: str) -> tuple[Path, Any]:
+    """The target's file, and the value of EngineConfig.draft."""
+    arch, dimensions, head = CASES[case]
+    return tiny(arch, **dimensions), "mtp" if head is None else tiny("eagle3", **head)
+
+
+def options(pair: tuple[Path, Any], **changes: Any) -> EngineConfig:
+    fields = {"model": pair[0], "draft": pair[1], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
+    return EngineConfig(**fields | changes)
+
+
+def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_PREDICT, **changes: Any) -> list[int]:
+    sampling = changes.pop("sampling", GREEDY)
+    generation = session.generate(prompt, n_predict=n_predict, sampling=sampling, ignore_eos=True, **changes)
+    list(generation)
+    return generation.tokens
+
+
+def head_of(session: Session) -> DraftHead:
+    assert isinstance(session.draft, HeadDraft)
+    return session.draft.head
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=12), st.integers(2, 9))
+def test_the_log_keeps_the_last_states(steps: list[tuple[int, int]], n_kept: int) -> None:
+    """Against a dictionary: each decode begins somewhere before the end, or anew."""
+    log, known, end, number = StateLog(n_kept, 3), dict[int, float](), 0, 0.0
+    for back, n in steps:
+        start = max(0, end - back)
+        rows = np.arange(number + 1, number + n + 1, dtype=np.float32)
+        known = {position: value for position, value in known.items() if position < start}
+        known |= {start + i: float(value) for i, value in enumerate(rows)}
+        number, end = number + n, start + n
+        log.add(start, np.repeat(rows[:, None], 3, axis=1))
+        assert log.end == end
+        found = log.read(-1, end + 3)[:, 0]
+        expected = [known.get(position, 0.0) for position in range(-1, end + 2)]
+        n_last = min(n_kept, n)  # those of the last decode are there
+        np.testing.assert_array_equal(found[end + 1 - n_last : end + 1], expected[end + 1 - n_last : end + 1])
+        assert all(value in (0.0, wanted) for value, wanted in zip(found.tolist(), expected, strict=True))
+
+
+def test_the_log_follows_a_shift() -> None:
+    log = StateLog(8, 1)
+    log.add(0, np.arange(12, dtype=np.float32)[:, None])  # keeps 4..11
+    log.shift(2, 4)
+    assert log.read(0, 8)[:, 0].tolist() == [0, 0, 6, 7, 8, 9, 10, 11]
+    log.add(8, np.array([[20.0]], dtype=np.float32))
+    assert log.read(1, 8)[:, 0].tolist() == [0, 6, 7, 8, 9, 10, 11, 20]
+    log.shift(0, 20)
+    assert not log.read(0, 9).any()
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_equals_stock(case: str, gamma: int, tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    library.start()
+    with StockContext(pair[0]) as stock, Session.open(options(pair, gamma=gamma)) as session:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        records = list(generation)
+        assert_greedy(stock, PROMPT, generation.tokens, expected, case)
+        stats, info = generation.stats, session.model.info
+        assert stats.drafted > 0
+        if case != "eagle-narrow":  # whose vocabulary is another
+            assert 0 < stats.accepted < stats.drafted
+        assert session.info.draft == ("mtp" if pair[1] == "mtp" else pair[1].name)
+        # activations of the verification alone: the head's own experts are not counted
+        assert session.counts is not None and session.counts.shape == (info.n_layers, info.n_experts)
+        n_verified = records[-1].n_verified
+        assert set(session.counts[list(info.expert_layers)].sum(axis=1)) == {n_verified * info.n_expert_used}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_drafts_are_those_of_a_fresh_head(case: str, tiny: TinyFactory) -> None:
+    """After rejections and plain steps the head proposes as one that reads the entire text at once."""
+    pair = files(tiny, case)
+    with Session.open(options(pair)) as session, Session.open(options(pair)) as fresh:
+        sampler = Sampler(GREEDY, session.model.info.n_vocab)
+        generation = session.generate(PROMPT, n_predict=40, sampling=GREEDY, ignore_eos=True)
+        lengths = iter([4, 4, 0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 8] * 20)
+        n_equal = n_compared = 0
+        for record in generation:
+            history = list(generation.state.history)
+            if record.drafts and generation.stop_reason is None:
+                before = history[: len(history) - len(record.tokens)]
+                fresh.reset()
+                fresh.target.decode(before[:-1], phase=Phase.PREFILL, logits="none")
+                fresh.draft.begin(before)
+                n_compared += 1
+                n_equal += fresh.draft.propose(before, len(record.drafts), sampler).tokens == record.drafts
+            generation._limits = replace(generation._limits, gamma=next(lengths))
+        assert n_compared > 5
+        assert n_equal >= n_compared - 1  # rounding: the entries come in other batches
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_the_head_keeps_entries_of_the_accepted_text(case: str, tiny: TinyFactory) -> None:
+    with Session.open(options(files(tiny, case))) as session:
+        generation = session.generate(PROMPT, n_predict=40, sampling=GREEDY, ignore_eos=True)
+        for _ in generation:
+            context = head_of(session).context
+            history = generation.state.history[context.kind.n_skipped :]
+            assert context.tokens == history[: len(context.tokens)]
+            held = len(context.tokens)
+            assert held in (0, len(history) - 1) or held >= len(history) - 6
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_a_long_prompt_is_read_on_the_way(case: str, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where states are overwritten before the first draft, the head has read them: its drafts are the same."""
+    pair, prompt = files(tiny, case), np.random.default_rng(7).integers(0, 256, 400).tolist()
+    drafts = []
+    for kept in ((64, 1024), (64, 64), (512, 512)):
+        monkeypatch.setattr("moeedge.engine.head_draft._KEPT_TOKENS", kept)
+        with Session.open(options(pair, n_ubatch=96)) as session:
+            generation = session.generate(prompt, n_predict=12, sampling=GREEDY, ignore_eos=True)
+            drafts.append([record.drafts for record in generation])
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_turns_reuse_both_kv_caches(case: str, tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    with Session.open(options(pair)) as session, StockContext(pair[0], n_ctx=512) as stock:
+        said = answer(session, n_predict=20)
+        second = [*PROMPT, *said, *PROMPT[:5]]
+        generation = session.generate(second, n_predict=20, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        assert generation.stats.prefill_tokens in (5, 6)
+        assert_greedy(stock, second, generation.tokens, stock.greedy(second, 20)[0], "second turn")
+        edited = [*PROMPT[:9], *PROMPT[3:12]]  # as /undo leaves
+        assert_greedy(stock, edited, answer(session, edited, 20), stock.greedy(edited, 20)[0], "edited")
+        session.reset()
+        assert head_of(session).context.n_past == 0
+        assert_greedy(stock, PROMPT, answer(session, n_predict=20), stock.greedy(PROMPT, 20)[0], "after /clear")
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("case", KINDS)
+def test_ctrl_c_at_any_decode(case: str, at_call: int, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = files(tiny, case)
+    with Session.open(options(pair)) as session, StockContext(pair[0], n_ctx=512) as stock:
+        with monkeypatch.context() as patch:
+            interrupt_decode(patch, at_call)
+            cut = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
+            list(cut)
+        assert cut.stop_reason == "interrupted"
+        continued = [*PROMPT, *cut.tokens]
+        assert_greedy(stock, continued, answer(session, continued, 20), stock.greedy(continued, 20)[0], "resumed")
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_closing_and_cancelling(case: str, tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    with Session.open(options(pair)) as session, StockContext(pair[0], n_ctx=512) as stock:
+        with closing(session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)) as generation:
+            for _ in zip(range(4), generation, strict=False):
+                pass
+        asked: Iterator[bool] = iter([False] * 6 + [True] * 100)
+        answer(session, n_predict=30, cancel=lambda: next(asked))
+        assert_greedy(stock, PROMPT, answer(session), stock.greedy(PROMPT, N_PREDICT)[0], "after both")
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_context_shift(case: str, tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    small = {"n_ctx": 64, "context_shift": True}
+    with Session.open(options((pair[0], None), **small)) as plain:
+        expected = answer(plain, n_predict=150)
+    with Session.open(options(pair, **small)) as session:
+        generation = session.generate(PROMPT, n_predict=150, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        assert len(generation.tokens) == 150 and generation.stats.accepted > 0
+        assert len(generation.notes) >= 2
+        n_same = next((i for i, (a, b) in enumerate(zip(generation.tokens, expected, strict=True)) if a != b), 150)
+        assert n_same >= 64 - len(PROMPT)  # then near-ties may go either way: the moved keys are rounded
+        context, history = head_of(session).context, generation.state.history
+        assert context.tokens == history[context.kind.n_skipped :][: context.n_past]
+        session.reset()
+        with StockContext(pair[0]) as stock:
+            assert_greedy(stock, PROMPT, answer(session, n_predict=20), stock.greedy(PROMPT, 20)[0], "afterwards")
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_texts_decoded_together(case: str, tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    prompts = [np.random.default_rng(i).integers(0, 256, 10 + 7 * i).tolist() for i in range(4)]
+    with Session.open(options(pair, n_parallel=2, n_ctx=256)) as session, StockContext(pair[0]) as stock:
+        generation = session.generate_parallel(prompts, n_predict=30, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        for prompt, found in zip(prompts, generation.answers, strict=True):
+            assert_greedy(stock, prompt, found.tokens, stock.greedy(prompt, 30)[0], "together")
+            assert found.stats.drafted > 0
+
+
+def test_experts_from_the_file(tiny: TinyFactory) -> None:
+    """Where experts are loaded on demand, those of the head are in memory with the dense weights."""
+    pair = files(tiny, "mtp-glm4moe")
+    with Session.open(options(pair, ram=2**20)) as session, StockContext(pair[0]) as stock:
+        assert session.model.dense is not None and session.model.has_head
+        assert_greedy(stock, PROMPT, answer(session), stock.greedy(PROMPT, N_PREDICT)[0], "experts in RAM")
+
+
+def test_a_plain_session_loads_no_head(tiny: TinyFactory) -> None:
+    with Session.open(options((tiny("glm4moe"), "ngram"))) as session:
+        assert not session.model.has_head and session.model.info.n_head_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        (("qwen3moe", {}), "mtp"),  # no head in the file
+        (("glm4moe", {"mtp": 2}), "mtp"),  # more than one
+        (("qwen3moe", {}), {"target_embd": 96}),  # of another target: width
+        (("qwen3moe", {}), {"target_layers": "0,1,7"}),  # layers
+        (("deepseek2", {}), {}),  # an architecture whose layers' inputs llama.cpp does not hand out
+    ],
+)
+def test_a_head_that_does_not_suit_the_target(
+    target: tuple[str, dict[str, Any]], draft: str | dict[str, Any], tiny: TinyFactory
+) -> None:
+    source = draft if isinstance(draft, str) else tiny("eagle3", **draft)
+    with pytest.raises(InputError) as caught:
+        Session.open(options((tiny(target[0], **target[1]), source)))
+    assert caught.value.hint
+
+
+def test_which_models_draft_for_themselves(tiny: TinyFactory) -> None:
+    assert drafts_for_itself(tiny("glm4moe"))
+    assert drafts_for_itself(tiny("deepseek2", **DEEPSEEK))
+    assert not drafts_for_itself(tiny("qwen3moe"))
+    assert not drafts_for_itself(tiny("glm4moe", mtp=2))
+
+
+def test_a_head_needs_its_weights(tiny: TinyFactory) -> None:
+    """llama.cpp would end the process."""
+    with Model.load(tiny("glm4moe")) as model, pytest.raises(ValueError, match="without its head"):
+        own_head(model)
+
+
+def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> None:
+    """Token by token and in one batch the head's logits agree: states are taken of the right positions."""
+    with Model.load(tiny("glm4moe"), head=True) as model, Context(model, n_ctx=256, n_threads=1) as target:
+        kind = own_head(model)
+        with HeadContext(model, kind, target, n_threads=1) as context:
+            head = DraftHead(target, context)
+            target.prefill(PROMPT, logits="last")
+            states = head.states(0, 0, len(PROMPT))
+            assert not states[0].any() and np.abs(states[1:]).max(axis=1).min() > 0
+            sequence = context.sequences[0]
+            together = sequence.decode(PROMPT[:4], phase=Phase.DRAFT, logits="all", states=states[:4]).copy()
+            last = context.last_state(4)
+            context.clear()
+            rows = []
+            for i in range(4):
+                row = sequence.decode(PROMPT[i : i + 1], phase=Phase.DRAFT, logits="all", states=states[i : i + 1])
+                rows.append(row.copy())
+            np.testing.assert_allclose(np.concatenate(rows), together, atol=0.1)
+            np.testing.assert_allclose(context.last_state(1), last, atol=0.1)
