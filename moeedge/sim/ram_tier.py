@@ -4,7 +4,8 @@ The rules are those of the engine's cache in RAM. The CPU computes no expert tha
 is known, its absent experts are read one after the other, each into a free slot or that of the resident expert with the
 lowest score, unless the layer uses it; of equal ones goes the one used longest ago. Scores are the policy's after the
 last step. The CPU computes the resident experts meanwhile, and each of the others as it arrives. A prompt takes no
-time, but its loads replace others in the same way, layer by layer.
+time, but its loads replace others in the same way, layer by layer. A batch that needs nearly all experts of a layer
+adds its tokens' shares to the scores, and takes the slots of layers that it has passed before those of others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from moeedge.sim.clock import Clock, Log, to_ns
 from moeedge.sim.mover import Demand, Mover
 from moeedge.sim.step_costs import StepCosts
 from moeedge.trace.schedule import Batch
+
+_NEARLY_ALL = 0.75  # of a layer's experts (ram_executor's nearly_all)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,10 @@ class RamSlots(Mover):
         if batch.prefill:
             for layer, counts in enumerate(batch.counts):
                 used = np.flatnonzero(counts)
-                self._replace(layer, used, used[self.resident[layer, used] != Residency.RESIDENT])
+                is_scan = used.size >= _NEARLY_ALL * counts.size
+                if is_scan:
+                    self._score[layer] += counts / batch.n_tokens
+                self._replace(layer, used, used[self.resident[layer, used] != Residency.RESIDENT], is_scan=is_scan)
         self._policy.observe(observation_of(batch))
         np.copyto(self._score, self._policy.score)
         self.clear_staging()
@@ -94,16 +100,18 @@ class RamSlots(Mover):
         self._replace(layer, used, absent)
         return [(expert, self.demand(layer, [expert])) for expert in absent.tolist()]
 
-    def _replace(self, layer: int, used: NDArray[np.intp], absent: NDArray[np.intp]) -> None:
+    def _replace(
+        self, layer: int, used: NDArray[np.intp], absent: NDArray[np.intp], *, is_scan: bool = False
+    ) -> None:
         """Gives the absent ones of a layer's experts in use slots; no other layer asks for them before they arrive."""
         self._n_blocks += 1
         self._used_at[layer, used] = self._n_blocks
         for expert in absent.tolist():
-            if self._make_room(layer, used):
+            if self._make_room(layer, used, is_scan=is_scan):
                 self.resident[layer, expert] = Residency.RESIDENT
 
-    def _make_room(self, layer: int, used: NDArray[np.intp]) -> bool:
-        """Takes a slot for an expert of the layer; False where all are in use."""
+    def _make_room(self, layer: int, used: NDArray[np.intp], *, is_scan: bool) -> bool:
+        """Takes a slot for an expert of the layer; False where all are in use. is_scan: a later layer's last."""
         group = int(self.shape.group[layer])
         if self._free[group] > 0:
             self._free[group] -= 1
@@ -112,6 +120,8 @@ class RamSlots(Mover):
         may_leave[layer, used] = False
         if not may_leave.any():
             return False
+        if is_scan and may_leave[: layer + 1].any():
+            may_leave[layer + 1 :] = False
         score = np.where(may_leave, self._score, np.inf)
         lowest = score == score.min()
         oldest = np.where(lowest & may_leave, self._used_at, np.iinfo(np.int64).max).argmin()

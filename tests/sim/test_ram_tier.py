@@ -164,3 +164,15 @@ def test_the_command() -> None:
     refused(*cpu, "--ram-ratio", "0.5")
     refused(*cpu, "--ram-ratio", "2", "--disk-rate", "1GB/s")
     refused("simulate", "--policy", "sp-moe", "-n", "24", "--ram-ratio", "0.5", "--disk-rate", "1GB/s")
+
+
+def test_a_prompt_that_needs_nearly_all_experts_takes_the_slots_of_passed_layers_first() -> None:
+    """Four slots, two experts of each layer in them, those of layer 1 unused since: layer 0 needs its other two."""
+    shape = CacheShape.uniform(2, 4, 4)
+    slots = RamSlots(Clock(), Log(), costs(), shape, Lfu(shape, PolicyConfig()), tier())
+    both = np.array([[1, 1, 0, 0]] * 2, dtype=np.int32)
+    ids = np.full((2, 8, 2), -1, dtype=np.int32)
+    slots.observe(Batch(ids, both, None, 0, prefill=True, is_first=True))
+    slots.observe(Batch(ids, np.array([[9, 9, 0, 0], [0] * 4], dtype=np.int32), None, 0, prefill=False, is_first=False))
+    slots.observe(Batch(ids, np.array([[0, 8, 4, 4], [0] * 4], dtype=np.int32), None, 0, prefill=True, is_first=False))
+    assert np.argwhere(slots.resident == Residency.RESIDENT).tolist() == [[0, 1], [0, 2], [0, 3], [1, 1]]
