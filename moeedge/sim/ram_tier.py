@@ -100,9 +100,7 @@ class RamSlots(Mover):
         self._replace(layer, used, absent)
         return [(expert, self.demand(layer, [expert])) for expert in absent.tolist()]
 
-    def _replace(
-        self, layer: int, used: NDArray[np.intp], absent: NDArray[np.intp], *, is_scan: bool = False
-    ) -> None:
+    def _replace(self, layer: int, used: NDArray[np.intp], absent: NDArray[np.intp], *, is_scan: bool = False) -> None:
         """Gives the absent ones of a layer's experts in use slots; no other layer asks for them before they arrive."""
         self._n_blocks += 1
         self._used_at[layer, used] = self._n_blocks
