@@ -17,6 +17,7 @@ from moeedge.bench.config import MODES, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.parallel_figures import ParallelFigures, parallel_record
+from moeedge.bench.roofline import Roofline
 from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
 from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse
@@ -137,6 +138,12 @@ class BenchRow:
         return MODES[self.mode].method == "replay"
 
     @property
+    def limit_share(self) -> float | None:
+        """Decoding speed over the memory's limit without drafts; drafts that win more than they cost exceed 1."""
+        limit_ts = self.setup.get("limit_ts")
+        return self.tg.median / limit_ts if self.tg is not None and limit_ts else None
+
+    @property
     def is_lossy(self) -> bool:
         """Whether an expert budget changed the answers by design."""
         return self.figures is not None and self.figures.mode.budget is not None
@@ -169,6 +176,7 @@ class BenchRow:
             "experts_per_verification": self.experts_per_verification,
             **asdict(self.cache),
             "read_bytes_per_token": self.read_bytes_per_token,
+            "limit_share": self.limit_share,
             "output_check": None if output is None else str(output),
             "output_equal": None if output is None else output.equal,
             "output_compared": None if output is None else output.compared,
@@ -288,12 +296,13 @@ def describe_setup(
     device_use: DeviceUse,
     prompts: int | None,
     prompts_left_out: int | None,
+    roofline: Roofline | None = None,
 ) -> dict[str, Any]:
     """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
 
     drafts: whether this test uses the mode's drafts. vram_bytes: used on the device at the end of the pass, None where
     the driver reports nothing. lookahead: as the policy judges it then. device_use: of this mode alone. prompts and
-    prompts_left_out: None in a synthetic test.
+    prompts_left_out: None in a synthetic test. roofline: None where several texts are decoded together, or unknown.
     """
     mode, model, info = arm.mode, arm.session.model.info, arm.session.info
     dataset = plan.dataset
@@ -330,6 +339,9 @@ def describe_setup(
         "device_compute_bytes": device_use.compute_bytes or None,
         "device_cache_bytes": device_use.cache_bytes or None,
         "threads": info.n_threads,
+        "read_bytes_per_s": None if roofline is None else roofline.read_bytes_per_s,
+        "bytes_per_token": None if roofline is None else roofline.bytes_per_token,
+        "limit_ts": None if roofline is None else roofline.limit_ts,
         "n_ctx": info.n_ctx,
         "n_batch": plan.base.n_batch,
         "n_ubatch": plan.base.n_ubatch,

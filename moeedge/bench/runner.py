@@ -21,6 +21,7 @@ from moeedge.bench.passes import Pass, fit_context
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
 from moeedge.bench.replayed import replayed_row
+from moeedge.bench.roofline import Roofline, measure_roofline
 from moeedge.bench.samples import Sample, common_samples
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
@@ -59,6 +60,7 @@ class Bench:
         self._environment = read_environment()
         self._notes: set[str] = set()  # those that were reported
         self._scorer: AnswerScorer | None = None
+        self._roofline: Roofline | None = None
 
     def __enter__(self) -> Bench:
         plan = self.plan
@@ -126,6 +128,7 @@ class Bench:
             if cancel():
                 break
             with self.arms.opened(current):
+                self._measure_roofline(current)
                 self._measure(current, cancel)
         return not cancel()
 
@@ -203,6 +206,12 @@ class Bench:
         for arm in current.arms:
             self._read_end(arm, current)
 
+    def _measure_roofline(self, current: Pass) -> None:
+        """Measures the read speed once, while no mode runs; not where the disk is the limit."""
+        if self._roofline is None and current.arms and not isinstance(self.arms, ArmsInTurn):
+            session = current.arms[0].session
+            self._roofline = measure_roofline(session.model, session.info.n_threads)
+
     def _read_end(self, arm: BenchArm, current: Pass) -> None:
         """Reads what an arm tells at the end of its measurement."""
         current.device_use[arm.mode.label] = session_use(arm.session, self._device)
@@ -270,6 +279,7 @@ class Bench:
                     device_use=current.device_use.get(label, DeviceUse()),
                     prompts=len({sample.prompt for sample in own}) if is_dataset else None,
                     prompts_left_out=self._n_left_out if is_dataset else None,
+                    roofline=self._roofline,
                 )
                 unbudgeted = [sample for sample in common if sample.mode == unbudgeted_label(arm.mode)]
                 yield self._row(arm, test, own, reference, unbudgeted, current, setup=setup)

@@ -199,6 +199,21 @@ def expert_bytes(tensors: list[ExpertTensor]) -> int:
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
 
 
+def bytes_per_token(
+    tensors: list[GgufTensor], experts: list[ExpertTensor], *, n_experts: int, n_expert_used: int
+) -> int:
+    """Returns the bytes of weights that a token reads: of the experts those that it uses.
+
+    tensors: all of the model, `experts` among them. n_experts: per layer; 0: a dense model.
+    """
+    has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    # a token reads one row of the embedding matrix, unless that is also the output matrix
+    unread = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and has_output)
+    routed = expert_bytes(experts)
+    share = n_expert_used / n_experts if n_experts else 0.0
+    return sum(tensor.size_bytes for tensor in tensors) - routed - unread + round(routed * share)
+
+
 def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[int]:
     """Returns the bytes of one expert of each layer, [n_layers]; 0 for a layer without experts."""
     sizes = [0] * n_layers

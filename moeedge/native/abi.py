@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 15  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 16  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -68,6 +68,14 @@ class Repack(IntEnum):
     NONE = 0
     CHEAP = 1  # of types that are repacked as fast as they are copied
     ALL = 2  # all that ggml has kernels for on this CPU
+
+
+class KernelChoice(IntEnum):
+    """enum moeedge_kernel_choice: which kernels compute the experts' matmuls on the CPU."""
+
+    NONE = 0  # ggml's alone
+    MEASURED = 1  # ours where they are faster
+    ALL = 2  # ours where there are any
 
 
 class ReadFault(IntEnum):
@@ -316,6 +324,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "budget_read": (c_int, c_void_p, c_void_p),
     "budget_set_capture": (c_int, c_void_p, c_int),
     "budget_get_routing": (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)),
+    "set_kernel_choice": (c_int, c_int),
+    "kernels": (c_int, c_void_p, c_int),
+    "read_speed": (c_double, c_void_p, c_int64, c_int, c_int),
     "set_lazy_mapping": (c_int, c_int),
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),

@@ -208,10 +208,6 @@ def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> 
     experts, _ = expert_tensors(file.path, n_layers=info.n_layers)
     total = sum(tensor.size_bytes for tensor in tensors)
     routed = expert_bytes(experts)
-    has_output = any(tensor.name == "output.weight" for tensor in tensors)
-    # a token reads one row of the embedding matrix, unless that is also the output matrix
-    rows = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and has_output)
-    share = info.n_expert_used / info.n_experts if info.n_experts else 0.0
     facts = ModelFacts(
         file=names.get(file.original, str(file.original)),
         is_here=file.original not in names,
@@ -229,7 +225,9 @@ def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> 
         experts_bytes=routed,
         expert_bytes=routed // max(1, info.n_expert_layers * info.n_experts),
         dense_bytes=total - routed,
-        active_bytes=total - routed - rows + round(routed * share),
+        active_bytes=gguf_file.bytes_per_token(
+            tensors, experts, n_experts=info.n_experts, n_expert_used=info.n_expert_used
+        ),
         memory=_memory(model),
     )
     return facts, experts

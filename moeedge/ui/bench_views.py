@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -24,6 +24,7 @@ from moeedge.ui.tables import (
     text_column,
     value_columns,
 )
+from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
     from moeedge.bench.ablation import AblationRow
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 FORMATS = ("md", "csv", "json", "jsonl")
 _MIB = 2.0**-20  # from bytes
 _MB = 1e-6
+_GB = 1e-9
 _MS = 1e3  # from seconds
 _US = 1e6
 
@@ -85,12 +87,13 @@ def _replayed_markdown(rows: Sequence[BenchRow]) -> str:
 
 
 def _bench_columns(
-    *, has_cache: bool, has_scores: bool, has_layers: bool, has_budgets: bool, from_disk: bool
+    *, has_cache: bool, has_scores: bool, has_layers: bool, has_budgets: bool, from_disk: bool, has_limit: bool
 ) -> list[Column]:
     """As llama-bench's.
 
     has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
     layers on a GPU. has_budgets: expert budgets or draft lengths are compared. from_disk: experts were loaded into RAM.
+    has_limit: the read speed of the memory is known.
     """
     columns = [
         text_column("test", "test"),
@@ -117,6 +120,7 @@ def _bench_columns(
         Column("score", "scores", str),
         Column("pp ratio", "ratio_pp", ".3f"),
         Column("tg ratio", "ratio", ".3f"),
+        Column("of limit", "limit_share", ".2f"),
         Column("pp / ncmoe", "ratio_pp_ncmoe", ".3f"),
         Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
@@ -124,6 +128,7 @@ def _bench_columns(
     left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
     left_out |= set() if has_budgets else {"speculation"}
     left_out |= set() if has_scores else {"score"}
+    left_out |= set() if has_limit else {"of limit"}
     left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
     return [column for column in columns if column.title not in left_out]
 
@@ -148,6 +153,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         has_layers=any(row.setup.get("whole_layers") for row in rows),
         has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
         from_disk=any(is_ram(row.setup.get("device", "")) for row in rows),
+        has_limit=any(row.limit_share is not None for row in rows),
     )
     lines = ["", *setup_lines(rows), *lookahead_lines(rows), *score_lines(rows)]
     return markdown(columns, rows) + "\n".join(lines) + "\n"
@@ -168,6 +174,17 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
         f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
         f"repetitions: {setup['repetitions']}",
         f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
+        *limit_lines(setup),
+    ]
+
+
+def limit_lines(setup: dict[str, Any]) -> list[str]:
+    """What decoding without drafts is limited by, where the memory's read speed was measured."""
+    if not setup.get("limit_ts"):
+        return []
+    return [
+        f"weights per token: {format_bytes(setup['bytes_per_token'])}, read speed of the memory: "
+        f"{setup['read_bytes_per_s'] * _GB:.1f} GB/s, limit without drafts: {setup['limit_ts']:.1f} t/s"
     ]
 
 

@@ -51,6 +51,9 @@ def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: 
         assert (row["schema"], row["threads"], row["n_predict"], row["gamma"]) == (
             SCHEMA, 1, 6, 0 if row["mode"] == "stock-ar" else 3,
         )  # fmt: skip
+        assert row["limit_share"] == pytest.approx(
+            row["tg_ts_median"] * row["bytes_per_token"] / row["read_bytes_per_s"]
+        )
         assert row["output_compared"] == 2
         assert not any(isinstance(value, dict) for value in row.values())
     assert "repetition 1" in result.stderr

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 15
+#define MOEEDGE_ABI_VERSION 16
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -406,6 +406,30 @@ MOEEDGE_API int  moeedge_budget_read(struct moeedge_budget * budget, struct moee
 // whether routing is kept of batches while the budget is active
 MOEEDGE_API int  moeedge_budget_set_capture(struct moeedge_budget * budget, int on);
 MOEEDGE_API int  moeedge_budget_get_routing(struct moeedge_budget * budget, int layer, struct moeedge_budget_routing * out);
+
+// kernels: our own for the experts' matmuls on the CPU, with results equal to ggml's bit by bit
+
+enum moeedge_kernel_choice {
+    MOEEDGE_KERNEL_CHOICE_NONE     = 0, // ggml's alone
+    MOEEDGE_KERNEL_CHOICE_MEASURED = 1, // ours where they are faster (at first)
+    MOEEDGE_KERNEL_CHOICE_ALL      = 2, // ours where there are any
+};
+
+// a kernel of ours, as its check on this CPU found it
+struct moeedge_kernel {
+    char    layout[16];    // of the matrices
+    int32_t is_equal;      // its results have the bits of ggml's; it is not used otherwise
+    double  single_speed;  // ggml's time over ours, one column per expert
+    double  several_speed; // two columns per expert
+};
+
+// a moeedge_kernel_choice for the entire process, from the next graph on
+MOEEDGE_API int moeedge_set_kernel_choice(int choice);
+// checks the kernels that were not used yet; returns how many this CPU runs, of which out [n_max] gets the first
+MOEEDGE_API int moeedge_kernels(struct moeedge_kernel * out, int n_max);
+// Bytes per second that n_threads read from memory [n_bytes] at once: the fastest of n_repetitions; 0: a bad argument, or out of
+// memory. memory: null: as many bytes of its own, written before
+MOEEDGE_API double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions);
 
 // loading
 

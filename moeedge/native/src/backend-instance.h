@@ -13,6 +13,7 @@
 
 #include "activation-capture.h"
 #include "expert-cache.h"
+#include "expert-matmuls.h"
 #include "ggml-backend-impl.h"
 #include "hybrid-executor.h"
 #include "moe-blocks.h"
@@ -48,6 +49,7 @@ struct instance {
     void *              abort_data = nullptr;
 
     std::unique_ptr<routing_sensor> sensor; // null until configured
+    expert_matmuls                  matmuls; // what the CPU computes of graphs
     int64_t                         n_graphs   = 0;
     int64_t                         n_blocks   = 0;
     int64_t                         sense_ns   = 0;

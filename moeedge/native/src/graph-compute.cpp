@@ -169,7 +169,7 @@ static enum ggml_status compute_part(instance * self, const ggml_cgraph * graph,
     part.nodes += begin;
     part.n_nodes = end - begin;
     part.uid     = 0;
-    return ggml_backend_graph_compute(self->cpu, &part);
+    return self->matmuls.compute(self->cpu, &part);
 }
 
 // Calls the hook for the block (of a dense layer, if `block` is null) whose experts are computed next.
@@ -407,7 +407,7 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     const bool is_from_ram = self->from_ram && !parsed.blocks.empty() && !self->ram->is_lost();
     if (!is_after && !is_hybrid && !is_from_ram) {
         ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
-        return ggml_backend_graph_compute(self->cpu, &extended);
+        return self->matmuls.compute(self->cpu, &extended);
     }
     enum ggml_status status;
     if (ahead == BLOCK_ABORTED) {
@@ -421,7 +421,7 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     } else if (has_hook || is_hybrid || skips_unweighted) {
         status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
     } else {
-        status = ggml_backend_graph_compute(self->cpu, graph);
+        status = self->matmuls.compute(self->cpu, graph);
     }
     if (status != GGML_STATUS_SUCCESS || !is_after) {
         return status;
@@ -449,7 +449,7 @@ enum ggml_status compute_graph(instance * self, ggml_cgraph * graph) {
         status = compute_and_sense(self, graph);
     } else {
         wait_for_inputs(self);
-        status = ggml_backend_graph_compute(self->cpu, graph);
+        status = self->matmuls.compute(self->cpu, graph);
     }
     self->n_graphs++;
     self->compute_ns += now_ns() - begin_ns;

@@ -1,7 +1,8 @@
 // The ggml backend: context struct in backend-instance.h, ops in graph-compute.cpp; backend, device and registry here.
 //
 // Takes     by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
-// Forwards  the graph's nodes unchanged to an inner CPU backend instance: results are bit-identical to stock's. Expert ids and
+// Forwards  the graph's nodes to an inner CPU backend instance, the experts' matmuls with kernels of ours that give the same bits
+//           (kernel-choice.h): results are bit-identical to stock's. Expert ids and
 //           router weights are read from memory, after the graph or (large batches) by extra nodes in it. With an expert
 //           cache attached the experts of a block run on its device and on the CPU.
 // Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts the same operations and

@@ -10,8 +10,10 @@
 #include "dry-run-device.h"
 #include "expert-outputs.h"
 #include "ggml-impl.h"
+#include "kernel-choice.h"
 #include "lazy-mapping.h"
 #include "memory-breakdown.h"
+#include "read-speed.h"
 #include "timing.h"
 
 using moeedge::fail;
@@ -238,6 +240,35 @@ int moeedge_set_lazy_mapping(int on) {
         moeedge::set_lazy_mapping(on != 0);
         return MOEEDGE_STATUS_OK;
     });
+}
+
+// kernels
+
+int moeedge_set_kernel_choice(int choice) {
+    if (choice < MOEEDGE_KERNEL_CHOICE_NONE || choice > MOEEDGE_KERNEL_CHOICE_ALL) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    moeedge::set_kernel_choice((moeedge_kernel_choice) choice);
+    return MOEEDGE_STATUS_OK;
+}
+
+int moeedge_kernels(moeedge_kernel * out, int n_max) {
+    if (out == nullptr || n_max < 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    return guarded([&] { return moeedge::read_kernels(out, n_max); });
+}
+
+double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
+    if (n_bytes <= 0 || n_threads <= 0 || n_repetitions <= 0) {
+        return 0;
+    }
+    double    speed  = 0;
+    const int status = guarded([&]() -> int {
+        speed = moeedge::read_speed(memory, n_bytes, n_threads, n_repetitions);
+        return MOEEDGE_STATUS_OK;
+    });
+    return status == MOEEDGE_STATUS_OK ? speed : 0;
 }
 
 // planning

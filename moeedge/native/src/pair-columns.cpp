@@ -123,7 +123,7 @@ const float * pair_columns::columns_of_tables(const expert_chain & chain, const 
     }
     std::memcpy(sub->ids->data, ids.data(), ids.size() * sizeof(int32_t));
     const int64_t begin_ns = now_ns();
-    last_status            = ggml_backend_graph_compute(cpu, sub->graph);
+    last_status            = matmuls.compute(cpu, sub->graph);
     cpu_ns += now_ns() - begin_ns;
     return last_status == GGML_STATUS_SUCCESS ? (const float *) sub->out->data : nullptr;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "expert-chain.h"
+#include "expert-matmuls.h"
 #include "ggml-backend.h"
 #include "subgraph-set.h"
 
@@ -70,9 +71,10 @@ class pair_columns {
     const float * columns_of_tables(const expert_chain & chain, const table_list & tables, const index_list & pairs,
                                     const index_list & ids, int64_t & cpu_ns, const float * gathered);
 
-    subgraph_set cpu_graphs;
-    index_list   expert_ids; // of the pairs that are computed
-    index_list   weighted;
+    expert_matmuls matmuls;
+    subgraph_set   cpu_graphs;
+    index_list     expert_ids; // of the pairs that are computed
+    index_list     weighted;
 };
 
 } // namespace moeedge

@@ -1,0 +1,56 @@
+"""The roofline of decoding on a CPU: no token is faster than memory delivers the weights that it needs.
+
+Williams et al. 2009, "Roofline": a token needs one multiplication per weight, so the memory's read speed limits models
+that are larger than the processor's caches. The KV cache is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from moeedge.llama import gguf_file
+from moeedge.llama.model import Model
+from moeedge.native.kernels import read_speed
+
+_BYTES_MIN = 128 << 20  # of the memory that is read
+_CACHES = 4  # it is so many times as large as the last cache
+_FREE_SHARE = 0.25  # of the free memory that it may take
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What decoding without drafts is limited by."""
+
+    read_bytes_per_s: float  # by as many threads as decode
+    bytes_per_token: int  # of weights
+
+    @property
+    def limit_ts(self) -> float:
+        """Tokens/s at most, one token at a time."""
+        return self.read_bytes_per_s / self.bytes_per_token
+
+
+def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
+    """Measures the read speed; None where weights are on a GPU, or where memory is short."""
+    n_bytes = max(_BYTES_MIN, _CACHES * _last_cache_bytes())
+    if model.uses_gpu or n_bytes > _FREE_SHARE * psutil.virtual_memory().available:
+        return None
+    info = model.info
+    tensors = [tensor for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]
+    experts, _ = gguf_file.expert_tensors(model.path, n_layers=info.n_layers)
+    needed = gguf_file.bytes_per_token(tensors, experts, n_experts=info.n_experts, n_expert_used=info.n_expert_used)
+    speed = read_speed(n_bytes, n_threads)
+    return Roofline(speed, needed) if speed > 0 and needed > 0 else None
+
+
+def _last_cache_bytes() -> int:
+    """Size of the last cache, 0 where the system does not tell."""
+    try:
+        text = _LAST_CACHE.read_text(encoding="ascii").strip()
+        return int(text.removesuffix("K")) * 1024 if text.endswith("K") else int(text)
+    except (OSError, ValueError):
+        return 0

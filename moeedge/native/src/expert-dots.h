@@ -1,0 +1,41 @@
+// Expert dots: products of an expert's rows with several quantized columns at once.
+//
+// ggml's MUL_MAT_ID computes each (token, expert) pair by itself: the rows of an expert that several tokens share are read and
+// unpacked once per token. These kernels unpack a row once for up to four columns. Sums of integers are exact in any order, and
+// sums of floats are made in ggml's order, so the results are equal to ggml's bit by bit (checked at run time: kernel-check.h).
+//
+// There are kernels for AVX2 only; elsewhere ggml computes.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ggml.h"
+
+namespace moeedge {
+
+struct dot_kernel {
+    const char * name;        // of the layout
+    ggml_type    type;        // of the rows
+    bool         is_repacked; // rows in groups of eight, as ggml's buffer type CPU_REPACK has them
+    ggml_type    column_type; // to which ggml quantizes the columns, in blocks of column_block values
+    int64_t      column_block;
+    size_t       block_bytes; // of a block as the kernel reads it
+    int64_t      n_rows_together;
+    int64_t      n_pairs_max; // of a batch; more are left to ggml, which rounds and computes them otherwise
+    // writes n_blocks of column_type as the kernel reads them; null: as they are
+    void (*pack)(const void * quantized, int64_t n_blocks, void * to);
+    // out[c][r] = rows[r] * columns[c], for n_rows rows (a multiple of n_rows_together) of n values that take row_bytes each
+    void (*dots)(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns,
+                 float * const * out);
+};
+
+// all kernels that this library was compiled with; they need AVX2 and FMA
+struct dot_kernels {
+    const dot_kernel * first;
+    int                n;
+};
+dot_kernels compiled_dot_kernels();
+
+} // namespace moeedge

@@ -1,0 +1,236 @@
+#include "kernel-choice.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <vector>
+
+#include <dlfcn.h>
+
+#include "expert-matmuls.h"
+#include "ggml-alloc.h"
+#include "ggml-cpu.h"
+#include "repacked-rows.h"
+#include "timing.h"
+
+namespace moeedge {
+
+// the matmul of a check
+static constexpr int64_t n_in = 512, n_rows = 512, n_experts = 2;
+static constexpr int64_t n_distinct_rows = 32; // the others repeat them: some types are quantized slowly
+static constexpr int     n_timings       = 7;
+
+static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
+
+// a kernel's check
+struct kernel_check {
+    std::once_flag once;
+    bool           is_equal = false;
+    double         single   = 0; // ggml's time over ours, one column per expert
+    double         several  = 0; // two columns
+
+    bool is_used(bool is_single) const {
+        return is_equal && (choice.load(std::memory_order_relaxed) == MOEEDGE_KERNEL_CHOICE_ALL || (is_single ? single : several) > 1);
+    }
+};
+
+ggml_from_float_t quantizer(ggml_type type) {
+    // in the library of the CPU backend, which ours is linked to by way of others
+    using get_traits    = const ggml_type_traits_cpu * (*) (ggml_type);
+    static const auto f = (get_traits) dlsym(RTLD_DEFAULT, "ggml_get_type_traits_cpu");
+    return f ? f(type)->from_float : nullptr;
+}
+
+static dot_kernels runnable_kernels() {
+#if defined(__x86_64__)
+    static const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && quantizer(GGML_TYPE_Q8_0) != nullptr;
+    return runs ? compiled_dot_kernels() : dot_kernels{ nullptr, 0 };
+#else
+    return { nullptr, 0 };
+#endif
+}
+
+// MUL_MAT_ID of n_tokens that use both experts, on one thread of a CPU backend of its own
+class check_case {
+  public:
+    check_case(const dot_kernel & dots, int64_t n_tokens) : kernel(dots) {
+        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
+        ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
+        matrix_ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+        ggml_backend_buffer_type_t buft = kernel.is_repacked ? repacked_buffer_type(dev, kernel.type, MOEEDGE_REPACK_ALL)
+                                                             : ggml_backend_cpu_buffer_type();
+        if (!cpu || !ctx || !matrix_ctx || buft == nullptr) {
+            return;
+        }
+        auto set_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev),
+                                                                                          "ggml_backend_set_n_threads");
+        if (set_threads) {
+            set_threads(cpu.get(), 1);
+        }
+        matrix = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
+        x      = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
+        ids    = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
+        out    = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
+        graph  = ggml_new_graph_custom(ctx.get(), 8, false);
+        ggml_build_forward_expand(graph, out);
+        matrix_buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(matrix_ctx.get(), buft));
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+        if (!matrix_buffer || !buffer || is_repacked(matrix) != kernel.is_repacked) {
+            return;
+        }
+        fill();
+        is_complete = true;
+    }
+
+    // false: it cannot be set up, or ggml has no such layout here
+    bool is_ready() const { return is_complete; }
+
+    bool is_equal() {
+        std::vector<char> theirs(ggml_nbytes(out));
+        if (!run(false)) {
+            return false;
+        }
+        std::memcpy(theirs.data(), out->data, theirs.size());
+        std::memset(out->data, 0xff, theirs.size());
+        return run(true) && std::memcmp(theirs.data(), out->data, theirs.size()) == 0;
+    }
+
+    // ggml's time over ours, of the fastest of a few runs in turns
+    double speed() {
+        int64_t best_ns[2] = { std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max() };
+        for (int i = 0; i < 2 * n_timings; i++) {
+            const int64_t begin_ns = now_ns();
+            run(i % 2 == 1);
+            best_ns[i % 2] = std::min(best_ns[i % 2], now_ns() - begin_ns);
+        }
+        return (double) best_ns[0] / (double) std::max(best_ns[1], (int64_t) 1);
+    }
+
+  private:
+    template <typename T, void (*F)(T)> struct call {
+        void operator()(T t) const { F(t); }
+    };
+    template <typename T, void (*F)(T)> using owned = std::unique_ptr<std::remove_pointer_t<T>, call<T, F>>;
+
+    void fill() {
+        uint32_t   state = 1;
+        const auto next  = [&state] { // uniform in -1 to 1
+            state = state * 1664525u + 1013904223u;
+            return (float) (int32_t) state / 2147483648.0f;
+        };
+        std::vector<float> values((size_t) (n_distinct_rows * n_in));
+        for (float & value : values) {
+            value = next();
+        }
+        const size_t      row_bytes = matrix->nb[1];
+        std::vector<char> rows((size_t) (n_rows * n_experts) * row_bytes);
+        ggml_quantize_chunk(kernel.type, values.data(), rows.data(), 0, n_distinct_rows, n_in, nullptr);
+        const size_t distinct_bytes = (size_t) n_distinct_rows * row_bytes;
+        for (size_t at = distinct_bytes; at < rows.size(); at += distinct_bytes) {
+            std::memcpy(rows.data() + at, rows.data(), distinct_bytes);
+        }
+        if (kernel.is_repacked) {
+            repacked_rows(matrix).write((char *) matrix->data, rows.data(), rows.size());
+        } else {
+            std::memcpy(matrix->data, rows.data(), rows.size());
+        }
+        float * columns = (float *) x->data;
+        for (int64_t i = 0; i < ggml_nelements(x); i++) {
+            const float value = next();
+            columns[i]        = value * value * value * 8; // unlike scales
+        }
+        for (int64_t i = 0; i < ggml_nelements(ids); i++) {
+            ((int32_t *) ids->data)[i] = (int32_t) (i % n_experts);
+        }
+    }
+
+    bool run(bool with_ours) {
+        const ggml_status status = with_ours ? ours.compute_with(cpu.get(), graph, kernel) : ggml_backend_graph_compute(cpu.get(), graph);
+        return status == GGML_STATUS_SUCCESS;
+    }
+
+    const dot_kernel &                                         kernel;
+    ggml_backend_dev_t                                         dev = nullptr;
+    owned<ggml_backend_t, ggml_backend_free>                   cpu;
+    owned<ggml_context *, ggml_free>                           ctx, matrix_ctx;
+    owned<ggml_backend_buffer_t, ggml_backend_buffer_free>     buffer, matrix_buffer;
+    ggml_tensor *                                              matrix = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
+    ggml_cgraph *                                              graph       = nullptr;
+    bool                                                       is_complete = false;
+    expert_matmuls                                             ours;
+};
+
+static void run_check(const dot_kernel & kernel, kernel_check & check) {
+    for (const int64_t n_tokens : { 1, 2, 7 }) { // 7: a full pass and a rest
+        check_case found(kernel, n_tokens);
+        if (!found.is_ready() || !found.is_equal()) {
+            return;
+        }
+        if (n_tokens <= 2) {
+            (n_tokens == 1 ? check.single : check.several) = found.speed();
+        }
+    }
+    check.is_equal = true;
+}
+
+// of the kernel with that index, made on first use
+static const kernel_check & checked(int i) {
+    static kernel_check checks[8];
+    const dot_kernels   kernels = runnable_kernels();
+    GGML_ASSERT(i < kernels.n && kernels.n <= (int) (sizeof(checks) / sizeof(checks[0])));
+    std::call_once(checks[i].once, [&] { run_check(kernels.first[i], checks[i]); });
+    return checks[i];
+}
+
+void set_kernel_choice(moeedge_kernel_choice chosen) {
+    choice.store(chosen);
+}
+
+int read_kernels(moeedge_kernel * out, int n_max) {
+    const dot_kernels kernels = runnable_kernels();
+    for (int i = 0; i < std::min(kernels.n, n_max); i++) {
+        const kernel_check & check = checked(i);
+        out[i]                     = {};
+        std::strncpy(out[i].layout, kernels.first[i].name, sizeof(out[i].layout) - 1);
+        out[i].is_equal      = check.is_equal;
+        out[i].single_speed  = check.single;
+        out[i].several_speed = check.several;
+    }
+    return kernels.n;
+}
+
+static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
+    const ggml_tensor * matrix = node->src[0];
+    const ggml_tensor * x      = node->src[1];
+    if (matrix->type != kernel.type || matrix->ne[0] % kernel.column_block != 0 || matrix->ne[1] % kernel.n_rows_together != 0 ||
+        matrix->buffer == nullptr || !ggml_is_contiguous(matrix) || ggml_nelements(node->src[2]) > kernel.n_pairs_max) {
+        return false;
+    }
+    if (x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->ne[3] != 1) {
+        return false;
+    }
+    if (kernel.is_repacked) {
+        return is_repacked(matrix);
+    }
+    return matrix->extra == nullptr && ggml_backend_buffer_is_host(matrix->buffer);
+}
+
+const dot_kernel * chosen_kernel(const ggml_tensor * node) {
+    if (choice.load(std::memory_order_relaxed) == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
+        return nullptr;
+    }
+    const dot_kernels kernels = runnable_kernels();
+    for (int i = 0; i < kernels.n; i++) {
+        if (fits(kernels.first[i], node)) {
+            return checked(i).is_used(node->src[2]->ne[1] == 1) ? &kernels.first[i] : nullptr;
+        }
+    }
+    return nullptr;
+}
+
+} // namespace moeedge

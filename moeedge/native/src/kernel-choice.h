@@ -1,0 +1,26 @@
+// Kernel choice: which of our kernels (expert-dots.h) are used instead of ggml's.
+//
+// Before its first use, a kernel computes a small matmul that ggml computes, too. It is used only if all results have the same
+// bits, and, by itself, only where it was faster: one column per expert and several are timed apart. So neither another build of
+// ggml, nor a CPU on which ggml's kernels are better, changes an answer or slows it down.
+
+#pragma once
+
+#include "expert-dots.h"
+#include "ggml-backend.h"
+#include "moeedge.h"
+
+namespace moeedge {
+
+// in the entire process, from the next graph on; MEASURED at first
+void set_kernel_choice(moeedge_kernel_choice choice);
+// what is known of each kernel that this CPU runs, checked first if need be; returns how many there are
+int  read_kernels(moeedge_kernel * out, int n_max);
+
+// the kernel to compute a MUL_MAT_ID node with, null: ggml's
+const dot_kernel * chosen_kernel(const ggml_tensor * node);
+
+// ggml's function that quantizes to a type, null: this process has another CPU backend than ggml's usual one
+ggml_from_float_t quantizer(ggml_type type);
+
+} // namespace moeedge

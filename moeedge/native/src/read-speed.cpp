@@ -1,0 +1,77 @@
+#include "read-speed.h"
+
+#include <algorithm>
+#include <atomic>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "timing.h"
+
+namespace moeedge {
+
+static constexpr int64_t piece_words = 16 * 1024; // 128 KiB
+
+// a sum keeps the compiler from leaving out the reads; four of them so that none waits for another
+static uint64_t sum_words(const uint64_t * words, int64_t n) {
+    uint64_t sums[4] = {};
+    for (int64_t i = 0; i + 4 <= n; i += 4) {
+        for (int j = 0; j < 4; j++) {
+            sums[j] += words[i + j];
+        }
+    }
+    return sums[0] + sums[1] + sums[2] + sums[3];
+}
+
+// nanoseconds in which n_threads read all words once; they take pieces as they come, as those that compute do
+static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads) {
+    std::atomic<int64_t>  next{ 0 };
+    std::atomic<int>      n_ready{ 0 };
+    std::atomic<bool>     starts{ false };
+    std::atomic<uint64_t> sum{ 0 };
+    const auto            read = [&] {
+        uint64_t found = 0;
+        for (int64_t at = next.fetch_add(piece_words); at < n_words; at = next.fetch_add(piece_words)) {
+            found += sum_words(words + at, std::min(piece_words, n_words - at));
+        }
+        sum.fetch_add(found);
+    };
+    std::vector<std::thread> others;
+    others.reserve((size_t) n_threads);
+    for (int t = 1; t < n_threads; t++) {
+        try {
+            others.emplace_back([&] {
+                n_ready.fetch_add(1);
+                while (!starts.load()) {
+                    relax();
+                }
+                read();
+            });
+        } catch (const std::system_error &) {
+            break; // the system has no more threads: those that there are read
+        }
+    }
+    while (n_ready.load() < (int) others.size()) {
+        relax();
+    }
+    const int64_t begin_ns = now_ns();
+    starts.store(true);
+    read();
+    for (std::thread & thread : others) {
+        thread.join();
+    }
+    return std::max(now_ns() - begin_ns, (int64_t) 1);
+}
+
+double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
+    const int64_t         n_words = n_bytes / (int64_t) sizeof(uint64_t);
+    std::vector<uint64_t> own(memory ? 0 : (size_t) n_words, 1);
+    const uint64_t *      words   = memory ? (const uint64_t *) memory : own.data();
+    int64_t               best_ns = time_reads(words, n_words, n_threads);
+    for (int i = 1; i < n_repetitions; i++) {
+        best_ns = std::min(best_ns, time_reads(words, n_words, n_threads));
+    }
+    return (double) (n_words * (int64_t) sizeof(uint64_t)) * 1e9 / (double) best_ns;
+}
+
+} // namespace moeedge

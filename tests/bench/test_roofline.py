@@ -1,0 +1,42 @@
+"""The limit that memory sets to decoding: weights per token as gguf reads them from the file, and its use in rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+
+from moeedge.bench.roofline import Roofline, measure_roofline
+from moeedge.llama.model import Model
+from tests.bench.recording import make_plan, run, write_conversations
+
+
+@pytest.mark.parametrize("name", ["tiny_moe", "tiny_draft"])
+def test_the_weights_of_a_token(name: str, request: pytest.FixtureRequest) -> None:
+    """Dense weights once, a row of the embeddings at most, the used share of the experts."""
+    path: Path = request.getfixturevalue(name)
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    with Model.load(path) as model:
+        found = measure_roofline(model, n_threads=1)
+        n_experts, n_used = model.info.n_experts, model.info.n_expert_used
+    assert found is not None
+    experts = sum(size for tensor, size in tensors.items() if "_exps." in tensor)
+    dense = sum(tensors.values()) - experts - ("output.weight" in tensors) * tensors["token_embd.weight"]
+    assert found.bytes_per_token == dense + (experts * n_used // n_experts if n_experts else 0)
+    assert found.limit_ts == pytest.approx(found.read_bytes_per_s / found.bytes_per_token)
+    assert found.read_bytes_per_s > 1e8
+
+
+def test_rows_have_it(tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mode's speed over the same limit; null where it is unknown."""
+    known: Roofline | None = Roofline(read_bytes_per_s=1e9, bytes_per_token=1000)
+    monkeypatch.setattr("moeedge.bench.runner.measure_roofline", lambda model, n_threads: known)
+    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_predict=4, repetitions=1)
+    for row in run(plan)[0]:
+        record = row.as_dict()
+        assert record["limit_ts"] == 1e6
+        assert record["limit_share"] == record["tg_ts_median"] / 1e6
+    known = None
+    record = run(plan)[0][0].as_dict()
+    assert record["limit_ts"] is record["limit_share"] is record["read_bytes_per_s"] is None
