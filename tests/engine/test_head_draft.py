@@ -26,7 +26,7 @@ from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.hybrid import assert_greedy
+from tests.support.hybrid import assert_greedy, hybrid_config
 from tests.support.interruption import interrupt_decode
 from tests.support.stock import StockContext
 
@@ -309,3 +309,15 @@ def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> 
                 rows.append(row.copy())
             np.testing.assert_allclose(np.concatenate(rows), together, atol=0.1)
             np.testing.assert_allclose(context.last_state(1), last, atol=0.1)
+
+
+@pytest.mark.parametrize("case", ["mtp-glm4moe", "eagle-qwen3moe"])
+def test_experts_on_a_device_are_predicted_from_the_heads_states(case: str, tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    with Session.open(hybrid_config(*pair, 0.5, gamma=4)) as session, StockContext(pair[0], n_ctx=512) as stock:
+        assert session.placement is not None and session.placement.reads_draft
+        generation = session.generate(PROMPT, n_predict=40, sampling=GREEDY, ignore_eos=True)
+        states = [(record.hidden_states, record.drafts) for record in generation if record.drafts]
+        assert any(found is not None for found, _ in states)
+        assert all(found is None or len(found) == len(drafts) for found, drafts in states)
+        assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, 40)[0], case)
