@@ -13,21 +13,32 @@ from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
+from moeedge.scheduler.stopping import DraftStop
 
 # llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
 MAX_TOKENS_WITH_STATES = 4
+_BLOCK = 32  # values of the vocabulary, of which `confidence` uses the largest
+_SMALL_VOCABULARY = 8192  # all values of which it uses
 
 OnToken = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Proposal:
-    """A chain of draft tokens and the distribution that each was drawn from."""
+    """A chain of draft tokens and the distribution that each was drawn from.
+
+    confidences: from 0 to 1, of each token, and of one more where that was computed and left out; empty: not known.
+    """
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
+    confidences: list[float] = field(default_factory=list)
     # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where not kept
     hidden_states: NDArray[np.float32] | None = None
+
+    def first(self, n: int) -> Proposal:
+        """At most the first `n` tokens, of n-grams."""
+        return Proposal(self.tokens[:n], self.candidates[:n], self.confidences[:n])
 
 
 class DraftSource:
@@ -55,11 +66,13 @@ class DraftSource:
         *,
         on_token: OnToken | None = None,
         keep_hidden_states: bool = False,
+        stop: DraftStop | None = None,
     ) -> Proposal:
         """At most `gamma` tokens that may follow `history`.
 
         on_token: called with the last token of the history and the drafts so far, before each further draft is
         computed. keep_hidden_states: the proposal of a draft model holds its hidden states.
+        stop: may end the draft earlier; with it, the proposal has confidences.
         """
         return Proposal()
 
@@ -78,6 +91,19 @@ class DraftSource:
 
 class NoDraft(DraftSource):
     """Plain decoding."""
+
+
+def confidence(logits: FloatRow) -> float:
+    """About the share of the most likely token under softmax, from `logits` [n_vocab]; never less.
+
+    A large vocabulary is read in one pass for the largest value of each 32, whose share this is: a softmax over 151,936
+    tokens would take longer than drawing one.
+    """
+    n_blocks = len(logits) // _BLOCK
+    values = logits
+    if n_blocks > _SMALL_VOCABULARY // _BLOCK:
+        values = np.append(logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0), logits[n_blocks * _BLOCK :])
+    return 1.0 / float(np.exp(values - values.max()).sum())
 
 
 class ChainSource(Protocol):
@@ -101,24 +127,39 @@ class ChainSource(Protocol):
 class Chain:
     """The drafts of one text, as they are drawn. `pending` are the tokens that the draft's KV cache lacks."""
 
-    def __init__(self, source: ChainSource, history: Sequence[int], gamma: int, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        source: ChainSource,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        stop: DraftStop | None = None,
+    ) -> None:
         self.source = source
         self.pending: Sequence[int] = history[source.sequence.n_past :]
         self.proposal = Proposal()
         self._gamma = gamma
         self._sampler = sampler
+        self._stop = stop
         self._seen = sampler.recent(history)
 
     def draw(self, logits: FloatRow) -> bool:
-        """Draws the next draft from the draft model's `logits` [n_vocab]; False where it is the last."""
-        candidates = self._sampler.candidates(logits[: self.source.n_vocab], self._seen)
+        """Draws the next draft from the draft model's `logits` [n_vocab]; False where no other one is needed."""
+        row = logits[: self.source.n_vocab]
+        candidates = self._sampler.candidates(row, self._seen)
+        if self._stop is not None:
+            self.proposal.confidences.append(confidence(row))
+            if not self._stop.keeps(self.proposal.confidences[-1]):
+                return False
         token = self._sampler.pick(candidates)
         tokens = self.proposal.tokens
         tokens.append(token)
         self.proposal.candidates.append(candidates)
         self._seen.append(token)
         self.pending = [token]
-        return len(tokens) < self._gamma and not self.source.is_eog(token)
+        if len(tokens) == self._gamma or self.source.is_eog(token):
+            return False
+        return self._stop is None or self._stop.goes_on()
 
 
 class ModelDraft(DraftSource):
@@ -153,10 +194,11 @@ class ModelDraft(DraftSource):
         *,
         on_token: OnToken | None = None,
         keep_hidden_states: bool = False,
+        stop: DraftStop | None = None,
     ) -> Proposal:
         if gamma == 0:
             return Proposal()
-        chain = Chain(self, history, gamma, sampler)
+        chain = Chain(self, history, gamma, sampler, stop)
         tokens = chain.proposal.tokens
         hidden_states: NDArray[np.float32] | None = None
         if keep_hidden_states:
@@ -174,7 +216,7 @@ class ModelDraft(DraftSource):
                 break
             if on_token is not None:
                 on_token([history[-1], *tokens])
-        if hidden_states is None:
+        if hidden_states is None or not tokens:
             return chain.proposal
         return replace(chain.proposal, hidden_states=hidden_states[: len(tokens)])
 
@@ -222,6 +264,7 @@ class NgramDraft(DraftSource):
         *,
         on_token: OnToken | None = None,
         keep_hidden_states: bool = False,
+        stop: DraftStop | None = None,
     ) -> Proposal:
         # the last token is not indexed yet: an n-gram must be found before the end, not at it
         for end in range(len(self._indexed) + 1, len(history)):
@@ -233,12 +276,25 @@ class NgramDraft(DraftSource):
             if start is not None:
                 # a repetition that reaches the end of the history continues with itself
                 period = len(history) - start
-                tokens = [history[start + i % period] for i in range(gamma)]
-                return Proposal(tokens, [Candidates.certain(token) for token in tokens])
+                share = n / self.LONGEST
+                n_drafts = gamma if stop is None else _kept(stop, share, gamma)
+                tokens = [history[start + i % period] for i in range(n_drafts)]
+                candidates = [Candidates.certain(token) for token in tokens]
+                return Proposal(tokens, candidates, [share] * min(n_drafts + 1, gamma))
         return Proposal()
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         self.begin([])  # the next proposal indexes what is left
+
+
+def _kept(stop: DraftStop, confidence: float, gamma: int) -> int:
+    """How many of `gamma` drafts of equal confidence `stop` keeps."""
+    for n in range(gamma):
+        if not stop.keeps(confidence):
+            return n
+        if not stop.goes_on():
+            return n + 1
+    return gamma
 
 
 class DraftRequest(NamedTuple):

@@ -313,7 +313,9 @@ class Session:
                 f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
             )
         sampler = Sampler(sampling, self.model.info.n_vocab)
-        return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt)
+        has_model = self.governor is not None and self.gamma > 0 and isinstance(self.draft, ModelDraft)
+        ngrams = NgramDraft() if has_model else None
+        return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams)
 
     def _draft_of(self, sequence: int) -> DraftSource:
         """The source of drafts for the text in that sequence."""

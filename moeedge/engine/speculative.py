@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.drafts import DraftRequest, DraftSource, Proposal, propose_together
+from moeedge.engine.drafts import DraftRequest, DraftSource, NgramDraft, Proposal, propose_together
 from moeedge.engine.sampling import Sampler
 from moeedge.errors import EngineError
 from moeedge.llama.context import Context
@@ -31,12 +31,24 @@ from moeedge.scheduler.stats import StepRecord
 class TextState:
     """One answer in progress: `history` is the prompt and all emitted tokens; its last token is in no KV cache yet."""
 
-    def __init__(self, target: ContextSequence, draft: DraftSource, sampler: Sampler, history: list[int]) -> None:
+    def __init__(
+        self,
+        target: ContextSequence,
+        draft: DraftSource,
+        sampler: Sampler,
+        history: list[int],
+        ngrams: NgramDraft | None = None,
+    ) -> None:
         self.target = target
         self.draft = draft
         self.sampler = sampler
         self.history = history
         self.n_prefilled = 0  # tokens of the prompt that were decoded
+        self._ngrams = ngrams
+
+    def lookup(self, gamma: int) -> Proposal:
+        """At most `gamma` drafts of the n-grams that may draft in place of `draft`."""
+        return Proposal() if self._ngrams is None else self._ngrams.propose(self.history, gamma, self.sampler)
 
     def shift(self, n_keep: int, n_discard: int) -> bool:
         """Drops `n_discard` tokens after the first `n_keep`; False where the model's memory does not allow it."""
@@ -44,6 +56,8 @@ class TextState:
             return False
         self.target.shift(n_keep, n_discard)
         self.draft.shift(n_keep, n_discard)
+        if self._ngrams is not None:
+            self._ngrams.shift(n_keep, n_discard)
         del self.history[n_keep : n_keep + n_discard]
         return True
 
@@ -90,6 +104,7 @@ class SpeculativeLoop:
         self._cancel = cancel
         self._watch = watch
         self._governor = governor
+        self._found: Proposal | None = None  # by n-grams, which draft in this step
         self._n_expert_layers = len(target.model.host_expert_layers)
 
     def check_owner(self) -> None:
@@ -111,23 +126,34 @@ class SpeculativeLoop:
 
         Returns a record of each text; times and experts are those of the entire step.
         """
-        step = self.plain_step if self.placement is None else self.overlapped_step
         if self._governor is None:
-            return step(gammas)
-        [most] = gammas
-        choice = self._governor.choose()
+            return self._step(gammas)
+        [most], [text] = gammas, self.texts
         start_s = time.perf_counter()
-        [record] = step([min(choice.gamma, most)])
+        found = text.lookup(most)
+        choice = self._governor.choose(found.confidences[0] if found.confidences else None)
+        gamma = min(choice.gamma, most)
+        by_ngrams = choice.source == "ngram"
+        self._found = found.first(gamma) if by_ngrams else None
+        [record] = self._step([gamma])
         record.choice = choice
+        n_compared = min(len(found.tokens), len(record.tokens))
         self._governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
                 n_accepted=record.n_accepted,
                 draft_s=record.draft_s,
                 target_s=time.perf_counter() - start_s - record.draft_s,
+                by_ngrams=by_ngrams,
+                confidences=record.confidences,
+                ngram_confidences=found.confidences[:n_compared],
+                ngram_accepted=_n_equal(found.tokens, record.tokens),
             )
         )
         return [record]
+
+    def _step(self, gammas: Sequence[int]) -> list[StepRecord]:
+        return self.plain_step(gammas) if self.placement is None else self.overlapped_step(gammas)
 
     def plain_step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """The step without placement: experts are computed where their weights are."""
@@ -168,14 +194,15 @@ class SpeculativeLoop:
             texts = zip(self.texts, gammas, strict=True)
             return propose_together([DraftRequest(t.draft, t.history, gamma, t.sampler) for t, gamma in texts])
         text = self.texts[0]
-        if placement is None:
-            return [text.draft.propose(text.history, gammas[0], text.sampler)]
+        if self._found is not None:
+            return [self._found]
         proposal = text.draft.propose(
             text.history,
             gammas[0],
             text.sampler,
-            on_token=placement.on_draft_token,
-            keep_hidden_states=placement.wants_hidden_states,
+            on_token=None if placement is None else placement.on_draft_token,
+            keep_hidden_states=placement is not None and placement.wants_hidden_states,
+            stop=None if self._governor is None else self._governor.stop,
         )
         return [proposal]
 
@@ -240,6 +267,7 @@ class SpeculativeLoop:
             observe_s=time.perf_counter() - start_s,
             drafts=drafts,
             hidden_states=proposals[0].hidden_states,
+            confidences=proposals[0].confidences if self._governor is not None and self._found is None else [],
         )
         if self._call_observers is not None:
             self._call_observers(record)
@@ -331,6 +359,11 @@ def _sum_up(verified: Sequence[Verified]) -> tuple[list[int], int, list[int]]:
 def _batch(text: TextState, proposal: Proposal) -> list[int]:
     """The text's tokens that are verified together."""
     return [text.history[-1], *proposal.tokens]
+
+
+def _n_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    return next((i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(len(drafts), len(tokens)))
 
 
 def _text_first(verified: Sequence[Verified]) -> NDArray[np.intp]:

@@ -137,6 +137,7 @@ class GenerationStats:
     verify_s: float = 0.0
     seed: int | None = None
     choice: DraftChoice | None = None  # the last, of the draft length; None where it is fixed
+    ngram_steps: int = 0  # where n-grams drafted in place of a model
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> None:
         """Adds one verification or plain decode, its generated tokens excepted."""
@@ -154,6 +155,7 @@ class GenerationStats:
         self.verify_s += record.verify_s
         self.decode_s += decode_s
         self.choice = record.choice
+        self.ngram_steps += record.choice is not None and record.choice.source == "ngram"
         self.sense_s += sense_s
 
     @property

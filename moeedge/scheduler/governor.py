@@ -13,17 +13,22 @@ drafted, and that must not speak for the lengths that happen to come last.
 
 Now and then another length is tried, where by the uncertainty of the estimates it may be the best. What a trial is
 expected to cost is paid from a credit, which grows by a fixed share of the time: that bounds the cost of all trials.
+
+Where drafts come with a confidence, most steps have no fixed length: a draft ends where another token does not pay, and
+there is none where that is cheaper (`stopping`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import speculation
+from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop, ExpectedGain, confidence_bin
 
 FloatArray = NDArray[np.float64]
 
@@ -33,33 +38,42 @@ FIRST = (2, 2, 2, 0, 0)  # the lengths of the first steps; the first one is not 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step took, in seconds: `draft_s` the drafts, `target_s` everything else."""
+    """What a step took, in seconds: `draft_s` the drafts, `target_s` everything else.
+
+    by_ngrams: n-grams drafted in place of the session's own source. confidences: of the drafts that the own source
+    computed, in order; those after `n_drafted` were left out. Empty: unknown. ngram_confidences, ngram_accepted: of the
+    drafts that n-grams had, as many as there were tokens to compare them with, and how many were right.
+    """
 
     n_drafted: int
     n_accepted: int
     draft_s: float
     target_s: float
+    by_ngrams: bool = False
+    confidences: list[float] = field(default_factory=list)
+    ngram_confidences: list[float] = field(default_factory=list)
+    ngram_accepted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """A draft length and what speaks for it; speed-ups are over plain decoding, by estimate.
+    """What is drafted in a step, and what speaks for it; speed-ups are over plain decoding, by estimate.
 
-    gamma: of the step. best: by estimate; another gamma is a trial. speed_up: of `best`, None before anything is known.
-    other, other_speed_up: where `best` is 0 the best draft length, else 0.
+    gamma: tokens of the step, at most. source: "draft" is the session's own. is_trial: the step is to tell more about
+    another length than the best. ends_early: by the confidence of the drafts, trials and n-grams aside. best: fixed
+    length, by estimate. speed_up: of the own source, None before anything is known. other, other_speed_up: where `best`
+    is 0 the best length of a draft, else 0.
     """
 
     gamma: int
     gamma_max: int
     best: int
+    source: Literal["draft", "ngram"] = "draft"
+    is_trial: bool = False
+    ends_early: bool = False
     speed_up: float | None = None
     other: int = 0
     other_speed_up: float = 1.0
-
-    @property
-    def is_trial(self) -> bool:
-        """Whether the step is to tell more about another length."""
-        return self.gamma != self.best
 
 
 class VerificationTime:
@@ -130,12 +144,19 @@ class AcceptanceByPosition:
         self._judged = np.zeros(n_positions)
         self._accepted = np.zeros(n_positions)
 
-    def observe(self, n_drafted: int, n_accepted: int) -> None:
-        """The first `n_accepted` of the drafts were accepted; those after the first rejected one say nothing."""
+    def observe(self, n_drafted: int, n_accepted: int, left_out: float | None = None) -> None:
+        """The first `n_accepted` of the drafts were accepted; those after the first rejected one say nothing.
+
+        left_out: the chance of a draft that was not verified. It counts by that, since those that are verified have the
+        better chances.
+        """
         self._judged *= 1 - self._FORGET
         self._accepted *= 1 - self._FORGET
         self._judged[: min(n_accepted + 1, n_drafted)] += 1
         self._accepted[:n_accepted] += 1
+        if left_out is not None and n_accepted == n_drafted:
+            self._judged[n_drafted] += 1
+            self._accepted[n_drafted] += left_out
 
     def tokens(self, n_deviations: float = 0.0) -> FloatArray:
         """N(gamma), gamma = 0..n_positions, with chances that are so many standard deviations higher."""
@@ -147,9 +168,13 @@ class AcceptanceByPosition:
 
 
 class DraftGovernor:
-    """Chooses the draft length of each step; `observe` every step afterwards. A pure function of these calls.
+    """Chooses the drafts of each step; `observe` every step afterwards. A pure function of these calls.
+
+    The session's own source is a draft model, a head of the target, or n-grams. Next to a model, n-grams of the text
+    may draft instead in single steps; whether they would have been right is known after each step at no cost.
 
     gamma_max: the longest draft, at least 1. n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model.
+    stop: ends the draft of the step that was chosen last, unless it has a fixed length.
     """
 
     _TRIAL_SHARE = 0.02  # of the time, that trials may cost
@@ -160,6 +185,9 @@ class DraftGovernor:
     _HYSTERESIS = 0.02  # by which another length must be better, for a change
     _SHARING = 0.7  # neighbouring tokens share more experts than independent ones: an exponent of their number
     _DRAFT_SHARE = 0.1  # T_D over T_T(1), before any draft
+    _NGRAM_PRIOR = 0.3  # chance of a draft by n-grams
+    _BENEFIT = 0.5  # standard deviations by which drafts of little known confidences may be better than known
+    _LOOKS_FORGET = 0.05  # of the counts of the first draft's confidence, with each step that has one
 
     def __init__(self, gamma_max: int = GAMMA_MAX, *, n_experts: int = 0, n_used: int = 0) -> None:
         self.gamma_max = min(gamma_max, GAMMA_MAX)
@@ -167,6 +195,9 @@ class DraftGovernor:
         unique = [speculation.uniform_unique(n_experts, n_used, t) / n_used if n_experts else 1.0 for t in tokens]
         self._target = VerificationTime(np.array(unique) ** self._SHARING)
         self._acceptance = AcceptanceByPosition(self.gamma_max)
+        self._by_confidence = AcceptanceByConfidence()
+        self._by_ngram = AcceptanceByConfidence(np.full(N_BINS, self._NGRAM_PRIOR))
+        self._looks = np.zeros(N_BINS)  # first drafts by confidence
         self._draft_s = 0.0  # T_D
         self._n_draft_times = 0
         self._n_steps = 0
@@ -175,6 +206,7 @@ class DraftGovernor:
         self._credit_s = math.nan  # for trials; nan before the first measurement
         self._skips = True  # the next step's times say nothing
         self._drafted_last = True
+        self.stop = DraftStop()
         self.choice = DraftChoice(gamma=self._best, gamma_max=self.gamma_max, best=self._best)
 
     def begin_answer(self) -> None:
@@ -182,8 +214,9 @@ class DraftGovernor:
         self._skips = True
         self._drafted_last = True  # the draft model has decoded the prompt as well
 
-    def choose(self) -> DraftChoice:
-        """The length of the next step."""
+    def choose(self, ngram: float | None = None) -> DraftChoice:
+        """The drafts of the next step. ngram: the confidence of n-grams, where they may draft instead of a model."""
+        self.stop = DraftStop()
         if self._n_steps < len(FIRST):
             gamma = min(FIRST[self._n_steps], self.gamma_max)
             self.choice = DraftChoice(gamma=gamma, gamma_max=self.gamma_max, best=gamma)
@@ -192,42 +225,89 @@ class DraftGovernor:
         best = int(rate.argmax())
         if rate[best] > (1 + self._HYSTERESIS) * rate[self._best]:
             self._best = best
-        speed_up = rate / rate[0]
+        self.choice = self._by_gain(rate, ngram)
+        trial = self._trial(rate, spread)
+        if trial != self._best:
+            self.stop = DraftStop()
+            self.choice = replace(self.choice, gamma=trial, source="draft", is_trial=True)
+        return self.choice
+
+    def _by_gain(self, rate: FloatArray, ngram: float | None) -> DraftChoice:
+        """What is drafted where the step is no trial: by the source with the larger gain, to the length that pays."""
+        best_rate, step_s, tokens = float(rate[self._best]), self._step_s(), self._acceptance.tokens()
         other = 0 if self._best else 1 + int(rate[1:].argmax())
-        self.choice = DraftChoice(
-            gamma=self._trial(rate, spread),
+        found = DraftChoice(
+            gamma=self._best,
             gamma_max=self.gamma_max,
             best=self._best,
-            speed_up=float(speed_up[self._best]),
+            speed_up=best_rate / float(rate[0]),
             other=other,
-            other_speed_up=float(speed_up[other]),
+            other_speed_up=float(rate[other] / rate[0]),
         )
-        return self.choice
+        gain = ExpectedGain(best_rate * step_s, best_rate * self._pass_s(step_s), tokens)
+        own = float(tokens[self._best] - 1 - best_rate * (step_s[self._best] - step_s[0]))  # of the fixed length
+        if self._looks.any():
+            looking = gain.of_looking(self._by_confidence.chances(), self._looks / self._looks.sum())
+            if looking > own:
+                more = (looking - own) / float(best_rate * step_s[max(self._best, 1)])
+                found = replace(
+                    found,
+                    gamma=min(self.gamma_max, 2 * self._best + 4),  # not far beyond what was measured
+                    ends_early=True,
+                    speed_up=best_rate / float(rate[0]) * (1 + more),
+                )
+                self.stop, own = DraftStop(gain, self._by_confidence.chances(self._BENEFIT)), looking
+        if ngram is not None:
+            length, by_ngrams = gain.of_equals(float(self._by_ngram.chances()[confidence_bin(ngram)]))
+            if by_ngrams > own:
+                self.stop = DraftStop()
+                return replace(found, gamma=length, source="ngram")
+        return found
 
     def observe(self, step: StepCost) -> None:
         """The step after `choose`; it may have fewer drafts than chosen."""
         n_drafted = step.n_drafted
         self._n_steps += 1
         self._n_since_trial = 0 if self.choice.is_trial else self._n_since_trial + 1
-        self._acceptance.observe(n_drafted, step.n_accepted)
+        if step.ngram_confidences:
+            self._by_ngram.observe(step.ngram_confidences, step.ngram_accepted)
+        n_computed = 0 if step.by_ngrams else max(n_drafted, len(step.confidences))
+        self._learn_acceptance(step)
         skips, self._skips = self._skips, False
-        caught_up, self._drafted_last = not self._drafted_last, n_drafted > 0
+        caught_up, self._drafted_last = not self._drafted_last, n_computed > 0
         if skips or step.target_s <= 0:
             return
         self._pay(step)
         self._target.observe(n_drafted + 1, step.target_s)
-        if n_drafted:
+        if n_computed:
             self._n_draft_times += 1
-            seconds = step.draft_s / n_drafted
+            seconds = step.draft_s / n_computed
             if self._n_draft_times > 1:  # after plain steps the draft model first decodes what it has missed
                 seconds = min(seconds, self._draft_s if caught_up else 3 * self._draft_s)
             self._draft_s += (seconds - self._draft_s) / min(self._n_draft_times, 30)
 
+    def _learn_acceptance(self, step: StepCost) -> None:
+        """Takes in the verdicts on the session's own source."""
+        if step.by_ngrams:
+            self._acceptance.observe(0, 0)
+            return
+        left_out = None
+        if step.confidences:
+            if len(step.confidences) > step.n_drafted:
+                left_out = float(self._by_confidence.chances()[confidence_bin(step.confidences[step.n_drafted])])
+            self._by_confidence.observe(step.confidences[: step.n_drafted], step.n_accepted)
+            self._looks *= 1 - self._LOOKS_FORGET
+            self._looks[confidence_bin(step.confidences[0])] += 1
+        self._acceptance.observe(step.n_drafted, step.n_accepted, left_out)
+
     def _step_s(self) -> FloatArray:
         """Seconds of a step with gamma = 0..gamma_max drafts."""
         target_s = self._target.seconds()
-        draft_s = self._draft_s if self._n_draft_times else self._DRAFT_SHARE * target_s[0]
-        return np.asarray(target_s + draft_s * np.arange(len(target_s)))
+        return np.asarray(target_s + self._pass_s(target_s) * np.arange(len(target_s)))
+
+    def _pass_s(self, step_s: FloatArray) -> float:
+        """T_D; step_s: of a plain step is its first element."""
+        return self._draft_s if self._n_draft_times else self._DRAFT_SHARE * float(step_s[0])
 
     def _rates(self) -> tuple[FloatArray, FloatArray]:
         """Tokens per second by gamma, [gamma_max + 1], and the deviation of its log from that of `_best`."""

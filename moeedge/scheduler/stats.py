@@ -42,6 +42,7 @@ class StepRecord:
     drafts: list[int] = field(default_factory=list)  # the drafted tokens, rejected ones included
     # float32 [n_states, n_embd], the draft's hidden states of the batch's first tokens; None where they are not kept
     hidden_states: NDArray[np.float32] | None = None
+    confidences: list[float] = field(default_factory=list)  # of the drafts, where `choice` depends on them
     choice: DraftChoice | None = None  # of the draft length; None where it is fixed
 
 

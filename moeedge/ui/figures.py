@@ -102,6 +102,8 @@ def draft_length(choice: DraftChoice) -> str:
     """The draft length that pays by what steps have cost, and how much; trials of others are left out."""
     if choice.speed_up is None:
         return "measuring"
+    if choice.ends_early:
+        return f"as many as pay, {choice.speed_up:.2f}x plain by estimate"
     if choice.best == 0:
         return f"off: {choice.other} would be {choice.other_speed_up:.2f}x plain"
     return f"{choice.best} of {choice.gamma_max}, {choice.speed_up:.2f}x plain by estimate"
@@ -192,6 +194,8 @@ def turn_parts(
         parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
     if stats.choice is not None:
         parts.append(f"drafts: {draft_length(stats.choice)}, {stats.drafts_per_step:.1f} per step")
+        if stats.ngram_steps:
+            parts.append(f"by n-grams in {stats.ngram_steps} of {stats.steps} steps")
     if stats.experts_per_verification is not None:
         parts.append(f"{experts(info, stats)} experts/step")
     if info.expert_budget is not None:

@@ -69,7 +69,7 @@ def answer_report(
 # keys of the JSON object that are fields or properties of the statistics, and those of the session's info
 _STATS_KEYS = (
     *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
-    *("drafts_per_step",),
+    *("drafts_per_step", "ngram_steps"),
     *("experts_per_verification", "seed", "prefill_tokens", "generated_tokens", "prefill_s", "decode_s", "draft_s"),
     *("verify_s", "observe_s", "sense_s", "overhead_share"),
 )

@@ -1,0 +1,137 @@
+"""When a draft ends: where the next draft token is expected to bring less than it costs.
+
+A draft comes with a confidence, known before it is drawn: of a draft model the share of its most likely token, of
+n-grams the part of the longest n-gram that was found. How often drafts of a confidence are accepted is counted from the
+verifications, in a few bins.
+
+Let lambda be the tokens per second that steps give anyway. A longer draft pays iff
+
+  expected further tokens > lambda * expected further seconds
+
+which is the stopping rule of the most tokens per second (renewal reward). Whether a draft is kept depends on its
+distribution and on earlier drafts, never on the token that is drawn from it, and what is drawn is verified: rejection
+sampling stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+N_BINS = 7  # of confidence
+_EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
+_BELIEVED = (0.2, 0.4, 0.6, 0.78, 0.9, 0.97, 0.99)  # chances of drafts that are accepted as often as they should be
+
+
+def confidence_bin(confidence: float) -> int:
+    """The index of the bin that a confidence from 0 to 1 belongs to."""
+    return bisect_right(_EDGES, confidence)
+
+
+class AcceptanceByConfidence:
+    """The chance of a draft, after all before it were accepted, by its confidence.
+
+    Counts lose `_FORGET` of their weight with each step. prior: the chance of each bin before any verdict, [N_BINS];
+    by default confidences are believed.
+    """
+
+    _FORGET = 0.005
+    _PRIOR_WEIGHT = 4.0  # verdicts
+
+    def __init__(self, prior: FloatArray | None = None) -> None:
+        self._prior = np.array(_BELIEVED) if prior is None else prior
+        self._judged = np.zeros(N_BINS)
+        self._accepted = np.zeros(N_BINS)
+
+    def observe(self, confidences: list[float], n_accepted: int) -> None:
+        """Of drafts with these confidences, in order, the first `n_accepted` were accepted, and the next was not."""
+        self._judged *= 1 - self._FORGET
+        self._accepted *= 1 - self._FORGET
+        for i, confidence in enumerate(confidences[: n_accepted + 1]):
+            where = confidence_bin(confidence)
+            self._judged[where] += 1
+            self._accepted[where] += i < n_accepted
+
+    def chances(self, n_deviations: float = 0.0) -> FloatArray:
+        """By bin, [N_BINS]; so many standard deviations higher where few verdicts are known."""
+        n_judged = self._judged + self._PRIOR_WEIGHT
+        chance = (self._accepted + self._PRIOR_WEIGHT * self._prior) / n_judged
+        return np.asarray(np.minimum(chance + n_deviations * np.sqrt(chance * (1 - chance) / n_judged), 1.0))
+
+
+class ExpectedGain:
+    """What a step is expected to give beyond a plain one, in tokens, by the length and the chances of its drafts.
+
+    Seconds count as the tokens that they give anyway. step_tokens: lambda * seconds of a step with 0, 1, ..., n drafts
+    [n + 1]. pass_tokens: the part of one draft in them, lambda * T_D. tokens: N(gamma) of drafts of unknown confidence,
+    [n + 1].
+    """
+
+    def __init__(self, step_tokens: FloatArray, pass_tokens: float, tokens: FloatArray) -> None:
+        self._step = step_tokens
+        self._pass = pass_tokens
+        self._tokens = tokens
+        self._reached = np.maximum(np.diff(tokens, prepend=0.0), 1e-12)  # chance that the first i drafts are accepted
+
+    def of_more(self, n_kept: int, chance: float) -> float:
+        """The gain of the best number of further drafts, at least one, after `n_kept` that are accepted by `chance`."""
+        if n_kept + 1 >= len(self._step):
+            return -math.inf
+        tokens = (self._tokens[n_kept + 1 :] - self._tokens[n_kept]) * (chance / self._reached[n_kept])
+        return float((tokens - (self._step[n_kept + 1 :] - self._step[n_kept])).max())
+
+    def of_next(self, n_kept: int, chance: float) -> float:
+        """The gain of keeping the next draft, which is computed already; `chance` that it and all before are accepted.
+
+        Others may follow it.
+        """
+        own = chance - (self._step[n_kept + 1] - self._step[n_kept]) + self._pass
+        return float(own) + max(self.of_more(n_kept + 1, chance), 0.0)
+
+    def of_looking(self, chances: FloatArray, frequency: FloatArray) -> float:
+        """The gain of computing the first draft, to keep it where that pays.
+
+        chances, frequency: of the bins of confidence, [n_bins]; the frequencies sum to 1.
+        """
+        gains = [max(self.of_next(0, chance), 0.0) for chance in chances.tolist()]
+        return float(frequency @ np.array(gains)) - self._pass
+
+    def of_equals(self, chance: float) -> tuple[int, float]:
+        """The best number of drafts that are accepted by `chance` each and cost no time to make, and their gain."""
+        n_most = len(self._step) - 1
+        tokens = np.cumsum(chance ** np.arange(1, n_most + 1))
+        seconds = self._step[1:] - self._step[0] - self._pass * np.arange(1, n_most + 1)
+        best = int((tokens - seconds).argmax())
+        return best + 1, float(tokens[best] - seconds[best])
+
+
+class DraftStop:
+    """Ends the draft of one step: a source asks `keeps` before it draws a token, and `goes_on` after it.
+
+    gain: of the step; None: the draft has a fixed length. chances: of a draft by the bin of its confidence, [N_BINS].
+    """
+
+    def __init__(self, gain: ExpectedGain | None = None, chances: FloatArray | None = None) -> None:
+        self._gain = gain
+        self._chances = np.ones(N_BINS) if chances is None else chances
+        self._n_kept = 0
+        self._chance = 1.0  # that all that were kept are accepted
+
+    def keeps(self, confidence: float) -> bool:
+        """Whether the next draft, of this confidence, is drawn; otherwise those before it are all."""
+        if self._gain is None:
+            return True
+        chance = self._chance * float(self._chances[confidence_bin(confidence)])
+        if self._gain.of_next(self._n_kept, chance) <= 0:
+            return False
+        self._n_kept, self._chance = self._n_kept + 1, chance
+        return True
+
+    def goes_on(self) -> bool:
+        """Whether another draft is computed after the one that was kept last."""
+        return self._gain is None or self._gain.of_more(self._n_kept, self._chance) > 0
