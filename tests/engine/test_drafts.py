@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.engine.drafts import ModelDraft, NgramDraft, NoDraft
+from moeedge.engine.drafts import ModelDraft, NgramDraft, NoDraft, confidence
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.types import SamplingConfig
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.scheduler.stopping import DraftStop
 
 GREEDY = Sampler(SamplingConfig(temperature=0), 304)
 
@@ -160,3 +161,70 @@ def test_drafting_ends_at_a_stop_token(tiny_draft: Path) -> None:
         context.clear()
         stopping = ModelDraft(context, n_vocab=304, is_eog=lambda token: token == free[2])
         assert stopping.propose([65, 66], 6, GREEDY).tokens == free[: free.index(free[2]) + 1]
+
+
+class Only(DraftStop):
+    """Keeps so many drafts, and computes `n_computed` of them."""
+
+    def __init__(self, n_kept: int, n_computed: int) -> None:
+        super().__init__()
+        self.n_kept, self.n_computed = n_kept, n_computed
+        self.confidences: list[float] = []
+
+    def keeps(self, confidence: float) -> bool:
+        self.confidences.append(confidence)
+        return len(self.confidences) <= self.n_kept
+
+    def goes_on(self) -> bool:
+        return len(self.confidences) < self.n_computed
+
+
+@pytest.mark.parametrize(("n_kept", "n_computed"), [(0, 1), (2, 2), (2, 3), (6, 6)])
+@pytest.mark.parametrize("keeps_states", [False, True])
+def test_a_model_draft_that_is_stopped(
+    model_draft: ModelDraft, n_kept: int, n_computed: int, keeps_states: bool
+) -> None:
+    """The drafts are the first of those without a stop, and the KV cache follows the accepted text as before."""
+    history = [65, 66, 67, 68]
+    free = model_draft.propose(history, 6, GREEDY)
+    model_draft.context.clear()
+    stop = Only(n_kept, n_computed)
+    proposal = model_draft.propose(history, 6, GREEDY, keep_hidden_states=keeps_states, stop=stop)
+    assert proposal.tokens == free.tokens[:n_kept]
+    assert len(proposal.candidates) == n_kept
+    assert proposal.confidences == stop.confidences
+    assert len(stop.confidences) == n_computed
+    assert all(0 < confidence <= 1 for confidence in stop.confidences)
+    assert (proposal.hidden_states is not None) == (keeps_states and n_kept > 0)
+    following = [*history, *proposal.tokens, 99]
+    model_draft.rollback(len(following) - 1)
+    proposed = model_draft.propose(following, 4, GREEDY).tokens
+    model_draft.context.clear()
+    assert proposed == model_draft.propose(following, 4, GREEDY).tokens
+
+
+def test_ngrams_are_as_sure_as_their_match_is_long() -> None:
+    source = NgramDraft()
+    assert source.propose([1, 2, 3, 4, 9, 1, 2, 3], 3, GREEDY).confidences == [0.75] * 3
+    assert source.propose([1, 2, 3, 4, 9, 1, 2, 3, 7, 4], 2, GREEDY).confidences == [0.25] * 2
+    stopped = NgramDraft().propose([1, 2, 3, 4, 9, 1, 2, 3], 3, GREEDY, stop=Only(1, 2))
+    assert stopped.tokens == [4]
+    assert stopped.confidences == [0.75] * 2
+
+
+def test_confidence_is_the_share_of_the_most_likely_token() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, 500).astype(np.float32)
+    share = np.exp(logits - logits.max())
+    assert confidence(logits) == pytest.approx(1 / share.sum(), rel=1e-5)
+
+
+def test_confidence_of_a_large_vocabulary() -> None:
+    """Close to the share where few tokens are likely, never below it, and one pass wherever the likely ones are."""
+    rng = np.random.default_rng(1)
+    for n_likely in (1, 2, 5):
+        logits = rng.normal(0, 1, 151_937).astype(np.float32)
+        logits[rng.choice(len(logits), n_likely, replace=False)] = 20.0
+        share = 1 / float(np.exp(logits.astype(float) - 20.0).sum())
+        assert share <= confidence(logits) * (1 + 1e-6)
+        assert confidence(logits) == pytest.approx(1 / n_likely, rel=0.01)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama import library
+from moeedge.scheduler.governor import DraftChoice, DraftGovernor, StepCost
+from moeedge.scheduler.stopping import DraftStop
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
@@ -102,12 +105,17 @@ def _continuations(
 
 
 def sample(
-    options: EngineConfig, prompt: list[int], config: SamplingConfig, length: int
+    options: EngineConfig,
+    prompt: list[int],
+    config: SamplingConfig,
+    length: int,
+    governor: DraftGovernor | None = None,
 ) -> tuple[Counter[tuple[int, ...]], int, int]:
     """N_DRAWS continuations, and how many tokens were drafted and accepted for them."""
     drawn: Counter[tuple[int, ...]] = Counter()
     drafted = accepted = 0
     with Session.open(options) as session:
+        session.governor = governor
         for seed in range(N_DRAWS):
             sampling = replace(config, seed=seed)
             generation = session.generate(prompt, n_predict=length + 1, sampling=sampling, ignore_eos=True)
@@ -277,3 +285,38 @@ def test_with_and_without_speculation(target: Path, draft: Path, prompt: list[in
     for row in table:
         row[-1] = N_DRAWS - sum(row)  # the rare ones in one class
     assert chi2_contingency(table).pvalue > P_VALUE
+
+
+class _EndsEarly(DraftGovernor):
+    """Drafts up to four tokens, as long as they are likely; n-grams take every other step in which they find some."""
+
+    class _Likely(DraftStop):
+        def keeps(self, confidence: float) -> bool:
+            return confidence > 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_source = Counter[str]()
+        self.n_left_out = 0
+
+    def choose(self, ngram: float | None = None) -> DraftChoice:
+        self._n_steps += 1
+        self.stop = self._Likely()
+        source: Any = "ngram" if ngram is not None and self._n_steps % 2 else "draft"
+        self.choice = DraftChoice(gamma=4, gamma_max=4, best=4, source=source)
+        self.by_source[source] += 1
+        return self.choice
+
+    def observe(self, step: StepCost) -> None:
+        self.n_left_out += len(step.confidences) > step.n_drafted
+
+
+def test_drafts_that_end_early_keep_the_distribution(target: Path, draft: Path, prompt: list[int]) -> None:
+    """Whether a draft is kept depends on its distribution, and which source drafts on the text so far."""
+    config, length = SAMPLINGS["temperature-1"]
+    governor = _EndsEarly()
+    drawn, drafted, accepted = sample(engine(target, draft), prompt, config, length, governor)
+    assert 0 < accepted < drafted
+    assert governor.n_left_out > 0
+    assert min(governor.by_source["draft"], governor.by_source["ngram"]) > 0
+    assert p_value(exact(target, prompt, config, length), drawn) > P_VALUE

@@ -1,0 +1,151 @@
+"""Drafts that end by their confidence, and n-grams next to a model, on traces with known chances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from moeedge import speculation
+from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor, StepCost
+from moeedge.scheduler.stopping import DraftStop
+from tests.scheduler.test_governor import N_EXPERTS, N_TOKENS, N_USED, TRACES, Trace, experts
+
+
+@dataclass(frozen=True)
+class Text:
+    """Drafts of known chances: a share of `sure` tokens is accepted by 0.98, the others by `otherwise`.
+
+    stated: the confidence of a draft by its chance. ngram: the chance of drafts by n-grams, at the n-th token; None:
+    they find nothing.
+    """
+
+    sure: float
+    otherwise: float
+    stated: Callable[[float], float] = lambda chance: chance
+    ngram: Callable[[int], float | None] = lambda n: None
+
+    @property
+    def acceptance(self) -> float:
+        return self.sure * 0.98 + (1 - self.sure) * self.otherwise
+
+    def draft(self, stop: DraftStop, gamma: int, rng: np.random.Generator) -> tuple[int, int, list[float]]:
+        """Drafted, accepted, confidences."""
+        confidences: list[float] = []
+        n_kept = n_accepted = 0
+        while n_kept < gamma:
+            chance = 0.98 if rng.random() < self.sure else self.otherwise
+            confidences.append(self.stated(chance))
+            if not stop.keeps(confidences[-1]):
+                break
+            n_accepted += n_accepted == n_kept and rng.random() < chance
+            n_kept += 1
+            if not stop.goes_on():
+                break
+        return n_kept, n_accepted, confidences
+
+
+def n_right(chance: float, n: int, rng: np.random.Generator) -> int:
+    found = 0
+    while found < n and rng.random() < chance:
+        found += 1
+    return found
+
+
+def governed(costs: Trace, text: Text, seed: int, n_tokens: int = N_TOKENS) -> tuple[float, DraftGovernor, float]:
+    """Expected seconds per token, the governor, and the share of steps in which n-grams drafted."""
+    rng = np.random.default_rng(seed)
+    governor = DraftGovernor(n_experts=N_EXPERTS, n_used=N_USED)
+    n = n_steps = n_by_ngrams = 0
+    seconds = 0.0
+    while n < n_tokens:
+        chance = text.ngram(n)
+        choice = governor.choose(None if chance is None else 1.0)
+        by_ngrams = choice.source == "ngram"
+        found = 0 if chance is None else n_right(chance, GAMMA_MAX, rng)
+        if by_ngrams:
+            n_drafted, n_accepted, confidences = choice.gamma, min(found, choice.gamma), []
+        else:
+            n_drafted, n_accepted, confidences = text.draft(governor.stop, choice.gamma, rng)
+        draft_s = costs.draft_s * len(confidences)
+        target_s = costs.target_s(n_drafted + 1)
+        scatter = math.exp(rng.normal(0.0, costs.noise) - costs.noise**2 / 2)
+        n_compared = 0 if chance is None else min(GAMMA_MAX, n_accepted + 1)
+        governor.observe(
+            StepCost(
+                n_drafted=n_drafted,
+                n_accepted=n_accepted,
+                draft_s=draft_s,
+                target_s=target_s * scatter,
+                by_ngrams=by_ngrams,
+                confidences=confidences,
+                ngram_confidences=[1.0] * n_compared,
+                ngram_accepted=min(found, n_compared),
+            )
+        )
+        seconds += draft_s + target_s
+        n += n_accepted + 1
+        n_steps += 1
+        n_by_ngrams += by_ngrams
+    return seconds / n, governor, n_by_ngrams / n_steps
+
+
+def mean_s(costs: Trace, text: Text, n_seeds: int = 8) -> float:
+    return float(np.mean([governed(costs, text, seed)[0] for seed in range(n_seeds)]))
+
+
+def best_fixed_s(costs: Trace, acceptance: float) -> float:
+    """Seconds per token of the best fixed length."""
+    return min(
+        (gamma * costs.draft_s + costs.target_s(gamma + 1)) / speculation.expected_tokens(gamma, acceptance)
+        for gamma in range(GAMMA_MAX + 1)
+    )
+
+
+MIXED = Text(sure=0.7, otherwise=0.2)
+
+
+@pytest.mark.parametrize("name", ["best 0", "best 2", "best 8", "jump"])
+def test_confidence_beats_every_fixed_length(name: str) -> None:
+    costs = TRACES[name]
+    assert mean_s(costs, MIXED) < 0.97 * best_fixed_s(costs, MIXED.acceptance)
+
+
+def test_a_confidence_that_says_nothing_costs_little() -> None:
+    costs, text = TRACES["best 2"], Text(sure=0.75, otherwise=0.3, stated=lambda chance: 0.6)
+    assert mean_s(costs, text) < 1.06 * best_fixed_s(costs, text.acceptance)
+
+
+def test_a_confidence_that_is_wrong_is_corrected() -> None:
+    """Sure where it should be unsure, and unsure where it is right."""
+    costs = TRACES["best 2"]
+    swapped = Text(sure=0.7, otherwise=0.2, stated=lambda chance: 0.2 if chance > 0.5 else 0.995)
+    assert mean_s(costs, swapped) < 1.02 * best_fixed_s(costs, swapped.acceptance)
+
+
+def test_hopeless_drafts_are_off() -> None:
+    """Looking at drafts that are never right costs a pass each; trials are all that is left."""
+    costs = Trace(lambda t: 0.1 * experts(t), 0.03, lambda n: 0.0)
+    seconds, governor, _ = governed(costs, Text(sure=0.0, otherwise=0.05, stated=lambda chance: 0.995), 1, 1024)
+    assert seconds < 1.04 * costs.target_s(1)
+    assert governor.choose().best == 0
+
+
+def test_ngrams_take_over_where_they_are_right() -> None:
+    """In the second half of the text they copy; before they find what is wrong."""
+    costs = TRACES["best 2"]
+    text = Text(sure=0.0, otherwise=0.7, ngram=lambda n: 0.1 if n < N_TOKENS // 2 else 0.97)
+    alone = Text(sure=0.0, otherwise=0.7)
+    seconds, _, share = governed(costs, text, 3)
+    assert seconds < 0.85 * governed(costs, alone, 3)[0]
+    assert 0.1 < share < 0.9
+
+
+def test_ngrams_that_are_wrong_cost_nothing() -> None:
+    costs = TRACES["best 2"]
+    alone, beside = Text(sure=0.0, otherwise=0.8), Text(sure=0.0, otherwise=0.8, ngram=lambda n: 0.2)
+    assert mean_s(costs, beside) < 1.02 * mean_s(costs, alone)
+    assert governed(costs, beside, 2)[2] < 0.05
