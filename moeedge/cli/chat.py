@@ -52,6 +52,14 @@ NoAutosave = Annotated[
         "Do not save the chat while it runs; nothing is left of it after an abort.",
     ),
 ]
+KeepCache = Annotated[
+    bool,
+    option(
+        options.PLACEMENT,
+        "--keep-cache",
+        "Compute with the expert cache also while steps take longer with it; otherwise it is off then, and tried again.",
+    ),
+]
 Stats = Annotated[
     Output | None,
     output_option(
@@ -74,6 +82,7 @@ def chat(
     sampling: SamplingOptions,
     placement: PlacementOptions,
     budget: BudgetOptions,
+    keep_cache: KeepCache = False,
     ram: options.Ram = "auto",
     context_shift: ContextShift = False,
     output: options.TextOrJson = Output.TEXT,
@@ -98,7 +107,8 @@ def chat(
     if raw and system_prompt:
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
-    config = engine.config(placement.config(), emulate_bundled=True, context_shift=context_shift)
+    placed = replace(placement.config(), governed=not keep_cache)
+    config = engine.config(placed, emulate_bundled=True, context_shift=context_shift)
     if engine.draft_max is None:
         config = replace(config, auto_gamma=None)
     err = stderr_console()

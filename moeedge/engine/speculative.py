@@ -129,6 +129,7 @@ class SpeculativeLoop:
         if self._governor is None:
             return self._step(gammas)
         [most], [text] = gammas, self.texts
+        is_usual = self.placement is None or not self.placement.in_trial
         start_s = time.perf_counter()
         found = text.lookup(most)
         choice = self._governor.choose(found.confidences[0] if found.confidences else None)
@@ -143,7 +144,7 @@ class SpeculativeLoop:
                 n_drafted=record.n_drafted,
                 n_accepted=record.n_accepted,
                 draft_s=record.draft_s,
-                target_s=time.perf_counter() - start_s - record.draft_s,
+                target_s=time.perf_counter() - start_s - record.draft_s if is_usual else 0.0,
                 by_ngrams=by_ngrams,
                 confidences=record.confidences,
                 ngram_confidences=found.confidences[:n_compared],
@@ -172,6 +173,7 @@ class SpeculativeLoop:
         assert placement is not None
         start_s = time.perf_counter()
         # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
+        placement.begin_step()
         placement.share(len(self.texts))
         proposals = self._propose(gammas, placement)
         drafted_s = time.perf_counter()
@@ -187,6 +189,8 @@ class SpeculativeLoop:
         assert self.counts is not None  # a model with placement has a sensor
         placement.after_verification(self.counts, batch, record, _text_first(verified) if len(verified) > 1 else None)
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
+        if len(verified) == 1:
+            placement.end_step(len(batch), time.perf_counter() - start_s)
         return _by_text(record, proposals, verified)
 
     def _propose(self, gammas: Sequence[int], placement: PlacementManager | None = None) -> list[Proposal]:
@@ -305,6 +309,8 @@ class SpeculativeLoop:
 
     def prefill(self, text: TextState) -> StepRecord:
         """Decodes what the KV cache lacks of a text's prompt and draws its first token."""
+        if self.placement is not None:
+            self.placement.begin_prompt()
         start_s = time.perf_counter()
         n_held = text.target.keep_prefix(text.history[:-1])
         prompt = text.history[n_held:]
@@ -328,6 +334,8 @@ class SpeculativeLoop:
         self._prompt = None
         if self._governor is not None:
             self._governor.begin_answer()
+        if self.placement is not None:
+            self.placement.begin_answer()
         text.draft.begin(text.history, cancel=self._should_stop)
 
     def replace_contexts(self, target: Context, draft: Context | None) -> None:

@@ -49,6 +49,7 @@ class PlacementConfig:
     measure_anew: bool = False  # even if it was measured before
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     warm_start: bool = True  # in RAM: experts that earlier runs used most are loaded first, and this run's are kept
+    governed: bool = False  # the cache goes off while steps are slower with it
 
     def __post_init__(self) -> None:
         if self.vram_bytes is not None and self.vram_bytes < 0:

@@ -98,7 +98,7 @@ class VerificationTime:
             + self._OWN**2 * np.eye(len(log_t))
         )
         self._covariance = self._shape_covariance.copy()
-        self._noise = 0.2**2  # relative variance of a measurement
+        self.noise = 0.2**2  # relative variance of a measurement
         self.n_measured = 0
 
     def observe(self, n_tokens: int, seconds: float) -> None:
@@ -107,16 +107,20 @@ class VerificationTime:
         if self.n_measured == 0:
             self._mean += math.log(seconds) - self._mean[i]
         self.n_measured += 1
-        self._covariance += self._LEVEL_GAIN * self._noise + self._FORGET * self._shape_covariance
+        self._covariance += self._LEVEL_GAIN * self.noise + self._FORGET * self._shape_covariance
         row = self._covariance[i].copy()
-        variance = row[i] + self._noise
+        variance = row[i] + self.noise
         # relative to the mean rather than in the logarithm, whose mean is too low where times scatter
         surprise = seconds / math.exp(self._mean[i]) - 1.0
         clip = self._CLIP * math.sqrt(variance)
         surprise = min(max(surprise, -clip), clip)
         self._mean += row * (surprise / variance)
         self._covariance -= np.outer(row, row) / variance
-        self._noise = max(0.03**2, self._noise + 0.04 * (surprise**2 - self._noise))
+        self.noise = max(0.03**2, self.noise + 0.04 * (surprise**2 - self.noise))
+
+    def scale(self, factor: float) -> None:
+        """All of T_T(t) has changed by a known factor."""
+        self._mean += math.log(factor)
 
     def seconds(self) -> FloatArray:
         """T_T(t), [n]; never less for more tokens."""

@@ -21,6 +21,7 @@ from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy
+from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
@@ -50,7 +51,8 @@ class PlacementManager:
     session, with a policy by `remake_policy`. memory: of the slots where the cache itself is in RAM.
     router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
     the draft's. ram: holds experts that are not on the device; attached and closed with the cache.
-    kept_activations: get the activations of this run, and are saved at its end. notify: called with
+    kept_activations: get the activations of this run, and are saved at its end. governor: decides whether steps are
+    computed with the cache, not for experts that are loaded as needed. notify: called with
     warnings, e.g. of a lost device; may be replaced.
     """
 
@@ -71,6 +73,7 @@ class PlacementManager:
         kept_activations: KeptActivations | None = None,
         ram: RamTier | None = None,
         memory: SlotMemory | None = None,
+        governor: CacheGovernor | None = None,
     ) -> None:
         assert target.sensor is not None  # opening.py checks it
         self.cache = cache
@@ -105,6 +108,7 @@ class PlacementManager:
         self._tau: NDArray[np.float32] | None = None  # [n_layers], of the plan that was pushed last
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
+        self._governor = governor
         self._lost = False
         self._warned_unknown = False
         self._attached = False
@@ -149,6 +153,8 @@ class PlacementManager:
         """A new conversation begins."""
         self.wait()
         self.driver.begin_text()
+        if self._governor is not None:
+            self._governor.begin_text()
         if self.ram is not None:
             self.ram.begin_text()
 
@@ -225,6 +231,43 @@ class PlacementManager:
             self.draft_prefetch.on = self.active and self._n_texts == 1
 
     # one step, in the order of the calls
+
+    def begin_prompt(self) -> None:
+        """A prompt comes. Where llama.cpp does not compute large batches on a GPU by itself, the cache does."""
+        if self._governor is not None and not self._op_offload and not self._lost:
+            self.attach()
+
+    def begin_answer(self) -> None:
+        """The prompt was decoded, and steps come."""
+        if self._governor is not None:
+            self._governor.begin_answer()
+
+    @property
+    def in_trial(self) -> bool:
+        """Whether the next step is computed otherwise than usual, to measure it."""
+        return self._governor is not None and self._governor.choice.is_trial
+
+    def begin_step(self) -> None:
+        """Attaches the cache, or detaches it, as the governor decides."""
+        if self._governor is None or self._lost or not self.cache.info.n_slots:
+            return
+        if self._governor.choice.on:
+            self.attach()
+        elif self._attached:
+            self.drain_transfers(0.0)  # what is under way would slow down the steps without it
+            self.detach()
+
+    def end_step(self, n_tokens: int, seconds: float) -> None:
+        """The step after `begin_step` verified `n_tokens` of one text in `seconds`, drafting included."""
+        if self._governor is None or self._lost or not self.cache.info.n_slots:
+            return
+        paid = self._governor.choice.pays
+        self._governor.observe(n_tokens, seconds)
+        choice = self._governor.choice
+        if choice.pays != paid and choice.gain is not None:
+            times = f"{choice.gain:.2f} times as long without it" if choice.pays else f"{1 / choice.gain:.2f} times as long with it"
+            state = "on again" if choice.pays else "off, and is tried again from time to time"
+            self.notify(Notification(f"A step takes {times}: the expert cache is {state}.", Level.NOTICE))
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: experts that are predicted by now move while it works on."""
@@ -473,6 +516,7 @@ class PlacementManager:
             tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
             lookahead=self.driver.lookahead,
             ram=None if self.ram is None else self.ram.stats(n_all=self._n_all),
+            choice=None if self._governor is None else self._governor.choice,
         )
 
     def device_memory(self) -> tuple[int, int] | None:

@@ -19,9 +19,10 @@ from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, CutoffPolicy, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler import ram_tier
+from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.calibration import Calibration
-from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.memory_watch import MemoryWatch
@@ -329,6 +330,8 @@ def _make_manager(
     batch = execution.batch
     cache.set_batch((_TRANSFER_EXPERTS if policy.execution_model.batched_io else 0) if batch is None else batch)
     watched = device.kind == "gpu" and not config.has_size  # the user's own size stays
+    # the CPU can compute all experts as well, and no other system is imitated
+    governed = config.governed and device.kind != "ram" and ram is None and execution == ExecutionConfig()
     manager = PlacementManager(
         cache,
         policy,
@@ -344,6 +347,7 @@ def _make_manager(
         kept_activations=kept_activations,
         ram=ram,
         memory=memory,
+        governor=CacheGovernor() if governed else None,
     )
     if target.n_parallel > 1 and manager.reads_draft:
         notes.append(f"For several texts in a batch the policy {policy.name} plans without what the draft computes.")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moeedge.native.cache import CacheStats
 from moeedge.native.structs import counter, counters
 from moeedge.policies.base import LookaheadStatus
+from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.governor import DraftChoice
 
 
@@ -69,6 +70,7 @@ class PlacementStats(CacheStats):
     tau: tuple[float, ...] = ()  # [n_cached_layers], the newest
     lookahead: LookaheadStatus | None = None  # None: the policy does not judge it
     ram: PlacementStats | None = None  # of experts in RAM next to those on the device; None: no cache there
+    choice: CacheChoice | None = None  # whether the cache pays by what steps take; None: not asked
 
     @property
     def hit_rate_pairs(self) -> float | None:
@@ -115,14 +117,16 @@ class PlacementStats(CacheStats):
         names = [field.name for field in fields(self) if field.name not in _NOT_IN_JSON]
         lookahead = None if self.lookahead is None else asdict(self.lookahead)
         ram = {} if self.ram is None else {"ram": self.ram.to_dict()}
+        choice = {} if self.choice is None else {"cache_choice": asdict(self.choice)}
         return {name: getattr(self, name) for name in (*names, *_RATES)} | {
             "tau": list(self.tau),
             "lookahead": lookahead,
             **ram,
+            **choice,
         }
 
 
-_NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned", "ram")
+_NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned", "ram", "choice")
 _RATES = (
     *("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s"),
     *("bytes_per_token", "wait_share"),
