@@ -108,7 +108,7 @@ class PlacementManager:
         self._tau: NDArray[np.float32] | None = None  # [n_layers], of the plan that was pushed last
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
-        self._governor = governor
+        self.governor = governor
         self._lost = False
         self._warned_unknown = False
         self._attached = False
@@ -153,8 +153,8 @@ class PlacementManager:
         """A new conversation begins."""
         self.wait()
         self.driver.begin_text()
-        if self._governor is not None:
-            self._governor.begin_text()
+        if self.governor is not None:
+            self.governor.begin_text()
         if self.ram is not None:
             self.ram.begin_text()
 
@@ -234,24 +234,24 @@ class PlacementManager:
 
     def begin_prompt(self) -> None:
         """A prompt comes. Where llama.cpp does not compute large batches on a GPU by itself, the cache does."""
-        if self._governor is not None and not self._op_offload and not self._lost:
+        if self.governor is not None and not self._op_offload and not self._lost:
             self.attach()
 
     def begin_answer(self) -> None:
         """The prompt was decoded, and steps come."""
-        if self._governor is not None:
-            self._governor.begin_answer()
+        if self.governor is not None:
+            self.governor.begin_answer()
 
     @property
     def in_trial(self) -> bool:
         """Whether the next step is computed otherwise than usual, to measure it."""
-        return self._governor is not None and self._governor.choice.is_trial
+        return self.governor is not None and self.governor.choice.is_trial
 
     def begin_step(self) -> None:
         """Attaches the cache, or detaches it, as the governor decides."""
-        if self._governor is None or self._lost or not self.cache.info.n_slots:
+        if self.governor is None or self._lost or not self.cache.info.n_slots:
             return
-        if self._governor.choice.on:
+        if self.governor.choice.on:
             self.attach()
         elif self._attached:
             self.drain_transfers(0.0)  # what is under way would slow down the steps without it
@@ -259,11 +259,11 @@ class PlacementManager:
 
     def end_step(self, n_tokens: int, seconds: float) -> None:
         """The step after `begin_step` verified `n_tokens` of one text in `seconds`, drafting included."""
-        if self._governor is None or self._lost or not self.cache.info.n_slots:
+        if self.governor is None or self._lost or not self.cache.info.n_slots:
             return
-        paid = self._governor.choice.pays
-        self._governor.observe(n_tokens, seconds)
-        choice = self._governor.choice
+        paid = self.governor.choice.pays
+        self.governor.observe(n_tokens, seconds)
+        choice = self.governor.choice
         if choice.pays != paid and choice.gain is not None:
             times = f"{choice.gain:.2f} times as long without it" if choice.pays else f"{1 / choice.gain:.2f} times as long with it"
             state = "on again" if choice.pays else "off, and is tried again from time to time"
@@ -516,7 +516,7 @@ class PlacementManager:
             tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
             lookahead=self.driver.lookahead,
             ram=None if self.ram is None else self.ram.stats(n_all=self._n_all),
-            choice=None if self._governor is None else self._governor.choice,
+            choice=None if self.governor is None else self.governor.choice,
         )
 
     def device_memory(self) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from moeedge.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
     from moeedge.policies.base import LookaheadStatus
+    from moeedge.scheduler.cache_governor import CacheChoice
     from moeedge.scheduler.governor import DraftChoice
     from moeedge.scheduler.stats import PlacementStats
 
@@ -204,6 +205,8 @@ def turn_parts(
     if cache is not None and cache.hit_rate_pairs is not None:
         shown = _disk_figures(cache) if is_ram(cache.device) else [Figure("hit rate", percent(cache.hit_rate_pairs))]
         parts += [f"{figure.label} {figure.value}" for figure in shown]
+    if cache is not None and cache.choice is not None and not cache.choice.pays:
+        parts.append(f"expert cache {cache_effect(cache.choice)}")
     if cache is not None and cache.lookahead is not None:
         parts.append(f"lookahead from the draft {lookahead(cache.lookahead)}")
     parts.append(device(info))
@@ -351,6 +354,12 @@ def _disk_figures(stats: PlacementStats) -> list[Figure]:
     ]
 
 
+def cache_effect(choice: CacheChoice) -> str:
+    """Whether steps are computed with the cache, and their speed with it over that without."""
+    state = "on" if choice.pays else "off"
+    return f"{state}, measuring" if choice.gain is None else f"{state}, {choice.gain:.2f}x by measurement"
+
+
 _RAM_LOST = Figure("", "RAM lost: mapped file")
 
 
@@ -362,6 +371,7 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
     from_disk = is_ram(stats.device)
     shown = [
+        *([] if stats.choice is None else [Figure("cache speed", cache_effect(stats.choice), rank=2)]),
         *(_disk_figures(stats) if from_disk else [Figure("hit rate", percent(stats.hit_rate_pairs))]),
         Figure("expert hits", percent(stats.hit_rate_unique), rank=4 if from_disk else 1),
         Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),

@@ -11,6 +11,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.llama import library
+from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
@@ -81,3 +82,30 @@ def test_the_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
             stats = session.placement_stats()
             assert stats is not None and stats.pairs_hit > 0
             assert stats.evictions > 0
+
+
+class _Alternating(CacheGovernor):
+    """Three steps with the cache, three without."""
+
+    @property
+    def choice(self) -> CacheChoice:
+        return CacheChoice(on=self._n_steps % 6 < 3, pays=self._n_steps % 12 < 6, gain=1.0)
+
+
+@each_case(MOE_CASES)
+def test_a_cache_that_goes_off_and_on(loaded: Loaded) -> None:
+    """Within an answer, while experts are on their way; prompts in between."""
+    config = hybrid_config(loaded.path, loaded.draft_path, 0.17)
+    with Session.open(config, model=loaded.model, draft_model=loaded.draft) as session:
+        assert session.placement is not None
+        reports: list[str] = []
+        session.notify = reports.append
+        session.placement.governor = _Alternating()
+        for turn in range(3):
+            tokens = greedy_answer(session, PROMPT, N_PREDICT)
+            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"turn {turn}")
+        stats = session.placement_stats()
+        assert stats is not None
+        assert stats.choice is not None
+        assert 0 < stats.pairs_hit
+        assert reports

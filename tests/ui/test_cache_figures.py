@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.policies.base import LookaheadStatus
+from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
 from moeedge.ui.chat.panel import render_panel
@@ -172,3 +173,12 @@ def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str)
     assert figures.Figure("lookahead from the draft", text) in figures.cache_rows(cache)
     assert f"lookahead from the draft {text}" in figures.turn_parts(PLACED, STATS, None, cache)
     assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
+
+
+def test_a_cache_that_does_not_pay() -> None:
+    off = replace(CACHE, choice=CacheChoice(on=False, pays=False, gain=0.8))
+    [shown] = [figure.value for figure in figures.live_cache_figures(off) if figure.label == "cache speed"]
+    assert shown == figures.cache_effect(CacheChoice(pays=False, gain=0.8))
+    assert "0.80x" in shown
+    assert off.to_dict()["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
+    assert "cache_choice" not in CACHE.to_dict()

@@ -1,0 +1,130 @@
+"""Whether the expert cache pays, on traces of costs where that is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from moeedge.scheduler.cache_governor import CacheGovernor
+
+STEP_S = 0.1  # one token without the cache
+
+
+@dataclass
+class Trace:
+    """Steps of a text. gain: the time without the cache over that with a full one, at the n-th step.
+
+    The cache begins empty, fills within some 10 steps and is forgotten within some 100 where it is off.
+    """
+
+    gain: Callable[[int], float]
+    noise: float = 0.1
+    filled: float = 0.0
+
+    def step(self, n: int, n_tokens: int, on: bool, rng: np.random.Generator) -> tuple[float, float, float]:
+        """Seconds as measured, and as expected with and without the cache."""
+        self.filled += (1 - self.filled) * 0.2 if on else -self.filled * 0.01
+        without_s = STEP_S * (1 + 0.3 * (n_tokens - 1))
+        with_s = without_s / (1 + (self.gain(n) - 1) * self.filled)
+        scatter = math.exp(rng.normal(0.0, self.noise) - self.noise**2 / 2)
+        return (with_s if on else without_s) * scatter, with_s, without_s
+
+
+def governed(trace: Trace, n_steps: int, seed: int = 0) -> tuple[float, float, list[bool], CacheGovernor]:
+    """Seconds over those of the better fixed way, the same of trials alone, which steps had the cache, the governor."""
+    rng = np.random.default_rng(seed)
+    governor = CacheGovernor()
+    always = Trace(trace.gain, trace.noise)
+    seconds = always_s = never_s = trial_s = 0.0
+    on: list[bool] = []
+    for n in range(n_steps):
+        n_tokens = 1 + n % 3
+        choice = governor.choice
+        measured_s, with_s, without_s = trace.step(n, n_tokens, choice.on, rng)
+        _, always_with_s, _ = always.step(n, n_tokens, True, rng)
+        governor.observe(n_tokens, measured_s)
+        spent_s = with_s if choice.on else without_s
+        seconds += spent_s
+        always_s += always_with_s
+        never_s += without_s
+        if choice.is_trial:
+            trial_s += spent_s - (without_s if choice.on else with_s)
+        on.append(choice.on)
+    best_s = min(always_s, never_s)
+    return seconds / best_s, trial_s / best_s, on, governor
+
+
+def mean_ratio(gain: Callable[[int], float], n_steps: int, noise: float = 0.1) -> float:
+    return float(np.mean([governed(Trace(gain, noise), n_steps, seed)[0] for seed in range(10)]))
+
+
+@pytest.mark.parametrize("gain", [2.0, 1.3, 1.1])
+def test_a_cache_that_pays_stays_on(gain: float) -> None:
+    ratio, trial_share, on, governor = governed(Trace(lambda n: gain), 1000)
+    assert governor.choice.pays
+    assert ratio < 1.03
+    assert trial_share < 0.025
+    assert np.mean(on[50:]) > 0.95
+    assert governor.choice.gain == pytest.approx(gain, rel=0.15)
+
+
+@pytest.mark.parametrize("gain", [0.5, 0.8, 0.9])
+def test_a_cache_that_does_not_pay_goes_off(gain: float) -> None:
+    ratio, _, on, governor = governed(Trace(lambda n: gain), 1000)
+    assert not governor.choice.pays
+    assert np.mean(on[200:]) < 0.1
+    assert ratio < 1 + 0.06 * (1 / gain - 1) + 0.03  # of which the steps until the first trial
+
+
+def test_regret_under_noise() -> None:
+    for gain in (0.7, 1.0, 1.4):
+        assert mean_ratio(lambda n, gain=gain: gain, 1000, 0.25) < 1.05  # type: ignore[misc]
+
+
+def test_on_again_where_the_text_changes() -> None:
+    """The first text does not repeat experts; the second one does."""
+    _, _, on, governor = governed(Trace(lambda n: 0.8 if n < 600 else 1.6), 3000)
+    assert governor.choice.pays
+    assert np.mean(on[200:600]) < 0.1
+    assert np.mean(on[-500:]) > 0.9
+
+
+def test_a_new_text_brings_the_next_trial_forward() -> None:
+    counts = []
+    for changes in (False, True):
+        trace, rng, governor = Trace(lambda n: 0.7), np.random.default_rng(1), CacheGovernor()
+        n_trials = 0
+        for n in range(900):
+            if changes and n % 150 == 149:
+                governor.begin_text()
+            choice = governor.choice
+            n_trials += choice.is_trial and choice.on
+            governor.observe(1, trace.step(n, 1, choice.on, rng)[0])
+        counts.append(n_trials)
+    assert counts[1] > counts[0]
+
+
+def test_a_trial_that_is_much_slower_ends_at_once() -> None:
+    trace, rng, governor = Trace(lambda n: 5.0, noise=0.02), np.random.default_rng(0), CacheGovernor()
+    n_off = 0
+    for n in range(100):
+        n_off += not governor.choice.on
+        governor.observe(1, trace.step(n, 1, governor.choice.on, rng)[0])
+    assert n_off == 3  # one that is not measured, and two
+
+
+def test_the_step_after_a_prompt_is_not_measured() -> None:
+    governor = CacheGovernor()
+    governor.observe(1, STEP_S)
+    for _ in range(31):
+        governor.begin_answer()
+        governor.observe(1, 100.0)
+    for _ in range(20):
+        governor.observe(1, STEP_S)
+    gain = governor.choice.gain
+    assert gain is not None
+    assert gain == pytest.approx(1.0, rel=0.1)
