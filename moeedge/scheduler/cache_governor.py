@@ -27,7 +27,7 @@ _GIVE_UP = 0.5  # logarithm of a time ratio at which a trial ends early
 _MARGIN = 0.02  # logarithm of a time ratio that matters
 _CONFIDENCE = 1.0  # standard deviations for a change
 _HOPE = 0.8  # standard deviations for a trial
-_DRIFT = 0.0004  # variance that the logarithm gains per step
+_DRIFT = 0.0002  # variance that the logarithm gains per step
 _DRIFT_OF_TEXT = 0.1  # the same where another text begins
 
 

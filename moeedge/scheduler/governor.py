@@ -189,7 +189,8 @@ class DraftGovernor:
     _HYSTERESIS = 0.02  # by which another length must be better, for a change
     _SHARING = 0.7  # neighbouring tokens share more experts than independent ones: an exponent of their number
     _DRAFT_SHARE = 0.1  # T_D over T_T(1), before any draft
-    _NGRAM_PRIOR = 0.3  # chance of a draft by n-grams
+    _NGRAM_PRIOR = 0.3  # chance of a draft by n-grams, before any was compared
+    _NGRAM_FORGET = 0.03  # of the counts of n-grams, with each step: they cost nothing to learn anew
     _BENEFIT = 0.5  # standard deviations by which drafts of little known confidences may be better than known
     _LOOKS_FORGET = 0.05  # of the counts of the first draft's confidence, with each step that has one
 
@@ -200,7 +201,7 @@ class DraftGovernor:
         self._target = VerificationTime(np.array(unique) ** self._SHARING)
         self._acceptance = AcceptanceByPosition(self.gamma_max)
         self._by_confidence = AcceptanceByConfidence()
-        self._by_ngram = AcceptanceByConfidence(np.full(N_BINS, self._NGRAM_PRIOR))
+        self._by_ngram = AcceptanceByConfidence(np.full(N_BINS, self._NGRAM_PRIOR), forget=self._NGRAM_FORGET)
         self._looks = np.zeros(N_BINS)  # first drafts by confidence
         self._draft_s = 0.0  # T_D
         self._n_draft_times = 0

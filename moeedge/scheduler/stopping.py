@@ -36,22 +36,22 @@ def confidence_bin(confidence: float) -> int:
 class AcceptanceByConfidence:
     """The chance of a draft, after all before it were accepted, by its confidence.
 
-    Counts lose `_FORGET` of their weight with each step. prior: the chance of each bin before any verdict, [N_BINS];
-    by default confidences are believed.
+    Counts lose the share `forget` of their weight with each step. prior: the chance of each bin before any verdict,
+    [N_BINS]; by default confidences are believed.
     """
 
-    _FORGET = 0.005
     _PRIOR_WEIGHT = 4.0  # verdicts
 
-    def __init__(self, prior: FloatArray | None = None) -> None:
+    def __init__(self, prior: FloatArray | None = None, *, forget: float = 0.005) -> None:
         self._prior = np.array(_BELIEVED) if prior is None else prior
+        self._forget = forget
         self._judged = np.zeros(N_BINS)
         self._accepted = np.zeros(N_BINS)
 
     def observe(self, confidences: list[float], n_accepted: int) -> None:
         """Of drafts with these confidences, in order, the first `n_accepted` were accepted, and the next was not."""
-        self._judged *= 1 - self._FORGET
-        self._accepted *= 1 - self._FORGET
+        self._judged *= 1 - self._forget
+        self._accepted *= 1 - self._forget
         for i, confidence in enumerate(confidences[: n_accepted + 1]):
             where = confidence_bin(confidence)
             self._judged[where] += 1

@@ -68,7 +68,7 @@ def test_a_cache_that_pays_stays_on(gain: float) -> None:
     assert governor.choice.pays
     assert ratio < 1.03
     assert trial_share < 0.025
-    assert np.mean(on[50:]) > 0.95
+    assert np.mean(on[50:]) > 0.9
     assert governor.choice.gain == pytest.approx(gain, rel=0.15)
 
 
