@@ -57,7 +57,7 @@ KeepCache = Annotated[
     option(
         options.PLACEMENT,
         "--keep-cache",
-        "Compute with the expert cache also while steps take longer with it; otherwise it is off then, and tried again.",
+        "Compute with the expert cache also while steps take longer with it, instead of trying it again later.",
     ),
 ]
 Stats = Annotated[

@@ -102,7 +102,9 @@ def confidence(logits: FloatRow) -> float:
     n_blocks = len(logits) // _BLOCK
     values = logits
     if n_blocks > _SMALL_VOCABULARY // _BLOCK:
-        values = np.append(logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0), logits[n_blocks * _BLOCK :])
+        values = np.append(
+            logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0), logits[n_blocks * _BLOCK :]
+        )
     return 1.0 / float(np.exp(values - values.max()).sum())
 
 

@@ -371,7 +371,9 @@ def _batch(text: TextState, proposal: Proposal) -> list[int]:
 
 def _n_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     """How many of the first tokens are the same."""
-    return next((i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(len(drafts), len(tokens)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(len(drafts), len(tokens))
+    )
 
 
 def _text_first(verified: Sequence[Verified]) -> NDArray[np.intp]:

@@ -21,7 +21,7 @@ from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy
-from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
+from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
@@ -265,7 +265,11 @@ class PlacementManager:
         self.governor.observe(n_tokens, seconds)
         choice = self.governor.choice
         if choice.pays != paid and choice.gain is not None:
-            times = f"{choice.gain:.2f} times as long without it" if choice.pays else f"{1 / choice.gain:.2f} times as long with it"
+            times = (
+                f"{choice.gain:.2f} times as long without it"
+                if choice.pays
+                else f"{1 / choice.gain:.2f} times as long with it"
+            )
             state = "on again" if choice.pays else "off, and is tried again from time to time"
             self.notify(Notification(f"A step takes {times}: the expert cache is {state}.", Level.NOTICE))
 
