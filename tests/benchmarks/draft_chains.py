@@ -4,8 +4,8 @@
     python -m tests.benchmarks.draft_chains
 
 Recorded are greedy answers of the bundled target and, after each of their tokens, what the draft model would draft
-next: the confidences of 16 tokens and how many are right, and the same of n-grams. This does not depend on the machine's
-load. Costs are those of a curve: measured ones (docs/benchmarks/speculation-fit-f16.json.gz), or formulas. Each step
+next: the confidences of 16 tokens and how many are right, and the same of n-grams, whatever the load of the machine.
+Costs are those of a curve: measured ones (docs/benchmarks/speculation-fit-f16.json.gz), or formulas. Each step
 of the replay takes the seconds of its curve, with noise for the governor's eyes alone.
 """
 

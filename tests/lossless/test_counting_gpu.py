@@ -15,10 +15,11 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.native.abi import DevicePath
+from moeedge.scheduler.cache_governor import CacheGovernor
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 from tests.support.counting import DEVICE, CountingDevice, count
-from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
+from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_greedy, greedy_answer, hybrid_config
 from tests.support.stock import StockContext, transcript
 
 ALL = 99
@@ -64,6 +65,7 @@ def check_session(
     gamma: int,
     late: bool,
     n_predict: int = N_PREDICT,
+    governor: CacheGovernor | None = None,
     **placement: object,
 ) -> None:
     """Two answers of a session: greedy decoding's, computed in part by the device, without hazards."""
@@ -75,6 +77,8 @@ def check_session(
         config = hybrid_config(path, draft, ratio, gamma=gamma, device=DEVICE, **placement)
         config = dataclasses.replace(config, n_gpu_layers=n_gpu_layers)
         session = stack.enter_context(Session.open(config))
+        assert session.placement is not None
+        session.placement.governor = governor
         device.reset()
         for turn in range(2):
             tokens = greedy_answer(session, PROMPT, n_predict)
@@ -92,6 +96,25 @@ def test_cached_experts_next_to_attention(
 ) -> None:
     model = tiny("qwen3moe", experts=MANY_EXPERTS)
     check_session(model, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, device_path=path)
+
+
+@LATE
+@pytest.mark.parametrize("path", [DevicePath.PAIRS, DevicePath.AHEAD])
+def test_a_cache_that_goes_off_and_on(
+    path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    model, governor = tiny("qwen3moe", experts=MANY_EXPERTS), AlternatingCache()
+    check_session(
+        model,
+        tiny_draft,
+        counting,
+        n_gpu_layers=ALL,
+        ratio=0.5,
+        gamma=4,
+        late=late,
+        governor=governor,
+        device_path=path,
+    )
 
 
 @pytest.mark.slow

@@ -11,11 +11,18 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.llama import library
-from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
-from tests.support.hybrid import GAMMAS, MANY_EXPERTS, RATIOS, assert_greedy, greedy_answer, hybrid_config
+from tests.support.hybrid import (
+    GAMMAS,
+    MANY_EXPERTS,
+    RATIOS,
+    AlternatingCache,
+    assert_greedy,
+    greedy_answer,
+    hybrid_config,
+)
 from tests.support.stock import StockContext
 
 N_PREDICT = 64  # more than gpt-oss's sliding window holds together with the prompt
@@ -84,14 +91,6 @@ def test_the_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
             assert stats.evictions > 0
 
 
-class _Alternating(CacheGovernor):
-    """Three steps with the cache, three without."""
-
-    @property
-    def choice(self) -> CacheChoice:
-        return CacheChoice(on=self._n_steps % 6 < 3, pays=self._n_steps % 12 < 6, gain=1.0)
-
-
 @each_case(MOE_CASES)
 def test_a_cache_that_goes_off_and_on(loaded: Loaded) -> None:
     """Within an answer, while experts are on their way; prompts in between."""
@@ -100,7 +99,7 @@ def test_a_cache_that_goes_off_and_on(loaded: Loaded) -> None:
         assert session.placement is not None
         reports: list[str] = []
         session.notify = reports.append
-        session.placement.governor = _Alternating()
+        session.placement.governor = AlternatingCache()
         for turn in range(3):
             tokens = greedy_answer(session, PROMPT, N_PREDICT)
             assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"turn {turn}")

@@ -23,6 +23,7 @@ from moeedge.llama import library
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import OffloadScope
 from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from moeedge.scheduler.config import PlacementConfig
 from tests.support.greedy import judge
 from tests.support.sensed import model_number, sensed_context
@@ -36,6 +37,14 @@ GPU_GAP = 0.5  # logits of spread 4
 GPU_DEPARTURES = 0.05  # of the tokens
 # the smallest ratio still gives every layer of the tiny models a slot
 MANY_EXPERTS = 32
+
+
+class AlternatingCache(CacheGovernor):
+    """Three steps with the cache, three without."""
+
+    @property
+    def choice(self) -> CacheChoice:
+        return CacheChoice(on=self._n_steps % 6 < 3, pays=self._n_steps % 12 < 6, gain=1.0)
 
 
 def device_under_test() -> str:
