@@ -20,6 +20,7 @@ from moeedge.llama.head_context import HeadContext
 from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
+from moeedge.scheduler.stopping import DraftStop
 
 _KEPT_BYTES = 16 << 20  # of a text's states
 _KEPT_TOKENS = (64, 1024)  # at least and at most
@@ -162,6 +163,7 @@ class HeadDraft(DraftSource):
         *,
         on_token: OnToken | None = None,
         keep_hidden_states: bool = False,
+        stop: DraftStop | None = None,
     ) -> Proposal:
         if gamma == 0:
             return Proposal()
@@ -171,7 +173,7 @@ class HeadDraft(DraftSource):
             head.extend(self._index, pending[:-1])
             pending = pending[-1:]
         states = head.states(self._index, sequence.n_past, len(pending))
-        chain = Chain(self, history, gamma, sampler)
+        chain = Chain(self, history, gamma, sampler, stop)
         chain.pending = pending
         tokens = chain.proposal.tokens
         kept: list[StateRows] = []
@@ -184,7 +186,9 @@ class HeadDraft(DraftSource):
                 break
             if on_token is not None:
                 on_token([history[-1], *tokens])
-        return replace(chain.proposal, hidden_states=np.concatenate(kept)) if keep_hidden_states else chain.proposal
+        if not keep_hidden_states or not tokens:
+            return chain.proposal
+        return replace(chain.proposal, hidden_states=np.concatenate(kept[: len(tokens)]))
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         log, n_skipped = self.head.logs[self._index], self.head.context.kind.n_skipped

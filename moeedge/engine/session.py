@@ -313,7 +313,7 @@ class Session:
                 f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
             )
         sampler = Sampler(sampling, self.model.info.n_vocab)
-        has_model = self.governor is not None and self.gamma > 0 and isinstance(self.draft, ModelDraft)
+        has_model = self.governor is not None and self.gamma > 0 and not isinstance(self.draft, NgramDraft)
         ngrams = NgramDraft() if has_model else None
         return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams)
 
