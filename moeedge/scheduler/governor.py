@@ -189,7 +189,6 @@ class DraftGovernor:
     _HYSTERESIS = 0.02  # by which another length must be better, for a change
     _SHARING = 0.7  # neighbouring tokens share more experts than independent ones: an exponent of their number
     _DRAFT_SHARE = 0.1  # T_D over T_T(1), before any draft
-    _MARGIN = 0.02  # tokens by which drafts that end early must be better
     _NGRAM_PRIOR = 0.3  # chance of a draft by n-grams, before any was compared
     _NGRAM_FORGET = 0.03  # of the counts of n-grams, with each step: they cost nothing to learn anew
     _BENEFIT = 0.5  # standard deviations by which drafts of little known confidences may be better than known
@@ -254,9 +253,10 @@ class DraftGovernor:
         n = limit + 1
         gain = ExpectedGain(best_rate * step_s[:n], best_rate * self._pass_s(step_s), tokens[:n])
         own = float(tokens[self._best] - 1 - best_rate * (step_s[self._best] - step_s[0]))  # of the fixed length
-        if self._looks.any():
+        # without a fixed length that pays, plain steps must go on: they tell what a draft has to beat
+        if self._best and self._looks.any():
             looking = gain.of_looking(self._by_confidence.chances(), self._looks / self._looks.sum())
-            if looking > own + self._MARGIN:
+            if looking > own:
                 more = (looking - own) / float(best_rate * step_s[max(self._best, 1)])
                 found = replace(
                     found,

@@ -149,3 +149,10 @@ def test_ngrams_that_are_wrong_cost_nothing() -> None:
     alone, beside = Text(sure=0.0, otherwise=0.8), Text(sure=0.0, otherwise=0.8, ngram=lambda n: 0.2)
     assert mean_s(costs, beside) < 1.02 * mean_s(costs, alone)
     assert governed(costs, beside, 2)[2] < 0.05
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.5])
+def test_drafts_that_cost_more_than_they_bring_are_off(chance: float) -> None:
+    """However sure they are: each token of a verification reads its own experts."""
+    costs = TRACES["best 0"]
+    assert mean_s(costs, Text(sure=0.0, otherwise=chance), 4) < 1.07 * costs.target_s(1)
