@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
 
-_BLOCK = 256  # vocabulary entries per block of the top-k search
+_BLOCK = 256  # vocabulary entries per block: the search looks into those with a large maximum
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
+_NOT_FINITE = ("The model computed logits that are not finite.", "Its file may be damaged.")
 
 FloatRow = NDArray[np.float32]  # [n_vocab]
 
@@ -75,12 +77,8 @@ class Sampler:
         if self.greedy:
             return Candidates.certain(self.argmax(logits, history))
         config = self.config
-        values = self._penalized(logits, history)
-        best = float(values.max())
-        if not math.isfinite(best):
-            raise EngineError("The model computed logits that are not finite.", "Its file may be damaged.")
-        ids, total = self._head(values, best)
-        kept = values[ids].astype(np.float64) - best
+        with self._penalized(logits, history) as values:
+            ids, kept, total = self._head(values)
         if config.top_p < 1:
             n = int(np.searchsorted(np.cumsum(np.exp(kept)), config.top_p * total)) + 1
             ids, kept = ids[:n], kept[:n]
@@ -90,32 +88,40 @@ class Sampler:
         weights = np.exp(kept / config.temperature)
         return Candidates(ids, weights / weights.sum())
 
-    def _head(self, values: FloatRow, best: float) -> tuple[NDArray[np.intp], float]:
-        """The ids that pass top-k, by descending value, and the sum of their exp(value - best).
+    def _head(self, values: FloatRow) -> tuple[NDArray[np.intp], NDArray[np.float64], float]:
+        """The ids that pass top-k by descending value, their values less the largest one, and the sum for top-p.
 
-        Without top-k, ids that top-p or min-p drop later may be missing already (the sum includes them); without any
-        filter the ids are in the order of the vocabulary.
+        The sum is of exp(value - largest) over all that pass top-k; 0 where top-p is off. Without top-k, ids that
+        top-p or min-p drop later may be missing already (the sum includes them); without any filter the ids are in the
+        order of the vocabulary.
         """
         config = self.config
+        maxima = _block_maxima(values)
+        best = float(maxima.max())
+        if not math.isfinite(best):
+            raise EngineError(*_NOT_FINITE)
         if 0 < config.top_k < len(values):
-            ids = _largest(values, config.top_k)
-            return ids, float(np.exp(values[ids].astype(np.float64) - best).sum())
-        total = float(np.exp(values.astype(np.float64) - best).sum())
+            ids = _largest(values, maxima, config.top_k)
+            kept = _below(values[ids], best)
+            return ids, kept, float(np.exp(kept).sum())
+        total = _sum_of_exp(values, best) if config.top_p < 1 else 0.0
         if config.min_p > 0:
-            return _descending(values, np.flatnonzero(values >= best + math.log(config.min_p))), total
-        if config.top_p == 1:
-            return np.arange(len(values)), total
-        ids = _largest(values, _TOP_P_HEAD)
-        if np.exp(values[ids].astype(np.float64) - best).sum() < config.top_p * total:
-            ids = _largest(values, 0)
-        return ids, total
+            ids = _descending(values, _at_least(values, maxima, best + math.log(config.min_p)))
+        elif config.top_p == 1:
+            ids = np.arange(len(values))
+        else:
+            ids = _largest(values, maxima, _TOP_P_HEAD)
+            if np.exp(_below(values[ids], best)).sum() < config.top_p * total:
+                ids = _descending(values, np.arange(len(values)))
+        return ids, _below(values[ids], best), total
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
-        values = self._penalized(logits, history)
-        token = int(values.argmax())
-        if not np.isfinite(values[token]):
-            raise EngineError("The model computed logits that are not finite.", "Its file may be damaged.")
+        with self._penalized(logits, history) as values:
+            token = int(values.argmax())
+            is_finite = math.isfinite(values[token])
+        if not is_finite:
+            raise EngineError(*_NOT_FINITE)
         return token
 
     def pick(self, candidates: Candidates) -> int:
@@ -184,30 +190,61 @@ class Sampler:
         last_n = self.config.repeat_last_n
         return len(history) if last_n < 0 else last_n
 
-    def _penalized(self, logits: FloatRow, history: Sequence[int]) -> FloatRow:
+    @contextmanager
+    def _penalized(self, logits: FloatRow, history: Sequence[int]) -> Iterator[FloatRow]:
+        """`logits` under the repeat penalty, in place, and as before at the end: a copy takes as long as a search."""
         if not self._penalizes or not history:
-            return logits
-        seen = np.unique(np.asarray(history[-self._window(history) :], dtype=np.int64))
-        values: FloatRow = logits.copy()
+            yield logits
+            return
+        seen = np.unique(np.asarray(history[-self._window(history) :], dtype=np.intp))
+        seen = seen[: np.searchsorted(seen, len(logits))]  # a draft's vocabulary may lack the target's last tokens
+        before = logits[seen]
         # a division would make the token of a negative logit more likely
-        values[seen] = np.where(
-            values[seen] <= 0, values[seen] * self.config.repeat_penalty, values[seen] / self.config.repeat_penalty
-        )
-        return values
+        penalty = self.config.repeat_penalty
+        try:
+            logits[seen] = np.where(before <= 0, before * penalty, before / penalty)
+            yield logits
+        finally:
+            logits[seen] = before
 
 
-def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
-    """Indices of the `k` largest values (0: all), descending, the lower index first among equals."""
-    if not 0 < k < len(values):
+def _below(values: FloatRow, best: float) -> NDArray[np.float64]:
+    """How far each value is below the largest one, float64 and at most 0."""
+    return values.astype(np.float64) - best
+
+
+def _sum_of_exp(values: FloatRow, best: float) -> float:
+    """The sum of exp(value - best), its terms in float32 as llama.cpp has them: float64 takes several times as long."""
+    terms = values - best
+    return float(np.exp(terms, out=terms).sum(dtype=np.float64))
+
+
+def _block_maxima(values: FloatRow) -> FloatRow:
+    """The largest value of each `_BLOCK` entries; the last block may be shorter. NaN where a block has one."""
+    n_full = len(values) // _BLOCK
+    maxima: FloatRow = np.empty(-(-len(values) // _BLOCK), dtype=values.dtype)
+    values[: n_full * _BLOCK].reshape(n_full, _BLOCK).max(axis=1, out=maxima[:n_full])
+    maxima[n_full:] = values[n_full * _BLOCK :].max(initial=-np.inf)
+    return maxima
+
+
+def _at_least(values: FloatRow, maxima: FloatRow, least: float) -> NDArray[np.intp]:
+    """Ascending indices of the values >= `least`, which only the blocks hold whose maximum reaches it."""
+    blocks = np.flatnonzero(maxima >= least)
+    if len(blocks) > len(maxima) // 4:
+        return np.flatnonzero(values >= least)
+    ids = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+    ids = ids[: np.searchsorted(ids, len(values))]
+    return np.asarray(ids[values[ids] >= least])
+
+
+def _largest(values: FloatRow, maxima: FloatRow, k: int) -> NDArray[np.intp]:
+    """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
+    # the block maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
+    known = maxima if len(maxima) > k else values
+    if len(known) <= k:
         return _descending(values, np.arange(len(values)))
-    blocks = len(values) // _BLOCK
-    if blocks > k:
-        # the block maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
-        maxima = values[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
-        ids = np.flatnonzero(values >= np.partition(maxima, -k)[-k])
-    else:
-        ids = np.flatnonzero(values >= np.partition(values, -k)[-k])
-    return _descending(values, ids)[:k]
+    return _descending(values, _at_least(values, maxima, np.partition(known, -k)[-k]))[:k]
 
 
 def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -90,13 +90,46 @@ def test_filters_agree_with_llama_cpp(seed: int, n_vocab: int, config: SamplingC
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 40, 300]), st.sampled_from([500, 5000, 20000]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 40, 300]), st.sampled_from([257, 500, 5000, 20000]))
 def test_top_k_finds_the_largest(seed: int, k: int, n_vocab: int) -> None:
     # few distinct values: ties at the edge go to the lower id
     logits = np.random.default_rng(seed).integers(0, 500, n_vocab).astype(np.float32)
     config = SamplingConfig(temperature=1.0, top_k=k, top_p=1.0, min_p=0.0)
     expected = sorted(range(n_vocab), key=lambda token: (-logits[token], token))[:k]
     assert Sampler(config, n_vocab).candidates(logits, []).ids.tolist() == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 0.95, 0.3]), st.sampled_from([0.0, 0.001, 0.05]))
+def test_without_top_k_the_candidates_are_those_of_a_sorted_vocabulary(seed: int, top_p: float, min_p: float) -> None:
+    n_vocab = 5000
+    logits = np.random.default_rng(seed).normal(0, 3, n_vocab).astype(np.float32)
+    config = SamplingConfig(temperature=1.0, top_k=0, top_p=top_p, min_p=min_p)
+    found = Sampler(config, n_vocab).candidates(logits, [])
+    order = np.argsort(-logits, kind="stable")
+    p = np.exp(logits[order].astype(np.float64) - logits.max())
+    n_kept = n_vocab if top_p == 1 else int(np.searchsorted(np.cumsum(p), top_p * p.sum())) + 1
+    kept = order[: min(n_kept, int(np.count_nonzero(p >= min_p)))]
+    assert len(found.ids) == pytest.approx(len(kept), abs=1)  # the sum for top-p has float32 terms
+    n_same = min(len(found.ids), len(kept))
+    if top_p < 1 or min_p > 0:
+        assert found.ids[:n_same].tolist() == kept[:n_same].tolist()
+    expected = p[:n_same] / p[: len(found.ids)].sum()
+    np.testing.assert_allclose(np.sort(found.probabilities)[::-1][:n_same], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_penalty_leaves_the_logits_as_they_were(temperature: float) -> None:
+    """llama.cpp's own buffer: it is read again where a step is repeated. The draft's may lack the target's last ids."""
+    logits = np.random.default_rng(1).normal(0, 2, 1000).astype(np.float32)
+    before = logits.copy()
+    config = SamplingConfig(temperature=temperature, repeat_penalty=1.5, seed=0)
+    history = [int(logits.argmax()), 3, 1000, 1063]
+    found = Sampler(config, 1064).candidates(logits, history)
+    np.testing.assert_array_equal(logits, before)
+    in_range = Sampler(config, 1000).candidates(logits, history[:2])
+    assert found.ids.tolist() == in_range.ids.tolist()
+    np.testing.assert_array_equal(found.probabilities, in_range.probabilities)
 
 
 def test_greedy_takes_the_first_of_equals_and_the_penalty_moves_it() -> None:

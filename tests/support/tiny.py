@@ -74,7 +74,7 @@ def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
     writer.add_name(f"tiny {arch}, random weights, seed {seed}")
     for key, value in metadata(arch, dims).items():
         _add_value(writer, f"{arch}.{key}", value)
-    add_vocabulary(writer)
+    add_vocabulary(writer, dims.vocab)
     specs = list(tensors(arch, dims))
     for spec in specs:
         type_ = gguf.GGMLQuantizationType[spec.type]
@@ -101,8 +101,8 @@ def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
     values = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std) + np.float32(spec.mean)
     if spec.identity:
         np.fill_diagonal(values, np.diagonal(values) + np.float32(spec.identity))
-    if spec.name == "output.weight" and len(values) == N_VOCAB:
-        values[N_VOCAB - len(SPECIALS) :] = 0  # logit 0: an answer hardly ever ends by itself
+    if spec.name == "output.weight" and len(values) >= N_VOCAB:
+        values[N_VOCAB - len(SPECIALS) : N_VOCAB] = 0  # logit 0: an answer hardly ever ends by itself
     return values.astype(np.float16) if spec.type == "F16" else values
 
 

@@ -27,6 +27,7 @@ class TinyDims:
     expert_ff: int = 32
     shared_ff: int = 64  # of the shared experts, where the architecture has them
     ctx: int = 4096  # tokens "trained with"
+    vocab: int = N_VOCAB  # tokens; those above N_VOCAB are fillers
     expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0, MXFP4 or IQ1_M
     odd_down_type: str = ""  # of the down experts of odd layers where it differs, as mixed quantisations do
     dense_type: str = "F32"  # ggml type of the other matrices, embeddings included
@@ -83,7 +84,7 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
     if arch == "gpt-oss":
         keys["attention.sliding_window"] = 32
     if arch == "llama4":
-        keys |= {"interleave_moe_layer_step": 2, "vocab_size": N_VOCAB}
+        keys |= {"interleave_moe_layer_step": 2, "vocab_size": d.vocab}
     if arch == "deepseek2":
         keys |= _mla_metadata(d)
     if arch == "qwen35moe":
@@ -134,7 +135,7 @@ def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     if arch == "eagle3":
         yield from _eagle(d)
         return
-    yield TensorSpec("token_embd.weight", (N_VOCAB, d.embd), 1.0, d.dense_type)
+    yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0, d.dense_type)
     for layer in range(d.layers + d.mtp):
         attention = _delta_net(d) if is_recurrent(arch, d, layer) else _attention(arch, d)
         for spec in [*attention, *_feed_forward(arch, d, layer)]:
@@ -145,7 +146,7 @@ def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
         yield _norm(f"blk.{layer}.nextn.enorm.weight", d.embd)
         yield _norm(f"blk.{layer}.nextn.hnorm.weight", d.embd)
     yield _norm("output_norm.weight", d.embd)
-    yield TensorSpec("output.weight", (N_VOCAB, d.embd), d.logit_std / d.embd**0.5, d.dense_type)
+    yield TensorSpec("output.weight", (d.vocab, d.embd), d.logit_std / d.embd**0.5, d.dense_type)
 
 
 def _norm(name: str, width: int) -> TensorSpec:
@@ -260,7 +261,7 @@ def _eagle(d: TinyDims) -> Iterator[TensorSpec]:
     yield TensorSpec("fc.weight", (d.embd, 3 * d.target_embd), 0.05)
     yield _norm("output_norm.weight", d.embd)
     if d.draft_vocab:
-        yield TensorSpec("token_embd.weight", (N_VOCAB, d.embd), 1.0)
+        yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0)
         yield TensorSpec("output.weight", (d.draft_vocab, d.embd), d.logit_std / d.embd**0.5)
         yield TensorSpec("d2t", (d.draft_vocab,), 0.0, "I64")
     yield _norm("blk.0.attn_norm.weight", d.embd)

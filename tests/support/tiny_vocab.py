@@ -1,7 +1,8 @@
-"""The vocabulary of the tiny test models: byte-level BPE, 304 tokens, ChatML specials.
+"""The vocabulary of the tiny test models: byte-level BPE, 304 tokens, ChatML specials, and fillers where it is larger.
 
 Ids 0..255 are the bytes, then 45 two-letter merges, then the three specials; every text can be tokenized and every
-token has bytes, many of which are no complete UTF-8, as in real byte-level vocabularies.
+token has bytes, many of which are no complete UTF-8, as in real byte-level vocabularies. Fillers ("w304", ...) are
+words that no text is tokenized to.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def byte_symbols() -> list[str]:
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
-def add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """Writes the `tokenizer.*` keys."""
+def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int = N_VOCAB) -> None:
+    """Writes the `tokenizer.*` keys; fillers follow the first N_VOCAB tokens."""
+    fillers = [f"w{token}" for token in range(N_VOCAB, n_vocab)]
     normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*byte_symbols(), *MERGES, *SPECIALS])
-    writer.add_token_types([normal] * (N_VOCAB - len(SPECIALS)) + [control] * len(SPECIALS))
+    writer.add_token_list([*byte_symbols(), *MERGES, *SPECIALS, *fillers])
+    kinds = [normal] * (N_VOCAB - len(SPECIALS)) + [control] * len(SPECIALS) + [normal] * len(fillers)
+    writer.add_token_types(kinds)
     writer.add_token_merges([f"{merge[0]} {merge[1]}" for merge in MERGES])
     writer.add_bos_token_id(ENDOFTEXT)
     writer.add_eos_token_id(IM_END)
