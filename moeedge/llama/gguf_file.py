@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,18 @@ def read_experts_used(path: Path) -> tuple[str, int]:
 
 
 def read_tensors(path: Path) -> list[GgufTensor]:
-    """Returns all tensors of one file in its order. Raises ModelFileError for an unreadable header."""
+    """Returns all tensors of one file in its order. Raises ModelFileError for an unreadable header.
+
+    A start asks several times, and a large vocabulary takes long: the header is parsed again when the file has changed.
+    """
+    _check_readable(path)
+    status = path.stat()
+    return list(_parse_tensors(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
+
+
+@lru_cache(maxsize=64)
+def _parse_tensors(path: Path, _identity: tuple[int, int, int]) -> tuple[GgufTensor, ...]:
+    """All tensors; _identity: changes with the file."""
     c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
     n_tensors = library.ggml_function("gguf_get_n_tensors", ctypes.c_int64, c_gguf)
     data_offset = library.ggml_function("gguf_get_data_offset", ctypes.c_size_t, c_gguf)
@@ -152,7 +164,7 @@ def read_tensors(path: Path) -> list[GgufTensor]:
 
     with _open_header(path) as header:
         start = data_offset(header)
-        return [
+        return tuple(
             GgufTensor(
                 name=name(header, i).decode("utf-8", "replace"),
                 type=kind(header, i),
@@ -161,7 +173,7 @@ def read_tensors(path: Path) -> list[GgufTensor]:
                 size_bytes=size(header, i),
             )
             for i in range(n_tensors(header))
-        ]
+        )
 
 
 def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[ExpertTensor], list[Path]]:

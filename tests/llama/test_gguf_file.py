@@ -69,3 +69,14 @@ def test_layers_with_experts_come_from_the_tensors(tiny: TinyFactory) -> None:
     assert gguf_file.read_summary(tiny("qwen3moe")).expert_layers == (0, 1, 2)
     assert gguf_file.read_summary(tiny("deepseek2")).expert_layers == (1, 2)  # the first layer is dense
     assert gguf_file.read_summary(tiny("qwen3")).expert_layers == ()
+
+
+def test_a_changed_file_is_read_again(tiny: TinyFactory, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for arch in ("qwen3moe", "olmoe"):
+        source = tiny(arch)
+        path.write_bytes(source.read_bytes())
+        assert gguf_file.read_tensors(path) == gguf_file.read_tensors(source)
+        found = gguf_file.read_tensors(path)
+        found.clear()
+        assert gguf_file.read_tensors(path), "a caller's list is its own"
