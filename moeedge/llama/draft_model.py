@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,9 @@ def check_compatible(target: Model, draft: Model) -> int:
     differences: list[str] = []
     if abs(sizes[0] - sizes[1]) > _MAX_SIZE_DIFFERENCE:
         differences.append(f"it has {sizes[1]:,} tokens instead of {sizes[0]:,}")
-    differing = (
-        token
-        for token in range(_FIRST_COMPARED_TOKEN, n_common)
-        if lib.llama_vocab_get_text(draft.vocab, token) != lib.llama_vocab_get_text(target.vocab, token)
-    )
+    tokens = range(_FIRST_COMPARED_TOKEN, n_common)
+    of_target, of_draft = (map(lib.llama_vocab_get_text, repeat(model.vocab), tokens) for model in (target, draft))
+    differing = (token for token, one, other in zip(tokens, of_target, of_draft, strict=True) if one != other)
     for token, _ in zip(differing, range(_SHOWN_DIFFERENCES), strict=False):
         differences.append(f"token {token} is {draft.token_text(token)!r} there and {target.token_text(token)!r} here")
     if differences:
