@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
 
-_BLOCK = 256  # vocabulary entries per block: the search looks into those with a large maximum
+_ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
 _NOT_FINITE = ("The model computed logits that are not finite.", "Its file may be damaged.")
 
@@ -96,7 +96,7 @@ class Sampler:
         order of the vocabulary.
         """
         config = self.config
-        maxima = _block_maxima(values)
+        maxima = _column_maxima(values)
         best = float(maxima.max())
         if not math.isfinite(best):
             raise EngineError(*_NOT_FINITE)
@@ -219,28 +219,33 @@ def _sum_of_exp(values: FloatRow, best: float) -> float:
     return float(np.exp(terms, out=terms).sum(dtype=np.float64))
 
 
-def _block_maxima(values: FloatRow) -> FloatRow:
-    """The largest value of each `_BLOCK` entries; the last block may be shorter. NaN where a block has one."""
-    n_full = len(values) // _BLOCK
-    maxima: FloatRow = np.empty(-(-len(values) // _BLOCK), dtype=values.dtype)
-    values[: n_full * _BLOCK].reshape(n_full, _BLOCK).max(axis=1, out=maxima[:n_full])
-    maxima[n_full:] = values[n_full * _BLOCK :].max(initial=-np.inf)
-    return maxima
+def _column_maxima(values: FloatRow) -> FloatRow:
+    """The largest value of each column of the vocabulary in `_ROWS` rows; what fills no row follows. NaN where one is.
+
+    Neighbours are in neighbouring columns, so that vector instructions compare them.
+    """
+    n = len(values) // _ROWS
+    maxima: FloatRow = values[: n * _ROWS].reshape(_ROWS, n).max(axis=0)
+    return maxima if len(values) == n * _ROWS else np.concatenate((maxima, values[n * _ROWS :]))
 
 
 def _at_least(values: FloatRow, maxima: FloatRow, least: float) -> NDArray[np.intp]:
-    """Ascending indices of the values >= `least`, which only the blocks hold whose maximum reaches it."""
-    blocks = np.flatnonzero(maxima >= least)
-    if len(blocks) > len(maxima) // 4:
+    """Ascending indices of the values >= `least`, which only the columns hold whose maximum reaches it."""
+    places = np.flatnonzero(maxima >= least)
+    if len(places) > len(maxima) // 4:
         return np.flatnonzero(values >= least)
-    ids = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-    ids = ids[: np.searchsorted(ids, len(values))]
-    return np.asarray(ids[values[ids] >= least])
+    n = len(values) // _ROWS
+    columns = places[: np.searchsorted(places, n)]
+    ids = (np.arange(_ROWS)[:, None] * n + columns).ravel()
+    found: NDArray[np.intp] = ids[values[ids] >= least]
+    if len(columns) == len(places):
+        return found
+    return np.concatenate((found, places[len(columns) :] + n * (_ROWS - 1)))
 
 
 def _largest(values: FloatRow, maxima: FloatRow, k: int) -> NDArray[np.intp]:
     """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
-    # the block maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
+    # the maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
     known = maxima if len(maxima) > k else values
     if len(known) <= k:
         return _descending(values, np.arange(len(values)))
