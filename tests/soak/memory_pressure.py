@@ -5,9 +5,9 @@
 
 First stock llama.cpp answers the prompts of the data set `toy` on the mapped file. Then a ballast of locked memory
 leaves `--free` bytes, a session with `--ram auto` fills them with slots and answers the same prompts in random order,
-while the ballast grows and shrinks: it takes up to `--share` of the slots' memory and gives it back. No answer may
-differ, and the process must live. The record (schema moeedge-memory-pressure-1) has every answer's slots and free
-memory, and all warnings.
+with pauses, while the ballast grows and shrinks: it takes up to `--share` of the slots' memory and gives it back. No
+answer may differ, and the process must live. The record (schema moeedge-memory-pressure-1) has every answer's slots and
+free memory, and all warnings.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ GREEDY = SamplingConfig(temperature=0.0, seed=0)
 PERIOD_S = (5.0, 30.0)  # between two sizes of the ballast
 STEP_BYTES = 64 << 20
 PAUSE_S = 0.1  # after each: a program that takes 0.6 GB/s
+IDLE_CHANCE, IDLE_S = 0.25, 10.0  # of a pause after an answer, and its longest time
 
 
 def prompts() -> list[str]:
@@ -126,6 +127,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     }
                 )
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                if rng.random() < IDLE_CHANCE:
+                    time.sleep(rng.uniform(0.0, IDLE_S))
         finally:
             stop.set()
             pressing.join(60.0)
