@@ -157,8 +157,8 @@ CtxSize = Annotated[
     option(
         HARDWARE,
         "-c, --ctx-size N",
-        "Context in tokens; 0: the model's training context (bench: as much of it as the prompts need; prompts "
-        "that do not fit are left out).",
+        "Context in tokens; 0: the model's training context, less where the memory is short: 8,192 where experts are "
+        "loaded from the file (bench: as much as the prompts need; prompts that do not fit are left out).",
     ),
 ]
 Threads = Annotated[int, option(HARDWARE, "-t, --threads N", "CPU threads; 0: one per physical core.")]

@@ -47,12 +47,16 @@ def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
     """Whether experts are loaded from the file into slots in RAM: all, or those that are not on the device."""
     if config.ram == "off" or config.mode == "stock":
         return False
-    summary = gguf_file.read_summary(config.model)
-    if not summary.expert_layers:
+    if not gguf_file.read_summary(config.model).expert_layers:
         return False
-    if config.ram == "auto" and _host_bytes(config, device) < psutil.virtual_memory().available:
+    if config.ram == "auto" and not exceeds_memory(config, device, psutil.virtual_memory().available):
         return False
     return device.kind != "gpu" or not whole_model_fits(config, device)
+
+
+def exceeds_memory(config: EngineConfig, device: ResolvedDevice, free_bytes: int) -> bool:
+    """Whether the part of the file that stays in host memory does not fit what is free there."""
+    return _host_bytes(config, device) >= free_bytes
 
 
 def _host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:

@@ -31,7 +31,7 @@ from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptE
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.llama.context_size import N_CTX_STEP, RAM_TIER_N_CTX, choose_n_ctx
+from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.model import Mode, Model
 from moeedge.native.devices import MemoryUse
@@ -171,7 +171,7 @@ class Session:
                     device,
                     target,
                     draft_context,
-                    in_ram=_in_ram(config, []) if device.loads_misses else None,
+                    in_ram=_next_to_device(config) if device.loads_misses else None,
                     has_draft_states=chosen.head is not None,
                     gamma=usual_gamma,
                     keep=config.placement.has_size or config.layers_measured,
@@ -445,13 +445,16 @@ def _at_most(n: int, limit: int | None) -> int:
 
 
 def _in_ram(config: EngineConfig, notes: list[str]) -> PlacementConfig:
-    """The placement of experts in RAM, where --vram has no meaning."""
+    """The placement of experts in RAM alone, where --vram has no meaning."""
     if config.placement.vram_bytes is not None:
         notes.append("There is no GPU for experts: --vram has no effect. --ram SIZE sets the memory for them.")
-    size = config.ram if isinstance(config.ram, int) else None
-    return replace(
-        config.placement, vram_bytes=size, cache_ratio=config.placement.cache_ratio if size is None else None
-    )
+    placement = _next_to_device(config)
+    return placement if placement.has_size else replace(placement, cache_ratio=config.placement.cache_ratio)
+
+
+def _next_to_device(config: EngineConfig) -> PlacementConfig:
+    """The placement in RAM of experts that are not on a device, whose size --vram and --cache-ratio give."""
+    return replace(config.placement, vram_bytes=config.ram if isinstance(config.ram, int) else None, cache_ratio=None)
 
 
 def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
@@ -459,9 +462,8 @@ def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence
     free_bytes = None  # of this machine
     in_memory = device.kind == "ram" or (device.loads_misses and not kv_on_gpu(config, device, models[0]))
     if in_memory and not config.n_ctx:
-        n_ctx = min(models[0].info.n_ctx_train, max(N_CTX_STEP, RAM_TIER_N_CTX // config.n_parallel))
-        if n_ctx < models[0].info.n_ctx_train:
-            notes.append(f"The context is {n_ctx:,} tokens, so that memory is left for experts. Set it with -c N.")
+        n_ctx, note = choose_ram_tier_n_ctx(models[0], n_parallel=config.n_parallel)
+        notes.extend([note] if note else [])
         return n_ctx
     if kv_on_gpu(config, device, models[0]):
         reading = devices.read_memory(device)

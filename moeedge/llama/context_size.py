@@ -10,8 +10,7 @@ from moeedge.errors import InputError
 from moeedge.llama.model import Model
 from moeedge.units import format_bytes
 
-# tokens of all texts unless the user names a size, where experts are loaded into what memory is left
-RAM_TIER_N_CTX = 8192
+RAM_TIER_N_CTX = 8192  # of `choose_ram_tier_n_ctx`, for all texts together
 N_CTX_STEP = 256  # tokens; llama.cpp rounds contexts to this
 _BYTES_PER_VALUE = 2  # the KV cache is float16 by default
 _KV_SHARE = 0.5  # of the free memory, for all KV caches together
@@ -57,6 +56,15 @@ def choose_n_ctx(
         f"The context{_for_each(n_parallel)} is {n_fitting:,} tokens instead of the {n_trained:,} that the model was "
         f"trained with, because the full KV cache would take {format_bytes(n_trained * per_token)}. Set it with -c N."
     )
+
+
+def choose_ram_tier_n_ctx(model: Model, *, n_parallel: int = 1) -> tuple[int, str | None]:
+    """The same where experts are loaded into the memory that the KV cache leaves, and the user names no size."""
+    n_trained = model.info.n_ctx_train
+    n_ctx = min(n_trained, max(N_CTX_STEP, RAM_TIER_N_CTX // n_parallel))
+    if n_ctx == n_trained:
+        return n_ctx, None
+    return n_ctx, f"The context is {n_ctx:,} tokens, so that memory is left for experts. Set it with -c N."
 
 
 def _for_each(n_parallel: int) -> str:

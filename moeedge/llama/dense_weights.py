@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ class DenseWeights:
     host_bytes: int  # of those in host memory, in pages
     own_bytes: int  # of these, in memory of their own; the rest is in the page cache
     locked_bytes: int  # of host_bytes; less than all: the limit of locked memory allows no more
-    read_s: float
     files: Mapping[Path, FileVersion]  # when the headers were read
 
     def check_files(self) -> None:
@@ -97,28 +95,31 @@ class SplitWeights:
             files=versions,
         )
 
-    def read_ahead(self, n_host_experts: int | None = None) -> float:
-        """Reads the dense tensors into the page cache in large requests; returns seconds. Raises ModelFileError.
+    @property
+    def n_layers(self) -> int:
+        """Layers of the files, those included that predict further tokens."""
+        layers = (_LAYER.match(tensor.name) for tensor in (*self.dense, *self.experts))
+        return max((1 + int(layer[1]) for layer in layers if layer), default=0)
+
+    def read_ahead(self, n_host_experts: int | None = None) -> None:
+        """Reads the dense tensors into the page cache in large requests. Raises ModelFileError.
 
         n_host_experts: the first layers, whose experts are in host memory; None: all. Experts of others are read, too.
         """
-        start_s = time.perf_counter()
         on_gpu = [] if n_host_experts is None else [t for t in self.experts if not t.is_on_host(n_host_experts)]
         for path, ranges in ranges_by_file([*self.dense, *on_gpu]).items():
             _read_ahead(path, ranges)
-        return time.perf_counter() - start_s
 
     def mapped(self) -> frozenset[Mapped]:
         """Where the files are mapped by now."""
         return frozenset(each for file in self.files for each in mapped(file))
 
-    def keep_dense(self, before: frozenset[Mapped], *, n_host_layers: int | None, read_s: float = 0.0) -> DenseWeights:
+    def keep_dense(self, before: frozenset[Mapped], *, n_host_layers: int | None) -> DenseWeights:
         """Reads the dense tensors that are in host memory into memory of their own, and locks them.
 
         To be called once llama.cpp has mapped the files. before: `mapped` before that. n_host_layers: of `is_on_host`.
-        read_s: of `read_ahead`, if it was called. Raises ModelFileError if a file cannot be read or has changed.
+        Raises ModelFileError if a file cannot be read or has changed.
         """
-        start_s = time.perf_counter()
         on_host = ranges_by_file([tensor for tensor in self.dense if tensor.is_on_host(n_host_layers)])
         pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
@@ -137,7 +138,6 @@ class SplitWeights:
             host_bytes=n_pages_bytes or sum(size for ranges in on_host.values() for _offset, size in ranges),
             own_bytes=own_bytes,
             locked_bytes=locked_bytes,
-            read_s=read_s + time.perf_counter() - start_s,
             files=self.files,
         )
 

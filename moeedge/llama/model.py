@@ -151,9 +151,10 @@ class Model:
         n_layers = min(summary.head_layers) if has_head else None
         weights = SplitWeights.read(path, n_layers=n_layers) if is_lazy else None
         uses_gpu = chosen[0] is not None
-        n_host_experts = n_cpu_moe if experts_on_cpu else None
-        # llama.cpp copies from the mapping what a GPU gets
-        read_s = weights.read_ahead(n_host_experts) if weights and uses_gpu else 0.0
+        n_host = _n_host_layers(weights.n_layers, n_gpu_layers) if weights and uses_gpu else None
+        if weights and uses_gpu:  # llama.cpp copies from the mapping what a GPU gets
+            n_kept = 0 if not experts_on_cpu else n_cpu_moe
+            weights.read_ahead(None if n_host is None or n_kept is None else max(n_host, n_kept))
         mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
         with map_lazily() if is_lazy else nullcontext():
@@ -165,16 +166,18 @@ class Model:
         info = _read_info(handle, summary)
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
-        in_ram = 0 if n_gpu_layers < 0 else max(info.n_layers + 1 - n_gpu_layers, 0)  # llama.cpp's first layers
         dense = None
         if weights:
             try:
-                dense = weights.keep_dense(mapped_before, n_host_layers=in_ram if uses_gpu else None, read_s=read_s)
+                dense = weights.keep_dense(mapped_before, n_host_layers=n_host)
             except BaseException:
                 lib.llama_model_free(handle)
                 raise
-        if experts_on_cpu:
-            in_ram = max(in_ram, info.n_layers if n_cpu_moe is None else n_cpu_moe)
+        in_ram = _n_host_layers(info.n_layers + lib.llama_model_n_layer_nextn(handle), n_gpu_layers)
+        if in_ram is None or (experts_on_cpu and n_cpu_moe is None):
+            in_ram = info.n_layers
+        elif experts_on_cpu and n_cpu_moe is not None:
+            in_ram = max(in_ram, n_cpu_moe)
         return cls(
             path,
             handle,
@@ -302,6 +305,16 @@ class Model:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _n_host_layers(n_layers: int, n_gpu_layers: int) -> int | None:
+    """llama.cpp's first layers, which are in host memory next to a GPU; None: all tensors are, the output included.
+
+    n_layers: all of the file, also those that predict further tokens. n_gpu_layers: negative means all.
+    """
+    if n_gpu_layers == 0:
+        return None
+    return 0 if n_gpu_layers < 0 else max(n_layers + 1 - n_gpu_layers, 0)
 
 
 def _experts_of_first(n_layers: int | None, expert_layers: tuple[int, ...]) -> bytes:

@@ -85,6 +85,7 @@ class ReadFault(IntEnum):
     SHORT = 1  # half of the bytes come
     END = 2  # no bytes come
     DELAY = 3  # it takes longer
+    THREADS = 4  # no thread can be started for further reads
 
 
 class CaptureFlags(IntFlag):

@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 import psutil
 
-from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, whole_model_fits
+from moeedge.engine.loading import choose_draft, exceeds_memory, kv_on_gpu, load_draft, load_target, whole_model_fits
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx
+from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.gguf_file import expert_bytes
 from moeedge.llama.model import Model
 from moeedge.planning.headers import LoadableModel, ModelFacts, loadable, read_facts
@@ -139,9 +139,19 @@ class Planner:
         all_on_gpu = self._all_on_gpu(self.config.n_ctx)
         if self.config.n_ctx:
             return self.map(self.config.n_ctx)
-        n_ctx, note = choose_n_ctx(self._models, free_bytes=self._kv_room(all_on_gpu))
+        if self.loads_on_demand and not kv_on_gpu(self.config, self.machine.device, self._target(all_on_gpu=False)):
+            n_ctx, note = choose_ram_tier_n_ctx(self._target(all_on_gpu=False))
+        else:
+            n_ctx, note = choose_n_ctx(self._models, free_bytes=self._kv_room(all_on_gpu))
         self.notes.extend([note] if note else [])
         return self._map(n_ctx, all_on_gpu)
+
+    @property
+    def loads_on_demand(self) -> bool:
+        """Whether a chat loads experts from the file into RAM as it needs them, without --ram."""
+        if not self._experts or self._all_on_gpu(self.config.n_ctx):
+            return False
+        return exceeds_memory(self.config, self.machine.device, self.machine.ram_free_bytes)
 
     def map(self, n_ctx: int) -> MemoryMap:
         """Returns the map of a session with -c n_ctx."""

@@ -60,17 +60,20 @@ def make_session_plan(
     ratio = planner.config.placement.cache_ratio or 0.0
     largest = planner.largest_n_ctx(ratio, from_disk=larger_than_memory)
     notes = [*_about_files(planner), *planner.machine.notes, *planner.notes, *chosen.budget.notes]
-    notes += _advice(planner, chosen, largest)
+    tier, has_room = None, True
+    if beyond_ram is not None and _ram(chosen).verdict != "fits" and planner.facts.n_experts:
+        tier = _plan_ram_tier(planner, chosen, beyond_ram)
+        has_room = tier is not None
+    has_slots = planner.loads_on_demand and has_room
+    notes += _advice(planner, chosen, largest, has_slots=has_slots)
     advised = chosen
-    if not planner.config.n_ctx and chosen.verdict != "fits" and largest:
+    is_runnable = chosen.verdict == "fits" or (has_slots and chosen.verdict == "from disk")
+    if not planner.config.n_ctx and not is_runnable and largest:
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
         advised = planner.map(max(rows, default=largest))  # a step below the largest leaves room for experts
     command = "" if advised.verdict == "does not fit" else _command(planner, advised, model_name, draft_name)
-    tier = None
-    if beyond_ram is not None and _ram(chosen).verdict != "fits" and planner.facts.n_experts:
-        tier = _plan_ram_tier(planner, chosen, beyond_ram)
-        if tier is None:
-            notes.append("Not even one expert per layer fits the memory next to the rest.")
+    if not has_room:
+        notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(
         planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes), tier
     )
@@ -110,8 +113,11 @@ def _about_files(planner: Planner) -> list[str]:
     return notes
 
 
-def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
-    """Returns notes on what does not fit and what the user can do; the first one says whether the plan fits."""
+def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: bool) -> list[str]:
+    """Returns notes on what does not fit and what the user can do; the first one says whether the plan fits.
+
+    has_slots: experts are loaded from the file into slots in RAM.
+    """
     facts, ram = planner.facts, _ram(chosen)
     notes = [chosen.refused] if chosen.refused else []
     for place in chosen.places[:-1]:
@@ -120,10 +126,10 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int) -> list[str]:
     if ram.verdict == "does not fit":
         notes.append(f"The RAM lacks {format_bytes(ram.fixed_bytes - ram.free_bytes)} at {chosen.n_ctx:,} tokens.")
     if ram.verdict == "from disk":
-        notes.append(
-            f"The total exceeds the free memory by {format_bytes(-ram.left_bytes)}: that much of the mapped weights is "
-            "read from the disk again and again, which is slow."
-        )
+        effect = "that much of the mapped weights is read from the disk again and again, which is slow."
+        if has_slots:
+            effect = "experts that are not in memory are read from the disk as they are needed."
+        notes.append(f"The total exceeds the free memory by {format_bytes(-ram.left_bytes)}: {effect}")
     if chosen.verdict != "fits" and 0 < largest < chosen.n_ctx:
         notes.append(f"A context of {largest:,} tokens fits: -c {largest}.")
     if ram.verdict != "fits":

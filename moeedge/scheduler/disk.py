@@ -68,7 +68,11 @@ class DiskCalibration:
 
     @property
     def best(self) -> ReadRate:
-        """The fewest requests, then the smallest pieces, that reach 95 % of the best rate.
+        """The fewest requests, then the smallest pieces, that reach 95 % of the best rate."""
+        return self.best_from(1)
+
+    def best_from(self, depth: int) -> ReadRate:
+        """The same of so many requests and more, or of all if fewer were measured.
 
         Its rate is the median of it and its neighbours in the table: a virtual disk may be fast for a moment.
         """
@@ -82,8 +86,9 @@ class DiskCalibration:
             for rate in self.rates
             for row, column in [(depths.index(rate.depth), sizes.index(rate.piece_bytes))]
         }
-        limit = max(smooth.values())
-        enough = [rate for rate in self.rates if smooth[rate] >= _ENOUGH * limit]
+        allowed = [rate for rate in self.rates if rate.depth >= depth] or list(self.rates)
+        limit = max(smooth[rate] for rate in allowed)
+        enough = [rate for rate in allowed if smooth[rate] >= _ENOUGH * limit]
         found = min(enough, key=lambda rate: (rate.depth, rate.piece_bytes))
         return replace(found, bytes_per_s=smooth[found])
 

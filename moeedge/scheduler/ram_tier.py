@@ -90,11 +90,13 @@ def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) 
     measured = read_kept(target.model.path)
     if measured is None or measured.in_memory:
         return
-    n_threads = max(cache.reader().n_threads, measured.best.depth)
-    cache.set_readers(n_threads, measured.best.piece_bytes)
+    n_threads = cache.reader().n_threads
+    best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
+    n_threads = max(n_threads, best.depth)
+    cache.set_readers(n_threads, best.piece_bytes)
     notes.append(
         Notification(
-            f"{n_threads} threads read experts, in pieces of {format_bytes(measured.best.piece_bytes)}, as moeedge "
+            f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}, as moeedge "
             "calibrate --disk found best."
         )
     )

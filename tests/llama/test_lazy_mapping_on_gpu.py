@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from moeedge.llama import dense_weights
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import SplitWeights
 from moeedge.llama.model import Model
@@ -38,3 +40,32 @@ def test_dense_weights_reach_the_gpu_and_only_the_embeddings_are_kept(
             tokens = list(range(65, 80))
             logits.append(np.array(context.decode(tokens, phase=Phase.VERIFY, logits="all")))
     assert np.array_equal(*logits)
+
+
+@on_linux
+def test_without_layers_on_the_gpu_all_dense_weights_are_kept(counting: CountingDevice, tiny: TinyFactory) -> None:
+    """The output is then in host memory, too, although a GPU is listed."""
+    path = tiny("qwen3moe", layers=4, embd=256)
+    weights = SplitWeights.read(path)
+    assert any(tensor.name == "output.weight" for tensor in weights.dense)
+    with Model.load(path, n_gpu_layers=0, experts_from_file=True) as model:
+        assert model.uses_gpu and model.n_cpu_moe == 4
+        assert model.dense is not None
+        assert model.dense.n_bytes <= model.dense.own_bytes == model.dense.host_bytes
+
+
+@on_linux
+@pytest.mark.parametrize("experts_on_cpu", [False, True])
+def test_experts_that_go_to_the_gpu_are_read_ahead(
+    counting: CountingDevice, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, experts_on_cpu: bool
+) -> None:
+    """Those of the last layers, and no others."""
+    path = tiny("qwen3moe", layers=4, embd=256, experts=16)
+    ahead: list[tuple[int, int]] = []
+    monkeypatch.setattr(dense_weights, "_read_ahead", lambda _file, ranges: ahead.extend(ranges))
+    with Model.load(path, n_gpu_layers=3, experts_on_cpu=experts_on_cpu, experts_from_file=True) as model:
+        assert model.n_cpu_moe == (4 if experts_on_cpu else 2)
+    for tensor in SplitWeights.read(path).experts:
+        middle = tensor.offset + tensor.size_bytes // 2
+        is_ahead = any(offset <= middle < offset + n_bytes for offset, n_bytes in ahead)
+        assert is_ahead == (not experts_on_cpu and tensor.name.startswith(("blk.2.", "blk.3."))), tensor.name

@@ -107,7 +107,21 @@ def test_a_disk_that_fails_ends_the_decode(path: Path, expected: list[np.ndarray
         cache.set_read_faults(ReadFault.EIO, 0)
         assert cache.drain(10.0)  # what was under way fails, too
         assert_equal(decode(context), expected)
-        assert cache.reader().error == ""
+
+
+@pytest.mark.parametrize("n_before", [0, 1], ids=["at-once", "later"])
+def test_without_a_thread_that_reads_the_mapped_file_is_computed_from(
+    path: Path, expected: list[np.ndarray], n_before: int
+) -> None:
+    """From the middle of the block on whose experts cannot be loaded."""
+    with ram_context(path, 0.1) as (context, cache):
+        for _ in range(n_before):
+            assert_equal(decode(context), expected)
+        cache.set_read_faults(ReadFault.THREADS, 1)
+        for _ in range(2):
+            assert_equal(decode(context), expected)
+        assert cache.trouble() == (True, 0)
+        assert cache.stats().pinned == 0
 
 
 def test_a_file_that_changes_gives_no_wrong_token(path: Path, expected: list[np.ndarray], tmp_path: Path) -> None:

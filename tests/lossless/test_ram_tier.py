@@ -272,7 +272,7 @@ def test_without_slots_the_file_is_read_ahead(tiny_moe: Path, monkeypatch: pytes
 
 
 def dense_weights_of(own_bytes: int, locked_bytes: int) -> DenseWeights:
-    return DenseWeights(n_bytes=60, host_bytes=40, own_bytes=own_bytes, locked_bytes=locked_bytes, read_s=0.0, files={})
+    return DenseWeights(n_bytes=60, host_bytes=40, own_bytes=own_bytes, locked_bytes=locked_bytes, files={})
 
 
 def test_dense_weights_that_the_kernel_may_drop_leave_less_for_slots() -> None:

@@ -335,22 +335,26 @@ def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, m
         assert sum("RAM" in note for note in session.info.notes) >= 2
 
 
-def test_a_lost_cache_in_ram_is_told_of_once(
-    tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_lost_cache_in_ram_is_reported_once(
+    tiny: TinyFactory, own_cache_folder: Path, counting: CountingDevice
 ) -> None:
+    """The GPU is not blamed: it goes on, next to the mapped file."""
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = tier_config(path, None, device=DEVICE, n_gpu_layers=99, cpu_fallback=True)
     notes: list[Notification] = []
-    with Session.open(tier_config(path, None)) as session:
+    with StockContext(path, n_ctx=512) as stock, Session.open(config) as session:
+        expected, _ = stock.greedy(PROMPT, 12)
         manager = session.placement
         assert manager is not None and manager.ram is not None and manager.loads_on_demand
         session.notify = notes.append
-        monkeypatch.setattr(manager.ram.cache, "trouble", lambda: (True, 0))
-        greedy_answer(session, PROMPT, 4)
+        manager.ram.cache.set_read_faults(ReadFault.THREADS, 1)
+        for turn in range(2):
+            assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"turn {turn}")
         assert notes.count(LOST) == 1
-        assert not manager.loads_on_demand and manager.active
+        assert not manager.loads_on_demand and manager.active and session.model.uses_gpu
 
 
-def test_a_full_disk_is_told_of(tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_file: Path, _text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -371,6 +375,23 @@ def test_without_room_on_the_device_all_are_in_ram(tiny: TinyFactory, own_cache_
         stats = session.placement_stats()
         assert stats is not None and stats.ram is None and stats.pairs > 0
         assert len(set(session.info.notes)) == len(session.info.notes), "each is said once"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.17])
+def test_the_cache_ratio_is_the_devices(
+    ratio: float, tiny: TinyFactory, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAM takes what it has room for, here all experts, with any ratio of the device."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    config = replace(tier_config(path, None, ratio=ratio), ram="auto")
+    monkeypatch.setattr(loading, "_host_bytes", lambda _config, _device: 1 << 60)
+    monkeypatch.setattr(ram_tier, "free_for_slots", lambda _free_bytes, _dense: 1 << 40)
+    with Session.open(config) as session:
+        manager = session.placement
+        assert manager is not None and manager.loads_on_demand
+        assert (manager.ram is None) == (ratio == 0)
+        cache = manager.cache if manager.ram is None else manager.ram.cache
+        assert cache.info.n_slots == session.model.info.n_expert_layers * MANY_EXPERTS
 
 
 @pytest.mark.parametrize("mode", [0, 1, 3])

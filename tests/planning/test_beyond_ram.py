@@ -157,6 +157,9 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (assumed["hits_source"], two["hits_source"]) == ("assumed", "trace")
     sizes = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB,16GiB", "-c", "4096")["ram_tier"]["rows"]
     assert [row["ram_free_bytes"] // GIB for row in sizes] == [10, 16] and sizes[0]["n_slots"] < sizes[1]["n_slots"]
+    chosen = run_json(*small[:-2])
+    assert (chosen["ram_tier"]["n_ctx"], chosen["plan"]["n_ctx"]) == (8192, 8192), "as in a chat"
+    assert "-c 8192" in chosen["command"] and not any("again and again" in note for note in chosen["notes"])
     shown = run(*small)
     assert shown.exit_code == 0 and "limit t/s" in shown.stdout
     assert run_json("plan", "-m", header, "-dev", "none", "--ram", "64GiB")["ram_tier"] is None

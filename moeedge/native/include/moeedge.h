@@ -239,10 +239,11 @@ struct moeedge_reader_info {
 
 // what goes wrong with a read, in tests
 enum moeedge_read_fault {
-    MOEEDGE_READ_FAULT_EIO   = 0, // the disk reports an error
-    MOEEDGE_READ_FAULT_SHORT = 1, // half of the bytes come
-    MOEEDGE_READ_FAULT_END   = 2, // no bytes come
-    MOEEDGE_READ_FAULT_DELAY = 3, // it takes longer
+    MOEEDGE_READ_FAULT_EIO     = 0, // the disk reports an error
+    MOEEDGE_READ_FAULT_SHORT   = 1, // half of the bytes come
+    MOEEDGE_READ_FAULT_END     = 2, // no bytes come
+    MOEEDGE_READ_FAULT_DELAY   = 3, // it takes longer
+    MOEEDGE_READ_FAULT_THREADS = 4, // no thread can be started for further reads
 };
 
 // how batches of many tokens are computed

@@ -51,6 +51,9 @@ void direct_reader::set(int n_threads, size_t piece_bytes) {
 
 // with the mutex
 void direct_reader::start_threads() {
+    if (faults.denies_threads()) {
+        throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+    }
     while ((int) threads.size() < wanted_threads.load()) {
         try {
             const int i_thread = (int) threads.size();

@@ -227,12 +227,6 @@ std::string expert_cache::load_error() const {
     return reason.empty() ? "The expert cache is closed." : reason;
 }
 
-void expert_cache::clear_load_error() {
-    if (core->loader) {
-        core->loader->clear_error();
-    }
-}
-
 // planning side
 
 void expert_cache::set_readers(int n, int64_t piece_bytes) {

@@ -98,7 +98,6 @@ class expert_cache {
     int64_t           bytes_read() const { return core->loader ? core->loader->reader.bytes_read() : 0; }
     // why a wanted expert could not be loaded
     std::string       load_error() const;
-    void              clear_load_error();
     void              get_info(moeedge_cache_info & out) const;
     void              get_groups(int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) const;
     void              set_batch(int n_experts) { core->batch.store(n_experts); }

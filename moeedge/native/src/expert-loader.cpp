@@ -82,9 +82,4 @@ std::string expert_loader::error() const {
     return failure;
 }
 
-void expert_loader::clear_error() {
-    std::lock_guard<std::mutex> lock(mutex);
-    failure.clear();
-}
-
 } // namespace moeedge

@@ -38,7 +38,6 @@ class expert_loader {
     int         loads_ahead() const;
     // what went wrong with the newest load that failed, one sentence; empty: none has
     std::string error() const;
-    void        clear_error();
 
     direct_reader reader;
 

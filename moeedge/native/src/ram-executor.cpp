@@ -98,8 +98,29 @@ void ram_executor::find_shares(int64_t n_tokens) {
     }
 }
 
-// Computes the pairs of the waiting experts that are resident by now, in chunks, and releases these experts; waits until there
-// are some. False: an expert cannot be loaded, or the computation was stopped.
+// Computes the pairs of the first n waiting experts in chunks, from their slots or from the mapped file. False: it was stopped.
+bool ram_executor::compute_first(const placed_chain & placed, moeedge_block_record & record, size_t n, bool is_mapped) {
+    for (size_t i = 0; i < n;) {
+        chunk.clear();
+        chunk_slots.clear();
+        for (; i < n && (chunk.empty() || chunk.size() + pairs_of[(size_t) waiting[i]].size() <= n_pairs_max); i++) {
+            const index_list & pairs = pairs_of[(size_t) waiting[i]];
+            chunk.insert(chunk.end(), pairs.begin(), pairs.end());
+            chunk_slots.insert(chunk_slots.end(), pairs.size(), found[i]);
+        }
+        const float * columns = is_mapped ? columns_of_cpu(placed, chunk, record.cpu_ns)
+                                          : columns_of_slots(placed, chunk, chunk_slots, record.cpu_ns);
+        if (columns == nullptr) {
+            return false;
+        }
+        store(placed, columns);
+    }
+    return true;
+}
+
+// Computes the pairs of the waiting experts that are resident by now, and releases these experts; waits until there are some.
+// If nothing can be loaded any more, the mapped file has the others. False: an expert cannot be read, or the computation was
+// stopped.
 bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first) {
     const int     layer       = placed.chain.layer;
     const int64_t begin_ns    = now_ns();
@@ -107,6 +128,7 @@ bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_r
     found.resize(waiting.size());
     const int n_found = is_first ? cache->acquire(layer, waiting.data(), (int) waiting.size(), found.data())
                                  : cache->table().await(layer, waiting.data(), (int) waiting.size(), found.data(), should_stop);
+    const bool is_mapped = n_found == residency_table::await_closed && cache->is_lost();
     if (!is_first) {
         record.wait_ns += now_ns() - begin_ns;
         record.wait_bytes += cache->bytes_read() - begin_bytes;
@@ -114,15 +136,18 @@ bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_r
             last_status = GGML_STATUS_ABORTED;
             return false;
         }
-        if (n_found == 0) {
-            GGML_LOG_ERROR("%s\n", cache->load_error().c_str());
+        if (n_found <= 0 && !is_mapped) {
+            GGML_LOG_ERROR("%s\n", n_found == 0 ? cache->load_error().c_str() : "The expert cache is closed.");
             last_status = GGML_STATUS_FAILED;
             return false;
         }
     }
+    if (is_mapped) { // no slot is pinned
+        found.assign(waiting.size(), expert_cache::not_resident);
+    }
     // resident experts first, so that both lists can be cut there
-    size_t n = 0;
-    for (size_t i = 0; i < waiting.size(); i++) {
+    size_t n = is_mapped ? waiting.size() : 0;
+    for (size_t i = n; i < waiting.size(); i++) {
         if (found[i] != expert_cache::not_resident) {
             std::swap(waiting[i], waiting[n]);
             std::swap(found[i], found[n]);
@@ -132,20 +157,7 @@ bool ram_executor::compute_resident(const placed_chain & placed, moeedge_block_r
     bool ok = true;
     {
         const pin_guard pins(*cache, layer, found);
-        for (size_t i = 0; i < n && ok;) {
-            chunk.clear();
-            chunk_slots.clear();
-            for (; i < n && (chunk.empty() || chunk.size() + pairs_of[(size_t) waiting[i]].size() <= n_pairs_max); i++) {
-                const index_list & pairs = pairs_of[(size_t) waiting[i]];
-                chunk.insert(chunk.end(), pairs.begin(), pairs.end());
-                chunk_slots.insert(chunk_slots.end(), pairs.size(), found[i]);
-            }
-            const float * columns = columns_of_slots(placed, chunk, chunk_slots, record.cpu_ns);
-            if (columns) {
-                store(placed, columns);
-            }
-            ok = columns != nullptr;
-        }
+        ok = compute_first(placed, record, n, is_mapped);
     }
     for (size_t i = 0; i < n; i++) {
         (is_first ? record.pairs_device : record.pairs_cpu) += (int32_t) pairs_of[(size_t) waiting[i]].size();
@@ -190,7 +202,6 @@ void ram_executor::read_next(int layer) {
 
 // computes the sorted pairs; false: an expert cannot be loaded, or the backend stopped
 bool ram_executor::compute_pairs(const placed_chain & placed, moeedge_block_record & record) {
-    cache->clear_load_error(); // of an earlier block
     find_shares(placed.chain.n_tokens());
     residency_table & table = cache->table();
     const int         layer = placed.chain.layer;

@@ -1,6 +1,6 @@
 // RAM executor: computes the experts of MoE blocks from slots in host memory, for a model whose file does not fit it. Absent
 // experts are loaded from the file; the resident ones are computed meanwhile, and each of the others as it arrives. The mapped
-// file is never read.
+// file is read only once experts can no longer be loaded, as no thread can be started for it.
 
 #pragma once
 
@@ -53,6 +53,7 @@ class ram_executor : private pair_columns {
     void read_next(int layer);
     bool compute_pairs(const placed_chain & placed, moeedge_block_record & record);
     void store(const placed_chain & placed, const float * columns);
+    bool compute_first(const placed_chain & placed, moeedge_block_record & record, size_t n, bool is_mapped);
     bool compute_resident(const placed_chain & placed, moeedge_block_record & record, bool is_first);
 
     std::shared_ptr<expert_cache> cache;

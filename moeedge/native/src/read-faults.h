@@ -27,6 +27,9 @@ class read_faults {
         every.store(new_every);
     }
 
+    // whether no thread can be started for further reads
+    bool denies_threads() const { return kind.load() == MOEEDGE_READ_FAULT_THREADS && every.load() > 0; }
+
     // pread with the faults
     ssize_t read(int file, char * to, size_t size, int64_t offset) {
         const int n = every.load(std::memory_order_relaxed);
@@ -41,6 +44,8 @@ class read_faults {
                 return std::min(pread(file, to, size, (off_t) offset), (ssize_t) (size / 2 + 1));
             case MOEEDGE_READ_FAULT_END:
                 return 0;
+            case MOEEDGE_READ_FAULT_THREADS:
+                return pread(file, to, size, (off_t) offset);
             default:
                 std::this_thread::sleep_for(std::chrono::duration<double>(delay_s.load()));
                 return pread(file, to, size, (off_t) offset);

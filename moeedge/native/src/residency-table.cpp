@@ -131,8 +131,8 @@ int residency_table::await(int layer, const int32_t * experts, int n, int32_t * 
         }
     }
     n_demands--;
-    if (is_stopped || is_unloadable) {
-        return 0;
+    if (is_unloadable || is_stopped) {
+        return is_unloadable ? 0 : await_closed;
     }
     group_state & group   = groups[group_of[layer]];
     int           n_found = 0;

@@ -56,6 +56,7 @@ class residency_table {
   public:
     static constexpr int     no_slot         = -1;
     static constexpr int     await_stopped   = -1;
+    static constexpr int     await_closed    = -2;
     static constexpr uint8_t demand_priority = UINT8_MAX; // above every priority of a plan
     static constexpr uint8_t ahead_priority  = demand_priority - 1;
     // how often a thread that waits for experts asks whether it should stop
@@ -85,7 +86,7 @@ class residency_table {
     // the next layer whose experts are in the cache, the first after the last
     int  layer_after(int layer) const;
     // Waits until some of the wanted experts [n] are resident, and pins these as acquire does. Returns how many; 0: one cannot
-    // be loaded, or the table is stopped; await_stopped: should_stop, asked now and then without the lock, says so
+    // be loaded; await_closed: the table is stopped; await_stopped: should_stop, asked now and then without the lock, says so
     int  await(int layer, const int32_t * experts, int n, int32_t * slots, const stop_call & should_stop);
     // experts [n] that were wanted may be evicted, and those that are queued need not be loaded
     void forget(int layer, const int32_t * experts, int n);
