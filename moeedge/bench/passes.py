@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import psutil
-
 from moeedge.bench.config import REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
@@ -22,6 +20,7 @@ from moeedge.data import Prompt
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError
 from moeedge.hardware.devices import ResolvedDevice, read_memory
+from moeedge.hardware.memory import available_memory
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.policies.base import LookaheadStatus
@@ -130,7 +129,7 @@ def caches_fit(probe: BenchArm, others: Sequence[BenchMode]) -> bool:
     total = expert_bytes(expert_tensors(probe.session.model.path)[0])
     needed = sum(stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
     if stats.device.startswith("emulated"):
-        free_bytes = psutil.virtual_memory().available
+        free_bytes = available_memory()
     elif stats.vram_used_bytes is not None and stats.vram_total_bytes is not None:
         free_bytes = stats.vram_total_bytes - stats.vram_used_bytes
     else:

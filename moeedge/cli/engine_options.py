@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-import psutil
-
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.declare import option
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig, SamplingConfig
 from moeedge.errors import InputError, MoeedgeError
+from moeedge.hardware.memory import available_memory
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import LocalModel, local_draft, locate
@@ -83,7 +82,7 @@ class EngineOptions:
         try:
             path = locate(str(self.model)).path
             n_bytes = sum(path.with_name(part).stat().st_size for part in all_parts(path.name))
-            return n_bytes >= psutil.virtual_memory().available
+            return n_bytes >= available_memory()
         except (MoeedgeError, OSError, ValueError):  # `config` says what is wrong
             return False
 
@@ -254,7 +253,7 @@ def parse_ram(text: str) -> int | Literal["auto", "off"]:
 
 def parse_ram_size(text: str) -> int:
     """A size of memory in bytes. Raises ValueError for a malformed one, InputError for one without a unit."""
-    if text.strip().isdecimal():  # bytes, which nobody means
+    if text.strip().isdecimal():  # bytes: the unit was probably forgotten
         raise InputError(f"--ram {text.strip()} has no unit.", f"Write for instance --ram {text.strip()}GiB.")
     return parse_size(text)
 

@@ -229,9 +229,9 @@ Ram = Annotated[
     option(
         PLACEMENT,
         "--ram SIZE|auto|off",
-        "Memory for experts of a model that is larger than it: they are loaded from the file as they are needed; next "
-        "to a GPU, those that are not on it. auto: where the file (its part in host memory) does not fit what is free, "
-        "as much as that; off: llama.cpp maps the file.",
+        "Memory for experts of a model that is larger than the memory: they are loaded from the file as they are "
+        "needed; next to a GPU, those that are not on it. auto: all free memory, if the file (its part in host memory) "
+        "does not fit there; off: llama.cpp maps the file.",
     ),
 ]
 RepackExperts = Annotated[

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from moeedge import paths
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, ram, resolve
+from moeedge.hardware.memory import available_memory
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
@@ -49,7 +48,7 @@ def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
         return False
     if not gguf_file.read_summary(config.model).expert_layers:
         return False
-    if config.ram == "auto" and not exceeds_memory(config, device, psutil.virtual_memory().available):
+    if config.ram == "auto" and not exceeds_memory(config, device, available_memory()):
         return False
     return device.kind != "gpu" or not whole_model_fits(config, device)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import psutil
-
 from moeedge import native
 from moeedge.errors import DeviceError
 from moeedge.hardware import nvidia, rpc
+from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.spec import EMULATED, DeviceSpec
 from moeedge.notifications import Notification
 from moeedge.units import format_rate
@@ -85,20 +84,19 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     return _gpu(device, llama_device=device.name)
 
 
-def ram(beside: ResolvedDevice) -> ResolvedDevice:
+def ram(other: ResolvedDevice) -> ResolvedDevice:
     """Host memory as the place of experts that are loaded on demand, for a model that is larger than it.
 
-    beside: what -dev stands for, which has no memory for experts.
+    other: what -dev stands for, which has no memory for experts.
     """
-    memory = psutil.virtual_memory()
     return ResolvedDevice(
         "ram",
         ggml_name="ram",
         label="RAM",
-        llama_device=beside.llama_device,
-        free_bytes=memory.available,
-        total_bytes=memory.total,
-        notes=[note for note in beside.notes if beside.kind == "none" and not isinstance(note, Notification)],
+        llama_device=other.llama_device,
+        free_bytes=available_memory(),
+        total_bytes=total_memory(),
+        notes=[note for note in other.notes if other.kind == "none" and not isinstance(note, Notification)],
     )
 
 
@@ -135,7 +133,6 @@ def _automatic(bundled: bool) -> ResolvedDevice:
 def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDevice:
     link = f", link {format_rate(spec.link_bytes_per_s)}" if spec.link_bytes_per_s else ""
     link += f", latency {spec.latency_us:g} us" if spec.latency_us else ""
-    memory = psutil.virtual_memory()
     return ResolvedDevice(
         "emulated",
         ggml_name=EMULATED,
@@ -144,8 +141,8 @@ def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDe
         link_bytes_per_s=spec.link_bytes_per_s,
         latency_us=spec.latency_us,
         threads=spec.threads,
-        free_bytes=memory.available,
-        total_bytes=memory.total,
+        free_bytes=available_memory(),
+        total_bytes=total_memory(),
         default_ratio=EMULATED_RATIO,
         notes=notes or [],
     )
@@ -218,14 +215,13 @@ def list_devices() -> list[DeviceRow]:
     missed = _driver_without_backend(devices)
     if missed:
         rows += [DeviceRow(card, "GPU", "NVIDIA", None, None, False, missed) for card in nvidia.cards()]
-    host = psutil.virtual_memory()
     rows.append(
         DeviceRow(
             EMULATED,
             "emulated",
             "a second CPU instance",
-            host.available,
-            host.total,
+            available_memory(),
+            total_memory(),
             True,
             "own memory and threads, to try everything without a GPU; emulated:link=25GB/s,threads=2 sets its speed",
         )
@@ -253,7 +249,7 @@ def _row(device: native.Device) -> DeviceRow:
     free: int | None = device.free_bytes
     total: int | None = device.total_bytes
     if device.kind == "CPU":
-        free = psutil.virtual_memory().available  # llama.cpp reports all memory as free
+        free = available_memory()  # llama.cpp reports all memory as free
     if not total:
         free = total = None
     file = None
@@ -274,8 +270,8 @@ def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: in
     if device.kind == "none":
         return None
     if device.kind == "ram":
-        memory = psutil.virtual_memory()
-        return VramReading(memory.total - memory.available, memory.available, memory.total, "system")
+        free, total = available_memory(), total_memory()
+        return VramReading(total - free, free, total, "system")
     if device.kind == "emulated":
         used = pool_bytes if filled_bytes is None else filled_bytes
         return VramReading(used, pool_bytes - used, pool_bytes, "pool")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
-
 from moeedge.errors import InputError
+from moeedge.hardware.memory import available_memory
 from moeedge.llama.model import Model
 from moeedge.units import format_bytes
 
@@ -36,7 +35,7 @@ def choose_n_ctx(
     recurrent state need less than the estimate and are not checked. 0: the first model's trained context, reduced if
     the KV caches of all models do not fit. free_bytes: measured by default. n_parallel: texts with so many tokens each.
     """
-    free = psutil.virtual_memory().available if free_bytes is None else free_bytes
+    free = available_memory() if free_bytes is None else free_bytes
     if n_ctx:
         plain = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
         needed = n_parallel * n_ctx * sum(kv_bytes_per_token(model) for model in plain)

@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from moeedge.errors import ModelFileError
+from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file
 from moeedge.native.mapping import (
     FileVersion,
@@ -124,7 +123,7 @@ class SplitWeights:
         pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
         own_bytes = locked_bytes = 0
-        if n_pages_bytes + _SPARE_BYTES <= psutil.virtual_memory().available:
+        if n_pages_bytes + _SPARE_BYTES <= available_memory():
             own_bytes = sum(self._own(file, of_file) for file, of_file in pages.items())
         if own_bytes < n_pages_bytes or not n_pages_bytes:
             for file, of_file in pages.items():

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
-import psutil
 
 from moeedge.errors import EngineError, InputError, ModelFileError
+from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file, library
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.text import ChatFormat
@@ -109,7 +109,7 @@ class Model:
         device: the value of -dev; see `library.device_list`. "none" and the CPU also keep large batches off all GPUs.
         experts_on_cpu: layers on a GPU keep their experts in host memory, repacked for the CPU if it supports that.
         n_cpu_moe: with experts_on_cpu, only the first so many layers do (llama.cpp's --n-cpu-moe); default: all.
-        repack: False: these experts are stored as llama.cpp's programs store them by default, beside a GPU mostly
+        repack: False: these experts are stored as llama.cpp's programs store them by default, next to a GPU mostly
             without repacking.
         header_only: shape and vocabulary without weights; such a model cannot compute.
         free_bytes: of host memory, measured by default. A larger model stays mapped from the file, because repacked
@@ -128,7 +128,7 @@ class Model:
         parameters.no_alloc = header_only
         has_head = head and bool(summary.head_layers)
         parameters.load_mtp = has_head
-        fits = summary.size_bytes < (psutil.virtual_memory().available if free_bytes is None else free_bytes)
+        fits = summary.size_bytes < (available_memory() if free_bytes is None else free_bytes)
         is_lazy = experts_from_file and not header_only
         fits = fits and not is_lazy
         parameters.use_extra_bufts = fits  # repacked weights cannot be paged out to the file

@@ -169,7 +169,7 @@ def _move(copy: int, to: Mapped) -> bool:
 
 
 def _read(pool: ThreadPoolExecutor, descriptor: int, to: Mapped, file_bytes: int) -> None:
-    """Fills pages from the file in pieces, several at once; what is behind the file's end stays zero."""
+    """Fills pages from the file in pieces, several at once; what is after the file's end stays zero."""
     n_bytes = min(to.n_bytes, file_bytes - to.offset)
     pieces = [
         Mapped(to.address + at, to.offset + at, min(_PIECE_BYTES, n_bytes - at))

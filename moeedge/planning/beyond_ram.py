@@ -55,7 +55,7 @@ Forecast = Callable[[Sequence[float]], Sequence[StepRouting]]  # by shares of th
 
 @dataclass(frozen=True)
 class RamTierRequest:
-    """What is known beside the model and the machine."""
+    """What is known of disk and routing, which neither the model's header nor the machine says."""
 
     disks: tuple[Disk, ...]  # at least one; the first is the machine's
     plain: Forecast | None = None  # one token at a time; None: the assumed hits

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import psutil
-
 from moeedge import native
 from moeedge.engine.loading import ChosenDraft, make_head_context, n_snapshots, resolve_device
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.devices import DRY_RUN_GPU
@@ -188,7 +187,6 @@ def this_machine(
     With vram_bytes and without a GPU, the plan is for a GPU of that size. Raises InputError for an impossible size.
     """
     device = resolve_device(config)
-    memory = psutil.virtual_memory()
     notes = list(device.notes)
     if vram_bytes is not None:
         device, notes = _with_memory(config, device, vram_bytes), []
@@ -202,8 +200,8 @@ def this_machine(
         )
     return PlannedMachine(
         device,
-        ram_total_bytes=memory.total if ram_bytes is None else ram_bytes,
-        ram_free_bytes=memory.available if ram_bytes is None else ram_bytes,
+        ram_total_bytes=total_memory() if ram_bytes is None else ram_bytes,
+        ram_free_bytes=available_memory() if ram_bytes is None else ram_bytes,
         vram_given=vram_bytes is not None,
         ram_given=ram_bytes is not None,
         notes=tuple(notes),

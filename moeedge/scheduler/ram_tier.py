@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
+from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache, ExpertTensor
@@ -200,7 +200,6 @@ class RamTier:
     def stats(self, *, n_all: int) -> PlacementStats:
         """The figures since the session began; n_all: experts of the model."""
         info = self.cache.info
-        memory = psutil.virtual_memory()
         return self._recorder.read(
             self.cache.stats(),
             device="RAM",
@@ -208,8 +207,8 @@ class RamTier:
             cache_ratio=info.n_slots / n_all,
             slots_total=info.n_slots,
             pool_bytes=info.pool_bytes,
-            vram_used_bytes=memory.total - memory.available,
-            vram_total_bytes=memory.total,
+            vram_used_bytes=total_memory() - available_memory(),
+            vram_total_bytes=total_memory(),
         )
 
     def close(self) -> None:

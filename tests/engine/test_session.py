@@ -278,7 +278,7 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
 
 def test_a_context_larger_than_the_memory(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(available=1 << 30, total=1 << 34)
-    monkeypatch.setattr("moeedge.llama.context_size.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     with pytest.raises(InputError, match=r"GiB of KV cache, but 1\.0 GiB of memory are free"):
         Session.open(options(pair, n_ctx=MAX_N_CTX))
 

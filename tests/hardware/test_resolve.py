@@ -6,13 +6,13 @@ import socket
 import threading
 from collections.abc import Callable
 
-import psutil
 import pytest
 
 from moeedge import native
 from moeedge.errors import BackendError, DeviceError
 from moeedge.hardware import devices, nvidia, rpc
 from moeedge.hardware.devices import ResolvedDevice, check_known, list_devices, resolve
+from moeedge.hardware.memory import total_memory
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import library
 from tests.support.worker import WorkerProcess
@@ -117,7 +117,7 @@ def test_emulated_is_labelled() -> None:
     found = _resolve("emulated:link=25GB/s,threads=1")
     assert found.label == "emulated (CPU, link 25 GB/s)"
     assert (found.ggml_name, found.link_bytes_per_s, found.threads) == ("emulated", 25_000_000_000, 1)
-    assert 0 < found.free_bytes < found.total_bytes == psutil.virtual_memory().total
+    assert 0 < found.free_bytes < found.total_bytes == total_memory()
 
 
 def test_devices_of_this_machine() -> None:

@@ -494,7 +494,7 @@ def test_on_by_itself_only_where_the_host_part_does_not_fit(
     tensors, _ = expert_tensors(path)
     config = replace(hybrid_config(path, None, 0.3, device=DEVICE), ram="auto", n_gpu_layers=None)
     free = SimpleNamespace(available=path.stat().st_size - 1, total=1 << 40)
-    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     assert not resolve_device(config).loads_misses, "the dense weights are on the GPU"
     assert resolve_device(replace(config, n_gpu_layers=0)).loads_misses
     free.available = expert_bytes(tensors)

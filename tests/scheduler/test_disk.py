@@ -108,6 +108,9 @@ def test_the_best_has_few_and_small_requests() -> None:
     found = DiskCalibration("m", 1, 1, 1, "", "ext4", True, rates, seconds=1.0)
     # of 1 request and 2 MiB the neighbours have 2 requests, 1 and 4 MiB
     assert found.best == ReadRate(1, 2**21, 1e9, 1)
+    # more requests need smaller pieces
+    assert found.best_from(4) == ReadRate(4, 2**19, 1e9, 1)
+    assert found.best_from(16) == found.best
     one = replace(found, rates=rates[:1])
     assert one.best == rates[0]
     assert DiskCalibration.from_json(found.to_json()) == found

@@ -136,7 +136,7 @@ void pair_columns::read_weights(const ggml_tensor * t) {
     }
 }
 
-// zeros instead of the columns of pairs without weight, which nobody computes
+// zeros instead of the columns of pairs without weight, which are not computed
 void pair_columns::clear_unweighted(const expert_chain & chain) {
     const int64_t n_used = chain.n_used();
     for (int64_t p = 0; p < (int64_t) weights.size(); p++) {

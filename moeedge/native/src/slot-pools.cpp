@@ -32,7 +32,7 @@ void slot_pools::free() {
     n_bytes = 0;
 }
 
-// behind the last slot, see slot_pools::zero_slot: nothing is launched ahead where the host's memory is the device's
+// after the last slot, see slot_pools::zero_slot: nothing is launched ahead where the host's memory is the device's
 static int n_zero_slots(const cache_device & device) {
     return device.is_host ? 0 : 1;
 }

@@ -1,0 +1,68 @@
+"""Memory of this machine, or of the container in which this process runs, if that may use less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_MEMBERSHIP = Path("/proc/self/cgroup")  # Linux only
+_GROUPS = Path("/sys/fs/cgroup")
+# of version 2 and 1 of control groups: limits, use, and the page cache in memory.stat, which the kernel drops first
+_NO_LIMIT = 1 << 60  # bytes; version 1 has numbers above it where there is no limit
+_LIMITS = (("memory.max", "memory.high"), ("memory.limit_in_bytes",))
+_USED = ("memory.current", "memory.usage_in_bytes")
+_CACHED = (("active_file", "inactive_file"), ("total_active_file", "total_inactive_file"))
+
+
+def available_memory() -> int:
+    """Bytes that programs can take without swapping."""
+    free = [psutil.virtual_memory().available]
+    for limit, version, folder in _limits():
+        with suppress(OSError, ValueError, KeyError):
+            free.append(max(0, limit - _used(version, folder)))
+    return min(free)
+
+
+def total_memory() -> int:
+    """Bytes of the machine, or that its container may use."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _version, _folder in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int, Path]]:
+    """The control groups of this process that limit its memory: bytes, version and folder."""
+    for version, folder in _groups():
+        with suppress(OSError, ValueError):  # a group without this controller
+            limit = min(_number(folder / name) for name in _LIMITS[version])
+            if limit < _NO_LIMIT:
+                yield limit, version, folder
+
+
+def _used(version: int, folder: Path) -> int:
+    """Bytes of a control group that are in use, without the page cache."""
+    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    stat = dict(line.split() for line in lines)
+    return max(0, _number(folder / _USED[version]) - sum(int(stat[name]) for name in _CACHED[version]))
+
+
+def _groups() -> Iterator[tuple[int, Path]]:
+    """Index of the version, and folder, of the control groups of this process and of those around them."""
+    try:
+        lines = _MEMBERSHIP.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, name = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        version, root = (0, _GROUPS) if number == "0" else (1, _GROUPS / "memory")
+        # in a container the folders of its own groups may be those at the root
+        folder = root / name.lstrip("/")
+        yield from ((version, each) for each in (folder, *folder.parents) if each == root or root in each.parents)
+
+
+def _number(file: Path) -> int:
+    text = file.read_text(encoding="ascii").strip()
+    return _NO_LIMIT if text == "max" else int(text)
