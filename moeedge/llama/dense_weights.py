@@ -19,6 +19,8 @@ from moeedge.errors import ModelFileError
 from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file
 from moeedge.native.mapping import (
+    N_READERS,
+    PIECE_BYTES,
     FileVersion,
     Mapped,
     advise_normal,
@@ -28,8 +30,6 @@ from moeedge.native.mapping import (
     pages_of,
 )
 
-_N_READERS = 4
-_PIECE_BYTES = 1 << 20
 _PADDING_BYTES = 4096  # tensors are aligned by less
 _SPARE_BYTES = 256 << 20  # what stays free when dense weights get memory of their own
 _LAYER = re.compile(r"^blk\.(\d+)\.")
@@ -189,7 +189,7 @@ def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
 
 
 def _read_pieces(path: Path, pieces: Sequence[tuple[int, int]]) -> None:
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_N_READERS) as pool:
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
         descriptor = file.fileno()
         if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -211,4 +211,4 @@ def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, 
 
 def _pieces(offset: int, n_bytes: int) -> list[tuple[int, int]]:
     end = offset + n_bytes
-    return [(at, min(_PIECE_BYTES, end - at)) for at in range(offset, end, _PIECE_BYTES)]
+    return [(at, min(PIECE_BYTES, end - at)) for at in range(offset, end, PIECE_BYTES)]

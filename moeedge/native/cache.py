@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
 from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, ReadFault, Repack, Status
 from moeedge.native.library import load
+from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
 from moeedge.native.structs import (
     TEXT_64,
@@ -162,7 +163,7 @@ class ExpertCache:
         self._settings: dict[str, tuple[int, ...]] = {}  # arguments of the last moeedge_cache_set_* call of each kind
         self._ram: ExpertCache | None = None  # that experts are read from
         self._earlier: CacheStats | None = None  # counters before the last resize
-        self._files = [_identity(path) for path in config.files]
+        self._files = [_version(path) for path in config.files]
         self._residency = np.zeros((config.n_layers, config.n_experts), dtype=np.uint8)
         self._residency_address = self._residency.ctypes.data
         self._open()
@@ -196,8 +197,8 @@ class ExpertCache:
         were not read are dropped. Staging slots go with a ratio of 0, which is what remains where not even one slot per
         group fits. Raises what else `open` raises, and the cache is closed.
         """
-        for path, identity in zip(self._config.files, self._files, strict=True):
-            if identity is not None and _identity(path) != identity:
+        for path, version in zip(self._config.files, self._files, strict=True):
+            if version is not None and _version(path) != version:
                 raise ModelFileError(f"{path} was changed or replaced while it was in use.")
         attached, before = list(self._attached), self.stats()
         self._earlier = replace(before, evictions=before.evictions + before.slots_used)
@@ -463,13 +464,12 @@ class ExpertCache:
         return out.raw
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """What tells a file from another one, or from itself after a change; None: it cannot be looked up."""
+def _version(path: Path) -> FileVersion | None:
+    """Its version; None: it cannot be looked up."""
     try:
-        status = path.stat()
+        return FileVersion.of(path)
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _victims(victims: NDArray[np.int32], utility: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -19,8 +19,8 @@ from moeedge.native.library import load
 _MAPS = Path("/proc/self/maps")  # Linux only
 _NORMAL = 0  # MADV_NORMAL
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_N_READERS = 4
-_PIECE_BYTES = 1 << 20  # a multiple of every page size
+N_READERS = 4
+PIECE_BYTES = 1 << 20  # a multiple of every page size
 _FAILED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 
@@ -123,9 +123,9 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
     ESTALE if it is not of that version any more.
     """
     n_copied = 0
-    descriptor = _open_direct(file)
+    descriptor, _is_direct = open_direct(file)
     try:
-        with ThreadPoolExecutor(_N_READERS) as pool:
+        with ThreadPoolExecutor(N_READERS) as pool:
             for each in pages:
                 copy = _libc().mmap(
                     None, each.n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
@@ -172,8 +172,7 @@ def _read(pool: ThreadPoolExecutor, descriptor: int, to: Mapped, file_bytes: int
     """Fills pages from the file in pieces, several at once; what is after the file's end stays zero."""
     n_bytes = min(to.n_bytes, file_bytes - to.offset)
     pieces = [
-        Mapped(to.address + at, to.offset + at, min(_PIECE_BYTES, n_bytes - at))
-        for at in range(0, n_bytes, _PIECE_BYTES)
+        Mapped(to.address + at, to.offset + at, min(PIECE_BYTES, n_bytes - at)) for at in range(0, n_bytes, PIECE_BYTES)
     ]
     for _done in pool.map(lambda piece: _read_piece(descriptor, piece), pieces):
         pass
@@ -190,17 +189,20 @@ def _read_piece(descriptor: int, piece: Mapped) -> None:
             raise OSError(errno.ESTALE, "it ended too early")
 
 
-def _open_direct(file: Path) -> int:
-    """A descriptor whose reads go past the page cache, where the file system has such reads. Raises OSError."""
+def open_direct(file: Path) -> tuple[int, bool]:
+    """A descriptor for reading, and whether its reads go past the page cache: not all file systems have such reads.
+
+    Raises OSError.
+    """
     with suppress(OSError, AttributeError):
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         try:
             with mmap.mmap(-1, _PAGE) as page:
                 os.preadv(descriptor, [page], 0)
-            return descriptor
+            return descriptor, True
         except OSError:  # the file system opens files for direct reads and has none
             os.close(descriptor)
-    return os.open(file, os.O_RDONLY)
+    return os.open(file, os.O_RDONLY), False
 
 
 @cache

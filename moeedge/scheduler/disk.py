@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
+from moeedge.native.mapping import open_direct
 from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
 
 SCHEMA = 1
@@ -37,7 +38,6 @@ _PASSES = 3  # in an order of their own; the median counts, as another program m
 _READ_S = 0.15  # of each depth and size in each pass
 _ENOUGH = 0.95  # of the best rate
 _IN_MEMORY = ("tmpfs", "ramfs")
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
 @dataclass(frozen=True)
@@ -240,19 +240,15 @@ def _places(ranges: dict[Path, list[tuple[int, int]]], size: int) -> NDArray[np.
 
 
 def _open(files: Sequence[Path], stack: ExitStack) -> tuple[list[int], bool]:
-    """Descriptors of the files, and whether reads go past the page cache. Raises ModelFileError."""
-    for flags in (getattr(os, "O_DIRECT", 0), 0):
+    """Descriptors of the files, and whether all reads go past the page cache. Raises ModelFileError."""
+    opened: list[tuple[int, bool]] = []
+    for file in files:
         try:
-            opened = []
-            for file in files:
-                opened.append(os.open(file, os.O_RDONLY | flags))
-                stack.callback(os.close, opened[-1])
-            return opened, bool(flags)
+            opened.append(open_direct(file))
         except OSError as error:
-            if not flags or error.errno not in _NO_DIRECT:
-                message = f"Cannot read {error.filename}: {error.strerror}."
-                raise ModelFileError(message, "Check its permissions.") from error
-    raise AssertionError("the last way either opens the files or fails")
+            raise ModelFileError(f"Cannot read {file}: {error.strerror}.", "Check its permissions.") from error
+        stack.callback(os.close, opened[-1][0])
+    return [descriptor for descriptor, _ in opened], all(is_direct for _, is_direct in opened)
 
 
 def _mount_of(model: Path) -> tuple[str, str]:

@@ -242,7 +242,7 @@ def test_no_thread_reads_into_memory_that_was_freed(tmp_path: Path, monkeypatch:
         time.sleep(0.1)
         events.append("read")
 
-    monkeypatch.setattr(mapping, "_PIECE_BYTES", PAGE)
+    monkeypatch.setattr(mapping, "PIECE_BYTES", PAGE)
     monkeypatch.setattr(mapping, "_read_piece", read)
     monkeypatch.setattr(mapping._libc(), "munmap", lambda *_memory: events.append("freed"))
     with pytest.raises(OSError, match="Input/output"):

@@ -73,7 +73,6 @@ class direct_file {
     int  read(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce, read_faults & faults);
     // whether reads bypass the page cache
     bool is_direct() const { return direct.load(std::memory_order_relaxed); }
-    int64_t size() const { return (int64_t) opened.st_size; }
     // bytes that reads have asked the system for so far, blocks as a whole
     int64_t bytes_read() const { return n_bytes.load(std::memory_order_relaxed); }
 

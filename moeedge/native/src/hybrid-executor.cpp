@@ -44,15 +44,6 @@ class pin_guard {
     const std::vector<int32_t> & slots;
 };
 
-static moeedge_block_record new_record(const expert_chain & chain, int phase, enum moeedge_prefill_path path) {
-    moeedge_block_record record = {};
-    record.layer                = chain.layer;
-    record.phase                = phase;
-    record.path                 = path;
-    record.n_tokens             = (int32_t) chain.n_tokens();
-    return record;
-}
-
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : pair_columns(cpu_backend, dev), cache(std::move(c)), cpu_dev(dev), worker(std::make_shared<device_worker>(cache)),
       device_graphs(new subgraph_set(ggml_backend_get_device(cache->device().compute), cache->device().buft,

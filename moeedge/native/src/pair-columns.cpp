@@ -17,6 +17,15 @@ static bool run_here(const std::function<void()> & work) {
 pair_columns::pair_columns(ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : cpu(cpu_backend), cpu_graphs(dev, ggml_backend_cpu_buffer_type(), run_here) {}
 
+moeedge_block_record pair_columns::new_record(const expert_chain & chain, int phase, enum moeedge_prefill_path path) {
+    moeedge_block_record record = {};
+    record.layer                = chain.layer;
+    record.phase                = phase;
+    record.path                 = path;
+    record.n_tokens             = (int32_t) chain.n_tokens();
+    return record;
+}
+
 // ggml may give the output the memory of the input, since the graph has read the input when it writes the output
 void pair_columns::read_input(const expert_chain & chain, bool keep) {
     input_data = (const char *) chain.input->data;

@@ -9,6 +9,7 @@
 #include "expert-chain.h"
 #include "expert-matmuls.h"
 #include "ggml-backend.h"
+#include "moeedge.h"
 #include "subgraph-set.h"
 
 namespace moeedge {
@@ -45,6 +46,8 @@ class pair_columns {
 
   protected:
     using index_list = std::vector<int32_t>; // of pairs: token * n_used + place
+
+    static moeedge_block_record new_record(const expert_chain & chain, int phase, enum moeedge_prefill_path path);
 
     void          read_input(const expert_chain & chain, bool keep);
     void          read_weights(const ggml_tensor * t);

@@ -216,15 +216,6 @@ bool ram_executor::compute_pairs(const placed_chain & placed, moeedge_block_reco
     return ok;
 }
 
-static moeedge_block_record new_record(const expert_chain & chain, int phase) {
-    moeedge_block_record record = {};
-    record.layer                = chain.layer;
-    record.phase                = phase;
-    record.path                 = MOEEDGE_PREFILL_PATH_RESIDENT;
-    record.n_tokens             = (int32_t) chain.n_tokens();
-    return record;
-}
-
 const float * ram_executor::columns(const placed_chain & placed, const index_list & pairs, const block_inputs & inputs,
                                     moeedge_block_record & record) {
     const int64_t begin_ns = now_ns();
@@ -234,7 +225,7 @@ const float * ram_executor::columns(const placed_chain & placed, const index_lis
     device      = inputs.device;
     n_device    = inputs.n_device;
     last_status = GGML_STATUS_SUCCESS;
-    record      = new_record(placed.chain, inputs.phase);
+    record      = new_record(placed.chain, inputs.phase, MOEEDGE_PREFILL_PATH_RESIDENT);
     forget_pairs();
     place_of.assign(experts.size(), 0);
     for (size_t i = 0; i < pairs.size(); i++) {
@@ -264,7 +255,7 @@ block_outcome ram_executor::compute(const placed_chain & placed, int phase, bool
         read_weights(placed.sum.weights);
     }
     sort_pairs(skips_unweighted);
-    moeedge_block_record record = new_record(chain, phase);
+    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
     if (!compute_pairs(placed, record)) {
         return BLOCK_ABORTED;
     }
