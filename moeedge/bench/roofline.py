@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.native.kernels import read_speed
@@ -37,7 +36,7 @@ class Roofline:
 def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     """Measures the read speed; None where weights are on a GPU, or where memory is short."""
     n_bytes = max(_BYTES_MIN, _CACHES * _last_cache_bytes())
-    if model.uses_gpu or n_bytes > _FREE_SHARE * psutil.virtual_memory().available:
+    if model.uses_gpu or n_bytes > _FREE_SHARE * available_memory():
         return None
     info = model.info
     tensors = [tensor for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]

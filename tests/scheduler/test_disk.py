@@ -62,7 +62,8 @@ def test_reads_are_aligned_and_among_the_experts(wide: Path, monkeypatch: pytest
     preadv = os.preadv
 
     def watch(file: int, buffers: list[bytearray], offset: int) -> int:
-        seen.append((offset, len(buffers[0])))
+        if offset > 0:  # not to find out whether the file system has direct reads
+            seen.append((offset, len(buffers[0])))
         return preadv(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", watch)
