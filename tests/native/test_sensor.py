@@ -18,7 +18,7 @@ from tests.support.sensed import sensed_context
 from tests.support.stock import StockContext, tap_context
 
 PROMPT = np.random.default_rng(2).integers(0, 256, 24).tolist()
-LONG = np.random.default_rng(3).integers(0, 256, 80).tolist()  # sensed from inside the graph, not after it
+LONG = np.random.default_rng(3).integers(0, 256, 80).tolist()
 SENSING = [OffloadScope.MOE, OffloadScope.ALL]
 by_scope = pytest.mark.parametrize("scope", SENSING, ids=lambda scope: scope.name.lower())
 
@@ -58,10 +58,11 @@ def test_frames_equal_the_evaluation_callback(case: str, scope: OffloadScope, ti
 
 
 @by_scope
-def test_bundled_target(scope: OffloadScope, bundled_pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_bundled_target(scope: OffloadScope, n_threads: int, bundled_pair: tuple[Path, Path]) -> None:
     """48 layers, a prompt of several graphs and a verification: ids, weights and counts."""
-    stock, tap = tap_context(bundled_pair[0], n_ubatch=128)
-    ours, sensor = sensed_context(bundled_pair[0], scope, n_ubatch=128)
+    stock, tap = tap_context(bundled_pair[0], n_ubatch=128, n_threads=n_threads)
+    ours, sensor = sensed_context(bundled_pair[0], scope, n_ubatch=128, n_threads=n_threads)
     with stock, ours:
         n_vocab = stock.n_vocab
         for n_tokens in (200, 9, 1):

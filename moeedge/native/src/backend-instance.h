@@ -17,6 +17,7 @@
 #include "ggml-backend-impl.h"
 #include "hybrid-executor.h"
 #include "moe-blocks.h"
+#include "operation-steps.h"
 #include "ram-executor.h"
 #include "router-inputs.h"
 #include "routing-sensor.h"
@@ -28,6 +29,7 @@ struct parsed_graph {
     std::vector<moe_block>    blocks;
     std::vector<placed_chain> placed; // one per block while a cache is attached or pairs without weight are left out
     std::vector<router_input> inputs; // while activations are captured or a hook is set
+    operation_steps           steps;  // when the blocks can be read
 };
 
 struct instance {
@@ -47,9 +49,14 @@ struct instance {
 
     ggml_abort_callback abort      = nullptr; // whether to stop computing; null: never
     void *              abort_data = nullptr;
+    // of the CPU backend; null: it has none
+    ggml_backend_set_abort_callback_t set_cpu_abort     = nullptr;
+    bool                              counts_operations = false; // blocks are read between the operations of a graph
 
     std::unique_ptr<routing_sensor> sensor; // null until configured
     expert_matmuls                  matmuls; // what the CPU computes of graphs
+    bool                            needs_ids  = false; // blocks were computed apart, and may be again
+    bool                            keeps_ids  = false; // the graph that llama.cpp planned last has ids and weights at its end
     int64_t                         n_graphs   = 0;
     int64_t                         n_blocks   = 0;
     int64_t                         sense_ns   = 0;
@@ -76,16 +83,9 @@ struct instance {
     // why optimize_graph failed; it cannot return a status, so the next graph_compute does
     enum ggml_status optimize_status = GGML_STATUS_SUCCESS;
 
-    // scratch for graphs that are sensed from inside, kept to avoid allocations
-    struct probe {
-        instance *        self;
-        const moe_block * block;
-    };
-    std::vector<probe>         probes; // user data of the sensor's nodes
-    std::vector<ggml_tensor *> nodes;
-    std::vector<uint8_t>       arena; // the sensor's nodes
-    std::vector<int32_t>       hook_ids;
-    std::vector<float>         hook_input;
+    // scratch, kept to avoid allocations
+    std::vector<int32_t> hook_ids;
+    std::vector<float>   hook_input;
 };
 
 // live instances, guarded by a mutex; the only global state

@@ -1,23 +1,21 @@
 #include "graph-compute.h"
 
-#include <algorithm>
-
 #include "backend-instance.h"
 #include "ggml-impl.h"
 #include "timing.h"
 
 namespace moeedge {
 
-// Small batches are read after the graph is done: no thread waits. The allocator must then keep ids and weights of all
-// layers, which spreads the activations of a large batch over more memory than the caches hold (3.5 % of prefill). So large
-// batches are read from inside the graph, by one node per block; the cost of its barrier is negligible there.
-static constexpr int64_t n_tokens_read_after = 32;
+// Where blocks are computed apart (an expert cache, a hook), ids and weights of small batches are read after the graph: the
+// allocator then keeps those of all layers, which spreads the activations of a large batch over more memory than the caches hold
+// (3.5 % of prefill).
+static constexpr int64_t n_tokens_kept = 32;
 
 // a step has two graphs per layer where a GPU computes the rest; llama.cpp keeps few batch sizes at a time
 static constexpr size_t n_parsed_max = 1024;
 
-static bool is_read_after(const std::vector<moe_block> & blocks) {
-    return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_read_after;
+static bool is_small_batch(const std::vector<moe_block> & blocks) {
+    return blocks.empty() || blocks.front().ids->ne[1] <= n_tokens_kept;
 }
 
 static bool reads_inputs(const instance * self) {
@@ -43,11 +41,15 @@ void optimize_graph(instance * self, ggml_cgraph * graph, ggml_backend_graph_opt
             }
         }
     }
-    std::vector<moe_block> blocks;
-    if (self->sensor) {
-        find_blocks(graph, blocks);
+    // llama.cpp reuses the graph, also when a cache was detached and attached again
+    self->needs_ids = self->needs_ids || self->hybrid || self->from_ram || self->hook || self->pairs;
+    self->keeps_ids = self->needs_ids && self->sensor;
+    if (!self->keeps_ids) {
+        return;
     }
-    if (!is_read_after(blocks)) {
+    std::vector<moe_block> blocks;
+    find_blocks(graph, blocks);
+    if (!is_small_batch(blocks)) {
         return;
     }
     for (const moe_block & block : blocks) {
@@ -66,49 +68,66 @@ static void sense_block(instance * self, const moe_block & block) {
     self->n_blocks++;
 }
 
-// computed by the CPU backend's threads like any operation; the bytes are few enough for one thread
-static void sense_block_node(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    if (ith == 0) {
-        const int64_t           begin_ns = now_ns();
-        const instance::probe * probe    = (const instance::probe *) userdata;
-        sense_block(probe->self, *probe->block);
-        probe->self->sense_ns += now_ns() - begin_ns;
+// a graph that the CPU computes as it is, while its blocks are read
+struct sensed_run {
+    instance *           self;
+    const parsed_graph * parsed;
+    size_t               i_block; // the next to read
+    int                  n_calls;
+};
+
+static void sense_ready_blocks(sensed_run & run) {
+    const std::vector<int> & read_at = run.parsed->steps.read_at;
+    if (run.i_block == read_at.size() || read_at[run.i_block] > run.n_calls) {
+        return;
     }
-    GGML_UNUSED(dst);
-    GGML_UNUSED(nth);
+    const int64_t begin_ns = now_ns();
+    while (run.i_block < read_at.size() && read_at[run.i_block] <= run.n_calls) {
+        sense_block(run.self, run.parsed->blocks[run.i_block++]);
+    }
+    run.self->sense_ns += now_ns() - begin_ns;
 }
 
-// a copy of the graph with a sensor node before each block's first expert matmul; uses and hashes stay the original's,
-// so that the CPU backend fuses what it fuses in stock
-static ggml_cgraph extend_graph(instance * self, const std::vector<moe_block> & blocks, const ggml_cgraph * graph) {
-    const size_t n_blocks = blocks.size();
-    self->arena.resize(std::max(self->arena.size(), (n_blocks + 1) * (ggml_tensor_overhead() + GGML_MEM_ALIGN)));
-    ggml_context * ctx = ggml_init({ self->arena.size(), self->arena.data(), /* .no_alloc = */ true });
+// the CPU backend's abort callback, called by its thread 0, which is ours
+static bool sense_between_operations(void * data) {
+    sensed_run & run = *(sensed_run *) data;
+    run.n_calls++;
+    sense_ready_blocks(run);
+    return run.self->abort && run.self->abort(run.self->abort_data);
+}
 
-    self->probes.resize(n_blocks); // sized before pointers into it are taken
-    self->nodes.clear();
-    int i_from = 0;
-    for (size_t b = 0; b < n_blocks; b++) {
-        const moe_block & block = blocks[b];
-        self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + block.i_first);
-        i_from = block.i_first;
-
-        self->probes[b]      = { self, &block };
-        ggml_tensor * args[] = { block.ids };
-        ggml_tensor * node   = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, 1, sense_block_node, /* n_tasks = */ 1,
-                                              &self->probes[b]);
-        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
-        self->nodes.push_back(node);
+// Lets the CPU backend call `sense_between_operations`, and llama.cpp's callback again in the end.
+class sensing_scope {
+  public:
+    explicit sensing_scope(sensed_run & run) : self(run.self) {
+        self->set_cpu_abort(self->cpu, sense_between_operations, &run);
     }
-    self->nodes.insert(self->nodes.end(), graph->nodes + i_from, graph->nodes + graph->n_nodes);
-    ggml_free(ctx); // frees the bookkeeping only: the nodes live in the arena
+    ~sensing_scope() { self->set_cpu_abort(self->cpu, self->abort, self->abort_data); }
+    sensing_scope(const sensing_scope &)             = delete;
+    sensing_scope & operator=(const sensing_scope &) = delete;
 
-    ggml_cgraph extended = *graph;
-    extended.nodes       = self->nodes.data();
-    extended.n_nodes     = (int) self->nodes.size();
-    extended.size        = extended.n_nodes;
-    extended.uid         = 0;
-    return extended;
+  private:
+    instance * self;
+};
+
+// the entire graph on the CPU, its blocks read meanwhile
+static enum ggml_status compute_whole(instance * self, const parsed_graph & parsed, ggml_cgraph * graph) {
+    if (parsed.blocks.empty() || !self->sensor) {
+        return self->matmuls.compute(self->cpu, graph);
+    }
+    sensed_run run = { self, &parsed, 0, 0 };
+    sense_ready_blocks(run);
+    enum ggml_status status;
+    {
+        sensing_scope scope(run);
+        status = self->matmuls.compute(self->cpu, graph);
+    }
+    if (status == GGML_STATUS_SUCCESS && run.n_calls != parsed.steps.n_calls) {
+        GGML_LOG_ERROR("moeedge: the CPU backend ran %d operations instead of %d: graphs are computed in parts from now on\n",
+                       run.n_calls, parsed.steps.n_calls);
+        self->counts_operations = false;
+    }
+    return status;
 }
 
 // llama.cpp reuses graphs, so findings are kept by ggml's id of the graph (0: it has none)
@@ -119,6 +138,7 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
     }
     parsed_graph found;
     find_blocks(graph, found.blocks);
+    found.steps = find_steps(graph, found.blocks);
     if (reads_inputs(self)) {
         find_router_inputs(graph, found.inputs);
     }
@@ -387,55 +407,57 @@ static void record_cpu_blocks(instance * self, const parsed_graph & parsed) {
 }
 
 static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) {
-    int64_t              begin_ns  = now_ns();
-    const parsed_graph & parsed    = parse_graph(self, graph);
-    const bool           is_after  = is_read_after(parsed.blocks);
-    const bool           no_device = !self->hybrid || self->cache->is_lost();
+    int64_t              begin_ns       = now_ns();
+    const parsed_graph & parsed         = parse_graph(self, graph);
+    const bool           is_small_graph = is_small_batch(parsed.blocks);
+    const bool           is_kept        = is_small_graph && self->keeps_ids; // ids outlive their blocks
+    const bool           no_device      = !self->hybrid || self->cache->is_lost();
     // prompts of any length take the path that was measured for them; splitting pays off for decoding only
     const bool is_prompt = self->phase == MOEEDGE_PHASE_PREFILL ||
                            (self->hybrid && !parsed.blocks.empty() &&
                             parsed.blocks.front().ids->ne[1] >= self->cache->prefill_tokens_min.load());
     const bool is_hybrid = !no_device && !parsed.blocks.empty() &&
                            (!is_prompt || self->cache->prefill_path.load() != MOEEDGE_PREFILL_PATH_CPU);
-    const bool skips_unweighted = self->pairs && self->phase == MOEEDGE_PHASE_VERIFY && is_after && !parsed.blocks.empty();
+    const bool skips_unweighted = self->pairs && self->phase == MOEEDGE_PHASE_VERIFY && is_small_graph && !parsed.blocks.empty();
     const bool has_hook = self->hook && self->phase != MOEEDGE_PHASE_PREFILL && is_small(parsed.inputs);
     self->sense_ns += now_ns() - begin_ns;
-    const bool          may_be_ahead = is_hybrid && is_after && !has_hook;
+    const bool          may_be_ahead = is_hybrid && is_kept && !has_hook;
     const block_outcome ahead        = may_be_ahead ? compute_ahead(self, parsed, graph) : BLOCK_NOT_COMPUTED;
     wait_for_inputs(self); // they are there if the block was computed
     // a forked process has none of the threads that load experts: it computes them from the mapped file
     const bool is_from_ram = self->from_ram && !parsed.blocks.empty() && !self->ram->is_lost();
-    if (!is_after && !is_hybrid && !is_from_ram) {
-        ggml_cgraph extended = extend_graph(self, parsed.blocks, graph);
-        return self->matmuls.compute(self->cpu, &extended);
-    }
-    enum ggml_status status;
+    const bool is_whole    = !is_hybrid && !is_from_ram && !has_hook && !skips_unweighted && self->counts_operations;
+    // reads the blocks here, or leaves them to be read after the graph
+    const graph_paths paths = { is_hybrid, has_hook, /* .sense_here = */ !is_kept, skips_unweighted };
+    enum ggml_status  status;
     if (ahead == BLOCK_ABORTED) {
         status = self->hybrid->status();
     } else if (ahead == BLOCK_SUMMED) {
         status = compute_part(self, graph, parsed.placed.front().sum.i_end, graph->n_nodes);
     } else if (is_from_ram) {
-        status = compute_from_ram(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
+        status = compute_from_ram(self, parsed, graph, paths);
     } else if (has_hook && parsed.blocks.empty()) {
         status = compute_dense_in_parts(self, parsed, graph);
-    } else if (has_hook || is_hybrid || skips_unweighted) {
-        status = compute_in_parts(self, parsed, graph, { is_hybrid, has_hook, /* .sense_here = */ !is_after, skips_unweighted });
+    } else if (is_whole) {
+        status = compute_whole(self, parsed, graph);
     } else {
-        status = self->matmuls.compute(self->cpu, graph);
+        status = compute_in_parts(self, parsed, graph, paths);
     }
-    if (status != GGML_STATUS_SUCCESS || !is_after) {
+    if (status != GGML_STATUS_SUCCESS) {
         return status;
     }
     begin_ns = now_ns();
-    for (const moe_block & block : parsed.blocks) {
-        sense_block(self, block);
+    if (is_kept && !is_whole) {
+        for (const moe_block & block : parsed.blocks) {
+            sense_block(self, block);
+        }
     }
     if (self->capture && is_small(parsed.inputs)) {
         for (const router_input & found : parsed.inputs) {
             self->capture->take(found);
         }
     }
-    if (is_hybrid) {
+    if (is_hybrid && is_kept) {
         record_cpu_blocks(self, parsed);
     }
     self->sense_ns += now_ns() - begin_ns;

@@ -3,7 +3,7 @@
 // Takes     by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
 // Forwards  the graph's nodes to an inner CPU backend instance, the experts' matmuls with kernels of ours that give the same bits
 //           (kernel-choice.h): results are bit-identical to stock's. Expert ids and
-//           router weights are read from memory, after the graph or (large batches) by extra nodes in it. With an expert
+//           router weights are read from memory, between operations or after the graph. With an expert
 //           cache attached the experts of a block run on its device and on the CPU.
 // Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts the same operations and
 //           buffers as the CPU, repacked weights included.
@@ -176,9 +176,8 @@ static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
 
 static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
     instance * self = instance_of(backend);
-    auto set        = (ggml_backend_set_abort_callback_t) cpu_proc_address(self, "ggml_backend_set_abort_callback");
-    if (set) {
-        set(self->cpu, callback, data);
+    if (self->set_cpu_abort) {
+        self->set_cpu_abort(self->cpu, callback, data);
     }
     self->abort      = callback;
     self->abort_data = data;
@@ -233,6 +232,8 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
         GGML_LOG_ERROR("moeedge: this process has no ggml CPU backend\n");
         return nullptr;
     }
+    self->set_cpu_abort     = (ggml_backend_set_abort_callback_t) cpu_proc_address(self.get(), "ggml_backend_set_abort_callback");
+    self->counts_operations = self->set_cpu_abort != nullptr;
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         ggml_backend_dev_t found = ggml_backend_dev_get(i);
         self->has_gpu |= is_gpu(found) && !is_rpc(found); // llama.cpp never computes on a remote worker of ours

@@ -1,0 +1,52 @@
+"""Routing is read between the operations of a graph: in stock's memory, and with the operations counted as they run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moeedge.native import OffloadScope
+
+ROOT = Path(__file__).parents[2]
+# batches of several sizes in turns; prints what the sensor saw
+SCRIPT = """
+import sys
+from pathlib import Path
+import numpy as np
+from moeedge.native import OffloadScope
+from tests.support.sensed import sensed_context
+
+context, sensor = sensed_context(Path(sys.argv[1]), OffloadScope[sys.argv[2]], n_threads=2)
+tokens = np.random.default_rng(5).integers(0, 256, 80).tolist()
+with context:
+    for n_tokens in (80, 1, 9, 1, 80, 24, 5):
+        context.decode(tokens[:n_tokens])
+        for frame in sensor.frames():
+            print(frame.n_tokens, frame.ids.tolist())
+"""
+
+
+def _run(model: Path, scope: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SCRIPT, str(model), scope]
+    return subprocess.run(
+        command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize("scope", [OffloadScope.NONE.name, OffloadScope.ALL.name])
+def test_no_batch_makes_ggml_reserve_memory_again(scope: str, tiny_moe: Path) -> None:
+    """GGML_SCHED_DEBUG_REALLOC=2: ggml ends the process where a graph does not fit what was reserved at first."""
+    result = _run(tiny_moe, scope, GGML_SCHED_DEBUG_REALLOC="2")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert bool(result.stdout) == (scope == OffloadScope.ALL.name)
+
+
+def test_operations_are_counted_as_they_run(tiny_moe: Path) -> None:
+    """With ggml's fusion and without: where the count differs, the library says so and computes graphs in parts."""
+    fused, apart = (_run(tiny_moe, OffloadScope.ALL.name, GGML_CPU_DISABLE_FUSION=off) for off in ("0", "1"))
+    assert fused.stdout == apart.stdout
+    assert "operations instead of" not in fused.stderr + apart.stderr
