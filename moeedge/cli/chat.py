@@ -112,6 +112,7 @@ def chat(
     if engine.draft_max is None:
         config = replace(config, auto_gamma=None)
     err = stderr_console()
+    config = replace(config, placement=replace(config.placement, calibrate_later=True))
     config = budget.config(replace(config, cpu_fallback=True, ram=parse_ram(ram)), notify=notifier(err))
     if verbose:
         show_log()

@@ -34,6 +34,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.model import Mode, Model
+from moeedge.llama.sequence import Cancelled
 from moeedge.native.devices import MemoryUse
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
@@ -403,6 +404,21 @@ class Session:
         """
         if self.placement is not None:
             self.placement.watch_memory()
+
+    def measure_postponed(self, cancel: Callable[[], bool]) -> None:
+        """Measures what `PlacementConfig.calibrate_later` has left for after the first answer; nothing after that.
+
+        cancel: asked now and then; after True a later call measures. Between answers: the KV caches are empty then.
+        """
+        placement = self.placement
+        if placement is None or placement.postponed is None or self._fell_back:
+            return
+        try:
+            self.calibration, note = placement.postponed(notify=self.notify, cancel=cancel)
+        except Cancelled:
+            return
+        placement.postponed = None
+        self.info.notes.append(note)
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""

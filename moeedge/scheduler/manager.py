@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
+from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.kept_activations import EarlierRuns, KeptActivations
@@ -81,6 +82,8 @@ class PlacementManager:
         self.ram = ram
         self.memory = memory if ram is None else ram.memory  # of slots in RAM; None: there are none
         self.notify: Notify = ignore
+        # a measurement that waits for the end of an answer: `postponed(notify=..., cancel=...)`
+        self.postponed: Callable[..., tuple[Calibration, Notification]] | None = None
         self._device = device
         self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
         self._sensor = target.sensor
@@ -148,6 +151,23 @@ class PlacementManager:
         """What earlier runs have left for a warm start in RAM; None without any."""
         kept = self._kept_activations if self.ram is None else self.ram.kept
         return kept.earlier_runs if kept is not None else None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """The cache is free for a measurement, which is not counted."""
+        self.detach()
+        before = self.cache.stats()
+        try:
+            yield
+        finally:
+            self._recorder.skip(before, self.cache.stats())
+            self.attach()
+
+    def use(self, remake_policy: Callable[[CacheShape], Policy]) -> None:
+        """Goes on with a fresh policy of that kind; no decode may run."""
+        self.wait()
+        self._remake_policy = remake_policy
+        self.driver.use(remake_policy(cache_shape(self.cache)))
 
     def begin_text(self) -> None:
         """A new conversation begins."""

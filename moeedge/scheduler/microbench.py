@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
+from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Notification, Notify
@@ -76,11 +77,12 @@ def calibrate(
     device: ResolvedDevice,
     *,
     notify: Notify,
+    cancel: Callable[[], bool] = lambda: False,
 ) -> Calibration | None:
     """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
 
-    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. Leaves KV
-    caches and slots empty.
+    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. cancel: asked
+    now and then; True raises Cancelled. Leaves KV caches and slots empty.
     """
     file: Path | None = None
     calibration: Calibration | None = None
@@ -97,7 +99,14 @@ def calibrate(
         n_verified = policy_config.gamma + 1
         paths = _device_paths(cache, config)
         calibration = measure(
-            target, draft, cache, policy, cap=policy_config.cap, n_verified=n_verified, device_paths=paths
+            target,
+            draft,
+            cache,
+            policy,
+            cap=policy_config.cap,
+            n_verified=n_verified,
+            device_paths=paths,
+            cancel=cancel,
         )
         try:
             if file is None:
@@ -138,6 +147,7 @@ def measure(
     cap: int,
     n_verified: int,
     device_paths: Sequence[DevicePath] = (DevicePath.PAIRS,),
+    cancel: Callable[[], bool] = lambda: False,
 ) -> Calibration:
     """Measures within about 3 s on a small model; the context must have CONTEXT_MIN tokens.
 
@@ -145,7 +155,7 @@ def measure(
     the cache detached, with the fastest path.
     """
     start_s = time.perf_counter()
-    run = _Run(target, cache, policy, n_verified)
+    run = _Run(target, cache, policy, n_verified, cancel)
     try:
         transfer_s, n_readers = run.time_transfers()
         run.learn(cap)
@@ -156,7 +166,7 @@ def measure(
         prefill_ts = run.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
     finally:
         run.close()
-    draft_s = _time_draft(draft, run.tokens) if draft is not None else 0.0
+    draft_s = _time_draft(draft, run.tokens, run.check) if draft is not None else 0.0
     return Calibration(
         units=run.cost_model(transfer_s, draft_s, step_s, path),
         step_s=step_s,
@@ -172,9 +182,12 @@ def measure(
 class _Run:
     """One measurement: the text goes through the target with the cache attached."""
 
-    def __init__(self, target: Context, cache: ExpertCache, policy: Policy, n_verified: int) -> None:
+    def __init__(
+        self, target: Context, cache: ExpertCache, policy: Policy, n_verified: int, cancel: Callable[[], bool]
+    ) -> None:
         assert target.sensor is not None
         self._target, self._cache, self._sensor = target, cache, target.sensor
+        self._cancel = cancel
         self._store = CacheStore(cache)
         self._driver = StepDriver(policy, self._store)
         self.n_verified = min(n_verified, target.n_ctx // 4)
@@ -192,6 +205,11 @@ class _Run:
         self._cache.clear()
         self._target.clear()
         self._sensor.read_counts()
+
+    def check(self) -> None:
+        """Raises Cancelled where the caller wants no measurement any more."""
+        if self._cancel():
+            raise Cancelled
 
     def time_transfers(self) -> tuple[float, int]:
         """Fills the slots with experts of all layers; seconds per transfer, 0 without one, and threads that read best.
@@ -219,6 +237,7 @@ class _Run:
 
     def _time_uploads(self, uploads: NDArray[np.int32]) -> float:
         """Seconds per transfer; 0 without one."""
+        self.check()
         before = self._cache.stats()
         self._store.push_uploads(uploads)
         self._store.drain(_DRAIN_S, _DRAIN_S)
@@ -237,6 +256,7 @@ class _Run:
             self._driver.observe(piece)
         start_s = time.perf_counter()
         for step in range(_STEPS):
+            self.check()
             first = self._target.n_past
             batch = self.tokens[first : first + size]
             if len(batch) < size or (step >= 3 and time.perf_counter() - start_s > _PART_LIMITS_S["steps"]):
@@ -302,6 +322,7 @@ class _Run:
         self._target.clear()
 
     def _time_decode(self, n: int, phase: Phase) -> float:
+        self.check()
         first = self._target.n_past
         start_s = time.perf_counter()
         self._target.decode(self.tokens[first : first + n], phase=phase, logits="all" if n <= 64 else "last")
@@ -384,7 +405,7 @@ def _timed(records: NDArray[np.void]) -> NDArray[np.void]:
     return exact if len(exact) >= _MIN_TIMED_BLOCKS else records
 
 
-def _time_draft(draft: Context, tokens: Sequence[int]) -> float:
+def _time_draft(draft: Context, tokens: Sequence[int], check: Callable[[], None]) -> float:
     """Median seconds that the draft model takes for a token."""
     n = min(8, draft.n_ctx // 4)
     n_vocab = draft.model.info.n_vocab
@@ -393,6 +414,7 @@ def _time_draft(draft: Context, tokens: Sequence[int]) -> float:
     draft.decode(known[:n], phase=Phase.DRAFT, logits="none")
     times = []
     for token in known[n : 2 * n]:
+        check()
         start_s = time.perf_counter()
         draft.decode([token], phase=Phase.DRAFT)
         times.append(time.perf_counter() - start_s)

@@ -16,7 +16,7 @@ from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath, Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification, Notify, ignore
-from moeedge.policies.base import CacheShape, CutoffPolicy, Policy
+from moeedge.policies.base import CacheShape, CutoffPolicy, Policy, PolicyConfig
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.cache_governor import CacheGovernor
@@ -110,26 +110,28 @@ def open_placement(
             stack.pop_all()
             return manager, None
         calibration = None
+        # the emulated device is not switched off where it does not pay, so that it can be measured later
+        postpones = config.calibrate and config.calibrate_later and device.kind == "emulated"
         if tier is None:
-            calibration = calibrate(target, draft, cache, config, policy_config, device, notify=notify)
+            allowed = replace(config, calibrate=False) if postpones else config
+            calibration = calibrate(target, draft, cache, allowed, policy_config, device, notify=notify)
         else:
             cache.set_readers(_TIER_READERS)
+        postpones = postpones and calibration is None and target.n_ctx >= CONTEXT_MIN
         notes.extend(_describe_placement(config, device, target, cache))
-        prefill = config.prefill
-        if prefill is PrefillPath.AUTO:
-            prefill = calibration.prefill_path if calibration is not None else PrefillPath.CPU
-        cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
         if config.device_path is not None:
             cache.set_device_path(config.device_path)
+        if calibration is None:
+            prefill = PrefillPath.CPU if config.prefill is PrefillPath.AUTO else config.prefill
+            cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
         if tier is not None:
             notes.append(Notification("Nothing was measured: where experts come from the disk, its rate decides."))
+        elif postpones:
+            notes.append(Notification("Experts are measured after the first answer; until then work is not balanced."))
         elif calibration is None:
             notes.append(_describe_unmeasured(target))
         else:
-            sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
-            notes.append(Notification(sentence, Level.INFO if calibration.kept else Level.WARNING))
-            cache.set_readers(calibration.n_readers)
-            cache.set_device_path(calibration.device_path)
+            notes.append(_apply(calibration, config, device, cache))
             policy_config = replace(policy_config, cost_model=calibration.units)
             if device.kind in ("gpu", "rpc") and not calibration.pays and not keep:
                 notes.append(
@@ -145,8 +147,48 @@ def open_placement(
         manager = _make_manager(
             cache, make, config, device, target, draft, gamma, notes, ram=tier, has_draft_states=has_draft_states
         )
+        if postpones:
+            manager.postponed = partial(_measure_now, manager, target, draft, config, policy_config, device)
         stack.pop_all()
         return manager, calibration
+
+
+def _apply(
+    calibration: Calibration, config: PlacementConfig, device: ResolvedDevice, cache: ExpertCache
+) -> Notification:
+    """Sets what was measured to be the fastest; returns the line that says so."""
+    prefill = calibration.prefill_path if config.prefill is PrefillPath.AUTO else config.prefill
+    cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
+    cache.set_readers(calibration.n_readers)
+    cache.set_device_path(calibration.device_path)
+    sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
+    return Notification(sentence, Level.INFO if calibration.kept else Level.WARNING)
+
+
+def _measure_now(
+    manager: PlacementManager,
+    target: Context,
+    draft: Context | None,
+    config: PlacementConfig,
+    policy_config: PolicyConfig,
+    device: ResolvedDevice,
+    *,
+    notify: Notify,
+    cancel: Callable[[], bool],
+) -> tuple[Calibration, Notification]:
+    """Measures with an open placement, and goes on with a policy that knows the result; KV caches and slots are empty.
+
+    Raises Cancelled once `cancel` returns True; the placement then goes on as it was, with empty slots.
+    """
+    with manager.measuring():
+        calibration = calibrate(
+            target, draft, manager.cache, config, policy_config, device, notify=notify, cancel=cancel
+        )
+    assert calibration is not None  # the context has room, and measuring is allowed
+    note = _apply(calibration, config, device, manager.cache)
+    measured = replace(policy_config, cost_model=calibration.units)
+    manager.use(partial(make_policy, config.policy, config=measured))
+    return calibration, note
 
 
 def _open_tier(config: PlacementConfig, target: Context, gamma: int, notes: list[str]) -> RamTier | None:

@@ -157,6 +157,10 @@ class StatsRecorder:
         self._schedule_s += seconds
         self._decode_s += seconds
 
+    def skip(self, before: CacheStats, after: CacheStats) -> None:
+        """Does not count what the cache has done in between."""
+        self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(after)))
+
     def time_plan(self, call: Callable[[], None]) -> None:
         """Runs the policy and its plans, in whichever thread, and counts the time."""
         start_s = time.perf_counter()

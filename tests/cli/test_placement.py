@@ -42,7 +42,7 @@ def test_placement_and_calibration_are_reported(pair: list[str]) -> None:
     result = chat(pair, *options)
     assert result.exit_code == 0
     assert "24 of 48" in result.stderr and "lru" in result.stderr
-    assert "Measured in " in notes(result) and "emulat" in notes(result)
+    assert "measured after the first answer" in notes(result) and "emulat" in notes(result)
     assert "Measured before" in notes(chat(pair, *options))
 
 

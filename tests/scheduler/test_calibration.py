@@ -12,7 +12,7 @@ import pytest
 
 from moeedge import paths
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.context import Context
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.notifications import Level, Notification, is_warning
@@ -239,3 +239,33 @@ def test_a_gpus_ways_of_computing_are_compared(tiny: TinyFactory, counting: Coun
         assert session.calibration is not None and set(session.calibration.device_path_s) == {DevicePath.COLUMNS}
     with Session.open(config(tiny)) as session:  # the emulated device computes in one way
         assert session.calibration is not None and set(session.calibration.device_path_s) == {DevicePath.PAIRS}
+
+
+def answer(session: Session) -> list[int]:
+    generation = session.generate(list(range(40)), n_predict=12, sampling=SamplingConfig(temperature=0.0))
+    for _ in generation:
+        pass
+    return generation.tokens
+
+
+def test_what_is_postponed_is_measured_after_an_answer(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny, calibrate=False)) as session:
+        expected = answer(session)
+    with Session.open(config(tiny, calibrate_later=True)) as session:
+        assert session.calibration is None and files() == []
+        assert answer(session) == expected
+        before = session.placement_stats()
+        session.measure_postponed(lambda: True)
+        assert session.calibration is None and files() == [], "cancelled: left for later"
+        session.measure_postponed(lambda: False)
+        first = session.calibration
+        assert first is not None and not first.from_file and len(files()) == 1
+        after = session.placement_stats()
+        assert before is not None and after is not None
+        counted = after - before
+        assert (counted.uploads, counted.pairs, counted.blocks, counted.steps) == (0, 0, 0, 0)
+        assert session.target.tokens == []
+        assert answer(session) == expected
+        session.measure_postponed(lambda: pytest.fail("measured again"))
+    with Session.open(config(tiny, calibrate_later=True)) as session:
+        assert session.calibration == replace(first, from_file=True, units=session.calibration.units)

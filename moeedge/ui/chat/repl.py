@@ -269,9 +269,19 @@ class Repl:
                 self.turns.append(Turn(answer.stats, answer.stop_reason or "interrupted", self.info, meter()))
                 print_turn(self._err, answer, self.info, meter)
                 self._say("")
+                if answer.stop_reason != "interrupted":
+                    self._measure_postponed()
         finally:
             self._close_question(answer)
         return Next.EXIT if self._single_turn or self._interrupt.ending else Next.READ
+
+    def _measure_postponed(self) -> None:
+        """Measure what was left for after the first answer; Ctrl-C leaves it for after the next."""
+        self._interrupt.arm()
+        try:
+            self.session.measure_postponed(self._interrupt)
+        finally:
+            self._interrupt.disarm()
 
     def _close_question(self, answer: Generation | None) -> None:
         """End the turn: keep the text of the answer, or take the question back if there is none.

@@ -138,4 +138,8 @@ def answer_once(
             print_notes(err, answer, meter)
         else:
             print_turn(err, answer, session.info, meter)
-        return interrupt.exit_code
+        code = interrupt.exit_code
+        if code == 0:
+            session.measure_postponed(interrupt)
+            code = interrupt.exit_code if interrupt.ending else 0
+        return code
