@@ -353,7 +353,7 @@ def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> Non
 def test_texts_share_the_context_of_models_larger_than_ram(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeedge.engine.session.RAM_TIER_N_CTX", 1024)
+    monkeypatch.setattr("moeedge.llama.context_size.RAM_TIER_N_CTX", 1024)
     with Session.open(replace(config, n_ctx=0, ram=1 << 24, draft=None, gamma=0)) as session:
         assert session.info.n_ctx == session.target.n_ctx == 512
 

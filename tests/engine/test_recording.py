@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moeedge.data.prompts import Prompt, user_turns
-from moeedge.engine.drafts import ModelDraft
+from moeedge.engine.drafts import ModelDraft, Proposal
 from moeedge.engine.recording import Recording, check_layers, record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -73,7 +73,12 @@ def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pyt
     session.observers.append(witness)
     assert _record(session).trace.hidden_states is None  # not requested
     assert isinstance(session.draft, ModelDraft)
-    monkeypatch.setattr(session.draft, "propose", partial(session.draft.propose, keep_hidden_states=True))
+    propose = session.draft.propose
+
+    def keeping(*arguments: Any, **options: Any) -> Proposal:
+        return propose(*arguments, **(options | {"keep_hidden_states": True}))
+
+    monkeypatch.setattr(session.draft, "propose", keeping)
     witness.records.clear()
     trace = _record(session).trace
     steps = [record for record in witness.records if record.n_verified]

@@ -152,6 +152,7 @@ def test_residency_of_a_session_reaches_the_budget(tiny: TinyFactory, tiny_draft
         assert session.placement is not None and isinstance(session.placement.cache, ExpertCache)
         greedy_answer(session, PROMPT, N_PREDICT)
         assert session.target.budget is not None and session.target.budget.residency is not None
+        assert session.placement.cache.drain(10.0)
         found = session.target.budget.residency()
         assert found is not None and np.array_equal(found, session.placement.cache.residency())
         session.placement.lose_device(context_usable=True)

@@ -443,12 +443,14 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
         n_used, room = memory.cache.stats().slots_used, list[int]()
         make_room = memory.make_room
         monkeypatch.setattr(memory, "make_room", lambda n_bytes: (room.append(n_bytes), make_room(n_bytes)))
-        try:
-            counting.set("fail_graph", 30)
-            tokens = greedy_answer(session, PROMPT, 24)
-        finally:
-            counting.set("fail_graph", 0)
-        assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
+        for _ in range(2):  # the first graph that fails may be one of the cache's own
+            if not room:
+                try:
+                    counting.set("fail_graph", 30)
+                    tokens = greedy_answer(session, PROMPT, 24)
+                finally:
+                    counting.set("fail_graph", 0)
+                assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
         dense = session.model.dense
         assert dense is not None and room[0] > dense.n_bytes
         n_left = memory.cache.info.n_slots

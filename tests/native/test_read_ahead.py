@@ -49,11 +49,11 @@ def test_a_prompt_reads_what_is_absent_once(tiny_moe: Path) -> None:
             for turn in range(3):
                 before = cache.stats()
                 context.clear()
-                context.decode(TOKENS, phase=Phase.PREFILL)
+                context.decode(TOKENS, phase=Phase.PREFILL, logits="all")  # so that the last layer has all tokens, too
                 now = cache.stats()
                 n_read = now.uploads - before.uploads
                 n_absent = n_all if turn == 0 else n_all - cache.info.n_slots
-                assert n_absent - 2 <= n_read <= (n_absent if turn == 0 else 2 * n_absent)
+                assert n_absent - 2 <= n_read <= (n_absent if turn == 0 else 3 * n_absent)
                 assert now.ahead_used <= now.ahead
                 assert turn > 0 or now.ahead_used > 0
             cache.detach()
