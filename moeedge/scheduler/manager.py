@@ -538,7 +538,7 @@ class PlacementManager:
             vram_used_bytes=memory[0] if memory else None,
             vram_total_bytes=memory[1] if memory else None,
             tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
-            lookahead=self.driver.lookahead,
+            lookahead=None if self._device.kind == "ram" else self.driver.lookahead,  # nothing is uploaded ahead there
             ram=None if self.ram is None else self.ram.stats(n_all=self._n_all),
             choice=None if self.governor is None else self.governor.choice,
         )

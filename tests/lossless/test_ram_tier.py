@@ -93,6 +93,7 @@ def test_any_policy(loaded: Loaded, policy: str) -> None:
             Session.open(config_of(loaded, 0.3, gamma=4, policy=policy))
         return
     with Session.open(config_of(loaded, 0.3, gamma=4, policy=policy)) as session:
+        assert session.placement is not None and session.placement.stats().lookahead is None
         assert_greedy(loaded.stock, PROMPT, greedy_answer(session, PROMPT, N_PREDICT), loaded.expected, policy)
 
 
