@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -184,7 +185,8 @@ class BudgetSweep:
     def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
         """Returns `modes`, those with drafts once per draft length, and our backend's then also once per budget.
 
-        The mode without a budget stays, before them: it is what they are compared with. Raises InputError where no
+        A mode that names its own length keeps it. The mode without a budget stays, before them: it is what they are
+        compared with. Raises InputError where no
         mode with our backend verifies drafts.
         """
         if self.budgets and not any(mode.engine == "moeedge" and mode.drafts for mode in modes):
@@ -196,7 +198,8 @@ class BudgetSweep:
         for mode in modes:
             ours = mode.engine == "moeedge" and mode.drafts
             own_cache = mode.has_own_cache or (ours and (len(self.gammas) > 1 or bool(self.budgets)))
-            for gamma in self.gammas if mode.drafts and len(self.gammas) > 1 else (mode.gamma,):
+            several = mode.drafts and mode.gamma is None and len(self.gammas) > 1
+            for gamma in self.gammas if several else (mode.gamma,):
                 plain = replace(mode, gamma=gamma, has_own_cache=own_cache)
                 swept += [plain, *(replace(plain, budget=budget) for budget in self.budgets if ours)]
         return tuple(swept)
@@ -225,13 +228,35 @@ def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:
 
 
 def parse_modes(text: str) -> tuple[BenchMode, ...]:
-    """Reads a comma-separated list of modes, each kept once. Raises InputError for an unknown name or an empty list."""
+    """Reads a comma-separated list of modes, each kept once. Raises InputError for an unknown name or an empty list.
+
+    A mode with drafts may name its draft length, or a range of them with a column for each: "stock-sd:1-8",
+    "moeedge:auto".
+    """
     hint = f"Choose from: {', '.join(MODES)}, separated by commas."
-    names = parse_list(text, "--modes", hint)
-    for name in names:
+    modes: list[BenchMode] = []
+    for element in parse_list(text, "--modes", hint):
+        name, has_lengths, lengths = element.partition(":")
         if name not in MODES:
             raise InputError(f"Unknown mode '{name}'.", hint)
-    return tuple(MODES[name] for name in names)
+        mode = MODES[name]
+        modes += [replace(mode, gamma=gamma) for gamma in _lengths(mode, lengths)] if has_lengths else [mode]
+    columns = Counter(mode.name for mode in modes if mode.engine == "moeedge")
+    return tuple(dict.fromkeys(replace(mode, has_own_cache=columns[mode.name] > 1) for mode in modes))
+
+
+def _lengths(mode: BenchMode, text: str) -> list[DraftLength]:
+    """Reads "4", "1-8" or "auto" after the name of a mode. Raises InputError."""
+    hint = f"Give a number of tokens, a range as 1-8, or auto: {mode.name}:4."
+    if not mode.drafts or mode.method == "replay":
+        raise InputError(f"The mode {mode.name} takes no draft length.", "Name stock-sd or moeedge.")
+    if text == "auto":
+        return ["auto"]
+    first, _, last = text.partition("-")
+    last = last or first
+    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last) <= GAMMA_MAX:
+        raise InputError(f"'{text}' is no draft length from 1 to {GAMMA_MAX}.", hint)
+    return list(range(int(first), int(last) + 1))
 
 
 def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:

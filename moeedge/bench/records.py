@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import moeedge
+from moeedge.bench.best_stock import StockRatio, stock_record
 from moeedge.bench.budgets import BudgetFigures, figures_record
 from moeedge.bench.config import MODES, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm
@@ -129,6 +130,7 @@ class BenchRow:
     parallel: ParallelFigures | None = None  # where several texts were decoded together
     ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
     ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
+    best_stock: tuple[StockRatio, ...] = ()  # over the fastest stock mode; of rows with our backend
     simulated_ts: float | None = None  # tokens/s of a replayed cache by the simulator
     simulated_moeedge_ts: float | None = None  # the same of moeedge with as much memory, to compare with
 
@@ -196,6 +198,7 @@ class BenchRow:
             "ratio_cpu": self.ratio_cpu,
             "ratio_ncmoe": self.ratio_ncmoe,
             "ratio_pp_ncmoe": self.ratio_pp_ncmoe,
+            **stock_record(self.best_stock),
             "simulated_tg_ts": self.simulated_ts,
             "simulated_moeedge_tg_ts": self.simulated_moeedge_ts,
             **figures_record(self.figures),
@@ -217,11 +220,12 @@ def make_row(
     setup: dict[str, Any],
     figures: BudgetFigures | None = None,
     parallel: ParallelFigures | None = None,
+    best_stock: tuple[StockRatio, ...] = (),
 ) -> BenchRow:
     """Returns the row of `samples`, all of one mode and test.
 
     reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`. figures: where
-    expert budgets are compared. parallel: where texts were decoded together.
+    expert budgets are compared. parallel: where texts were decoded together. best_stock: of a mode with our backend.
     """
     steps = sum(sample.steps for sample in samples)
     experts_sum = sum(sample.experts_sum for sample in samples)
@@ -252,6 +256,7 @@ def make_row(
         asked_ratio=mode.cache_ratio,
         figures=figures,
         parallel=parallel,
+        best_stock=best_stock,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.arms import Arms
+from moeedge.bench.best_stock import StockRatio, over_best_stock
 from moeedge.bench.budgets import budget_figures, unbudgeted_label
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
@@ -265,6 +266,7 @@ class Bench:
         labels = list(dict.fromkeys(sample.mode for sample in samples))
         common = common_samples(samples, labels, expected)
         reference = [sample for sample in common if sample.mode == REFERENCE]
+        stock = self._stock_samples(current, common) if is_dataset else []
         for arm in current.arms:
             label = arm.mode.label
             own = [sample for sample in common if sample.mode == label]
@@ -282,7 +284,14 @@ class Bench:
                     roofline=self._roofline,
                 )
                 unbudgeted = [sample for sample in common if sample.mode == unbudgeted_label(arm.mode)]
-                yield self._row(arm, test, own, reference, unbudgeted, current, setup=setup)
+                best = over_best_stock(own, stock) if arm.mode.engine == "moeedge" else ()
+                yield self._row(arm, test, own, reference, unbudgeted, current, setup=setup, best_stock=best)
+
+    def _stock_samples(self, current: Pass, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of each stock mode; none where the pass lacks a stock mode, which could be the fastest."""
+        stock = [mode for mode in self.plan.modes if mode.engine == "stock" and mode.method != "replay"]
+        found = [[sample for sample in samples if sample.mode == mode.label] for mode in stock]
+        return found if len(stock) > 1 and all(mode in current.modes for mode in stock) else []
 
     def _row(
         self,
@@ -294,6 +303,7 @@ class Bench:
         current: Pass,
         *,
         setup: dict[str, Any],
+        best_stock: tuple[StockRatio, ...],
     ) -> BenchRow:
         mode, output, scores, figures = arm.mode, None, Scores(), None
         is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
@@ -306,7 +316,17 @@ class Bench:
             scores = self._scorer.summary(own)
         if is_dataset and self.plan.compares_speculation:
             figures = budget_figures(mode, own, reference, unbudgeted, current.perplexity.get(mode.label))
-        return make_row(mode, test, own, reference, output=output, scores=scores, setup=setup, figures=figures)
+        return make_row(
+            mode,
+            test,
+            own,
+            reference,
+            output=output,
+            scores=scores,
+            setup=setup,
+            figures=figures,
+            best_stock=best_stock,
+        )
 
     def _text_of(self, sample: Sample) -> str:
         assert self._models is not None

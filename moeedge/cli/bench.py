@@ -17,7 +17,7 @@ from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse
 from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
-from moeedge.data import Dataset, EvaluationText, load_dataset
+from moeedge.data import Dataset, EvaluationText, load_datasets
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _SYNTHETIC_PROMPT = 512
 _SYNTHETIC_ANSWER = 128
 
+Datasets = Annotated[str | None, list_of(options.Dataset)]
 NPrompt = Annotated[
     int | None,
     option(
@@ -74,7 +75,8 @@ Modes = Annotated[
         "output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft); with a "
         "GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe); "
         "llama-cpp-cache (replayed). Without a draft stock modes with drafts are left out and moeedge decodes one "
-        "token at a time. Default: stock-ar,stock-sd,moeedge, with a GPU also stock-ncmoe,stock-ncmoe-sd.",
+        "token at a time. A mode with drafts may name its draft length, or several: stock-sd:1-8, moeedge:auto. "
+        "Default: stock-ar,stock-sd,moeedge, with a GPU also stock-ncmoe,stock-ncmoe-sd.",
     ),
 ]
 IgnoreEos = Annotated[bool, option(options.WORK, "--ignore-eos", "Continue answers after stop tokens, to -n tokens.")]
@@ -96,7 +98,7 @@ OutputFormat = Annotated[
 
 @flatten
 def bench(
-    dataset: options.Dataset = None,
+    dataset: Datasets = None,
     offline_sample: options.OfflineSample = False,
     limit: options.Limit = 0,
     n_prompt: NPrompt = None,
@@ -176,7 +178,7 @@ def bench(
         compares = (sweeps or speculation.asked or bool(counts)) and n_prompt is None
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
-    prompts = None if dataset is None else load_dataset(dataset, offline_sample=offline_sample)
+    prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)
     plan, notes = make_bench_plan(
         base,
         _default_modes(base, counts) if modes is None else modes,

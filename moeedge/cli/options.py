@@ -136,7 +136,11 @@ OfflineSample = Annotated[
 ]
 Limit = Annotated[
     int,
-    option(WORK, "--limit N", "At most N prompts, spread evenly over the dataset (replay: the first N texts); 0: all."),
+    option(
+        WORK,
+        "--limit N",
+        "At most N prompts of each dataset, spread evenly (replay: the first N texts); 0: all.",
+    ),
 ]
 NPredict = Annotated[
     int, option(WORK, "-n, --n-predict N", "At most N tokens per answer; -1 (chat, profile): until the model stops.")

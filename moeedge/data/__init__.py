@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from moeedge.data.datasets import CATALOG, dataset_names, load_calibration, load_dataset, load_sample, load_toy
+from moeedge.data.datasets import (
+    CATALOG,
+    dataset_names,
+    load_calibration,
+    load_dataset,
+    load_datasets,
+    load_sample,
+    load_toy,
+)
 from moeedge.data.prompts import Dataset, Prompt, PromptMessage
 from moeedge.data.texts import EvaluationText, load_calibration_text, load_text
 
@@ -16,6 +24,7 @@ __all__ = [
     "load_calibration",
     "load_calibration_text",
     "load_dataset",
+    "load_datasets",
     "load_sample",
     "load_text",
     "load_toy",

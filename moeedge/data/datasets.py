@@ -24,7 +24,7 @@ from moeedge.data.parsers import (
     read_rows,
     reads_parquet,
 )
-from moeedge.data.prompts import Dataset, Place
+from moeedge.data.prompts import Dataset, Place, join_datasets
 from moeedge.errors import DatasetError, DownloadError
 from moeedge.hub.remote import fetch_dataset_file, hub_endpoint
 
@@ -192,6 +192,22 @@ def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
         return _read(stem, path, parse_custom, "file", "the user's own file")
     known = ", ".join((*dataset_names(), SAMPLE, TOY))
     raise DatasetError(f"Unknown dataset '{name}'.", f"Choose from: {known}, or give the path of a .jsonl file.")
+
+
+def load_datasets(names: str, *, offline_sample: bool = False) -> Dataset:
+    """Loads the prompt sets of a comma-separated list as one set; its categories are then the sets.
+
+    Raises what `load_dataset` raises, and DatasetError for an empty list or a set that is named twice.
+    """
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    if not listed or len(set(listed)) < len(listed):
+        raise DatasetError(f'"{names}" is not a list of different datasets.', "Separate names by commas.")
+    sets = [load_dataset(name, offline_sample=offline_sample) for name in listed]
+    # two absent sets are replaced by parts of one sample, under one name
+    found = {dataset.name: dataset for dataset in sets}
+    if len(found) < len(sets):
+        raise DatasetError("Several of the datasets are not on this machine.", "Leave out --offline-sample.")
+    return join_datasets(sets)
 
 
 def load_sample(kind: str | None = None) -> Dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,8 +10,8 @@ from typing import Literal
 from moeedge.scoring.answers import Reference
 
 Role = Literal["system", "user", "assistant"]
-# environment: $MOEEDGE_DATA; package: the sample that comes with moeedge
-Place = Literal["environment", "cache", "hub", "file", "package"]
+# environment: $MOEEDGE_DATA; package: the sample that comes with moeedge; several: sets from different places
+Place = Literal["environment", "cache", "hub", "file", "package", "several"]
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,43 @@ class Dataset:
     answer_tokens: int = 512  # typical maximum of a complete answer
 
     def limited(self, limit: int | None) -> Dataset:
-        """Returns `limit` prompts spread evenly over the file, so that every category occurs; all for None.
+        """Returns `limit` prompts of each set, spread evenly over it, so that every category occurs; all for None.
 
-        Prompt i of the result is prompt floor(i * n / limit) of the file.
+        Prompt i of a set's is prompt floor(i * n / limit) of its file.
         """
-        n = len(self.prompts)
-        if limit is None or limit >= n:
+        if limit is None or limit >= len(self.prompts):
             return self
-        return replace(self, prompts=tuple(self.prompts[i * n // limit] for i in range(limit)))
+        kept: list[Prompt] = []
+        for name in dict.fromkeys(prompt.dataset for prompt in self.prompts):
+            own = [prompt for prompt in self.prompts if prompt.dataset == name]
+            n = len(own)
+            kept += own if limit >= n else [own[i * n // limit] for i in range(limit)]
+        return replace(self, prompts=tuple(kept))
+
+
+def join_datasets(sets: Sequence[Dataset]) -> Dataset:
+    """Returns the prompts of several sets, one set after the other, as one whose categories are the sets.
+
+    Ids get the set's name in front, because they must be unique. A single set is returned as it is.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    prompts = [
+        replace(prompt, id=f"{found.name}/{prompt.id}", category=found.name, dataset=found.name)
+        for found in sets
+        for prompt in found.prompts
+    ]
+    places = {found.place for found in sets}
+    return Dataset(
+        name=",".join(found.name for found in sets),
+        prompts=tuple(prompts),
+        place=places.pop() if len(places) == 1 else "several",
+        path=Path(",".join(found.path.name for found in sets)),
+        sha256=",".join(found.sha256 for found in sets),
+        variant="; ".join(found.variant for found in sets),
+        unscored="; ".join(dict.fromkeys(found.unscored for found in sets if found.unscored)),
+        answer_tokens=max(found.answer_tokens for found in sets),
+    )
 
 
 def user_turns(*texts: str) -> tuple[tuple[PromptMessage, ...], ...]:

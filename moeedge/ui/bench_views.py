@@ -13,6 +13,7 @@ from moeedge.policies.base import LookaheadStatus
 from moeedge.ui.figures import is_ram, lookahead
 from moeedge.ui.parallel_views import curve_lines, parallel_markdown
 from moeedge.ui.quality_views import quality_markdown
+from moeedge.ui.stock_views import best_stock_markdown
 from moeedge.ui.tables import (
     NONE,
     Column,
@@ -56,7 +57,8 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
     measured = [row for row in rows if not row.is_replayed]
     if any(row.parallel is not None for row in measured):
         return parallel_markdown(measured) + "\n".join(["", *setup_lines(measured), *curve_lines(measured)]) + "\n"
-    return _markdown(measured) + quality_markdown(measured) + (_replayed_markdown(replayed) if replayed else "")
+    tables = [_markdown(measured), quality_markdown(measured), best_stock_markdown(measured)]
+    return "".join(tables) + (_replayed_markdown(replayed) if replayed else "")
 
 
 _REPLAYED_COLUMNS = (
