@@ -328,6 +328,8 @@ class PlacementManager:
         on while the draft model works.
         """
         if not self._attached:
+            if self.governor is not None:  # it switched the cache off, whose slots are still on the device
+                self._check_memory()
             return
         start_s = time.perf_counter()
         self.wait()
@@ -475,7 +477,7 @@ class PlacementManager:
 
     def _check_memory(self) -> None:
         """Gives slots back where the device runs short of memory."""
-        if self._watch is None or not self.active:
+        if self._watch is None or self._lost or not self.cache.info.n_slots:
             return
         missing_bytes = self._watch.missing_bytes()
         if not missing_bytes:

@@ -14,9 +14,20 @@ from moeedge.errors import DeviceError, EngineError
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Level, Notification
+from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from moeedge.scheduler.memory_watch import MemoryWatch
 from tests.conftest import TinyFactory
-from tests.scheduler.test_manager import GREEDY, N_EXPERTS, N_LAYERS, N_PREDICT, PROMPT, check, config, stats_of
+from tests.scheduler.test_manager import (
+    GREEDY,
+    N_EXPERTS,
+    N_LAYERS,
+    N_PREDICT,
+    PROMPT,
+    answer,
+    check,
+    config,
+    stats_of,
+)
 from tests.support.stock import StockContext
 
 MIB = 2**20
@@ -107,6 +118,37 @@ def test_cache_gives_slots_back_in_mid_answer(
         assert stats.uploads - stats.evictions == stats.slots_used <= smaller[-1]
         assert stats.blocks >= N_LAYERS * stats.steps, "counters go on"
         assert stats.pairs_hit > 0
+
+
+class NeverPays(CacheGovernor):
+    """Keeps the cache off."""
+
+    @property
+    def choice(self) -> CacheChoice:
+        return CacheChoice(on=False, pays=False)
+
+
+def test_a_cache_that_is_off_gives_slots_back_as_well(pair: tuple[Path, Path], reference: list[int]) -> None:
+    """Its slots are on the device while steps are computed without it."""
+    machine = Machine()
+    with Session.open(config(pair, 0.75)) as session:
+        manager = session.placement
+        assert manager is not None
+        manager.governor = NeverPays()
+        reserve_bytes = 10 * int(manager.cache.groups()[2].max())
+        machine.free_bytes = reserve_bytes
+        manager._watch = machine.watch(reserve_bytes)
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        for step, _ in enumerate(generation):
+            machine.time_s += 1.0
+            machine.free_bytes = 0 if step in (3, 4) else reserve_bytes
+            assert step == 0 or not manager.active
+        check(session, PROMPT, reference, generation.tokens)
+        assert manager.cache.info.n_slots == 26 and not manager.active
+        manager.attach()
+        manager.governor = None
+        check(session, PROMPT, reference, answer(session))
+        assert manager.active and manager.cache.stats().slots_used > 0
 
 
 def test_cache_without_room_is_off_and_the_answer_goes_on(pair: tuple[Path, Path], reference: list[int]) -> None:
