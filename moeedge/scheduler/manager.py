@@ -20,7 +20,7 @@ from moeedge.native import ActivationCapture
 from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
 from moeedge.notifications import Level, Notification, Notify, ignore
-from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Policy
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.calibration import Calibration
@@ -28,9 +28,9 @@ from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.kept_activations import EarlierRuns, KeptActivations
 from moeedge.scheduler.memory_watch import MemoryWatch
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
+from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, PredictedUploads
 from moeedge.scheduler.planning_thread import PlanningThread
-from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor, predicted_experts
+from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import RamStore, RamTier
 from moeedge.scheduler.routing_reader import RoutingReader
 from moeedge.scheduler.slot_memory import SlotMemory, slots_of
@@ -92,12 +92,14 @@ class PlacementManager:
         self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
         self._watch, self._remake_policy = watch, remake_policy
-        self._kept_activations = kept_activations
+        self._kept = kept_activations if ram is None else ram.kept
         self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
         restricts = self.on_demand is not None or vanilla
-        self.driver = StepDriver(policy, self._store, filter_plan=self._only_predicted if restricts else None)
+        self.driver = StepDriver(
+            policy, self._store, filter_plan=PredictedUploads(cache, self.on_demand) if restricts else None
+        )
         self.layer_hook: LayerHook | None = None
         reader = cache if execution.reads_ahead and device.kind == "ram" and gate_predictor is not None else None
         if self.on_demand is not None or self.driver.plans_layers or reader is not None:
@@ -132,6 +134,11 @@ class PlacementManager:
         return self._attached and not self._lost and self.cache.info.n_slots > 0
 
     @property
+    def lost(self) -> bool:
+        """Whether experts can no longer be computed from the cache's slots."""
+        return self.memory.lost if self.memory is not None and self.ram is None else self._lost
+
+    @property
     def loads_on_demand(self) -> bool:
         """Whether absent experts are loaded from the file into RAM, so that none is computed from the mapped file."""
         return self.ram.active if self.ram is not None else self._device.kind == "ram" and self.active
@@ -149,8 +156,7 @@ class PlacementManager:
     @property
     def earlier_runs(self) -> EarlierRuns | None:
         """What earlier runs have left for a warm start in RAM; None without any."""
-        kept = self._kept_activations if self.ram is None else self.ram.kept
-        return kept.earlier_runs if kept is not None else None
+        return self._kept.earlier_runs if self._kept is not None else None
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -380,8 +386,8 @@ class PlacementManager:
                 return
         for observation in observations:
             self.driver.observe(observation)
-            if self._kept_activations is not None:
-                self._kept_activations.add(observation)
+            if self._kept is not None and self.ram is None:  # else it has been counted there
+                self._kept.add(observation)
             if not observation.prefill and observation.ids is not None:
                 for part in (self.draft_prefetch, self.layer_hook):
                     if part is not None and part.predictor is not None:
@@ -405,30 +411,6 @@ class PlacementManager:
         plan = self.driver.plan_draft(tokens, prediction, layers=layers)
         self._push()
         return len(plan.uploads)
-
-    def _only_predicted(self, plan: Plan, prediction: ExpertPrediction | None, layers: slice | None) -> Plan:
-        """`plan` without uploads that were not predicted, or in other layers.
-
-        A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step.
-        Where misses are loaded on demand those are resident already: only predictions add uploads.
-        """
-        if self.on_demand is None and layers is None:
-            return plan
-        info = self.cache.info
-        predicted = predicted_experts(prediction, info.n_layers, info.n_experts)
-        keep = predicted[plan.uploads[:, 0], plan.uploads[:, 1]]
-        if layers is not None:
-            keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
-        uploads = plan.uploads[keep]
-        if self.on_demand is not None:
-            victims = self.on_demand.make_room(predicted, uploads)
-            victim_utility = np.arange(len(victims), dtype=np.float32)
-        else:
-            n_victims = len(plan.victims) if len(uploads) else 0
-            victims, victim_utility = plan.victims[:n_victims], plan.victim_utility[:n_victims]
-        return replace(
-            plan, uploads=uploads, priority=plan.priority[keep], victims=victims, victim_utility=victim_utility
-        )
 
     # statistics, warnings, end
 
@@ -531,7 +513,7 @@ class PlacementManager:
         self.wait()
         memory = self.device_memory()
         return self._recorder.read(
-            replace(self.cache.stats(), lost=self._lost if self.memory is None or self.ram else self.memory.lost),
+            replace(self.cache.stats(), lost=self.lost),
             device=self.device,
             policy=self.policy.name,
             cache_ratio=self.cache_ratio,
@@ -565,10 +547,9 @@ class PlacementManager:
                 self.watch_memory()
             if self._planning is not None:
                 self._planning.close()
-            kept = self._kept_activations if self.ram is None else self.ram.kept
-            if kept is not None:
+            if self._kept is not None:
                 try:
-                    kept.save()
+                    self._kept.save()
                 except OSError as error:  # a full disk costs the next run its warm start
                     self.notify(Notification(f"This run's activations are not kept for the next: {error.strerror}."))
             self.detach()

@@ -7,6 +7,7 @@ expert when its layer is computed ("on demand"); the engine can do that, too, fo
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,11 @@ from moeedge.experts import Residency
 from moeedge.native import Block
 from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
+from moeedge.policies.base import ExpertPrediction, Plan
 from moeedge.policies.per_layer import even_shares
 from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.prediction import NextGatePredictor
+from moeedge.scheduler.prediction import NextGatePredictor, predicted_experts
 
 _TIMEOUT_S = 10.0  # for the experts that a layer waits for; the CPU computes those that have not arrived by then
 _DECODING = (Phase.VERIFY, Phase.DECODE)
@@ -125,3 +127,34 @@ class OnDemandLoader:
             victims += [(uses[expert], layer, expert) for expert in oldest if uses[expert] < np.inf]
         victims.sort()
         return np.array([victim[1:] for victim in victims], dtype=np.int32).reshape(-1, 2)[: len(uploads)]
+
+
+class PredictedUploads:
+    """Keeps the uploads of a plan that were predicted, and in the layers that are planned for (a `PlanFilter`).
+
+    A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step.
+    Where misses are loaded on demand those are resident already: only predictions add uploads.
+    loader: loads the misses; None where the CPU computes them.
+    """
+
+    def __init__(self, cache: ExpertCache, loader: OnDemandLoader | None) -> None:
+        self._info = cache.info
+        self._loader = loader
+
+    def __call__(self, plan: Plan, prediction: ExpertPrediction | None, layers: slice | None) -> Plan:
+        if self._loader is None and layers is None:
+            return plan
+        predicted = predicted_experts(prediction, self._info.n_layers, self._info.n_experts)
+        keep = predicted[plan.uploads[:, 0], plan.uploads[:, 1]]
+        if layers is not None:
+            keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
+        uploads = plan.uploads[keep]
+        if self._loader is not None:
+            victims = self._loader.make_room(predicted, uploads)
+            victim_utility = np.arange(len(victims), dtype=np.float32)
+        else:
+            n_victims = len(plan.victims) if len(uploads) else 0
+            victims, victim_utility = plan.victims[:n_victims], plan.victim_utility[:n_victims]
+        return replace(
+            plan, uploads=uploads, priority=plan.priority[keep], victims=victims, victim_utility=victim_utility
+        )
