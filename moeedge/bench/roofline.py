@@ -6,6 +6,7 @@ that are larger than the processor's caches. The KV cache is not counted.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from moeedge.llama.model import Model
 from moeedge.native.kernels import read_speed
 
 _BYTES_MIN = 128 << 20  # of the memory that is read
-_CACHES = 4  # it is so many times as large as the last cache
+_CACHES = 4  # it is so many times as large as the last caches of the threads' processors
 _FREE_SHARE = 0.25  # of the free memory that it may take
-_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_PROCESSORS = Path("/sys/devices/system/cpu")  # Linux only
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Roofline:
 
 def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     """Measures the read speed; None where weights are on a GPU, or where memory is short."""
-    n_bytes = max(_BYTES_MIN, _CACHES * _last_cache_bytes())
+    n_bytes = max(_BYTES_MIN, _CACHES * _last_cache_bytes(n_threads))
     if model.uses_gpu or n_bytes > _FREE_SHARE * available_memory():
         return None
     info = model.info
@@ -46,10 +47,15 @@ def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     return Roofline(speed, needed) if speed > 0 and needed > 0 else None
 
 
-def _last_cache_bytes() -> int:
-    """Size of the last cache, 0 where the system does not tell."""
-    try:
-        text = _LAST_CACHE.read_text(encoding="ascii").strip()
-        return int(text.removesuffix("K")) * 1024 if text.endswith("K") else int(text)
-    except (OSError, ValueError):
-        return 0
+def _last_cache_bytes(n_threads: int) -> int:
+    """Size of the last caches that so many threads can have, 0 where it is unknown: groups of cores have their own."""
+    sizes: dict[str, int] = {}  # by the processors that share the cache
+    for caches in _PROCESSORS.glob("cpu[0-9]*/cache"):
+        with suppress(OSError, ValueError):  # a processor that is off, a virtual machine
+            last = max(caches.glob("index[0-9]*"), key=lambda folder: int(_text(folder / "level")))
+            sizes[_text(last / "shared_cpu_list")] = int(_text(last / "size").removesuffix("K")) * 1024
+    return sum(sorted(sizes.values())[-n_threads:])
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="ascii").strip()

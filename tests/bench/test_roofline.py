@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+from moeedge.bench import roofline
 from moeedge.bench.roofline import Roofline, measure_roofline
 from moeedge.llama.model import Model
 from tests.bench.recording import make_plan, run, write_conversations
@@ -26,6 +27,22 @@ def test_the_weights_of_a_token(name: str, request: pytest.FixtureRequest) -> No
     assert found.bytes_per_token == dense + (experts * n_used // n_experts if n_experts else 0)
     assert found.limit_ts == pytest.approx(found.read_bytes_per_s / found.bytes_per_token)
     assert found.read_bytes_per_s > 1e8
+
+
+def test_the_last_caches_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of cores share a cache of 32 MiB; what is read must not fit those of all the threads."""
+    monkeypatch.setattr(roofline, "_PROCESSORS", tmp_path)
+    for cpu in range(8):
+        for index, (level, size, first) in enumerate([(1, "32K", cpu), (1, "32K", cpu), (3, "32768K", cpu // 2 * 2)]):
+            folder = tmp_path / f"cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            shared = f"{cpu}" if level == 1 else f"{first}-{first + 1}"
+            for name, text in {"level": level, "size": size, "shared_cpu_list": shared}.items():
+                (folder / name).write_text(f"{text}\n")
+    (tmp_path / "cpu8/cache").mkdir(parents=True)  # without caches
+    assert [roofline._last_cache_bytes(n) >> 20 for n in (1, 2, 4, 16)] == [32, 64, 128, 128]
+    monkeypatch.setattr(roofline, "_PROCESSORS", tmp_path / "none")
+    assert roofline._last_cache_bytes(4) == 0
 
 
 def test_rows_have_it(tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
