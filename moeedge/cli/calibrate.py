@@ -62,7 +62,13 @@ def calibrate(
     if disk:
         if expert_budget:
             raise InputError("--disk and --expert-budget exclude each other.", "Leave out one of them.")
-        _measure_disk(engine, output)
+        unused = {
+            "--vram": vram,
+            "--cache-ratio": cache_ratio,
+            "-md": engine.model_draft,
+            "--draft-max": engine.draft_max,
+        }
+        _measure_disk(engine, [name for name, value in unused.items() if value is not None], output)
         return
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.engine.layer_search import open_session
@@ -111,13 +117,20 @@ def calibrate(
     typer.echo(json.dumps(about | measured | {"layer_choice": layers}))
 
 
-def _measure_disk(engine: EngineOptions, output: Output) -> None:
+def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> None:
+    """unused: options that were given and have no effect."""
     from moeedge.cli.engine_options import resolve_models
     from moeedge.scheduler.disk import measure
-    from moeedge.ui.console import stderr_console, stdout_console
+    from moeedge.ui.console import say, stderr_console, stdout_console
     from moeedge.ui.disk_view import print_disk
     from moeedge.ui.progress import count_bar
 
+    if unused:
+        verb = "has" if len(unused) == 1 else "have"
+        say(
+            stderr_console(),
+            f"--disk measures reads of the model's file alone: {' and '.join(unused)} {verb} no effect.",
+        )
     model = resolve_models(engine.model, "none").target
     with count_bar(stderr_console(), "reading", "parts", 0) as bar:
         found = measure(model, on_progress=lambda done, total: bar.update(completed=done, total=total))

@@ -154,5 +154,8 @@ def test_the_command(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {(rate["depth"], rate["piece_bytes"]) for rate in found["rates"]} >= {(1, 65536), (4, 65536)}
     shown = run("calibrate", "--disk", "-m", wide)
     assert shown.exit_code == 0 and "MB/s" in shown.stdout
+    assert "no effect" not in shown.stderr
+    noted = run("calibrate", "--disk", "-m", wide, "--vram", "1GiB", "--draft-max", "4").stderr
+    assert "no effect" in noted and "--vram" in noted and "--draft-max" in noted
     refused("calibrate", "--disk", "-m", tmp_path / "none.gguf")
     refused("calibrate", "--disk", "-m", wide, "--expert-budget")
