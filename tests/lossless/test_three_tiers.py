@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,15 +195,8 @@ def test_next_to_attention_on_a_gpu(
 def test_a_lost_device_leaves_its_experts_to_ram(tiny: TinyFactory, tmp_path: Path, counting: CountingDevice) -> None:
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     with three_tiers(path, tmp_path, device=DEVICE) as (context, cache, ram):
-        counting.set("fail_mode", 1)
-        counting.set("fail_graph", 12)
-        try:
+        with counting.failing(12, mode=1), suppress(BackendError):  # of plans of a lost device
             assert_as_mapped(path, context, cache)
-        except BackendError:  # plans of a lost device
-            pass
-        finally:
-            counting.set("fail_graph", 0)
-            counting.set("fail_mode", 0)
         assert cache.stats().lost
         n_before = ram.stats().pairs
         with (
@@ -406,13 +399,8 @@ def test_a_gpu_that_fails_leaves_ram(
         expected, _ = stock.greedy(PROMPT, 24)
         manager = session.placement
         assert manager is not None and manager.ram is not None
-        try:
-            counting.set("fail_mode", mode)
-            counting.set("fail_graph", 30)
+        with counting.failing(30, mode):
             tokens = greedy_answer(session, PROMPT, 24)
-        finally:
-            counting.set("fail_graph", 0)
-            counting.set("fail_mode", 0)
         assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
         n_blocks = manager.ram.cache.stats().blocks
         assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")
@@ -445,11 +433,8 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
         monkeypatch.setattr(memory, "make_room", lambda n_bytes: (room.append(n_bytes), make_room(n_bytes)))
         for _ in range(2):  # the first graph that fails may be one of the cache's own
             if not room:
-                try:
-                    counting.set("fail_graph", 30)
+                with counting.failing(30):
                     tokens = greedy_answer(session, PROMPT, 24)
-                finally:
-                    counting.set("fail_graph", 0)
                 assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
         dense = session.model.dense
         assert dense is not None and room[0] > dense.n_bytes
@@ -476,11 +461,8 @@ def test_a_gpu_that_fails_next_to_all_experts_in_ram(
         expected, _ = stock.greedy(PROMPT, 24)
         manager = session.placement
         assert manager is not None and manager.ram is None and session.info.device == "RAM"
-        try:
-            counting.set("fail_graph", 30)
+        with counting.failing(30):
             tokens = greedy_answer(session, PROMPT, 24)
-        finally:
-            counting.set("fail_graph", 0)
         assert_greedy(stock, PROMPT, tokens, expected, "during the failure")
         n_blocks = manager.cache.stats().blocks
         assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")

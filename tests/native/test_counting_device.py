@@ -89,13 +89,10 @@ def test_what_is_counted(counting: CountingDevice) -> None:
 def test_a_graph_can_fail(counting: CountingDevice) -> None:
     with tensors_and_queues(DEVICE) as (tensors, queue, _):
         queue.set(tensors["x"], ONES)
-        counting.set("fail_graph", 2)
-        assert [queue.compute(tensors.graph) for _ in range(3)] == [0, -1, 0]
-        counting.set("fail_graph", 1)
-        counting.set("fail_mode", 1)
-        assert [queue.compute(tensors.graph) for _ in range(3)] == [-1, -1, -1]
-        counting.set("fail_graph", 0)
-        counting.set("fail_mode", 0)
+        with counting.failing(2):
+            assert [queue.compute(tensors.graph) for _ in range(3)] == [0, -1, 0]
+        with counting.failing(1, mode=1):
+            assert [queue.compute(tensors.graph) for _ in range(3)] == [-1, -1, -1]
         assert queue.compute(tensors.graph) == 0
 
 

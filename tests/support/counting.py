@@ -170,6 +170,17 @@ class CountingDevice:
             self.set("defer", 0)
         self.check()
 
+    @contextmanager
+    def failing(self, at_graph: int, mode: int = 0) -> Iterator[None]:
+        """The `at_graph`-th graph from now on fails, in the way `fail_mode` of counting-device.h."""
+        self.set("fail_mode", mode)
+        self.set("fail_graph", at_graph)
+        try:
+            yield
+        finally:
+            self.set("fail_graph", 0)
+            self.set("fail_mode", 0)
+
     def reset(self) -> None:
         """Drops the timeline and the hazards."""
         self._library.counting_reset()
