@@ -107,13 +107,12 @@ def chat(
     if raw and system_prompt:
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
-    placed = replace(placement.config(), governed=not keep_cache)
+    placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
     config = engine.config(placed, emulate_bundled=True, context_shift=context_shift)
-    if engine.draft_max is None:
-        config = replace(config, auto_gamma=None)
+    auto_gamma = config.auto_gamma if engine.draft_max is not None else None  # None: where experts are from the file
+    config = replace(config, auto_gamma=auto_gamma, cpu_fallback=True, ram=parse_ram(ram))
     err = stderr_console()
-    config = replace(config, placement=replace(config.placement, calibrate_later=True))
-    config = budget.config(replace(config, cpu_fallback=True, ram=parse_ram(ram)), notify=notifier(err))
+    config = budget.config(config, notify=notifier(err))
     if verbose:
         show_log()
     question = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, notice=lambda line: say(err, line))
