@@ -1,6 +1,6 @@
 """The memory that slots for experts in RAM hold while other programs run: given back where it is short, taken again.
 
-Slots are memory that the kernel can only swap. So a thread looks at what is free as long as the session is open, also
+Slots are memory that the kernel can only swap. So a thread reads the free memory as long as the session is open, also
 while a chat waits for a message or while a warm start fills the slots.
 """
 
@@ -19,7 +19,7 @@ from moeedge.notifications import Level, Notification
 from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.units import format_bytes
 
-_INTERVAL_S = 0.5  # between two looks of the thread
+_INTERVAL_S = 0.5  # between two checks by the thread
 LOST = "Experts can no longer be loaded into RAM: the mapped file is read from here on, which is slow."
 
 
@@ -35,8 +35,8 @@ class SlotMemory:
     n_layers: with experts in host memory; so many slots always stay. watch: of the machine's memory. lost: experts can
     no longer be loaded.
 
-    Any thread may call. What the thread of this object finds is returned by the next `check`. A forked process does not
-    have that thread.
+    Any thread may call. Notifications of what this object's thread did are returned by the next `check`. A forked
+    process does not have that thread.
     """
 
     def __init__(self, cache: ExpertCache, model: Path, n_layers: int, watch: MemoryWatch) -> None:
@@ -51,16 +51,16 @@ class SlotMemory:
         self._lock, self._process = Lock(), os.getpid()
         self._stop = Event()
         arguments = (weakref.ref(self), self._stop)
-        self._thread = Thread(target=_look_now_and_then, args=arguments, name="moeedge-memory", daemon=True)
+        self._thread = Thread(target=_update_periodically, args=arguments, name="moeedge-memory", daemon=True)
         self._thread.start()
 
     def check(self) -> list[Notification]:
-        """Looks at the cache and at the free memory; returns what to notify of since the last call.
+        """Checks the cache and the free memory; returns the notifications since the last call.
 
         Also during a decode. Cheap enough for every step.
         """
         with self._locked():
-            self._look()
+            self._update()
             found, self._waiting = self._waiting, []
         return found
 
@@ -77,23 +77,23 @@ class SlotMemory:
             self._limit(n_left, f"{format_bytes(n_bytes)} of memory are needed")
 
     def close(self) -> None:
-        """Ends the thread; what it has found is left for `check`, which looks no more. May be called twice."""
+        """Ends the thread. `check` then returns the notifications that are left. May be called twice."""
         self._closed = True
         if self._thread.is_alive():  # not in a forked process, where the event's lock may be held for ever
             self._stop.set()
             self._thread.join()
 
-    def look(self) -> None:
-        """Like `check`, but keeps what it finds for the next `check`."""
+    def update(self) -> None:
+        """Like `check`, but keeps the notifications for the next `check`."""
         with self._locked():
-            self._look()
+            self._update()
 
     def _locked(self) -> Lock:
         if self._process != os.getpid():  # the thread may have held the lock when this process was forked
             self._lock, self._process = Lock(), os.getpid()
         return self._lock
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         if self.lost or self._closed:
             return
         self.lost, n_unknown = self.cache.trouble()
@@ -148,14 +148,14 @@ class SlotMemory:
         return self.cache.info.n_slots
 
 
-def _look_now_and_then(memory: weakref.ref[SlotMemory], stop: Event) -> None:
-    """Until `stop` is set, the cache is closed, or nobody has the memory any more."""
+def _update_periodically(memory: weakref.ref[SlotMemory], stop: Event) -> None:
+    """The thread: until `stop` is set, the cache is closed, or no reference to the memory is left."""
     while not stop.wait(_INTERVAL_S):
         held = memory()
         if held is None:
             return
         try:
-            held.look()
+            held.update()
         except MoeedgeError:  # the cache is closed
             return
         del held

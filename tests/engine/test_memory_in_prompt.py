@@ -85,7 +85,7 @@ def test_slots_go_within_a_prompt_and_come_back(
         assert [note.level for note in said] == [Level.NOTICE]
 
 
-def test_slots_go_while_nobody_computes(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A chat waits for a message: a thread gives memory back, and the next answer says so."""
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.02)

@@ -1,4 +1,4 @@
-"""Slots in RAM while other programs take memory and give it back, with nobody computing."""
+"""Slots in RAM while other programs take memory and give it back, between computations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESERVE_SLOTS = 10
 
 @dataclass
 class Machine:
-    """Free memory in slots; each look at the clock is a second later."""
+    """Free memory in slots; each reading of the clock is a second later."""
 
     slot_bytes: int
     free_slots: int = 2 * RESERVE_SLOTS - 1  # neither short nor ample
@@ -58,7 +58,7 @@ def open_full(path: Path) -> ExpertCache:
 
 @pytest.fixture
 def opened(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], tuple[SlotMemory, Machine]]]:
-    """Opens the memory of a full cache; its thread looks at each interval."""
+    """Opens the memory of a full cache; its thread checks it at each interval."""
     memories: list[SlotMemory] = []
 
     def open_memory(interval_s: float) -> tuple[SlotMemory, Machine]:
@@ -100,14 +100,14 @@ def test_a_thread_gives_slots_back_and_takes_them_again(
     n_left = memory.cache.info.n_slots
     assert N_LAYERS <= n_left <= n_all - 8
     assert memory.cache.stats().slots_used <= n_left
-    assert set(levels(memory.check())) == {Level.WARNING}, "what the thread did is told of by the next check"
+    assert set(levels(memory.check())) == {Level.WARNING}, "the next check returns what the thread did"
     machine.free_slots = 1000
     wait_until(lambda: memory.cache.info.n_slots == n_all)
     assert levels(memory.check()) == [Level.NOTICE]
     memory.close()
     assert not any(thread.name == "moeedge-memory" for thread in threading.enumerate())
     machine.free_slots = 0
-    assert memory.check() == memory.check() == [], "and looks no more"
+    assert memory.check() == memory.check() == [], "it checks no more"
 
 
 def test_a_slot_for_each_layer_stays_so_that_it_recovers(
@@ -156,7 +156,7 @@ def slot_bytes_of(cache: ExpertCache) -> int:
     return int((capacity * expert_bytes).sum()) // cache.info.n_slots
 
 
-def test_a_lost_cache_is_told_of_once(
+def test_a_lost_cache_is_notified_once(
     opened: Callable[[float], tuple[SlotMemory, Machine]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, machine = opened(1000)
@@ -169,7 +169,7 @@ def test_a_lost_cache_is_told_of_once(
     assert memory.cache.info.n_slots <= N_LAYERS, "the page cache needs the memory"
 
 
-def test_blocks_that_are_not_understood_are_told_of_once(
+def test_blocks_that_are_not_understood_are_notified_once(
     opened: Callable[[float], tuple[SlotMemory, Machine]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, _ = opened(1000)
@@ -201,7 +201,7 @@ def test_a_forked_process_does_not_wait_for_the_thread(
     opened: Callable[[float], tuple[SlotMemory, Machine]],
 ) -> None:
     memory, _ = opened(1000)
-    with memory._lock:  # as if the thread were looking
+    with memory._lock:  # as if the thread were checking
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
