@@ -74,9 +74,9 @@ ModelDraft = Annotated[
     option(
         MODEL,
         "-md, --model-draft FILE|NAME|mtp|ngram|auto|none",
-        "Source of drafts: a smaller model with the same vocabulary, an EAGLE-3 draft of the model, the head in the "
-        "model's own file (mtp), n-gram lookup in the text so far, or none; auto: its own head, else the bundled or "
-        "the catalog's draft, else n-grams. "
+        "Source of drafts: a smaller model with the same vocabulary, an EAGLE-3 or DFlash draft of the model, the head "
+        "in the model's own file (mtp), n-gram lookup in the text so far, or none; auto: its own head, else the "
+        "bundled or the catalog's draft, else n-grams. "
         "Default: the bundled draft for the bundled model, the catalog's for a model of the catalog, otherwise none.",
     ),
 ]

@@ -1,9 +1,10 @@
-"""Drafts by a head that continues from the target's hidden states: the model's own (MTP), or an EAGLE-3 draft.
+"""Drafts by a head that continues from the target's hidden states: the model's own (MTP), an EAGLE-3 or DFlash draft.
 
 An entry of a head's KV cache is made of a token and the target's state of the position before it. The states come with
 each decode of the target, whatever it is for, and wait until the head reads them: drafting begins with one batch of the
 tokens accepted since the last drafts. Later drafts of a step have no state of the target's; the head goes on from its
-own. These entries are taken back when the target has decoded the drafts.
+own. These entries are taken back when the target has decoded the drafts. An entry of a DFlash draft is made of a
+state alone, and all drafts of a step come from one batch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftSource, OnToken, Proposal
-from moeedge.engine.sampling import Sampler
+from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.llama.context import Context
 from moeedge.llama.head_context import HeadContext
 from moeedge.llama.hidden_states import StateRows
@@ -93,16 +94,16 @@ class DraftHead:
 
         Of a long prompt the head reads what is kept before it is overwritten.
         """
-        n_skipped, start = self.context.kind.n_skipped, 0
+        state_at, start = self.context.kind.state_at, 0
         for part in parts:
             index, n = part.sequence.index, len(part.tokens)
             position = len(part.sequence.tokens) - n
             log, entries = self.logs[index], self.context.sequences[index]
-            entries.trim(position + 1 - n_skipped)
+            entries.trim(position - state_at)
             size = log.n_kept - 2  # next to the state before them, and one of an entry that may be another text's
             for at in range(0, n, size):
                 rows = states[start + at : start + min(at + size, n)]
-                n_unread = position + at - (entries.n_past + n_skipped - 1)
+                n_unread = position + at - (entries.n_past + state_at)
                 if n_unread + len(rows) >= log.n_kept:
                     self.catch_up(index, part.sequence.tokens[: position + at])
                 log.add(position + at, rows)
@@ -124,7 +125,7 @@ class DraftHead:
 
     def states(self, index: int, entry: int, n: int) -> StateRows:
         """What comes with the tokens of `n` entries from `entry` on: the target's states, as the head takes them."""
-        return self.context.input_states(self.logs[index].read(entry + self.context.kind.n_skipped - 1, n))
+        return self.context.input_states(self.logs[index].read(entry + self.context.kind.state_at, n))
 
 
 class HeadDraft(DraftSource):
@@ -206,3 +207,63 @@ class HeadDraft(DraftSource):
         self.head.context.clear()
         for log in self.head.logs:
             log.clear()
+
+
+class BlockDraft(HeadDraft):
+    """Drafts of one text by a DFlash draft: one decode of the last token and masks predicts them all.
+
+    The head's KV cache then holds entries of these tokens, which are taken back at once.
+    """
+
+    def for_sequence(self, index: int) -> BlockDraft:
+        return BlockDraft(self.head, n_vocab=self.n_vocab, index=index)
+
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+        stop: DraftStop | None = None,
+    ) -> Proposal:
+        block = self.head.context.kind.block
+        assert block is not None
+        n_drafts = min(gamma, block.n_drafts_max)
+        if n_drafts == 0:
+            return Proposal()
+        sequence = self.sequence
+        self.head.extend(self._index, history[sequence.n_past : -1])
+        n_held = sequence.n_past
+        n_masks = n_drafts + block.first - 1
+        try:
+            tokens = [history[-1], *[block.mask] * n_masks]
+            rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="last" if block.n_candidates else "all")
+            if block.n_candidates:
+                return self._select(block.n_candidates, len(tokens), stop)
+            chain = Chain(self, history, n_drafts, sampler, stop)
+            for row in rows[block.first :]:
+                if not chain.draw(row):
+                    break
+            return chain.proposal
+        finally:
+            sequence.trim(n_held)
+
+    def _select(self, n_candidates: int, n_rows: int, stop: DraftStop | None) -> Proposal:
+        """The path of the highest scores from one row's candidates to the next row's."""
+        proposal, before = Proposal(), 0
+        for row in self.head.context.selections(n_rows)[1:]:
+            start = n_candidates * (1 + before)
+            scores = row[start : start + n_candidates]
+            before = int(scores.argmax())
+            if stop is not None:
+                proposal.confidences.append(1.0 / float(np.exp(scores - scores[before]).sum()))
+                if not stop.keeps(proposal.confidences[-1]):
+                    break
+            token = int(row[before])
+            proposal.tokens.append(token)
+            proposal.candidates.append(Candidates.certain(token))
+            if self.is_eog(token) or (stop is not None and not stop.goes_on()):
+                break
+        return proposal

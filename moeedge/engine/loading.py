@@ -17,7 +17,7 @@ from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.dense_weights import SplitWeights
-from moeedge.llama.draft_heads import EAGLE, HeadKind, eagle_head, missing_head, own_head
+from moeedge.llama.draft_heads import HeadKind, head_file, missing_head, own_head
 from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
@@ -217,8 +217,11 @@ def choose_draft(
     if config.draft == "mtp":
         return ChosenDraft(head=own_head(model), n_common=model.info.n_vocab)
     draft = shared or stack.enter_context(load_draft(config, device))
-    if draft.info.architecture == EAGLE:
-        return ChosenDraft(draft, draft.info.n_vocab, head=eagle_head(model, draft))
+    head = head_file(model, draft)
+    if head is not None:
+        if head.block is not None and config.gamma > head.block.n_drafts_max:
+            notes.append(f"Drafts have at most {head.block.n_drafts_max} tokens, as {draft.path.name} was trained.")
+        return ChosenDraft(draft, draft.info.n_vocab, head=head)
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()

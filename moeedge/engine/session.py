@@ -13,7 +13,7 @@ from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
-from moeedge.engine.head_draft import DraftHead, HeadDraft
+from moeedge.engine.head_draft import BlockDraft, DraftHead, HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import (
     choose_draft,
@@ -153,7 +153,8 @@ class Session:
             draft_context = None
             if chosen.head is not None:
                 context = make_head_context(config, chosen.model or model, chosen.head, target)
-                draft = HeadDraft(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
+                kind = HeadDraft if chosen.head.block is None else BlockDraft
+                draft = kind(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
             elif chosen.model is not None:
                 draft_context = stack.enter_context(make_context(config, chosen.model, target.n_ctx))
                 draft = ModelDraft(draft_context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)
@@ -173,7 +174,7 @@ class Session:
                     target,
                     draft_context,
                     in_ram=_next_to_device(config) if device.loads_misses else None,
-                    has_draft_states=chosen.head is not None,
+                    has_draft_states=chosen.head is not None and chosen.head.block is None,
                     gamma=usual_gamma,
                     keep=config.placement.has_size or config.layers_measured,
                     notify=notify,

@@ -40,6 +40,7 @@ class Context:
     """
 
     state_width = 0  # of the hidden states that come with each token; 0: none do, as the model is no draft head
+    states_alone = False  # and come without tokens
 
     def __init__(
         self,
@@ -112,7 +113,13 @@ class Context:
         self._n_outputs = n_outputs or lib.llama_n_batch(self._handle)
         self.memory = lib.llama_get_memory(self._handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
-        self._batch = TokenBatch(lib.llama_n_batch(self._handle), n_parallel, self.state_width)
+        self._batch = TokenBatch(
+            lib.llama_n_batch(self._handle),
+            n_parallel,
+            self.state_width,
+            states_alone=self.states_alone,
+            n_positions=model.n_positions if self.states_alone else 1,
+        )
         self._view: Logits | None = None
         self._view_key = (0, 0)
         self.mode: Mode = "stock"

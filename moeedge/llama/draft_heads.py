@@ -3,6 +3,8 @@
 MTP     blocks that some models ship after their last layer (DeepSeek-V3, "DeepSeek-V3 Technical Report", section 2.2).
 EAGLE-3 a one-layer draft in a file of its own (Li et al., "EAGLE-3: Scaling up inference acceleration of large language
         models via training-time test", 2025), which reads the inputs of three of the target's layers.
+DFlash  a draft in a file of its own that predicts a block of tokens at once (block diffusion), from the inputs of some
+        of the target's layers. DSpark files add a head in which each token follows from the one before it.
 
 llama.cpp ends the process where a graph lacks what a head asks for, so that only architectures are admitted here whose
 graphs in this release have it, and that tests decode.
@@ -14,28 +16,48 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeedge.errors import InputError
+from moeedge.llama import gguf_file
 from moeedge.llama.hidden_states import read_target_layers
 from moeedge.llama.model import Model
 
-EAGLE = "eagle3"  # architecture of the draft's file
+EAGLE, DFLASH = "eagle3", "dflash"  # architectures of drafts' files
 _MTP_ARCHITECTURES = frozenset({"deepseek2", "glm4moe", "qwen35moe"})
-_EAGLE_TARGETS = frozenset({"gpt-oss", "llama", "qwen3", "qwen3moe"})
+_STATES_TARGETS = frozenset({"gpt-oss", "llama", "qwen3", "qwen3moe"})  # that hand out their layers' inputs
 _LATENT = ("q_lora_rank", "key_length_mla")  # of models whose head llama.cpp computes
+_BLOCK_TOKENS = 16  # of a DFlash draft whose file does not say
 _OTHER_DRAFT = "Choose another source of drafts: -md ngram, FILE or none."
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How a DFlash draft predicts several tokens at once: from the last token, followed by masks."""
+
+    mask: int  # token
+    n_tokens: int  # of a block that it was trained on
+    first: int  # of the block's rows, that predicts a draft: 1, or 0 where the last token's own row does
+    causal: bool  # attention within the block
+    n_candidates: int = 0  # per row of the selector that chooses the drafts; 0: each row is a distribution
+
+    @property
+    def n_drafts_max(self) -> int:
+        """Drafts that a block predicts at most."""
+        return self.n_tokens - self.first
 
 
 @dataclass(frozen=True)
 class HeadKind:
     """A draft head, and what it reads of its target.
 
-    An entry of its KV cache is made of a token and the target's state of the position before it. The first `n_skipped`
-    tokens of a text have no entry.
+    An entry of its KV cache is made of a token and the target's state of the position before it; of a DFlash draft, of
+    the target's state alone. The first `n_skipped` tokens of a text have no entry.
     """
 
-    name: Literal["mtp", "eagle3"]
+    name: Literal["mtp", "eagle3", "dflash"]
     layers: tuple[int, ...]  # as of `StateTap`
     n_skipped: int
+    state_at: int  # entry e needs the target's state of position e + state_at
     encodes: bool = False  # the head projects the target's states to its own width first
+    block: BlockLayout | None = None  # of a DFlash draft
 
 
 def missing_head(model: Model) -> str | None:
@@ -59,17 +81,30 @@ def own_head(model: Model) -> HeadKind:
         raise InputError(f"{model.path.name} cannot draft for itself: {reason}.", _OTHER_DRAFT)
     if not model.has_head:
         raise ValueError(f"{model.path.name} was loaded without its head")
-    return HeadKind("mtp", (model.info.n_layers,), n_skipped=0)
+    return HeadKind("mtp", (model.info.n_layers,), n_skipped=0, state_at=-1)
 
 
-def eagle_head(target: Model, draft: Model) -> HeadKind:
-    """The head that an EAGLE-3 file is. Raises InputError where it was made for another target."""
+def head_file(target: Model, draft: Model) -> HeadKind | None:
+    """The head that a draft's file is; None for a model that drafts by itself.
+
+    Raises InputError where it was made for another target, or is of a kind that is not supported.
+    """
+    if draft.info.architecture == EAGLE:
+        layers = _checked_layers(target, draft, int(draft.metadata(f"{EAGLE}.target_hidden_size") or 0), "EAGLE-3")
+        return HeadKind("eagle3", layers, n_skipped=1, state_at=0, encodes=True)
+    if draft.info.architecture == DFLASH:
+        layers = _checked_layers(target, draft, draft.info.n_embd, "DFlash")
+        return HeadKind("dflash", layers, n_skipped=0, state_at=0, block=_block_layout(draft))
+    return None
+
+
+def _checked_layers(target: Model, draft: Model, width: int, kind: str) -> tuple[int, ...]:
+    """The target's layers whose inputs of `width` the draft reads. Raises InputError where it has others."""
     info, name = target.info, draft.path.name
-    if info.architecture not in _EAGLE_TARGETS:
-        raise InputError(f"EAGLE-3 drafts for {info.architecture} models are not supported.", _OTHER_DRAFT)
+    if info.architecture not in _STATES_TARGETS:
+        raise InputError(f"{kind} drafts for {info.architecture} models are not supported.", _OTHER_DRAFT)
     layers = read_target_layers(draft.handle)
-    width = int(draft.metadata(f"{EAGLE}.target_hidden_size") or 0)
-    if width != info.n_embd or not all(0 <= layer < info.n_layers for layer in layers):
+    if width != info.n_embd or not layers or not all(0 <= layer < info.n_layers for layer in layers):
         raise InputError(
             f"{name} is a draft for another target: it reads states of width {width:,} of the layers "
             f"{', '.join(map(str, layers))}; {target.path.name} has {info.n_layers} layers of width {info.n_embd:,}.",
@@ -81,4 +116,31 @@ def eagle_head(target: Model, draft: Model) -> HeadKind:
             f"{target.path.name} {info.n_vocab:,}.",
             "Name the target that it was trained for, or another draft.",
         )
-    return HeadKind("eagle3", layers, n_skipped=1, encodes=True)
+    return layers
+
+
+def _block_layout(draft: Model) -> BlockLayout:
+    """How a DFlash draft's blocks look. Raises InputError for kinds that are not supported, and without a mask."""
+    name = draft.path.name
+
+    def value(key: str) -> str:
+        return draft.metadata(f"{DFLASH}.{key}") or ""
+
+    if value("hyper_connection.count") not in ("", "0"):
+        raise InputError(f"{name} is a DSpark draft of DeepSeek-V4's layers, which is not supported.", _OTHER_DRAFT)
+    mask = draft.mask_token
+    if mask is None:
+        raise InputError(f"{name} names no mask token, which a DFlash draft needs.", _OTHER_DRAFT)
+    names = {tensor.name for part in gguf_file.parts(draft.path) for tensor in gguf_file.read_tensors(part)}
+    is_dspark = "markov_w1.weight" in names
+    samples_last = is_dspark and value("sample_from_anchor") != "false"
+    n_tokens = int(value("block_size") or _BLOCK_TOKENS)
+    if n_tokens < 2:
+        raise InputError(f"{name} has blocks of {n_tokens} tokens; drafting needs two or more.", _OTHER_DRAFT)
+    return BlockLayout(
+        mask=mask,
+        n_tokens=n_tokens,
+        first=0 if samples_last else 1,
+        causal=value("attention.causal") == "true",
+        n_candidates=int(value("selector_top_k") or 0) if "selector_hidden.weight" in names else 0,
+    )

@@ -14,7 +14,7 @@ from moeedge.errors import EngineError
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadKind
-from moeedge.llama.hidden_states import StateRows, keep_own_states, own_states
+from moeedge.llama.hidden_states import StateRows, keep_all_states, keep_own_states, own_states
 from moeedge.llama.model import Model
 
 # llama.cpp reserves logits for each token that is encoded, and for each of a graph of such a model
@@ -45,7 +45,8 @@ class HeadContext(Context):
         Raises EngineError where memory is short.
         """
         self.kind = kind
-        self.state_width = model.info.n_embd
+        self.states_alone = kind.block is not None
+        self.state_width = len(kind.layers) * model.info.n_embd if self.states_alone else model.info.n_embd
         self._target_handle = target.handle
         n_ubatch = min(n_ubatch, _N_ENCODED) if kind.encodes else n_ubatch
         super().__init__(
@@ -59,7 +60,12 @@ class HeadContext(Context):
             op_offload=op_offload,
             mode="stock",
         )
-        keep_own_states(self._handle)
+        if kind.block is None:
+            keep_own_states(self._handle)
+        else:
+            lib.llama_set_causal_attn(self._handle, kind.block.causal)
+            if kind.block.n_candidates:
+                keep_all_states(self._handle)
         self._ones = np.ones(self.n_ubatch, dtype=np.int8)
 
     def _complete(self, parameters: Any) -> None:
@@ -79,8 +85,16 @@ class HeadContext(Context):
         rows = own_states(self._handle, n_rows, self.model.info.n_embd)
         return np.array(rows[-1:])
 
+    def selections(self, n_rows: int) -> StateRows:
+        """What the selector of a DFlash draft left for a block of `n_rows` tokens: float32 [n_rows, n_embd], a view.
+
+        A row has the candidates' ids, then for each candidate of the row before (in row 1: for the first) the
+        scores of its candidates.
+        """
+        return own_states(self._handle, n_rows, self.model.info.n_embd)
+
     def input_states(self, states: StateRows) -> StateRows:
-        """What the head decodes: the target's `states`, projected to the head's width if it is of that kind."""
+        """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""
         if not self.kind.encodes or len(states) == 0:
             return states
         size = self.n_ubatch

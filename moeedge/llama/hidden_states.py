@@ -65,11 +65,16 @@ def keep_own_states(handle: Any) -> None:
     _keep_final(handle, True, True)
 
 
+def keep_all_states(handle: Any) -> None:
+    """Makes the context of a DFlash draft keep what its selector leaves for each token (`own_states`)."""
+    _keep_final(handle, True, False)
+
+
 def own_states(handle: Any, n_rows: int, n_embd: int) -> StateRows:
     """The states that the last decode or encode of a draft head left: a view, valid until the next."""
     return np.ctypeslib.as_array(_final_rows(handle), (n_rows, n_embd))
 
 
 def read_target_layers(model: Any) -> tuple[int, ...]:
-    """The target's layers whose inputs an EAGLE-3 draft (llama_model *) reads."""
+    """The target's layers whose inputs an EAGLE-3 or DFlash draft (llama_model *) reads."""
     return tuple(_target_layers(model)[: _n_target_layers(model)])

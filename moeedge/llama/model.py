@@ -23,6 +23,8 @@ Mode = Literal["moeedge", "stock"]
 # weights, biases and scales of routed experts, also merged ones (chexps); shared experts (shexp) stay with their layer
 _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
+_SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
+
 # with a recurrent state, and tested to go back to earlier ones (llama.cpp: llm_arch_supports_rs_rollback)
 _SNAPSHOT_ARCHITECTURES = frozenset({"qwen35moe"})
 
@@ -224,6 +226,17 @@ class Model:
     def n_heads_kv(self) -> int:
         """Key-value heads of the first layer."""
         return int(lib.llama_model_n_head_kv(self.handle))
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that stands for one to be predicted; None without."""
+        token = int(lib.llama_vocab_mask(self.vocab))
+        return token if token >= 0 else None
+
+    @property
+    def n_positions(self) -> int:
+        """Numbers that llama.cpp wants for the position of a hidden state: 4 where it rotates by sections (M-RoPE)."""
+        return 4 if lib.llama_model_rope_type(self.handle) in _SECTION_ROPES else 1
 
     def metadata(self, key: str) -> str | None:
         """Returns a metadata value as text; None without the key."""

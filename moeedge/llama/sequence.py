@@ -25,7 +25,7 @@ class Cancelled(Exception):
 class BatchPart(NamedTuple):
     """Tokens that one batch appends to one sequence, and which of them get logits.
 
-    states: where the model is a draft head, the hidden state that comes with each token.
+    states: where the model is a draft head, the hidden state that comes with each token, or instead of it.
     """
 
     sequence: ContextSequence
@@ -43,14 +43,25 @@ class TokenBatch:
     """A llama_batch for `n_max` tokens, over NumPy arrays that are allocated once and filled by slices.
 
     `c_batch` points into the arrays, which must live as long as it does. state_width: of the hidden states that come
-    with the tokens of a draft head; 0: none do.
+    with the tokens of a draft head; 0: none do. states_alone: a batch has states or tokens, not both. n_positions: of
+    a state alone (`Model.n_positions`).
     """
 
-    def __init__(self, n_max: int, n_sequences: int, state_width: int = 0) -> None:
+    def __init__(
+        self,
+        n_max: int,
+        n_sequences: int,
+        state_width: int = 0,
+        *,
+        states_alone: bool = False,
+        n_positions: int = 1,
+    ) -> None:
         self.n_max = n_max
+        self._states_alone = states_alone
+        self._n_positions = n_positions
         self._states = np.zeros((n_max, state_width), dtype=np.float32)
         self._tokens = np.zeros(n_max, dtype=np.int32)
-        self._positions = np.zeros(n_max, dtype=np.int32)
+        self._positions = np.zeros(n_positions * n_max, dtype=np.int32)
         self._sequences = np.arange(n_sequences, dtype=np.int32)
         # addresses of their ids
         self._addresses = [self._sequences[i:].ctypes.data for i in range(n_sequences)]
@@ -84,6 +95,16 @@ class TokenBatch:
                 self._states[start:stop] = part.states
             start = stop
         self.c_batch.n_tokens = start
+        if self._states_alone:
+            self._choose(parts[0].states is not None, start)
+
+    def _choose(self, has_states: bool, n: int) -> None:
+        """Makes the batch of `n` one of states or of tokens."""
+        self.c_batch.token = None if has_states else _pointer(self._tokens, lib.llama_token)
+        self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
+        if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
+            self._positions[n : 3 * n] = np.tile(self._positions[:n], 2)
+            self._positions[3 * n : 4 * n] = 0
 
 
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:

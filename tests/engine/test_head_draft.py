@@ -42,16 +42,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "eagle-qwen3moe": ("qwen3moe", {}, {}),
     "eagle-gpt-oss": ("gpt-oss", {}, {}),
     "eagle-mixtral": ("llama", {}, {}),
+    "dflash-qwen3moe": ("qwen3moe", {}, {"arch": "dflash", "draft_vocab": 304}),
+    "dflash-shared": ("gpt-oss", {}, {"arch": "dflash", "target_layers": "1"}),  # the target's embeddings and output
+    "dflash-dspark": ("qwen3moe", {}, {"arch": "dflash", "variant": "dspark"}),
+    "dflash-selector": ("qwen3moe", {}, {"arch": "dflash", "variant": "selector", "draft_vocab": 304}),
+    "dflash-sections": ("llama", {}, {"arch": "dflash", "variant": "sections", "draft_vocab": 304}),
     "eagle-narrow": ("qwen3moe", {}, {"embd": 32, "heads": 2, "heads_kv": 2, "draft_vocab": 100, "seed": 1}),
 }
-KINDS = ("mtp-glm4moe", "mtp-qwen35moe", "eagle-qwen3moe")
-ATTENTION = ("mtp-glm4moe", "eagle-qwen3moe")  # whose memory can be shifted, and holds several texts
+KINDS = ("mtp-glm4moe", "mtp-qwen35moe", "eagle-qwen3moe", "dflash-qwen3moe")
+ATTENTION = ("mtp-glm4moe", "eagle-qwen3moe", "dflash-qwen3moe")  # whose memory can be shifted, and holds several texts
 
 
 def files(tiny: TinyFactory, case: str) -> tuple[Path, Any]:
     """The target's file, and the value of EngineConfig.draft."""
     arch, dimensions, head = CASES[case]
-    return tiny(arch, **dimensions), "mtp" if head is None else tiny("eagle3", **head)
+    return tiny(arch, **dimensions), "mtp" if head is None else tiny(**{"arch": "eagle3"} | head)
 
 
 def options(pair: tuple[Path, Any], **changes: Any) -> EngineConfig:
@@ -113,7 +118,7 @@ def test_greedy_equals_stock(case: str, gamma: int, tiny: TinyFactory) -> None:
         assert_greedy(stock, PROMPT, generation.tokens, expected, case)
         stats, info = generation.stats, session.model.info
         assert stats.drafted > 0
-        if case != "eagle-narrow":  # whose vocabulary is another
+        if case not in ("eagle-narrow", "dflash-shared"):  # of another vocabulary; whose masks are a token's embedding
             assert 0 < stats.accepted < stats.drafted
         assert session.info.draft == ("mtp" if pair[1] == "mtp" else pair[1].name)
         # activations of the verification alone: the head's own experts are not counted
@@ -245,6 +250,39 @@ def test_texts_decoded_together(case: str, tiny: TinyFactory) -> None:
             assert found.stats.drafted > 0
 
 
+@pytest.mark.parametrize(("variant", "n_most"), [("", 3), ("dspark", 4), ("selector", 3)])
+def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_most: int, tiny: TinyFactory) -> None:
+    draft = tiny("dflash", variant=variant, block=4, draft_vocab=304)
+    with Session.open(options((tiny("qwen3moe"), draft), gamma=8)) as session:
+        generation = session.generate(PROMPT, n_predict=20, sampling=GREEDY, ignore_eos=True)
+        lengths = {len(record.drafts) for record in generation if record.n_verified}
+        assert max(lengths) == n_most
+        assert any("at most" in note for note in session.info.notes)
+
+
+def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:
+    for variant in ("", "selector"):
+        pair = tiny("qwen3moe"), tiny("dflash", variant=variant, draft_vocab=304)
+        with Session.open(options(pair, auto_gamma=True)) as session, StockContext(pair[0]) as stock:
+            generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+            list(generation)
+            assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], variant)
+
+
+def test_sampled_answers_of_a_block_follow_the_target(tiny: TinyFactory) -> None:
+    """Each draft comes with the distribution that it was drawn from: compared by the first tokens of answers."""
+    pair, sampling = files(tiny, "dflash-qwen3moe"), SamplingConfig(temperature=0.7, top_k=4, top_p=1.0, min_p=0.0)
+    counts = []
+    with Session.open(options(pair)) as session, Session.open(options((pair[0], None))) as plain:
+        for opened in (session, plain):
+            found = [tuple(answer(opened, n_predict=3, sampling=replace(sampling, seed=s))[1:]) for s in range(250)]
+            counts.append({pair: found.count(pair) for pair in set(found)})
+    likeliest = sorted(counts[1], key=lambda key: -counts[1][key])[:3]
+    for tokens in likeliest:
+        expected = counts[1][tokens]
+        assert abs(counts[0].get(tokens, 0) - expected) < 4 * (2 * expected) ** 0.5
+
+
 def test_experts_from_the_file(tiny: TinyFactory) -> None:
     """Where experts are loaded on demand, those of the head are in memory with the dense weights."""
     pair = files(tiny, "mtp-glm4moe")
@@ -266,12 +304,18 @@ def test_a_plain_session_loads_no_head(tiny: TinyFactory) -> None:
         (("qwen3moe", {}), {"target_embd": 96}),  # of another target: width
         (("qwen3moe", {}), {"target_layers": "0,1,7"}),  # layers
         (("deepseek2", {}), {}),  # an architecture whose layers' inputs llama.cpp does not hand out
+        (("deepseek2", {}), {"arch": "dflash"}),
+        (("qwen3moe", {}), {"arch": "dflash", "embd": 96, "heads": 6, "heads_kv": 6}),
+        (("qwen3moe", {}), {"arch": "dflash", "target_layers": "1,3"}),
+        (("qwen3moe", {"vocab": 320}), {"arch": "dflash"}),
+        (("qwen3moe", {}), {"arch": "dflash", "mask": -1}),
+        (("qwen3moe", {}), {"arch": "dflash", "block": 1}),
     ],
 )
 def test_a_head_that_does_not_suit_the_target(
     target: tuple[str, dict[str, Any]], draft: str | dict[str, Any], tiny: TinyFactory
 ) -> None:
-    source = draft if isinstance(draft, str) else tiny("eagle3", **draft)
+    source = draft if isinstance(draft, str) else tiny(**{"arch": "eagle3"} | draft)
     with pytest.raises(InputError) as caught:
         Session.open(options((tiny(target[0], **target[1]), source)))
     assert caught.value.hint

@@ -43,6 +43,7 @@ ARCHITECTURES = (
     "glm4moe",
     "qwen35moe",
     "eagle3",
+    "dflash",
 )
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"experts": 0, "layers": 2, "residual": 0.2},  # dense: the draft
@@ -54,6 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4moe": {"mtp": 1},
     "qwen35moe": {"mtp": 1, "layers": 4},
     "eagle3": {"experts": 0, "layers": 1, "heads_kv": 4},
+    "dflash": {"experts": 0, "layers": 2, "heads_kv": 4},
 }
 
 
@@ -74,7 +76,7 @@ def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
     writer.add_name(f"tiny {arch}, random weights, seed {seed}")
     for key, value in metadata(arch, dims).items():
         _add_value(writer, f"{arch}.{key}", value)
-    add_vocabulary(writer, dims.vocab)
+    add_vocabulary(writer, dims.vocab, mask=dims.mask if arch == "dflash" else -1)
     specs = list(tensors(arch, dims))
     for spec in specs:
         type_ = gguf.GGMLQuantizationType[spec.type]
@@ -101,6 +103,8 @@ def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
     values = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std) + np.float32(spec.mean)
     if spec.identity:
         np.fill_diagonal(values, np.diagonal(values) + np.float32(spec.identity))
+    if spec.zero_row >= 0:
+        values[spec.zero_row] = 0
     if spec.name == "output.weight" and len(values) >= N_VOCAB:
         values[N_VOCAB - len(SPECIALS) : N_VOCAB] = 0  # logit 0: an answer hardly ever ends by itself
     return values.astype(np.float16) if spec.type == "F16" else values

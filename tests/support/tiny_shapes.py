@@ -39,8 +39,11 @@ class TinyDims:
     sigmoid: bool = False  # deepseek2: sigmoid router with selection bias, groups and scale, as in DeepSeek-V3
     mtp: int = 0  # heads after the layers that predict further tokens (deepseek2, glm4moe)
     target_embd: int = 64  # eagle3: width of the target
-    target_layers: str = "0,1,2"  # eagle3: the layers whose inputs it reads
-    draft_vocab: int = 0  # eagle3: tokens of a vocabulary of its own; 0: the target's embeddings and output
+    target_layers: str = "0,1,2"  # eagle3, dflash: the layers whose inputs it reads
+    draft_vocab: int = 0  # eagle3, dflash: tokens of a vocabulary of its own; 0: the target's embeddings and output
+    block: int = 8  # dflash: tokens of a block
+    variant: str = ""  # dflash: "dspark" (a Markov head), "selector" (DFlash 2) or "sections" (M-RoPE)
+    mask: int = N_VOCAB - 3  # dflash: the token that stands for one to be predicted; -1: none
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class TensorSpec:
     type: str = "F32"
     mean: float = 0.0
     identity: float = 0.0  # added on the diagonal
+    zero_row: int = -1
 
 
 Metadata = dict[str, int | float | bool | list[bool] | list[int]]
@@ -100,6 +104,12 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
             "target_layers": [int(layer) for layer in d.target_layers.split(",")],
             "target_hidden_size": d.target_embd,
         }
+    if arch == "dflash":
+        keys |= {"target_layers": [int(layer) for layer in d.target_layers.split(",")], "block_size": d.block}
+        if d.variant == "selector":
+            keys |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 4}
+        if d.variant == "sections":
+            keys["rope.dimension_sections"] = [d.head_dim // 2, 0, 0, 0]
     if d.mtp:
         keys["nextn_predict_layers"] = d.mtp
     return keys
@@ -132,8 +142,8 @@ def _mla_metadata(d: TinyDims) -> Metadata:
 
 def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     """Every tensor of the model, in file order."""
-    if arch == "eagle3":
-        yield from _eagle(d)
+    if arch in ("eagle3", "dflash"):
+        yield from (_eagle(d) if arch == "eagle3" else _dflash(d))
         return
     yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0, d.dense_type)
     for layer in range(d.layers + d.mtp):
@@ -273,3 +283,50 @@ def _eagle(d: TinyDims) -> Iterator[TensorSpec]:
     yield _norm("blk.0.ffn_norm.weight", d.embd)
     for spec in _swiglu(d, "", d.ff):
         yield replace(spec, name=f"blk.0.{spec.name}")
+
+
+def _dflash(d: TinyDims) -> Iterator[TensorSpec]:
+    """A DFlash draft whose masks take over the last token's embedding, so that it guesses right now and then.
+
+    With a vocabulary of its own the mask is nothing but a place for that.
+    """
+    width, kv_width = d.heads * d.head_dim, d.heads_kv * d.head_dim
+    n_layers = len(d.target_layers.split(","))
+    yield TensorSpec("fc.weight", (d.embd, n_layers * d.embd), 0.05)
+    yield TensorSpec("enc.output_norm.weight", (d.embd,), 0.005, mean=0.02)
+    yield _norm("output_norm.weight", d.embd)
+    if d.draft_vocab:
+        yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0, zero_row=d.mask)
+        yield TensorSpec("output.weight", (d.draft_vocab, d.embd), d.logit_std / d.embd**0.5)
+        if d.draft_vocab < d.vocab:
+            yield TensorSpec("d2t", (d.draft_vocab,), 0.0, "I64")
+    if d.variant == "dspark":
+        yield TensorSpec("markov_w1.weight", (d.vocab, 16), 1.0)
+        yield TensorSpec("markov_w2.weight", (d.draft_vocab or d.vocab, 16), 0.25)
+    if d.variant == "selector":
+        yield TensorSpec("selector_predecessor.weight", (d.vocab, 16), 1.0)
+        yield TensorSpec("selector_successor.weight", (d.vocab, 16), 0.1)
+        yield TensorSpec("selector_hidden.weight", (16, d.embd), 0.1)
+    for layer in range(d.layers):
+        gain = 1.0 if layer == 0 else 0.1
+        specs = [
+            _norm("attn_norm.weight", d.embd),
+            _matrix(d, "attn_q.weight", width, d.embd),
+            _matrix(d, "attn_k.weight", kv_width, d.embd),
+            TensorSpec("attn_v.weight", (kv_width, d.embd), 0.1 / d.embd**0.5, identity=gain),
+            TensorSpec("attn_output.weight", (d.embd, width), 0.1 / width**0.5, identity=gain),
+            _norm("attn_q_norm.weight", d.head_dim),
+            _norm("attn_k_norm.weight", d.head_dim),
+            _norm("ffn_norm.weight", d.embd),
+            _matrix(d, "ffn_gate.weight", d.ff, d.embd),
+            _matrix(d, "ffn_up.weight", d.ff, d.embd),
+            _matrix(d, "ffn_down.weight", d.embd, d.ff, 0.1 * d.residual),
+        ]
+        if d.variant == "selector":
+            n_projected = 2 * 2 * d.embd // 16  # both sides of the block, two taps, groups of 16
+            for name in ("attn", "ffn"):
+                specs += [
+                    TensorSpec(f"{name}_conv_base", (2, 2, d.embd), 0.05, mean=0.5),
+                    TensorSpec(f"{name}_conv_proj.weight", (n_projected, d.embd), 0.02),
+                ]
+        yield from (replace(spec, name=f"blk.{layer}.{spec.name}") for spec in specs)

@@ -31,8 +31,8 @@ def byte_symbols() -> list[str]:
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
-def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int = N_VOCAB) -> None:
-    """Writes the `tokenizer.*` keys; fillers follow the first N_VOCAB tokens."""
+def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int = N_VOCAB, *, mask: int = -1) -> None:
+    """Writes the `tokenizer.*` keys; fillers follow the first N_VOCAB tokens. mask: a token's id, -1: none is one."""
     fillers = [f"w{token}" for token in range(N_VOCAB, n_vocab)]
     normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
@@ -44,5 +44,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int = N_VOCAB) -> None:
     writer.add_bos_token_id(ENDOFTEXT)
     writer.add_eos_token_id(IM_END)
     writer.add_pad_token_id(ENDOFTEXT)
+    if mask >= 0:
+        writer.add_mask_token_id(mask)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHATML)
