@@ -103,9 +103,10 @@ class Runner:
     @property
     def n_expert(self) -> int:
         """Experts of a layer; 0 for a dense model."""
-        return int(self._meta(f"{self._meta('general.architecture')}.expert_count") or 0)
+        return int(self.meta(f"{self.meta('general.architecture')}.expert_count") or 0)
 
-    def _meta(self, key: str) -> str:
+    def meta(self, key: str) -> str:
+        """A metadata value as text; empty without the key."""
         room = ctypes.create_string_buffer(128)
         n = llama_cpp.llama_model_meta_val_str(self.model, key.encode(), room, len(room))
         return room.value.decode() if n >= 0 else ""

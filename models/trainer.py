@@ -11,15 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from models.head import Head, HeadShape
 from models.network import Network, Shape
 
-LossFunction = Callable[[Network, int], tuple[Tensor, dict[str, float]]]
+Net = TypeVar("Net", Network, Head)
+LossFunction = Callable[[Net, int], tuple[Tensor, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def learning_rate(plan: TrainingPlan, step: int) -> float:
     return plan.peak_lr * min(rise, fall)
 
 
-def make_optimiser(net: Network, plan: TrainingPlan) -> torch.optim.AdamW:
+def make_optimiser(net: Network | Head, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only."""
     matrices = [p for p in net.parameters() if p.dim() >= 2]
     vectors = [p for p in net.parameters() if p.dim() < 2]
@@ -50,7 +52,7 @@ def make_optimiser(net: Network, plan: TrainingPlan) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
-def save(path: Path, net: Network, optimiser: torch.optim.Optimizer | None, step: int) -> None:
+def save(path: Path, net: Network | Head, optimiser: torch.optim.Optimizer | None, step: int) -> None:
     """Write a checkpoint atomically: the old one stays until the new one is complete."""
     part = path.with_suffix(".part")
     torch.save(
@@ -73,6 +75,14 @@ def load(path: Path) -> tuple[Network, dict[str, Any]]:
     return net, state
 
 
+def load_head(path: Path) -> Head:
+    """The head of a checkpoint."""
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    net = Head(HeadShape(**state["shape"]))
+    net.load_state_dict(state["model"])
+    return net
+
+
 class StopRequest:
     """While entered, Ctrl-C and SIGTERM only set `asked`: the loop stops after the step in hand, once it has saved."""
 
@@ -93,12 +103,13 @@ class StopRequest:
         self.asked = True
 
 
-def run(net: Network, plan: TrainingPlan, loss_at: LossFunction, work: Path, device: str = "cpu") -> Network:
+def run(net: Net, plan: TrainingPlan, loss_at: LossFunction[Net], work: Path, device: str = "cpu") -> Net:
     """Train until `plan.steps`, from the stage's checkpoint if there is one. The log has one JSON object per step."""
     path = work / f"{plan.name}.pt"
     first, optimiser_state = 0, None
     if path.exists():
-        net, state = load(path)
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        net.load_state_dict(state["model"])
         first, optimiser_state = state["step"], state["optimiser"]
     net = net.to(device)
     optimiser = make_optimiser(net, plan)

@@ -121,7 +121,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     whole = Network(TINY)
     halves = Network(TINY)
     halves.load_state_dict(whole.state_dict())
-    plan = trainer.Plan("x", 6, 1e-3, warmup_steps=2)
+    plan = trainer.TrainingPlan("x", 6, 1e-3, warmup_steps=2)
     whole = trainer.run(whole, plan, loss_at, tmp_path)
 
     class Stop(Exception):
