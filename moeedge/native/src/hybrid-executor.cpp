@@ -16,6 +16,8 @@ static constexpr int64_t n_blocks_per_timing = 11;
 // with more pairs a device's matrix-matrix kernels win
 static constexpr size_t n_pairs_as_columns = 256;
 
+namespace { // ram-executor.cpp has a class of this name, too
+
 // Unpins the slots of a block. If an exception passes, it waits for the device first, which may still read them.
 class pin_guard {
   public:
@@ -43,6 +45,8 @@ class pin_guard {
     const int                    layer;
     const std::vector<int32_t> & slots;
 };
+
+} // namespace
 
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : pair_columns(cpu_backend, dev), cache(std::move(c)), cpu_dev(dev), worker(std::make_shared<device_worker>(cache)),

@@ -34,6 +34,8 @@ class want_guard {
     const std::vector<int32_t> & waiting;
 };
 
+namespace { // hybrid-executor.cpp has a class of this name, too
+
 // Unpins slots, however the computation from them ends.
 class pin_guard {
   public:
@@ -47,6 +49,8 @@ class pin_guard {
     const int                    layer;
     const std::vector<int32_t> & slots;
 };
+
+} // namespace
 
 ram_executor::ram_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : pair_columns(cpu_backend, dev), cache(std::move(c)), own_cpu(cpu_backend), pairs_of((size_t) cache->n_experts()),
