@@ -176,6 +176,24 @@ def test_truncated_experts_are_not_computed(case: str, tiny: TinyFactory) -> Non
         assert np.array_equal(*rows)
 
 
+def test_the_sensor_sees_a_truncation_that_begins_with_a_reused_graph(tiny: TinyFactory) -> None:
+    """llama.cpp planned that graph without a budget, so that its ids do not outlive their blocks."""
+    path = tiny("qwen3moe", experts=MANY_EXPERTS)
+    with Model.load(path) as model, Context(model, n_ctx=128, n_threads=1, has_budget=True) as context:
+        assert context.sensor is not None
+        context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
+        context.decode(DRAFTED, phase=Phase.VERIFY, logits="all")
+        context.set_budget(ExpertBudget(budget=BUDGET, coverage="truncation"))
+        context.sensor.frames()
+        context.sensor.read_counts()
+        context.decode(DRAFTED, phase=Phase.VERIFY, logits="all")
+        counts = context.sensor.read_counts()
+        assert (counts.sum(axis=1) == len(DRAFTED) * model.info.n_expert_used).all()
+        assert np.count_nonzero(counts, axis=1).max() <= BUDGET
+        (frame,) = context.sensor.frames()
+        assert frame.n_tokens == len(DRAFTED)
+
+
 @pytest.mark.parametrize("case", ["qwen3moe", "deepseek3", "gpt-oss", "wide"])
 def test_tokens_that_lose_all_their_experts(case: str, tiny: TinyFactory, tiny_draft: Path) -> None:
     """Nothing is added for them, beside a cache as on the CPU alone. wide: the graph itself sums the experts."""

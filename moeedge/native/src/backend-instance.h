@@ -77,8 +77,8 @@ struct instance {
     // inputs of the next graph whose copies from a GPU are under way
     std::vector<arriving_tensor> arriving;
 
-    std::unordered_map<uint64_t, parsed_graph> parsed;   // by ggml's id of the graph
-    std::vector<bool>                          is_split; // per block of the current graph: given to the executor
+    std::unordered_map<uint64_t, parsed_graph> parsed;     // by ggml's id of the graph
+    std::vector<bool>                          is_counted; // per block of the current graph: in the cache's counters
 
     // why optimize_graph failed; it cannot return a status, so the next graph_compute does
     enum ggml_status optimize_status = GGML_STATUS_SUCCESS;

@@ -193,7 +193,7 @@ static enum ggml_status compute_part(instance * self, const ggml_cgraph * graph,
 }
 
 // Calls the hook for the block (of a dense layer, if `block` is null) whose experts are computed next.
-static void call_hook(instance * self, const moe_block * block, const router_input * input) {
+static void call_hook(instance * self, const ggml_cgraph * graph, const moe_block * block, const router_input * input) {
     moeedge_block about = {};
     about.phase         = self->phase;
     about.layer         = block ? block->layer : input->layer;
@@ -208,9 +208,12 @@ static void call_hook(instance * self, const moe_block * block, const router_inp
         about.n_used   = (int32_t) block->ids->ne[0];
         about.n_tokens = (int32_t) block->ids->ne[1];
         read_ids(block->ids, self->hook_ids);
-        about.ids = self->hook_ids.data();
+        about.ids      = self->hook_ids.data();
+        self->hooked   = graph;
+        self->i_hooked = block->i_first;
     }
     self->hook(self->hook_user, &about);
+    self->hooked = nullptr;
 }
 
 static const router_input * input_of(const parsed_graph & parsed, const moe_block & block) {
@@ -224,105 +227,73 @@ static const router_input * input_of(const parsed_graph & parsed, const moe_bloc
 
 // how a graph is computed
 struct graph_paths {
-    bool is_hybrid;  // the executor gets the blocks
-    bool has_hook;   // the hook is called before each block
-    bool sense_here; // ids do not outlive the block
+    bool is_hybrid;        // the device's executor gets the blocks
+    bool is_from_ram;      // experts are in slots in host memory
+    bool has_hook;         // the hook is called before each block
+    bool sense_here;       // ids do not outlive the block
     bool skips_unweighted; // pairs without weight are not computed
 };
 
-// Stops the graph before the experts of each block that needs it, calls the hook, gives the block to the executor and
-// continues after it. The selected experts' ids and the router's input are in host memory there.
-static enum ggml_status compute_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph,
-                                         const graph_paths & paths) {
-    hybrid_executor * hybrid    = paths.is_hybrid ? self->hybrid.get() : nullptr;
-    const int         n_min     = hybrid ? self->cache->prefill_tokens_min.load(std::memory_order_relaxed) : 0;
-    const bool        is_stream = hybrid && self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_PATH_STREAM;
-    int               i_from    = 0; // the nodes before it are computed
-    self->is_split.assign(parsed.blocks.size(), false);
-    for (size_t b = 0; b < parsed.blocks.size(); b++) {
-        const moe_block &    block  = parsed.blocks[b];
-        const placed_chain * placed = hybrid && parsed.placed[b].group >= 0 ? &parsed.placed[b] : nullptr;
-        enum ggml_status     status = GGML_STATUS_SUCCESS;
-        if (paths.has_hook) {
-            status = compute_part(self, graph, i_from, block.i_first);
-            if (status != GGML_STATUS_SUCCESS) {
-                return status;
-            }
-            i_from = block.i_first;
-            self->hooked   = graph;
-            self->i_hooked = block.i_first;
-            call_hook(self, &block, input_of(parsed, block));
-            self->hooked = nullptr;
-        }
-        const bool is_streamed = is_stream && placed && block.ids->ne[1] >= n_min;
-        const bool is_split    = is_streamed || (placed && self->cache->has_resident(block.layer));
-        self->is_split[b]      = is_split;
-        if (!is_split && paths.skips_unweighted && parsed.placed[b].sum.is_complete()) {
-            status = compute_part(self, graph, i_from, block.i_first);
-            if (status != GGML_STATUS_SUCCESS) {
-                return status;
-            }
-            i_from = block.i_first;
-            switch (self->pairs->compute_weighted(parsed.placed[b])) {
-                case BLOCK_DONE:    i_from = parsed.placed[b].chain.i_end; break;
-                case BLOCK_ABORTED: return self->pairs->status();
-                default:            break;
-            }
-            continue;
-        }
-        if (!is_split && !paths.sense_here) {
-            continue;
-        }
-        status = compute_part(self, graph, i_from, block.i_first);
-        if (status != GGML_STATUS_SUCCESS) {
-            return status;
-        }
-        i_from = block.i_first;
-        if (paths.sense_here) {
-            const int64_t begin_ns = now_ns();
-            sense_block(self, block);
-            if (!is_split && placed) {
-                hybrid->record_cpu_block(placed->chain, self->phase); // its ids do not outlive the graph
-            }
-            self->sense_ns += now_ns() - begin_ns;
-        }
-        if (!is_split || self->cache->is_lost()) {
-            continue;
-        }
-        switch (is_streamed ? hybrid->compute_streamed(*placed, self->phase) : hybrid->compute(*placed, self->phase)) {
-            case BLOCK_NOT_COMPUTED: break;
-            case BLOCK_DONE:         i_from = placed->chain.i_end; break;
-            case BLOCK_SUMMED:       i_from = placed->sum.i_end; break;
-            case BLOCK_ABORTED:      return hybrid->status();
-        }
-    }
-    return compute_part(self, graph, i_from, graph->n_nodes);
+// whether the experts of a large block pass through the device
+static bool is_streamed(const instance * self, const placed_chain & placed) {
+    return placed.chain.n_tokens() >= self->cache->prefill_tokens_min.load(std::memory_order_relaxed) &&
+           self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_PATH_STREAM;
 }
 
-// Computes what the executor of another device takes of a block, in front of the slots in host memory.
-static block_outcome compute_on_device(instance * self, const placed_chain & placed, bool is_hybrid) {
-    if (!is_hybrid || placed.group < 0 || self->cache->is_lost()) {
-        return BLOCK_NOT_COMPUTED;
+static bool is_for_device(const instance * self, const placed_chain & placed) {
+    return placed.group >= 0 && !self->cache->is_lost() &&
+           (is_streamed(self, placed) || self->cache->has_resident(placed.chain.layer));
+}
+
+// Computes the block or a part of it on the device; counts it as missed where nothing of it is there.
+static block_outcome compute_on_device(instance * self, const placed_chain & placed) {
+    if (is_for_device(self, placed)) {
+        return is_streamed(self, placed) ? self->hybrid->compute_streamed(placed, self->phase) :
+                                           self->hybrid->compute(placed, self->phase);
     }
-    const bool is_large = placed.chain.n_tokens() >= self->cache->prefill_tokens_min.load(std::memory_order_relaxed);
-    if (is_large && self->cache->prefill_path.load(std::memory_order_relaxed) == MOEEDGE_PREFILL_PATH_STREAM) {
-        return self->hybrid->compute_streamed(placed, self->phase);
+    if (placed.group >= 0) {
+        self->hybrid->record_cpu_block(placed.chain, self->phase);
     }
-    if (self->cache->has_resident(placed.chain.layer)) {
-        return self->hybrid->compute(placed, self->phase);
-    }
-    self->hybrid->record_cpu_block(placed.chain, self->phase);
     return BLOCK_NOT_COMPUTED;
 }
 
-// Computes the graph with the experts of its blocks from slots in host memory, and from those of a device if there is one.
-static enum ggml_status compute_from_ram(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph, const graph_paths & paths) {
-    int i_from = 0;
-    self->is_split.assign(parsed.blocks.size(), true); // all are counted here
+// Gives a block to the executors in turn until one takes it; BLOCK_ABORTED: `status` says why.
+static block_outcome compute_block(instance * self, const placed_chain & placed, const graph_paths & paths, enum ggml_status & status) {
+    block_outcome outcome = paths.is_hybrid ? compute_on_device(self, placed) : BLOCK_NOT_COMPUTED;
+    if (outcome != BLOCK_NOT_COMPUTED) {
+        status = self->hybrid->status();
+    } else if (paths.is_from_ram && !placed.ram_tables.empty()) {
+        outcome = self->from_ram->compute(placed, self->phase, paths.skips_unweighted);
+        status  = self->from_ram->status();
+    } else if (paths.skips_unweighted && placed.sum.is_complete()) {
+        outcome = self->pairs->compute_weighted(placed);
+        status  = self->pairs->status();
+    }
+    return outcome;
+}
+
+// whether the graph is to be stopped before the block
+static bool needs_stop(const instance * self, const placed_chain * placed, const graph_paths & paths) {
+    if (paths.has_hook || paths.sense_here) {
+        return true;
+    }
+    return placed && ((paths.is_hybrid && is_for_device(self, *placed)) || (paths.is_from_ram && !placed->ram_tables.empty()) ||
+                      (paths.skips_unweighted && placed->sum.is_complete()));
+}
+
+// Stops the graph before the experts of each block that needs it, reads its routing, calls the hook, gives the block to the
+// executors and continues after it. The selected experts' ids and the router's input are in host memory there.
+static enum ggml_status compute_in_parts(instance * self, const parsed_graph & parsed, const ggml_cgraph * graph,
+                                         const graph_paths & paths) {
+    int i_from = 0; // the nodes before it are computed
+    self->is_counted.assign(parsed.blocks.size(), false);
     for (size_t b = 0; b < parsed.blocks.size(); b++) {
-        const moe_block &      block  = parsed.blocks[b];
-        const placed_chain &   placed = parsed.placed[b];
-        const enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
+        const moe_block &    block  = parsed.blocks[b];
+        const placed_chain * placed = parsed.placed.empty() ? nullptr : &parsed.placed[b];
+        if (!needs_stop(self, placed, paths)) {
+            continue;
+        }
+        enum ggml_status status = compute_part(self, graph, i_from, block.i_first);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
@@ -333,24 +304,18 @@ static enum ggml_status compute_from_ram(instance * self, const parsed_graph & p
             self->sense_ns += now_ns() - begin_ns;
         }
         if (paths.has_hook) {
-            self->hooked   = graph;
-            self->i_hooked = block.i_first;
-            call_hook(self, &block, input_of(parsed, block));
-            self->hooked = nullptr;
+            call_hook(self, graph, &block, input_of(parsed, block));
         }
-        switch (compute_on_device(self, placed, paths.is_hybrid)) {
-            case BLOCK_NOT_COMPUTED: break;
-            case BLOCK_DONE:         i_from = placed.chain.i_end; continue;
-            case BLOCK_SUMMED:       i_from = placed.sum.i_end; continue;
-            case BLOCK_ABORTED:      return self->hybrid->status();
-        }
-        if (placed.ram_tables.empty()) {
+        if (placed == nullptr) {
             continue;
         }
-        if (self->from_ram->compute(placed, self->phase, paths.skips_unweighted) == BLOCK_ABORTED) {
-            return self->from_ram->status();
+        self->is_counted[b] = true;
+        switch (compute_block(self, *placed, paths, status)) {
+            case BLOCK_NOT_COMPUTED: break;
+            case BLOCK_DONE:         i_from = placed->chain.i_end; break;
+            case BLOCK_SUMMED:       i_from = placed->sum.i_end; break;
+            case BLOCK_ABORTED:      return status;
         }
-        i_from = placed.chain.i_end;
     }
     return compute_part(self, graph, i_from, graph->n_nodes);
 }
@@ -367,9 +332,6 @@ static block_outcome compute_ahead(instance * self, const parsed_graph & parsed,
         return BLOCK_NOT_COMPUTED;
     }
     const placed_chain & placed = parsed.placed.front();
-    if (!placed.sum.is_complete()) {
-        return BLOCK_NOT_COMPUTED;
-    }
     for (int i = 0; i < parsed.blocks.front().i_first; i++) {
         if (!is_view(graph->nodes[i])) {
             return BLOCK_NOT_COMPUTED;
@@ -379,7 +341,7 @@ static block_outcome compute_ahead(instance * self, const parsed_graph & parsed,
     if (!self->hybrid->can_launch_ahead(placed, sources) || !self->cache->has_resident(placed.chain.layer)) {
         return BLOCK_NOT_COMPUTED;
     }
-    self->is_split.assign(1, true);
+    self->is_counted.assign(1, true);
     return self->hybrid->compute_ahead(placed, sources, self->phase);
 }
 
@@ -392,15 +354,15 @@ static enum ggml_status compute_dense_in_parts(instance * self, const parsed_gra
             return status;
         }
         i_from = found.i_node;
-        call_hook(self, nullptr, &found);
+        call_hook(self, graph, nullptr, &found);
     }
     return compute_part(self, graph, i_from, graph->n_nodes);
 }
 
-// counts blocks that were not given to the executor as misses
+// counts the blocks before which the graph was not stopped as missed
 static void record_cpu_blocks(instance * self, const parsed_graph & parsed) {
     for (size_t b = 0; b < parsed.placed.size(); b++) {
-        if (parsed.placed[b].group >= 0 && !self->is_split[b]) {
+        if (parsed.placed[b].group >= 0 && !self->is_counted[b]) {
             self->hybrid->record_cpu_block(parsed.placed[b].chain, self->phase);
         }
     }
@@ -428,14 +390,12 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     const bool is_from_ram = self->from_ram && !parsed.blocks.empty() && !self->ram->is_lost();
     const bool is_whole    = !is_hybrid && !is_from_ram && !has_hook && !skips_unweighted && self->counts_operations;
     // reads the blocks here, or leaves them to be read after the graph
-    const graph_paths paths = { is_hybrid, has_hook, /* .sense_here = */ !is_kept, skips_unweighted };
+    const graph_paths paths = { is_hybrid, is_from_ram, has_hook, /* .sense_here = */ !is_kept, skips_unweighted };
     enum ggml_status  status;
     if (ahead == BLOCK_ABORTED) {
         status = self->hybrid->status();
     } else if (ahead == BLOCK_SUMMED) {
         status = compute_part(self, graph, parsed.placed.front().sum.i_end, graph->n_nodes);
-    } else if (is_from_ram) {
-        status = compute_from_ram(self, parsed, graph, paths);
     } else if (has_hook && parsed.blocks.empty()) {
         status = compute_dense_in_parts(self, parsed, graph);
     } else if (is_whole) {
