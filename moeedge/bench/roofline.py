@@ -34,17 +34,22 @@ class Roofline:
         return self.read_bytes_per_s / self.bytes_per_token
 
 
+def measure_read_speed(n_threads: int) -> float:
+    """Bytes per second that so many threads read from memory at once; 0.0 where memory is short."""
+    n_bytes = max(_BYTES_MIN, _CACHES * _last_cache_bytes(n_threads))
+    return 0.0 if n_bytes > _FREE_SHARE * available_memory() else read_speed(n_bytes, n_threads)
+
+
 def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     """Measures the read speed; None where weights are on a GPU, or where memory is short."""
-    n_bytes = max(_BYTES_MIN, _CACHES * _last_cache_bytes(n_threads))
-    if model.uses_gpu or n_bytes > _FREE_SHARE * available_memory():
+    speed = 0.0 if model.uses_gpu else measure_read_speed(n_threads)
+    if speed == 0:
         return None
     info = model.info
     tensors = [tensor for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]
     experts, _ = gguf_file.expert_tensors(model.path, n_layers=info.n_layers)
     needed = gguf_file.bytes_per_token(tensors, experts, n_experts=info.n_experts, n_expert_used=info.n_expert_used)
-    speed = read_speed(n_bytes, n_threads)
-    return Roofline(speed, needed) if speed > 0 and needed > 0 else None
+    return Roofline(speed, needed) if needed > 0 else None
 
 
 def _last_cache_bytes(n_threads: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -21,6 +20,7 @@ import numpy as np
 from moeedge.analysis.step_fit import TimePoint
 from moeedge.analysis.step_model import Machine
 from moeedge.bench.harness import GREEDY, never, rotated
+from moeedge.bench.roofline import measure_read_speed
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
@@ -29,8 +29,7 @@ from moeedge.llama.context import Context
 from moeedge.native.abi import Phase
 
 _PREFILL_TOKENS = 256  # of the batch that says how many operations per second the kernels reach
-_READ_BYTES = 128 << 20  # of each thread, more than any cache
-_READ_TURNS = 3
+_N_STEPS = 3  # plain steps, of which the fastest counts
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,6 @@ def read_weights(path: Path) -> ModelWeights:
     return ModelWeights(dense_bytes, dense_weights, expert_bytes, expert_weights)
 
 
-def read_bandwidth(n_threads: int) -> float:
-    """Bytes per second that so many threads read from memory, the best of three turns."""
-    # written once: pages that were not are one page of zeros, which caches hold
-    arrays = [np.ones(_READ_BYTES // 8, dtype=np.int64) for _ in range(n_threads)]
-    best_s = float("inf")
-    with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(_READ_TURNS):
-            start_s = time.perf_counter()
-            list(pool.map(np.max, arrays))
-            best_s = min(best_s, time.perf_counter() - start_s)
-    return n_threads * _READ_BYTES / best_s
-
-
 def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -> Machine:
     """Operations per second by a long batch; bytes per second by reading memory, at least what a plain step needs.
 
@@ -97,14 +83,14 @@ def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -
     tokens = text[: min(_PREFILL_TOKENS, len(text), context.n_ubatch, context.n_ctx - 2)]
     context.clear()
     context.decode(tokens, phase=Phase.PREFILL, logits="last")
-    step_s = min(_decode_s(context, [text[0]], Phase.DECODE) for _ in range(_READ_TURNS))
+    step_s = min(_decode_s(context, [text[0]], Phase.DECODE) for _ in range(_N_STEPS))
     context.clear()
     start_s = time.perf_counter()
     context.decode(tokens, phase=Phase.PREFILL, logits="last")
     flops = len(tokens) * weights.step_flops(info.n_expert_used) / (time.perf_counter() - start_s)
     bytes_per_s = weights.step_bytes(info.n_expert_used) / step_s
     if not session.model.uses_gpu:
-        bytes_per_s = max(bytes_per_s, read_bandwidth(info.n_threads))
+        bytes_per_s = max(bytes_per_s, measure_read_speed(info.n_threads))
     context.clear()
     return Machine(name="this", bytes_per_s=bytes_per_s, flops=flops)
 

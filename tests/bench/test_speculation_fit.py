@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.bench import roofline
 from moeedge.bench.fit_report import FitReport, read_fit
+from moeedge.bench.roofline import measure_read_speed
 from moeedge.bench.speculation_fit import FitPlan, run_fit
-from moeedge.bench.step_times import read_bandwidth, read_weights
+from moeedge.bench.step_times import read_weights
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -37,8 +39,10 @@ def test_weights_are_those_of_the_header(tiny_moe: Path) -> None:
     assert weights.step_flops(4) == pytest.approx(2 * weights.dense_weights + 8 * weights.expert_weights)
 
 
-def test_bandwidth_is_a_rate_of_memory() -> None:
-    assert 1e8 < read_bandwidth(1) < 1e12
+def test_the_read_speed_is_a_rate_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1e8 < measure_read_speed(1) < 1e12
+    monkeypatch.setattr(roofline, "available_memory", lambda: 1 << 20)
+    assert measure_read_speed(1) == 0.0
 
 
 def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft: Path) -> None:
