@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import CFUNCTYPE, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.llama import library
-from moeedge.llama.library import ggml_function
+from tests.support.raw_ggml import call, find_device, new_context
 
 _F32, _I32 = 0, 26  # enum ggml_type
 _N_DISTINCT_ROWS = 64  # the others repeat them: quantizing takes long
-_CONTEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,38 +36,20 @@ class BlockShape:
         return 3 * self.n_embd * self.n_ff // per_block * block_bytes
 
 
-class _InitParams(ctypes.Structure):
-    """struct ggml_init_params."""
-
-    _fields_ = (("size", c_size_t), ("memory", c_void_p), ("no_alloc", c_bool))
-
-
-def _call(name: str, result: Any, types: list[Any], *arguments: Any) -> Any:
-    return ggml_function(name, result, *types)(*arguments)
-
-
-def _new_context() -> int:
-    return int(_call("ggml_init", c_void_p, [_InitParams], _InitParams(_CONTEXT_BYTES, None, True)))
-
-
-def _device(name: str) -> int:
-    return int(_call("ggml_backend_dev_by_name", c_void_p, [c_char_p], name.encode()))
-
-
 def _proc(device: int, name: str, prototype: Any) -> Any:
     """A function that the device's backend offers by name."""
-    registry = _call("ggml_backend_dev_backend_reg", c_void_p, [c_void_p], device)
-    address = _call("ggml_backend_reg_get_proc_address", c_void_p, [c_void_p, c_char_p], registry, name.encode())
+    registry = call("ggml_backend_dev_backend_reg", c_void_p, [c_void_p], device)
+    address = call("ggml_backend_reg_get_proc_address", c_void_p, [c_void_p, c_char_p], registry, name.encode())
     return prototype(address)
 
 
 def _repacked_buffer_type() -> int | None:
-    device = _device("CPU")
+    device = find_device("CPU")
     found = _proc(device, "ggml_backend_dev_get_extra_bufts", CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p))(device)
     for index in range(16):
         if not found or not found[index]:
             return None
-        if _call("ggml_backend_buft_name", c_char_p, [c_void_p], found[index]) == b"CPU_REPACK":
+        if call("ggml_backend_buft_name", c_char_p, [c_void_p], found[index]) == b"CPU_REPACK":
             return int(found[index])
     return None
 
@@ -78,19 +59,19 @@ class Engine:
 
     def __init__(self, name: str, n_threads: int) -> None:
         library.start()
-        device = _device(name)
-        self.handle = _call("ggml_backend_dev_init", c_void_p, [c_void_p, c_char_p], device, None)
+        device = find_device(name)
+        self.handle = call("ggml_backend_dev_init", c_void_p, [c_void_p, c_char_p], device, None)
         _proc(device, "ggml_backend_set_n_threads", CFUNCTYPE(None, c_void_p, c_int))(self.handle, n_threads)
 
     def compute(self, graph: int) -> None:
         """Computes a graph; raises RuntimeError if it fails."""
-        status = _call("ggml_backend_graph_compute", c_int, [c_void_p, c_void_p], self.handle, graph)
+        status = call("ggml_backend_graph_compute", c_int, [c_void_p, c_void_p], self.handle, graph)
         if status != 0:
             raise RuntimeError(f"ggml's status is {status}")
 
     def close(self) -> None:
         """Frees the instance."""
-        _call("ggml_backend_free", None, [c_void_p], self.handle)
+        call("ggml_backend_free", None, [c_void_p], self.handle)
 
 
 class Experts:
@@ -103,7 +84,7 @@ class Experts:
     def __init__(self, shape: BlockShape, *, repacked: bool, seed: int = 0) -> None:
         library.start()
         self.shape = shape
-        self._context = _new_context()
+        self._context = new_context()
         self._type = int(gguf.GGMLQuantizationType[shape.type])
         rng = np.random.default_rng(seed)
         sizes = {
@@ -113,30 +94,30 @@ class Experts:
         }
         types = [c_void_p, c_int, c_int64, c_int64, c_int64]
         self.tensors = {
-            role: _call("ggml_new_tensor_3d", c_void_p, types, self._context, self._type, *size, shape.n_experts)
+            role: call("ggml_new_tensor_3d", c_void_p, types, self._context, self._type, *size, shape.n_experts)
             for role, size in sizes.items()
         }
         buffer_type = _repacked_buffer_type() if repacked else None
         self.is_repacked = buffer_type is not None
         if buffer_type is None:
-            buffer_type = _call("ggml_backend_cpu_buffer_type", c_void_p, [])
+            buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
         allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
-        self._buffer = _call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
+        self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
         for role, (n_in, n_out) in sizes.items():
             self._fill(self.tensors[role], n_in, n_out * shape.n_experts, rng)
 
     def _fill(self, tensor: int, n_in: int, n_rows: int, rng: np.random.Generator) -> None:
         n_distinct = min(_N_DISTINCT_ROWS, n_rows)
         values = np.ascontiguousarray(rng.standard_normal((n_distinct, n_in)) / np.sqrt(n_in), np.float32)
-        row_bytes = int(_call("ggml_row_size", c_size_t, [c_int, c_int64], self._type, n_in))
+        row_bytes = int(call("ggml_row_size", c_size_t, [c_int, c_int64], self._type, n_in))
         rows = np.empty((n_distinct, row_bytes), np.uint8)
         types = [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
         quantize = ("ggml_quantize_chunk", c_size_t, types)
-        _call(*quantize, self._type, values.ctypes.data, rows.ctypes.data, 0, n_distinct, n_in, None)
+        call(*quantize, self._type, values.ctypes.data, rows.ctypes.data, 0, n_distinct, n_in, None)
         # another order for each repetition, so that experts differ
         order = np.concatenate([rng.permutation(n_distinct) for _ in range(-(-n_rows // n_distinct))])[:n_rows]
         data = np.ascontiguousarray(rows[order])
-        _call(
+        call(
             "ggml_backend_tensor_set",
             None,
             [c_void_p, c_void_p, c_size_t, c_size_t],
@@ -149,7 +130,7 @@ class Experts:
     @property
     def up_address(self) -> int:
         """Where up's matrices are in memory."""
-        return int(_call("ggml_get_data", c_void_p, [c_void_p], self.tensors["up"]))
+        return int(call("ggml_get_data", c_void_p, [c_void_p], self.tensors["up"]))
 
     def __enter__(self) -> Experts:
         return self
@@ -157,8 +138,8 @@ class Experts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
-        _call("ggml_free", None, [c_void_p], self._context)
+        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
+        call("ggml_free", None, [c_void_p], self._context)
 
 
 class ExpertBlock:
@@ -166,27 +147,27 @@ class ExpertBlock:
 
     def __init__(self, experts: Experts, n_tokens: int) -> None:
         shape = experts.shape
-        self._context = _new_context()
+        self._context = new_context()
         new_3d = ("ggml_new_tensor_3d", c_void_p, [c_void_p, c_int, c_int64, c_int64, c_int64])
         new_2d = ("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64])
         matmul = ("ggml_mul_mat_id", c_void_p, [c_void_p] * 4)
-        self._x = _call(*new_3d, self._context, _F32, shape.n_embd, 1, n_tokens)
-        self._ids = _call(*new_2d, self._context, _I32, shape.n_used, n_tokens)
-        up = _call(*matmul, self._context, experts.tensors["up"], self._x, self._ids)
-        gate = _call(*matmul, self._context, experts.tensors["gate"], self._x, self._ids)
-        act = _call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
-        self._out = _call(*matmul, self._context, experts.tensors["down"], act, self._ids)
-        self.graph = _call("ggml_new_graph", c_void_p, [c_void_p], self._context)
-        _call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, self._out)
-        buffer_type = _call("ggml_backend_cpu_buffer_type", c_void_p, [])
+        self._x = call(*new_3d, self._context, _F32, shape.n_embd, 1, n_tokens)
+        self._ids = call(*new_2d, self._context, _I32, shape.n_used, n_tokens)
+        up = call(*matmul, self._context, experts.tensors["up"], self._x, self._ids)
+        gate = call(*matmul, self._context, experts.tensors["gate"], self._x, self._ids)
+        act = call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
+        self._out = call(*matmul, self._context, experts.tensors["down"], act, self._ids)
+        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
+        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, self._out)
+        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
         allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
-        self._buffer = _call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
+        self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
         self.input = self._array(self._x, c_float, (n_tokens, shape.n_embd))
         self.ids = self._array(self._ids, c_int, (n_tokens, shape.n_used))
         self.out = self._array(self._out, c_float, (n_tokens, shape.n_used, shape.n_embd))
 
     def _array(self, tensor: int, kind: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-        address = _call("ggml_get_data", c_void_p, [c_void_p], tensor)
+        address = call("ggml_get_data", c_void_p, [c_void_p], tensor)
         return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape)
 
     def run(self, engine: Engine, input_: NDArray[np.float32], ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -198,8 +179,8 @@ class ExpertBlock:
 
     def close(self) -> None:
         """Frees the memory."""
-        _call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
-        _call("ggml_free", None, [c_void_p], self._context)
+        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
+        call("ggml_free", None, [c_void_p], self._context)
 
 
 def spread_experts(chosen: NDArray[np.int64], n_tokens: int, n_used: int) -> NDArray[np.int32]:
