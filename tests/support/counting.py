@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.native.library import ggml
+from moeedge.native.library import ggml, keep_activations_near
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "tests" / "native" / "counting_device"
@@ -152,7 +152,8 @@ class CountingDevice:
         self._library.counting_allocated.restype = ctypes.c_int64
 
     def unregister(self) -> None:
-        """Takes the device from ggml's list; models and contexts on it must be closed."""
+        """Takes the device from ggml's list, and its pinned memory from later contexts; those on it must be closed."""
+        keep_activations_near(None)
         self._ggml.ggml_backend_unload(self._registry)
 
     def set(self, name: str, value: int) -> None:
