@@ -3,9 +3,49 @@
 #include <algorithm>
 #include <mutex>
 
-#include "graph-compute.h"
-
 namespace moeedge {
+
+static void set_ram(instance * self, std::shared_ptr<expert_cache> cache) {
+    if (self->hybrid) {
+        self->hybrid->set_ram(nullptr);
+    }
+    self->from_ram.reset();
+    self->ram = std::move(cache);
+    if (self->ram) {
+        self->from_ram.reset(new ram_executor(self->ram, self->cpu, self->cpu_dev));
+        self->from_ram->should_stop = [self] { return self->abort && self->abort(self->abort_data); };
+    }
+    if (self->hybrid) {
+        self->hybrid->set_ram(self->from_ram.get());
+    }
+}
+
+static void set_device_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+    if (self->cache && self->cache->is_foreign()) {
+        self->hybrid.release(); // its threads and its device stayed in the process that forked this one
+    }
+    self->hybrid.reset();
+    self->cache = std::move(cache);
+    if (self->cache) {
+        self->hybrid.reset(new hybrid_executor(self->cache, self->cpu, self->cpu_dev));
+        self->hybrid->set_n_threads(self->n_threads);
+        self->hybrid->set_ram(self->from_ram.get());
+    }
+}
+
+void set_cache(instance * self, std::shared_ptr<expert_cache> cache) {
+    self->parsed.clear(); // they name the old cache's pools
+    cache->device().is_ram ? set_ram(self, std::move(cache)) : set_device_cache(self, std::move(cache));
+}
+
+void remove_cache(instance * self, const expert_cache * cache) {
+    self->parsed.clear();
+    if (cache && self->ram.get() == cache) {
+        set_ram(self, nullptr);
+    } else if (cache && self->cache.get() == cache) {
+        set_device_cache(self, nullptr);
+    }
+}
 
 struct instance_list {
     std::mutex              mutex;

@@ -88,6 +88,12 @@ struct instance {
     std::vector<float>   hook_input;
 };
 
+// From the next graph on. An instance has a cache of the device "ram", one of another device, or both; a cache replaces one of
+// its kind. Never while the instance computes.
+void set_cache(instance * self, std::shared_ptr<expert_cache> cache);
+// detaches that one, if it is attached
+void remove_cache(instance * self, const expert_cache * cache);
+
 // live instances, guarded by a mutex; the only global state
 void       instances_add(instance * self);
 void       instances_remove(instance * self);

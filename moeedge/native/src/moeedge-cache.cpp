@@ -8,7 +8,6 @@
 
 #include "c-calls.h"
 #include "expert-cache.h"
-#include "graph-compute.h"
 
 using moeedge::expert_cache;
 using moeedge::fail;

@@ -1,11 +1,11 @@
 // Residency table: which expert is in which slot, which experts are to be moved, and which slots must not be touched.
 //
-// One mutex guards all state; every section under it is short and none allocates except to take over a plan. An expert is
+// One mutex guards all state; every section under it is short, and pinning and releasing slots allocate nothing. An expert is
 // absent, in flight (it has a slot whose bytes are not valid yet) or resident. A slot is free, or belongs to one expert; a
 // pinned slot is in use by a computation and stays. Experts are named by their flat index, layer * n_experts + expert.
 //
-// residency-table.cpp has the computing side and the mover's side, residency-plan.cpp the planning side, residency-limit.cpp
-// what happens when memory runs short.
+// residency-table.cpp has the computing side, residency-moves.cpp the mover's side, residency-plan.cpp the planning side,
+// residency-limit.cpp what happens when memory runs short.
 
 #pragma once
 
