@@ -14,12 +14,16 @@ from moeedge.native import OffloadScope
 ROOT = Path(__file__).parents[2]
 # batches of several sizes in turns; prints what the sensor saw
 SCRIPT = """
+import logging
 import sys
 from pathlib import Path
 import numpy as np
+from moeedge.llama import library
 from moeedge.native import OffloadScope
 from tests.support.sensed import sensed_context
 
+library.logger.addHandler(logging.StreamHandler())
+library.logger.setLevel(logging.ERROR)
 context, sensor = sensed_context(Path(sys.argv[1]), OffloadScope[sys.argv[2]], n_threads=2)
 tokens = np.random.default_rng(5).integers(0, 256, 80).tolist()
 with context:
