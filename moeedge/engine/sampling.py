@@ -1,7 +1,8 @@
 """Draws the next token: llama.cpp's default chain of filters, and exact rejection sampling for drafts.
 
 The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. Distributions are short lists of candidates
-(ids and probabilities), not rows over the vocabulary.
+(ids and probabilities), not rows over the vocabulary. After top-k they are lists of Python's own numbers: a call of
+NumPy takes longer than a loop over 40 of them. Without top-k there may be as many candidates as tokens, in arrays.
 
 Rejection sampling: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023,
 algorithm 1. The emitted tokens are distributed as if the target alone had drawn them.
@@ -9,40 +10,47 @@ algorithm 1. The emitted tokens are distributed as if the target alone had drawn
 
 from __future__ import annotations
 
+import ctypes
 import math
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
+from moeedge.native.largest_values import LargestValues
 
 _ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
+_SHORT = 4096  # the largest top-k of which candidates are lists
 _NOT_FINITE = ("The model computed logits that are not finite.", "Its file may be damaged.")
 
 FloatRow = NDArray[np.float32]  # [n_vocab]
+CRow = Any  # ctypes array of c_float [n_vocab]
+Weights = list[float] | NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """A distribution over the tokens that passed a filter chain."""
+class Candidates(NamedTuple):
+    """A distribution over the tokens that passed a filter chain: two lists, or two arrays, of equal length."""
 
-    ids: NDArray[np.intp]  # [n]
-    probabilities: NDArray[np.float64]  # [n], sums to 1
+    ids: list[int] | NDArray[np.intp]
+    probabilities: Weights  # sum to 1
 
     @classmethod
     def certain(cls, token: int) -> Candidates:
         """All probability on one token, as for a greedy or deterministic proposal."""
-        return cls(np.array([token], dtype=np.intp), np.ones(1))
+        return cls([token], [1.0])
 
     def probability_of(self, token: int) -> float:
-        return float(self.probabilities[self.ids == token].sum())
+        """0 for a token that is no candidate."""
+        if isinstance(self.ids, list):
+            return float(self.probabilities[self.ids.index(token)]) if token in self.ids else 0.0
+        return float(np.asarray(self.probabilities)[self.ids == token].sum())
 
 
 class Sampler:
@@ -58,7 +66,11 @@ class Sampler:
         self.greedy = config.temperature == 0
         self._rng = np.random.Generator(np.random.PCG64(self.seed % 2**64))
         self._penalizes = config.repeat_penalty != 1.0 and config.repeat_last_n != 0
-        self._scratch = np.zeros(n_vocab)
+        self._penalty = ctypes.c_float(config.repeat_penalty).value  # as llama.cpp has it
+        self._top_k = 1 if self.greedy else min(config.top_k, n_vocab)  # 0: no filter
+        self._log_min_p = math.log(config.min_p) if config.min_p > 0 else -math.inf
+        self._largest = LargestValues(self._top_k) if 0 < self._top_k <= _SHORT else None
+        self._scratch: NDArray[np.float64] | None = None  # [n_vocab], zeros
 
     @property
     def state(self) -> dict[str, Any]:
@@ -76,14 +88,50 @@ class Sampler:
         """
         if self.greedy:
             return Candidates.certain(self.argmax(logits, history))
+        if self._largest is None:
+            return self._wide_candidates(logits, history)
+        ids, values = self._find_largest(self._largest, logits, history)
+        best, config = values[0], self.config
+        kept = [value - best for value in values]
+        n = len(kept)
+        if config.top_p < 1:
+            sums = list(accumulate(map(math.exp, kept)))
+            n = min(bisect_left(sums, config.top_p * sums[-1]) + 1, n)
+        while kept[n - 1] < self._log_min_p:
+            n -= 1
+        temperature = config.temperature
+        weights = [math.exp(value / temperature) for value in kept[:n]]
+        total = sum(weights)
+        return Candidates(ids[:n], [weight / total for weight in weights])
+
+    def _find_largest(
+        self, largest: LargestValues, logits: FloatRow, history: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """Ids and values of the top-k under the repeat penalty, descending. Raises EngineError if one is not finite."""
+        row = _as_c(logits)
+        before = self._penalize(row, history)
+        try:
+            ids, values = largest.find(row, self._top_k)
+        finally:
+            _restore(row, before)
+        if not values or not math.isfinite(values[0]):
+            raise EngineError(*_NOT_FINITE)
+        return ids, values
+
+    def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
+        """The candidates without top-k, or with a large one."""
         config = self.config
-        with self._penalized(logits, history) as values:
-            ids, kept, total = self._head(values)
+        row = _as_c(logits)
+        before = self._penalize(row, history)
+        try:
+            ids, kept, total = self._head(logits)
+        finally:
+            _restore(row, before)
         if config.top_p < 1:
             n = int(np.searchsorted(np.cumsum(np.exp(kept)), config.top_p * total)) + 1
             ids, kept = ids[:n], kept[:n]
         if config.min_p > 0:
-            n = int(np.count_nonzero(kept >= math.log(config.min_p)))
+            n = int(np.count_nonzero(kept >= self._log_min_p))
             ids, kept = ids[:n], kept[:n]
         weights = np.exp(kept / config.temperature)
         return Candidates(ids, weights / weights.sum())
@@ -117,12 +165,8 @@ class Sampler:
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
-        with self._penalized(logits, history) as values:
-            token = int(values.argmax())
-            is_finite = math.isfinite(values[token])
-        if not is_finite:
-            raise EngineError(*_NOT_FINITE)
-        return token
+        assert self._largest is not None
+        return self._find_largest(self._largest, logits, history)[0][0]
 
     def pick(self, candidates: Candidates) -> int:
         """Draws one token."""
@@ -172,40 +216,62 @@ class Sampler:
         q = draft.probability_of(token)
         if self._rng.random() * q < p:
             return None
-        self._scratch[draft.ids] = draft.probabilities
-        residual = np.maximum(target.probabilities - self._scratch[target.ids], 0.0)
-        self._scratch[draft.ids] = 0.0
-        if residual.sum() <= 0:  # p and q differ only by rounding
+        residual = self._residual(target, draft)
+        if residual is None:  # p and q differ only by rounding
             return self.pick(target)
         return int(target.ids[self._draw_index(residual)])
 
-    def _draw_index(self, weights: NDArray[np.float64]) -> int:
+    def _residual(self, target: Candidates, draft: Candidates) -> Weights | None:
+        """max(0, p - q) of the target's candidates; None where all are 0."""
+        if isinstance(target.ids, list):
+            drafted = dict(zip(draft.ids, draft.probabilities, strict=True))
+            pairs = zip(target.ids, target.probabilities, strict=True)
+            few = [max(p - drafted.get(token, 0.0), 0.0) for token, p in pairs]
+            return few if any(few) else None
+        if self._scratch is None:
+            self._scratch = np.zeros(self.n_vocab)
+        self._scratch[draft.ids] = draft.probabilities
+        many = np.maximum(target.probabilities - self._scratch[target.ids], 0.0)
+        self._scratch[draft.ids] = 0.0
+        return many if many.any() else None
+
+    def _draw_index(self, weights: Weights) -> int:
         """An index with probability proportional to its weight, never one of weight 0."""
-        cumulated = np.cumsum(weights)
-        index = int(np.searchsorted(cumulated, self._rng.random() * cumulated[-1], side="right"))
-        return min(index, len(cumulated) - 1)
+        if isinstance(weights, list):
+            cumulated = list(accumulate(weights))
+            index = bisect_right(cumulated, self._rng.random() * cumulated[-1])
+            return index if index < len(cumulated) else bisect_left(cumulated, cumulated[-1])
+        sums = np.cumsum(weights)
+        index = int(np.searchsorted(sums, self._rng.random() * sums[-1], side="right"))
+        return index if index < len(sums) else int(np.searchsorted(sums, sums[-1]))
 
     def _window(self, history: Sequence[int]) -> int:
         """Tokens that the penalty covers; -1 means the entire history, as in llama.cpp."""
         last_n = self.config.repeat_last_n
         return len(history) if last_n < 0 else last_n
 
-    @contextmanager
-    def _penalized(self, logits: FloatRow, history: Sequence[int]) -> Iterator[FloatRow]:
-        """`logits` under the repeat penalty, in place, and as before at the end: a copy takes as long as a search."""
-        if not self._penalizes or not history:
-            yield logits
-            return
-        seen = np.unique(np.asarray(history[-self._window(history) :], dtype=np.intp))
-        seen = seen[: np.searchsorted(seen, len(logits))]  # a draft's vocabulary may lack the target's last tokens
-        before = logits[seen]
-        # a division would make the token of a negative logit more likely
-        penalty = self.config.repeat_penalty
-        try:
-            logits[seen] = np.where(before <= 0, before * penalty, before / penalty)
-            yield logits
-        finally:
-            logits[seen] = before
+    def _penalize(self, row: CRow, history: Sequence[int]) -> dict[int, float]:
+        """Puts the repeat penalty on `row`, in place: a copy takes as long as a search. The values to `_restore`."""
+        before: dict[int, float] = {}
+        if not self._penalizes:
+            return before
+        penalty, n = self._penalty, len(row)
+        for token in history[-self._window(history) :]:
+            if token not in before and token < n:  # a draft's vocabulary may lack the target's last tokens
+                value = before[token] = row[token]
+                # a division would make the token of a negative logit more likely
+                row[token] = value * penalty if value <= 0 else value / penalty
+        return before
+
+
+def _as_c(logits: FloatRow) -> CRow:
+    """The same memory as a ctypes array, whose elements are Python's own numbers."""
+    return (ctypes.c_float * len(logits)).from_buffer(logits.data)
+
+
+def _restore(row: CRow, before: dict[int, float]) -> None:
+    for token, value in before.items():
+        row[token] = value
 
 
 def _below(values: FloatRow, best: float) -> NDArray[np.float64]:

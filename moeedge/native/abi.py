@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 16  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 17  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -332,6 +332,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
     "decode": (c_int, c_void_p, c_void_p, c_void_p, c_void_p),
+    "largest_values": (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     "should_stop": (c_bool, c_void_p),
 }
 

@@ -96,7 +96,7 @@ def test_top_k_finds_the_largest(seed: int, k: int, n_vocab: int) -> None:
     logits = np.random.default_rng(seed).integers(0, 500, n_vocab).astype(np.float32)
     config = SamplingConfig(temperature=1.0, top_k=k, top_p=1.0, min_p=0.0)
     expected = sorted(range(n_vocab), key=lambda token: (-logits[token], token))[:k]
-    assert Sampler(config, n_vocab).candidates(logits, []).ids.tolist() == expected
+    assert Sampler(config, n_vocab).candidates(logits, []).ids == expected
 
 
 @settings(max_examples=50, deadline=None)
@@ -128,7 +128,7 @@ def test_the_penalty_leaves_the_logits_as_they_were(temperature: float) -> None:
     found = Sampler(config, 1064).candidates(logits, history)
     np.testing.assert_array_equal(logits, before)
     in_range = Sampler(config, 1000).candidates(logits, history[:2])
-    assert found.ids.tolist() == in_range.ids.tolist()
+    assert found.ids == in_range.ids
     np.testing.assert_array_equal(found.probabilities, in_range.probabilities)
 
 
@@ -141,11 +141,14 @@ def test_greedy_takes_the_first_of_equals_and_the_penalty_moves_it() -> None:
     assert dense(penalized.candidates(logits, [1]), 4).tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_error(temperature: float) -> None:
-    sampler = Sampler(SamplingConfig(temperature=temperature), 3)
-    with pytest.raises(EngineError, match="not finite"):
-        sampler.candidates(np.array([0.0, np.nan, 1.0], dtype=np.float32), [])
+@pytest.mark.parametrize("place", [0, 150, 199])
+@pytest.mark.parametrize("config", [SamplingConfig(temperature=0.0), SamplingConfig(), ALL])
+def test_logits_that_are_no_numbers_are_an_error(config: SamplingConfig, place: int) -> None:
+    logits = np.zeros(200, dtype=np.float32)
+    for value in (np.nan, np.inf):
+        logits[place] = value
+        with pytest.raises(EngineError, match="not finite"):
+            Sampler(config, 200).candidates(logits, [])
 
 
 def test_the_same_seed_draws_the_same_tokens() -> None:

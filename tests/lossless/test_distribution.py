@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
-from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.sampling import Candidates, Sampler, Weights
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama import library
@@ -170,8 +170,8 @@ def next_token_distribution(config: SamplingConfig, logits: np.ndarray, proposal
     rng = sampler._rng = _FixedRandom(0.0)  # type: ignore[assignment]
     drawn_with: list[np.ndarray] = []
 
-    def draw_index(weights: np.ndarray) -> int:
-        drawn_with.append(weights.copy())
+    def draw_index(weights: Weights) -> int:
+        drawn_with.append(np.array(weights))
         return 0
 
     sampler._draw_index = draw_index  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def next_token_distribution(config: SamplingConfig, logits: np.ndarray, proposal
 
     target_ids = sampler.candidates(logits[0], []).ids
     result = np.zeros(n_vocab)
-    for draft, probability in zip(proposal.ids.tolist(), proposal.probabilities.tolist(), strict=True):
+    for draft, probability in zip(proposal.ids, proposal.probabilities, strict=True):
         low, high = 0.0, 1.0  # random numbers are in [0, 1)
         if is_accepted(draft, np.nextafter(1.0, 0.0)):
             low = 1.0

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 16
+#define MOEEDGE_ABI_VERSION 17
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -464,6 +464,10 @@ MOEEDGE_API int moeedge_memory_uses(void * get_breakdown, const void * context, 
 // moeedge_last_error has the exception's text
 #define MOEEDGE_DECODE_THREW (-1000)
 MOEEDGE_API int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context, const void * batch);
+
+// The largest of values [n], which are logits: how many were written to ids and found [k], in descending order, of equal values
+// the one with the lower index first. 0: a value is no number; a moeedge_status below 0: a bad argument, or out of memory
+MOEEDGE_API int64_t moeedge_largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found);
 
 // what a decode asks whether to stop: 0 means that it should
 typedef int (*moeedge_stop_call)(void);

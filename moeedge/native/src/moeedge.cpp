@@ -11,6 +11,7 @@
 #include "expert-outputs.h"
 #include "ggml-impl.h"
 #include "kernel-choice.h"
+#include "largest-values.h"
 #include "lazy-mapping.h"
 #include "memory-breakdown.h"
 #include "read-speed.h"
@@ -309,6 +310,18 @@ int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context
         return MOEEDGE_STATUS_OK;
     });
     return status == MOEEDGE_STATUS_OK ? code : MOEEDGE_DECODE_THREW;
+}
+
+int64_t moeedge_largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
+    if (values == nullptr || ids == nullptr || found == nullptr || n <= 0 || k <= 0) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    int64_t   n_found = 0;
+    const int status  = guarded([&]() -> int {
+        n_found = moeedge::largest_values(values, n, k, ids, found);
+        return MOEEDGE_STATUS_OK;
+    });
+    return status == MOEEDGE_STATUS_OK ? n_found : status;
 }
 
 bool moeedge_should_stop(void * stop) {
