@@ -258,6 +258,18 @@ def test_single_faults_are_overcome(experts: ExpertFile, fault: ReadFault, buffe
             assert (cache.reader().retries > 0) == (fault is not ReadFault.DELAY)
 
 
+@pytest.mark.parametrize("fault", [ReadFault.EIO, ReadFault.END])
+def test_a_second_attempt_succeeds(experts: ExpertFile, fault: ReadFault) -> None:
+    """Every second read fails, of three threads; by chance many pieces would fail four times, which ends a load."""
+    with ExpertCache.open(experts.config(1.0, device="ram")) as cache:
+        cache.set_readers(3, 4096)
+        cache.set_read_faults(fault, 2)
+        ask(cache, everything(experts))
+        drain(cache)
+        assert assert_bytes(cache, experts) == 32
+        assert cache.stats().failed == 0 and cache.reader().retries > 32
+
+
 @pytest.mark.parametrize(
     ("fault", "sentence"), [(ReadFault.EIO, "Input/output error"), (ReadFault.END, "ended before")]
 )

@@ -314,7 +314,8 @@ MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_
 // there as many reads are under way, each of about piece_bytes (0: unchanged)
 MOEEDGE_API int moeedge_cache_set_readers(int64_t cache, int n_threads, int64_t piece_bytes);
 MOEEDGE_API int moeedge_cache_get_reader(int64_t cache, struct moeedge_reader_info * out);
-// Tests: what goes wrong with every `every`-th read (moeedge_read_fault) of a cache in RAM from now on; 0: nothing
+// Tests: what goes wrong with every `every`-th read (moeedge_read_fault) of a cache in RAM from now on, but not, with more than
+// 1, with a second attempt; 0: nothing
 MOEEDGE_API int moeedge_cache_set_read_faults(int64_t cache, int kind, int every, double delay_s);
 // whether one block in eleven waits for an asynchronous device before the CPU's part, which shows in wait_ns how long the
 // device takes; off at first, since it costs the time in which both parts would have run at once

@@ -32,8 +32,14 @@ class read_faults {
 
     // pread with the faults
     ssize_t read(int file, char * to, size_t size, int64_t offset) {
-        const int n = every.load(std::memory_order_relaxed);
-        if (n == 0 || (n_reads.fetch_add(1) + 1) % n != 0) {
+        // The thread's next read after one that failed is its second attempt. It succeeds, unless all reads fail: with several
+        // threads some attempts would fail each time by chance.
+        static thread_local bool has_failed = false;
+
+        const int  n     = every.load(std::memory_order_relaxed);
+        const bool fails = n > 0 && (n_reads.fetch_add(1) + 1) % n == 0 && (n == 1 || !has_failed);
+        has_failed       = fails;
+        if (!fails) {
             return pread(file, to, size, (off_t) offset);
         }
         switch (kind.load()) {
