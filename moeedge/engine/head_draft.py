@@ -9,7 +9,8 @@ state alone, and all drafts of a step come from one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -119,9 +120,22 @@ class DraftHead:
         """Appends entries of `tokens`, with the target's states."""
         sequence, size = self.context.sequences[index], self.context.n_ubatch
         for start in range(0, len(tokens), size):
-            piece = tokens[start : start + size]
-            states = self.states(index, sequence.n_past, len(piece))
+            piece, n_held = tokens[start : start + size], sequence.n_past
+            states = self.states(index, n_held, len(piece))
             sequence.prefill(piece, logits="none", states=states, cancel=cancel)
+            for head in range(1, self.context.kind.n_heads):  # into the same cells
+                with self.head(head):
+                    sequence.trim(n_held)
+                    sequence.prefill(piece, logits="none", states=states)
+
+    @contextmanager
+    def head(self, index: int) -> Iterator[None]:
+        """Within, that one of the model's heads decodes instead of the first."""
+        self.context.choose_head(index)
+        try:
+            yield
+        finally:
+            self.context.choose_head(0)
 
     def states(self, index: int, entry: int, n: int) -> StateRows:
         """What comes with the tokens of `n` entries from `entry` on: the target's states, as the head takes them."""
@@ -209,6 +223,52 @@ class HeadDraft(DraftSource):
             log.clear()
 
 
+class ChainDraft(HeadDraft):
+    """Drafts of one text by several heads of the model, one draft each.
+
+    A head reads the last token and all drafts before its own: in the cells after the text, the entries of the head
+    before are of no use to it. They are taken back before the next head, and at the end.
+    """
+
+    def for_sequence(self, index: int) -> ChainDraft:
+        return ChainDraft(self.head, n_vocab=self.n_vocab, index=index)
+
+    def propose(
+        self,
+        history: Sequence[int],
+        gamma: int,
+        sampler: Sampler,
+        *,
+        on_token: OnToken | None = None,
+        keep_hidden_states: bool = False,
+        stop: DraftStop | None = None,
+    ) -> Proposal:
+        head, sequence = self.head, self.sequence
+        n_drafts = min(gamma, head.context.kind.n_heads)
+        if n_drafts == 0:
+            return Proposal()
+        head.extend(self._index, history[sequence.n_past : -1])
+        n_held = sequence.n_past
+        chain = Chain(self, history, n_drafts, sampler, stop)
+        tokens = chain.proposal.tokens
+        states = head.states(self._index, n_held, 1)
+        kept: list[StateRows] = []
+        for index in range(n_drafts):
+            with head.head(index):
+                rows = sequence.decode([history[-1], *tokens], phase=Phase.DRAFT, logits="all", states=states)
+                kept.append(head.context.last_state(len(rows)))
+                goes_on = chain.draw(rows[-1])
+                sequence.trim(n_held)
+            if not goes_on:
+                break
+            states = np.concatenate([states, kept[-1]])
+            if on_token is not None:
+                on_token([history[-1], *tokens])
+        if not keep_hidden_states or not tokens:
+            return chain.proposal
+        return replace(chain.proposal, hidden_states=np.concatenate(kept[: len(tokens)]))
+
+
 class BlockDraft(HeadDraft):
     """Drafts of one text by a DFlash draft: one decode of the last token and masks predicts them all.
 
@@ -267,3 +327,11 @@ class BlockDraft(HeadDraft):
             if self.is_eog(token) or (stop is not None and not stop.goes_on()):
                 break
         return proposal
+
+
+def head_draft(head: DraftHead, *, n_vocab: int) -> HeadDraft:
+    """The source of drafts that a head of this kind is, for the first text."""
+    kind = head.context.kind
+    if kind.block is not None:
+        return BlockDraft(head, n_vocab=n_vocab)
+    return ChainDraft(head, n_vocab=n_vocab) if kind.n_heads > 1 else HeadDraft(head, n_vocab=n_vocab)

@@ -215,13 +215,14 @@ def choose_draft(
     if config.draft == "ngram":
         return ChosenDraft(use_ngram=True)
     if config.draft == "mtp":
-        return ChosenDraft(head=own_head(model), n_common=model.info.n_vocab)
+        head = own_head(model)
+        _note_length(config, head, notes, "one of each of the model's heads")
+        return ChosenDraft(head=head, n_common=model.info.n_vocab)
     draft = shared or stack.enter_context(load_draft(config, device))
-    head = head_file(model, draft)
-    if head is not None:
-        if head.block is not None and config.gamma > head.block.n_drafts_max:
-            notes.append(f"Drafts have at most {head.block.n_drafts_max} tokens, as {draft.path.name} was trained.")
-        return ChosenDraft(draft, draft.info.n_vocab, head=head)
+    in_file = head_file(model, draft)
+    if in_file is not None:
+        _note_length(config, in_file, notes, f"as {draft.path.name} was trained")
+        return ChosenDraft(draft, draft.info.n_vocab, head=in_file)
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()
@@ -230,6 +231,13 @@ def choose_draft(
         )
         return ChosenDraft()
     return ChosenDraft(draft, n_common)
+
+
+def _note_length(config: EngineConfig, head: HeadKind, notes: list[str], reason: str) -> None:
+    """A note where the draft length asked for is more than the head drafts."""
+    most = head.n_drafts_max
+    if most is not None and not config.auto_gamma and config.gamma > most:
+        notes.append(f"Drafts have at most {most} tokens, {reason}.")
 
 
 def drafts_for_itself(path: Path) -> bool:

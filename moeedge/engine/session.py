@@ -13,7 +13,7 @@ from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
-from moeedge.engine.head_draft import BlockDraft, DraftHead, HeadDraft
+from moeedge.engine.head_draft import DraftHead, HeadDraft, head_draft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import (
     choose_draft,
@@ -153,8 +153,7 @@ class Session:
             draft_context = None
             if chosen.head is not None:
                 context = make_head_context(config, chosen.model or model, chosen.head, target)
-                kind = HeadDraft if chosen.head.block is None else BlockDraft
-                draft = kind(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
+                draft = head_draft(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
             elif chosen.model is not None:
                 draft_context = stack.enter_context(make_context(config, chosen.model, target.n_ctx))
                 draft = ModelDraft(draft_context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)

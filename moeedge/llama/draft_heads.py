@@ -21,8 +21,10 @@ from moeedge.llama.hidden_states import read_target_layers
 from moeedge.llama.model import Model
 
 EAGLE, DFLASH = "eagle3", "dflash"  # architectures of drafts' files
-_MTP_ARCHITECTURES = frozenset({"deepseek2", "glm4moe", "qwen35moe"})
+_CHAINED = frozenset({"hy_v3", "mimo2", "step35"})  # may have several heads, of which each predicts one token further
+_MTP_ARCHITECTURES = frozenset({"cohere2moe", "deepseek2", "glm4moe", "qwen35moe", *_CHAINED})
 _STATES_TARGETS = frozenset({"gpt-oss", "llama", "qwen3", "qwen3moe"})  # that hand out their layers' inputs
+_MIMO_PARTS = ("attn_qkv", "ffn_gate")  # of MiMo's heads that llama.cpp computes
 _LATENT = ("q_lora_rank", "key_length_mla")  # of models whose head llama.cpp computes
 _BLOCK_TOKENS = 16  # of a DFlash draft whose file does not say
 _OTHER_DRAFT = "Choose another source of drafts: -md ngram, FILE or none."
@@ -58,6 +60,14 @@ class HeadKind:
     state_at: int  # entry e needs the target's state of position e + state_at
     encodes: bool = False  # the head projects the target's states to its own width first
     block: BlockLayout | None = None  # of a DFlash draft
+    n_heads: int = 1  # more than one: each draft of a step is another head's, with entries of its own
+
+    @property
+    def n_drafts_max(self) -> int | None:
+        """Drafts of a step at most; None: no limit."""
+        if self.block is not None:
+            return self.block.n_drafts_max
+        return self.n_heads if self.n_heads > 1 else None
 
 
 def missing_head(model: Model) -> str | None:
@@ -67,10 +77,14 @@ def missing_head(model: Model) -> str | None:
         return "its file has no head that predicts further tokens (MTP)"
     if info.architecture not in _MTP_ARCHITECTURES:
         return f"MTP heads of {info.architecture} models are not supported"
-    if info.n_head_layers > 1:
+    if info.n_head_layers > 1 and info.architecture not in _CHAINED:
         return f"it has {info.n_head_layers} MTP heads, and only one is supported"
     if info.architecture == "deepseek2" and not all(model.metadata(f"deepseek2.attention.{key}") for key in _LATENT):
         return "its attention is not of the kind that llama.cpp's MTP graph computes"
+    if info.architecture == "mimo2":
+        wanted = {f"blk.{info.n_layers + i}.{part}.weight" for i in range(info.n_head_layers) for part in _MIMO_PARTS}
+        if not wanted <= _tensor_names(model):
+            return "its heads are not of the kind that llama.cpp's MTP graph computes"
     return None
 
 
@@ -81,7 +95,12 @@ def own_head(model: Model) -> HeadKind:
         raise InputError(f"{model.path.name} cannot draft for itself: {reason}.", _OTHER_DRAFT)
     if not model.has_head:
         raise ValueError(f"{model.path.name} was loaded without its head")
-    return HeadKind("mtp", (model.info.n_layers,), n_skipped=0, state_at=-1)
+    info = model.info
+    return HeadKind("mtp", (info.n_layers,), n_skipped=0, state_at=-1, n_heads=info.n_head_layers)
+
+
+def _tensor_names(model: Model) -> set[str]:
+    return {tensor.name for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)}
 
 
 def head_file(target: Model, draft: Model) -> HeadKind | None:
@@ -131,7 +150,7 @@ def _block_layout(draft: Model) -> BlockLayout:
     mask = draft.mask_token
     if mask is None:
         raise InputError(f"{name} names no mask token, which a DFlash draft needs.", _OTHER_DRAFT)
-    names = {tensor.name for part in gguf_file.parts(draft.path) for tensor in gguf_file.read_tensors(part)}
+    names = _tensor_names(draft)
     is_dspark = "markov_w1.weight" in names
     samples_last = is_dspark and value("sample_from_anchor") != "false"
     n_tokens = int(value("block_size") or _BLOCK_TOKENS)

@@ -14,7 +14,7 @@ from moeedge.errors import EngineError
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadKind
-from moeedge.llama.hidden_states import StateRows, keep_all_states, keep_own_states, own_states
+from moeedge.llama.hidden_states import StateRows, choose_head, keep_all_states, keep_own_states, own_states
 from moeedge.llama.model import Model
 
 # llama.cpp reserves logits for each token that is encoded, and for each of a graph of such a model
@@ -84,6 +84,10 @@ class HeadContext(Context):
         """The last token's own state after a decode of `n_rows` tokens with all logits: a float32 [1, n_embd] copy."""
         rows = own_states(self._handle, n_rows, self.model.info.n_embd)
         return np.array(rows[-1:])
+
+    def choose_head(self, index: int) -> None:
+        """Which of the model's heads decodes from now on; each has keys and values of its own in the same cells."""
+        choose_head(self._handle, index)
 
     def selections(self, n_rows: int) -> StateRows:
         """What the selector of a DFlash draft left for a block of `n_rows` tokens: float32 [n_rows, n_embd], a view.

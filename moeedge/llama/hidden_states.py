@@ -29,6 +29,9 @@ _keep_input = library.ggml_function(
 _input_rows = library.ggml_function(
     "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, _CONTEXT, ctypes.c_uint32
 )
+_choose_head = library.ggml_function(
+    "_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _CONTEXT, ctypes.c_int32
+)
 _target_layers = library.ggml_function(
     "_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _MODEL
 )
@@ -68,6 +71,11 @@ def keep_own_states(handle: Any) -> None:
 def keep_all_states(handle: Any) -> None:
     """Makes the context of a DFlash draft keep what its selector leaves for each token (`own_states`)."""
     _keep_final(handle, True, False)
+
+
+def choose_head(handle: Any, index: int) -> None:
+    """Which of a model's heads decodes from now on."""
+    _choose_head(handle, index)
 
 
 def own_states(handle: Any, n_rows: int, n_embd: int) -> StateRows:

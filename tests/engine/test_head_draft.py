@@ -39,6 +39,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "mtp-glm4moe": ("glm4moe", {}, None),
     "mtp-deepseek2": ("deepseek2", DEEPSEEK, None),
     "mtp-qwen35moe": ("qwen35moe", {}, None),
+    "mtp-cohere2moe": ("cohere2moe", {}, None),
+    "mtp-hy_v3": ("hy_v3", {}, None),
+    "chain-hy_v3": ("hy_v3", {"mtp": 2}, None),
+    "chain-step35": ("step35", {}, None),
+    "chain-mimo2": ("mimo2", {}, None),
+    "mtp-mimo2": ("mimo2", {"mtp": 1}, None),
     "eagle-qwen3moe": ("qwen3moe", {}, {}),
     "eagle-gpt-oss": ("gpt-oss", {}, {}),
     "eagle-mixtral": ("llama", {}, {}),
@@ -49,8 +55,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "dflash-sections": ("llama", {}, {"arch": "dflash", "variant": "sections", "draft_vocab": 304}),
     "eagle-narrow": ("qwen3moe", {}, {"embd": 32, "heads": 2, "heads_kv": 2, "draft_vocab": 100, "seed": 1}),
 }
-KINDS = ("mtp-glm4moe", "mtp-qwen35moe", "eagle-qwen3moe", "dflash-qwen3moe")
-ATTENTION = ("mtp-glm4moe", "eagle-qwen3moe", "dflash-qwen3moe")  # whose memory can be shifted, and holds several texts
+KINDS = ("chain-step35", "mtp-glm4moe", "mtp-qwen35moe", "eagle-qwen3moe", "dflash-qwen3moe")
+ATTENTION = (
+    "chain-hy_v3",
+    "mtp-glm4moe",
+    "eagle-qwen3moe",
+    "dflash-qwen3moe",
+)  # whose memory can be shifted, and holds several texts
 
 
 def files(tiny: TinyFactory, case: str) -> tuple[Path, Any]:

@@ -42,6 +42,10 @@ ARCHITECTURES = (
     "qwen3",
     "glm4moe",
     "qwen35moe",
+    "step35",
+    "mimo2",
+    "hy_v3",
+    "cohere2moe",
     "eagle3",
     "dflash",
 )
@@ -54,6 +58,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama4": {"layers": 4, "used": 1},
     "glm4moe": {"mtp": 1},
     "qwen35moe": {"mtp": 1, "layers": 4},
+    "step35": {"mtp": 3},
+    "mimo2": {"mtp": 3},
+    "hy_v3": {"mtp": 1},
+    "cohere2moe": {"mtp": 1},
     "eagle3": {"experts": 0, "layers": 1, "heads_kv": 4},
     "dflash": {"experts": 0, "layers": 2, "heads_kv": 4},
 }

@@ -59,6 +59,8 @@ class TensorSpec:
     zero_row: int = -1
 
 
+_FIRST_DENSE = ("deepseek2", "glm4moe", "step35", "hy_v3", "mimo2", "cohere2moe")  # the first layer has no experts
+_WINDOWED = ("step35", "mimo2", "cohere2moe")  # with sliding windows
 Metadata = dict[str, int | float | bool | list[bool] | list[int]]
 
 
@@ -79,8 +81,17 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
     }
     if d.experts:
         keys |= {"expert_count": d.experts, "expert_used_count": d.used}
-    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4", "glm4moe"):
+    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4", "glm4moe", *_WINDOWED, "hy_v3"):
         keys["expert_feed_forward_length"] = d.expert_ff
+    if arch in ("step35", "hy_v3", "cohere2moe"):
+        keys |= {"expert_shared_feed_forward_length": d.shared_ff, "expert_shared_count": 1}
+        keys |= {"expert_weights_norm": True, "expert_weights_scale": 1.5}
+    if arch in _WINDOWED:  # in every other layer, and in the heads
+        pattern = [layer % 2 == 1 or layer >= d.layers for layer in range(d.layers + d.mtp)]
+        keys |= {"attention.sliding_window": 32, "attention.sliding_window_pattern": pattern}
+        keys["rope.freq_base_swa"] = 5000.0
+    if arch == "cohere2moe":
+        keys |= {"logit_scale": 1.0, "leading_dense_block_count": 1, "attention.sliding_window_pattern": 2}
     if arch == "qwen2moe":
         keys["expert_shared_feed_forward_length"] = d.shared_ff
     if arch in ("llama", "olmoe") and d.experts:  # these name the experts' width as the dense one
@@ -172,6 +183,8 @@ def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     yield _norm("attn_norm.weight", d.embd)
     if arch == "deepseek2":
         yield from _latent_attention(d)
+    elif arch == "mimo2":
+        yield _matrix(d, "attn_qkv.weight", q_width + 2 * kv_width, d.embd, 1.5)
     else:
         n_queries = 2 if arch == "qwen35moe" else 1  # with a gate
         # gain: attention that picks rather than averages
@@ -179,7 +192,9 @@ def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
         yield _matrix(d, "attn_k.weight", kv_width, d.embd)
         yield _matrix(d, "attn_v.weight", kv_width, d.embd)
     yield _matrix(d, "attn_output.weight", d.embd, q_width, d.residual)
-    if arch in ("qwen3", "qwen3moe", "qwen35moe"):  # per head
+    if arch == "step35":
+        yield _matrix(d, "attn_gate.weight", d.heads, d.embd)
+    if arch in ("qwen3", "qwen3moe", "qwen35moe", "step35", "hy_v3"):  # per head
         yield _norm("attn_q_norm.weight", d.head_dim)
         yield _norm("attn_k_norm.weight", d.head_dim)
     if arch == "olmoe":  # over all heads
@@ -226,8 +241,10 @@ def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
 
 def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
     after_attention = arch in ("gpt-oss", "glm4moe", "qwen35moe")
-    yield _norm("post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
-    dense = not d.experts or (arch in ("deepseek2", "glm4moe") and layer == 0) or (arch == "llama4" and layer % 2 == 0)
+    if arch != "cohere2moe":  # next to attention
+        yield _norm("post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
+    dense = not d.experts or (arch in _FIRST_DENSE and layer == 0) or (arch == "llama4" and layer % 2 == 0)
+    dense = dense or (arch == "mimo2" and layer >= d.layers)
     if dense:
         yield from _swiglu(d, "", d.ff)
         return
@@ -251,11 +268,11 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
             yield TensorSpec(f"ffn_{name}_exps.scale", (experts,), 0.3, mean=1.0)
     if arch in ("qwen2moe", "qwen35moe"):
         yield TensorSpec("ffn_gate_inp_shexp.weight", (d.embd,), d.embd**-0.5)
-    if arch in ("qwen2moe", "qwen35moe", "deepseek2", "glm4moe"):
+    if arch in ("qwen2moe", "qwen35moe", "deepseek2", "glm4moe", "step35", "hy_v3", "cohere2moe"):
         yield from _swiglu(d, "_shexp", d.shared_ff)
     if arch == "llama4":
         yield from _swiglu(d, "_shexp", d.expert_ff)
-    if d.sigmoid or arch == "glm4moe":
+    if d.sigmoid or arch in ("glm4moe", "step35", "mimo2"):
         yield TensorSpec("exp_probs_b.bias", (experts,), 0.1)
 
 
