@@ -59,7 +59,12 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
             f"Measuring how many layers to keep on {device.label}, with and without a cache; this takes a while, once."
         )
         notify(Notification(about))
-        measured = replace(config, cpu_fallback=False, expert_budget=None)  # the choice serves all budgets
+        measured = replace(
+            config,
+            cpu_fallback=False,
+            expert_budget=None,  # the choice serves all budgets
+            placement=replace(config.placement, calibrate_later=False),
+        )
         choice = _Search(measured, device, draft_model, notify).run()
         if choice is not None:
             try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from moeedge.engine.answer import Answer, AnswerLimits, Recover
 from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
@@ -52,6 +52,15 @@ Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 _RESERVED_TOKENS = 4
+# of EngineInfo
+_NO_CACHE: dict[str, Any] = {
+    "device": "none",
+    "policy": "none",
+    "cache_ratio": 0.0,
+    "cache_slots": 0,
+    "pool_bytes": 0,
+    "vram_bytes": None,
+}
 
 
 class Session:
@@ -382,17 +391,7 @@ class Session:
             self.placement.follow(reopened.target)
         self.target, self.draft_context = reopened.target, reopened.draft_context
         self.draft = reopened.draft
-        self.info = replace(
-            self.info,
-            n_whole_layers=0,
-            device="none",
-            policy="none",
-            layers="",
-            cache_ratio=0.0,
-            cache_slots=0,
-            pool_bytes=0,
-            vram_bytes=None,
-        )
+        self.info = replace(self.info, n_whole_layers=0, layers="", **_NO_CACHE)
         assert self._loop is not None
         self._loop.replace_contexts(self.target, self.draft_context)
 
@@ -408,17 +407,34 @@ class Session:
     def measure_postponed(self, cancel: Callable[[], bool]) -> None:
         """Measures what `PlacementConfig.calibrate_later` has left for after the first answer; nothing after that.
 
-        cancel: asked now and then; after True a later call measures. Between answers: the KV caches are empty then.
+        cancel: asked now and then; after True a later call measures. Between answers: the KV caches are empty then, and
+        `placement` is None where a cache that was not asked for does not pay.
         """
         placement = self.placement
-        if placement is None or placement.postponed is None or self._fell_back:
+        if placement is None or placement.postponed is None or placement.lost or self._fell_back:
             return
         try:
-            self.calibration, note = placement.postponed(notify=self.notify, cancel=cancel)
+            self.calibration, notes, stays = placement.postponed(notify=self.notify, cancel=cancel)
         except Cancelled:
             return
+        except DeviceFailedError as error:
+            if self._recover is None:
+                raise
+            self._recover(error)
+            return
         placement.postponed = None
-        self.info.notes.append(note)
+        self.info.notes.extend(notes)
+        if not stays:
+            self.notify(Notification(notes[-1], Level.WARNING))
+            self._drop_placement(placement)
+
+    def _drop_placement(self, placement: PlacementManager) -> None:
+        """Goes on without a cache, whose memory is given back."""
+        placement.close()
+        self.placement = None
+        if self.target.budget is not None:
+            self.target.budget.residency = None
+        self.info = replace(self.info, **_NO_CACHE)
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""

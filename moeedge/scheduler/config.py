@@ -47,7 +47,7 @@ class PlacementConfig:
     device_path: DevicePath | None = None  # of small batches; None: the fastest as measured
     calibrate: bool = True  # measure on first use; False: use only what was measured before
     measure_anew: bool = False  # even if it was measured before
-    calibrate_later: bool = False  # on the emulated device: after the first answer (Session.measure_postponed)
+    calibrate_later: bool = False  # after the first answer (Session.measure_postponed)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     warm_start: bool = True  # in RAM: experts that earlier runs used most are loaded first, and this run's are kept
     governed: bool = False  # the cache goes off while steps are slower with it

@@ -83,7 +83,7 @@ class PlacementManager:
         self.memory = memory if ram is None else ram.memory  # of slots in RAM; None: there are none
         self.notify: Notify = ignore
         # a measurement that waits for the end of an answer: `postponed(notify=..., cancel=...)`
-        self.postponed: Callable[..., tuple[Calibration, Notification]] | None = None
+        self.postponed: Callable[..., tuple[Calibration, list[str], bool]] | None = None
         self._device = device
         self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
         self._sensor = target.sensor

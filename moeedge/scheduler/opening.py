@@ -110,8 +110,7 @@ def open_placement(
             stack.pop_all()
             return manager, None
         calibration = None
-        # the emulated device is not switched off where it does not pay, so that it can be measured later
-        postpones = config.calibrate and config.calibrate_later and device.kind == "emulated"
+        postpones = config.calibrate and config.calibrate_later
         if tier is None:
             allowed = replace(config, calibrate=False) if postpones else config
             calibration = calibrate(target, draft, cache, allowed, policy_config, device, notify=notify)
@@ -133,22 +132,17 @@ def open_placement(
         else:
             notes.append(_apply(calibration, config, device, cache))
             policy_config = replace(policy_config, cost_model=calibration.units)
-            if device.kind in ("gpu", "rpc") and not calibration.pays and not keep:
-                notes.append(
-                    "By this measurement the cache does not pay here: it is off. --cache-ratio R or --vram SIZE keeps "
-                    "it on, moeedge calibrate measures again."
-                )
-                return None, calibration
+            is_on = keep or _pays(calibration, device)
             if not calibration.pays:
-                notes.append(
-                    f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
-                )
+                notes.append(_describe_loss(calibration, device, is_on=is_on))
+            if not is_on:
+                return None, calibration
         make = partial(make_policy, config.policy, config=policy_config)
         manager = _make_manager(
             cache, make, config, device, target, draft, gamma, notes, ram=tier, has_draft_states=has_draft_states
         )
         if postpones:
-            manager.postponed = partial(_measure_now, manager, target, draft, config, policy_config, device)
+            manager.postponed = partial(_measure_now, manager, target, draft, config, policy_config, device, keep)
         stack.pop_all()
         return manager, calibration
 
@@ -165,6 +159,20 @@ def _apply(
     return Notification(sentence, Level.INFO if calibration.kept else Level.WARNING)
 
 
+def _pays(calibration: Calibration, device: ResolvedDevice) -> bool:
+    """Whether a cache stays that was not asked for; emulation is for trying, not for speed."""
+    return calibration.pays or device.kind not in ("gpu", "rpc")
+
+
+def _describe_loss(calibration: Calibration, device: ResolvedDevice, *, is_on: bool) -> str:
+    if is_on:
+        return f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
+    return (
+        "By this measurement the cache does not pay here: it is off. --cache-ratio R or --vram SIZE keeps it on, "
+        "moeedge calibrate measures again."
+    )
+
+
 def _measure_now(
     manager: PlacementManager,
     target: Context,
@@ -172,23 +180,29 @@ def _measure_now(
     config: PlacementConfig,
     policy_config: PolicyConfig,
     device: ResolvedDevice,
+    keep: bool,
     *,
     notify: Notify,
     cancel: Callable[[], bool],
-) -> tuple[Calibration, Notification]:
+) -> tuple[Calibration, list[str], bool]:
     """Measures with an open placement, and goes on with a policy that knows the result; KV caches and slots are empty.
 
-    Raises Cancelled once `cancel` returns True; the placement then goes on as it was, with empty slots.
+    Returns the result, what to say about it, and whether the cache stays. Raises Cancelled once `cancel` returns True;
+    the placement then goes on as it was, with empty slots.
     """
     with manager.measuring():
         calibration = calibrate(
             target, draft, manager.cache, config, policy_config, device, notify=notify, cancel=cancel
         )
     assert calibration is not None  # the context has room, and measuring is allowed
-    note = _apply(calibration, config, device, manager.cache)
-    measured = replace(policy_config, cost_model=calibration.units)
-    manager.use(partial(make_policy, config.policy, config=measured))
-    return calibration, note
+    notes: list[str] = [_apply(calibration, config, device, manager.cache)]
+    is_on = keep or _pays(calibration, device)
+    if not calibration.pays:
+        notes.append(_describe_loss(calibration, device, is_on=is_on))
+    if is_on:
+        measured = replace(policy_config, cost_model=calibration.units)
+        manager.use(partial(make_policy, config.policy, config=measured))
+    return calibration, notes, is_on
 
 
 def _open_tier(config: PlacementConfig, target: Context, gamma: int, notes: list[str]) -> RamTier | None:

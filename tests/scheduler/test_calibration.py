@@ -269,3 +269,48 @@ def test_what_is_postponed_is_measured_after_an_answer(tiny: TinyFactory) -> Non
         session.measure_postponed(lambda: pytest.fail("measured again"))
     with Session.open(config(tiny, calibrate_later=True)) as session:
         assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
+
+
+def postponed(tiny: TinyFactory, **placement: Any) -> EngineConfig:
+    """A GPU with a cache for half of the experts, as the chat opens it."""
+    return replace(config(tiny, calibrate_later=True, **placement), device=DEVICE, n_gpu_layers=0)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_gpu_is_measured_after_the_first_answer(
+    tiny: TinyFactory, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    """The first answer does not wait for it; a cache that does not pay goes off after it, and answers stay."""
+    with Session.open(replace(config(tiny), device="none")) as session:
+        expected = answer(session)
+    monkeypatch.setattr(Calibration, "speed", property(lambda self: 1.5 if pays else 0.5))
+    # a size that is not the user's choice: the tiny model would fit the device as a whole
+    monkeypatch.setattr(PlacementConfig, "has_size", property(lambda self: False))
+    said: list[Notification] = []
+    with Session.open(postponed(tiny), notify=said.append) as session:
+        assert session.calibration is None and files() == [] and session.placement is not None
+        assert not said, "nothing is measured at the start"
+        assert any("measured after the first answer" in note for note in session.info.notes)
+        assert answer(session) == expected
+        session.measure_postponed(lambda: True)
+        assert session.calibration is None and files() == [] and answer(session) == expected
+        session.measure_postponed(lambda: False)
+        assert session.calibration is not None and len(files()) == 1
+        assert (session.placement is not None) == pays == (session.info.device != "none")
+        assert any(is_warning(note) for note in said) != pays
+        assert answer(session) == expected
+        session.measure_postponed(lambda: pytest.fail("measured again"))
+    with Session.open(postponed(tiny)) as session:  # what is known is used at once
+        assert session.calibration is not None and session.calibration.from_file
+        assert (session.placement is not None) == pays
+        assert answer(session) == expected
+
+
+def test_a_gpu_that_is_lost_is_not_measured(tiny: TinyFactory, counting: CountingDevice) -> None:
+    with Session.open(postponed(tiny)) as session:
+        expected = answer(session)
+        assert session.placement is not None
+        session.placement.lose_device(context_usable=True)
+        session.measure_postponed(lambda: False)
+        assert session.calibration is None and files() == []
+        assert answer(session) == expected
