@@ -11,8 +11,9 @@ notation). All three are estimated from the steps themselves:
 The level of T_T may drift much faster than its shape. While a cache fills, costs fall from step to step whatever is
 drafted, and that must not speak for the lengths that happen to come last.
 
-Now and then another length is tried, where by the uncertainty of the estimates it may be the best. What a trial is
-expected to cost is paid from a credit, which grows by a fixed share of the time: that bounds the cost of all trials.
+Now and then another length is tried, where what the trial is expected to tell is worth more than what it is expected
+to cost. That cost is paid from a credit, which grows by a fixed share of the time: that bounds the cost of all trials.
+Plain steps are tried without credit, so that drafts that lose are found out soon.
 
 Where drafts come with a confidence, most steps have no fixed length: a draft ends where another token does not pay, and
 there is none where that is cheaper (`stopping`).
@@ -32,8 +33,11 @@ from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop
 
 FloatArray = NDArray[np.float64]
 
+_Z = np.linspace(-5.0, 5.0, 201)
+# E[max(z + X, 0)], X of the standard normal distribution
+_EXPECTED_GAIN = np.array([_z * math.erfc(-_z / 2**0.5) / 2 + math.exp(-_z * _z / 2) / math.tau**0.5 for _z in _Z])
 GAMMA_MAX = 16  # longer drafts are not considered
-FIRST = (2, 2, 2, 0, 0)  # the lengths of the first steps; the first one is not measured
+FIRST = (2, 0, 2, 0, 4)  # the lengths of the first steps; the first one is not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +86,10 @@ class VerificationTime:
     expert_ratio: [n], distinct experts of t tokens over those of one.
     """
 
+    _LEVEL = 3.0  # standard deviation of the level before the first measurement
     _EXPERT_SHARE = 0.5  # of a plain step, that loads experts: the prior
-    _SLOPE, _BEND, _OWN = 0.3, 0.1, 0.04  # standard deviations of the shape: per log t, between neighbours, of each t
-    _FORGET = 0.002  # of the shape's prior variance, comes back with each step
+    _SLOPE, _BEND, _OWN = 0.3, 0.14, 0.06  # standard deviations of the shape: per log t, between neighbours, of each t
+    _FORGET = 0.0005  # of the shape's prior variance, comes back with each step
     _LEVEL_GAIN = 0.15  # variance of the level's drift per step over that of a measurement
     _CLIP = 2.0  # standard deviations that a measurement may be off
 
@@ -97,7 +102,7 @@ class VerificationTime:
             + self._BEND**2 * np.minimum.outer(log_t, log_t)
             + self._OWN**2 * np.eye(len(log_t))
         )
-        self._covariance = self._shape_covariance.copy()
+        self._covariance = self._shape_covariance + self._LEVEL**2
         self.noise = 0.2**2  # relative variance of a measurement
         self.n_measured = 0
 
@@ -109,14 +114,15 @@ class VerificationTime:
         self.n_measured += 1
         self._covariance += self._LEVEL_GAIN * self.noise + self._FORGET * self._shape_covariance
         row = self._covariance[i].copy()
-        variance = row[i] + self.noise
-        # relative to the mean rather than in the logarithm, whose mean is too low where times scatter
-        surprise = seconds / math.exp(self._mean[i]) - 1.0
+        expected = float(row[i])
+        variance = expected + self.noise
+        # the mean of the logarithm is too low where times scatter
+        surprise = math.log(seconds) + self.noise / 2 - self._mean[i]
         clip = self._CLIP * math.sqrt(variance)
         surprise = min(max(surprise, -clip), clip)
         self._mean += row * (surprise / variance)
         self._covariance -= np.outer(row, row) / variance
-        self.noise = max(0.03**2, self.noise + 0.04 * (surprise**2 - self.noise))
+        self.noise = max(0.03**2, self.noise + 0.04 * (max(surprise**2 - expected, 0.0) - self.noise))
 
     def scale(self, factor: float) -> None:
         """All of T_T(t) has changed by a known factor."""
@@ -136,10 +142,12 @@ class VerificationTime:
 class AcceptanceByPosition:
     """The chance of each draft, after all before it were accepted: by position, drawn towards that of all positions.
 
-    Counts lose `_FORGET` of their weight with each step; without drafts the estimate returns to `_PRIOR`.
+    Counts lose `_FORGET` of their weight with each step; without drafts the estimate returns to the chance of all
+    drafts so far, before any to `_PRIOR`.
     """
 
     _FORGET = 0.015
+    _FORGET_ALL = 0.001  # of what all drafts of the session were
     _PRIOR = 0.8
     _PRIOR_WEIGHT = 8.0  # verdicts
     _POSITION_WEIGHT = 20.0  # verdicts of a position that count as much as all positions together
@@ -147,6 +155,8 @@ class AcceptanceByPosition:
     def __init__(self, n_positions: int) -> None:
         self._judged = np.zeros(n_positions)
         self._accepted = np.zeros(n_positions)
+        self._n_judged = self._PRIOR_WEIGHT  # of all drafts so far
+        self._n_accepted = self._PRIOR * self._PRIOR_WEIGHT
 
     def observe(self, n_drafted: int, n_accepted: int, left_out: float | None = None) -> None:
         """The first `n_accepted` of the drafts were accepted; those after the first rejected one say nothing.
@@ -156,6 +166,8 @@ class AcceptanceByPosition:
         """
         self._judged *= 1 - self._FORGET
         self._accepted *= 1 - self._FORGET
+        self._n_judged = (1 - self._FORGET_ALL) * self._n_judged + min(n_accepted + 1, n_drafted)
+        self._n_accepted = (1 - self._FORGET_ALL) * self._n_accepted + n_accepted
         self._judged[: min(n_accepted + 1, n_drafted)] += 1
         self._accepted[:n_accepted] += 1
         if left_out is not None and n_accepted == n_drafted:
@@ -165,7 +177,7 @@ class AcceptanceByPosition:
     def tokens(self, n_deviations: float = 0.0) -> FloatArray:
         """N(gamma), gamma = 0..n_positions, with chances that are so many standard deviations higher."""
         n_judged = self._judged.sum() + self._PRIOR_WEIGHT
-        chance = (self._accepted.sum() + self._PRIOR * self._PRIOR_WEIGHT) / n_judged
+        chance = (self._accepted.sum() + self._n_accepted / self._n_judged * self._PRIOR_WEIGHT) / n_judged
         chance = min(1.0, chance + n_deviations * math.sqrt(chance * (1 - chance) / n_judged))
         by_position = (self._accepted + self._POSITION_WEIGHT * chance) / (self._judged + self._POSITION_WEIGHT)
         return np.array(speculation.expected_tokens_by_position(by_position.tolist()))
@@ -184,9 +196,9 @@ class DraftGovernor:
     _TRIAL_SHARE = 0.02  # of the time, that trials may cost
     _TRIAL_DISTANCE = 1  # steps at the best length between two trials
     _TRIAL_CREDIT = 2.0  # plain steps, that they may cost at first, and at once
-    _CONFIDENCE = 0.8  # standard deviations by which another length must be able to be better, for a trial
-    _PROMISE = 0.01  # by which another length must be able to be better, for a trial
-    _HYSTERESIS = 0.02  # by which another length must be better, for a change
+    _HORIZON = 35  # steps in which what a trial tells is of use
+    _N_TRIALS = np.array([[1], [2], [4], [8]])  # of a length, that are considered at once
+    _HYSTERESIS = 0.01  # by which another length must be better, for a change
     _SHARING = 0.7  # neighbouring tokens share more experts than independent ones: an exponent of their number
     _DRAFT_SHARE = 0.1  # T_D over T_T(1), before any draft
     _NGRAM_PRIOR = 0.3  # chance of a draft by n-grams, before any was compared
@@ -231,7 +243,7 @@ class DraftGovernor:
         if rate[best] > (1 + self._HYSTERESIS) * rate[self._best]:
             self._best = best
         self.choice = self._by_gain(rate, ngram)
-        trial = self._trial(rate, spread)
+        trial = self._trial(rate, spread, float(rate[0]) * (self.choice.speed_up or 1.0))
         if trial != self._best:
             self.stop = DraftStop()
             self.choice = replace(self.choice, gamma=trial, source="draft", is_trial=True)
@@ -323,17 +335,31 @@ class DraftGovernor:
         by_cost = self._target.relative_variance(self._best + 1) * (self._target.seconds() / step_s) ** 2
         by_acceptance = np.log(self._acceptance.tokens(1.0) / tokens)
         by_acceptance -= by_acceptance[self._best]
+        by_acceptance[: self._best] = 0.0  # the drafts of the best length tell them as well
         return tokens / step_s, np.sqrt(by_cost + by_acceptance**2)
 
-    def _trial(self, rate: FloatArray, spread: FloatArray) -> int:
-        """The length of the next step: the best, or one that may be better and whose trial can be paid."""
+    def _trial(self, rate: FloatArray, spread: FloatArray, now_rate: float) -> int:
+        """The length of the next step: the best, or one whose trial is worth what it is expected to cost.
+
+        k trials move the estimate of a length's advantage by a deviation that is known before. What is then expected of
+        the better of the two counts for `_HORIZON` steps (the knowledge gradient of Frazier, Powell and Dayanik 2008,
+        of k measurements at once). now_rate: tokens per second of the step without a trial.
+        """
         if self._n_since_trial < self._TRIAL_DISTANCE:
             return self._best
-        hope = np.log(rate / rate[self._best]) + self._CONFIDENCE * spread
-        hope[2 * self._best + 4 :] = 0.0  # far beyond what was measured
-        hope[self._best] = 0.0
-        hope[self._trial_cost_s(rate[self._best]) > self._credit_s] = 0.0
-        return int(hope.argmax()) if hope.max() > self._PROMISE else self._best
+        cost = self._trial_cost_s(now_rate) / float(self._step_s()[self._best])
+        advantage = np.log(rate / now_rate)
+        variance = np.maximum(spread**2, 1e-9)
+        k = self._N_TRIALS
+        deviation = np.sqrt(variance * k * variance / (k * variance + self._target.noise))
+        gain = deviation * np.interp(advantage / deviation, _Z, _EXPECTED_GAIN) - np.maximum(advantage, 0.0)
+        worth = ((self._HORIZON * gain - k * cost) / k).max(axis=0)
+        worth[2 * self._best + 4 :] = -math.inf  # far beyond what was measured
+        worth[self._best] = -math.inf
+        dear = self._trial_cost_s(now_rate) > self._credit_s
+        dear[0] = False
+        worth[dear] = -math.inf
+        return int(worth.argmax()) if worth.max() > 0 else self._best
 
     def _trial_cost_s(self, best_rate: float) -> FloatArray:
         """What a step of each length is expected to take longer than its tokens at the best rate, [gamma_max + 1]."""
@@ -349,5 +375,5 @@ class DraftGovernor:
             self._credit_s = most_s
         if self.choice.is_trial:
             best_rate = self._acceptance.tokens()[self._best] / step_s[self._best]
-            self._credit_s -= float(step_s[step.n_drafted]) - (step.n_accepted + 1) / best_rate
+            self._credit_s -= float(self._trial_cost_s(best_rate)[step.n_drafted])
         self._credit_s = min(most_s, self._credit_s + self._TRIAL_SHARE * (step.draft_s + step.target_s))

@@ -151,8 +151,8 @@ def test_ngrams_that_are_wrong_cost_nothing() -> None:
     assert governed(costs, beside, 2)[2] < 0.05
 
 
-@pytest.mark.parametrize("chance", [0.3, 0.5])
+@pytest.mark.parametrize("chance", [0.3, 0.5, 0.8])
 def test_drafts_that_cost_more_than_they_bring_are_off(chance: float) -> None:
     """However sure they are: each token of a verification reads its own experts."""
     costs = TRACES["best 0"]
-    assert mean_s(costs, Text(sure=0.0, otherwise=chance), 4) < 1.07 * costs.target_s(1)
+    assert mean_s(costs, Text(sure=0.0, otherwise=chance)) < 1.04 * costs.target_s(1)

@@ -79,7 +79,7 @@ def best_fixed(trace: Trace) -> tuple[int, float]:
 
 
 def governed(trace: Trace, seed: int) -> tuple[float, list[int]]:
-    """Expected seconds over those that the same tokens take at the best fixed length, and the lengths."""
+    """Expected seconds over those that the expected tokens take at the best fixed length, and the lengths."""
     rng = np.random.default_rng(seed)
     governor = DraftGovernor(n_experts=N_EXPERTS, n_used=N_USED)
     gamma_best, _ = best_fixed(trace)
@@ -89,7 +89,8 @@ def governed(trace: Trace, seed: int) -> tuple[float, list[int]]:
         step = trace.step(gamma, n, rng)
         governor.observe(step)
         seconds += trace.expected_s(gamma, n)
-        best_seconds += (step.n_accepted + 1) * trace.seconds_per_token(gamma_best, n)
+        n_tokens = speculation.expected_tokens(gamma, trace.acceptance(n))
+        best_seconds += n_tokens * trace.seconds_per_token(gamma_best, n)
         n += step.n_accepted + 1
         gammas.append(gamma)
     return seconds / best_seconds, gammas
@@ -105,10 +106,11 @@ def test_traces_have_the_best_length_of_their_name(name: str, best: int) -> None
 
 
 def test_regret() -> None:
-    """Measured over 20 answers each: 3.9, 1.7, 2.6, 1.7, 2.9 and 3.0 % on these traces, 2.6 % on average."""
+    """Measured over 20 answers each: 1.3, 2.2, 4.0, 1.5, 3.0 and 4.2 % on these traces, 2.7 % on average."""
     found = {name: regret(trace) for name, trace in TRACES.items()}
     assert np.mean(list(found.values())) <= 0.035, found
-    assert max(found.values()) <= 0.08, found
+    assert max(found.values()) <= 0.06, found
+    assert found["best 0"] <= 0.02, found
 
 
 def test_a_change_of_text_pays() -> None:
@@ -188,7 +190,7 @@ class TestVerificationTime:
         times = VerificationTime(np.array([experts(t) for t in range(1, 18)]))
         times.observe(5, 0.4)
         seconds = times.seconds()
-        assert seconds[4] == pytest.approx(0.4)
+        assert seconds[4] == pytest.approx(0.4, rel=0.05)
         assert 0.1 < seconds[0] < 0.4 < seconds[16]
         assert (np.diff(seconds) >= 0).all()
 
@@ -221,11 +223,14 @@ class TestAcceptanceByPosition:
         assert tokens[3] - tokens[2] < 0.35
 
     def test_plain_steps_forget(self) -> None:
+        """A stretch of rejected drafts is forgotten; what all drafts were is not."""
         acceptance = AcceptanceByPosition(4)
-        for _ in range(50):
+        for _ in range(100):
+            acceptance.observe(4, 4)
+        for _ in range(100):
             acceptance.observe(4, 0)
         low = acceptance.tokens()[1]
-        for _ in range(1000):
+        for _ in range(600):
             acceptance.observe(0, 0)
-        assert low < 1.3
-        assert acceptance.tokens()[1] == pytest.approx(1.8, abs=0.01)
+        assert low < 1.4
+        assert acceptance.tokens()[1] == pytest.approx(1.78, abs=0.05)
