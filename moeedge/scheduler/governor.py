@@ -37,7 +37,7 @@ _Z = np.linspace(-5.0, 5.0, 201)
 # E[max(z + X, 0)], X of the standard normal distribution
 _EXPECTED_GAIN = np.array([_z * math.erfc(-_z / 2**0.5) / 2 + math.exp(-_z * _z / 2) / math.tau**0.5 for _z in _Z])
 GAMMA_MAX = 16  # longer drafts are not considered
-FIRST = (2, 0, 2, 0, 4)  # the lengths of the first steps; the first one is not measured
+FIRST = (2, 0, 4)  # the lengths of the first steps; the first one is not measured
 
 
 @dataclass(frozen=True, kw_only=True)
