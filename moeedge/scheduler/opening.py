@@ -35,6 +35,7 @@ from moeedge.units import format_bytes
 
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
+_NO_REPACK = "Experts are repacked only where all of them are loaded into RAM: --repack has no effect."
 _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
 
 
@@ -508,6 +509,8 @@ def _describe_placement(
         )
     if ignored:
         notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
+    if config.repack is not Repack.NONE:
+        notes.append(_NO_REPACK)
     return notes
 
 
@@ -519,4 +522,6 @@ def _ignored_options(config: PlacementConfig) -> list[str]:
     ignored = ignored_ablations("none", config.ablations)
     if ignored:
         notes.append(f"There is no device for experts: --ablate {', '.join(ignored)} has no effect.")
+    if config.repack is not Repack.NONE:
+        notes.append(_NO_REPACK)
     return notes

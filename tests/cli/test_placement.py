@@ -58,6 +58,13 @@ def test_stats_as_json(pair: list[str]) -> None:
     assert stats["sensor"]["blocks"] > 0
 
 
+def test_the_cache_is_governed_unless_it_is_kept(pair: list[str]) -> None:
+    options = [*EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "--stats", "json"]
+    for extra, is_governed in (([], True), (["--keep-cache"], False)):
+        stats = json.loads(chat(pair, *options, *extra).stderr.splitlines()[-1])
+        assert ("cache_choice" in stats) == is_governed
+
+
 def test_stats_without_a_device(pair: list[str]) -> None:
     result = chat(pair, "-dev", "none", "--stats", "json")
     assert json.loads(result.stderr.splitlines()[-1])["device"] == "none"
@@ -101,6 +108,21 @@ def test_profile_takes_a_device(pair: list[str]) -> None:
     assert placed.exit_code == 0, placed.stderr
     assert "of 48 experts on emulated" in placed.stderr
     assert json.loads(placed.stdout)["unique_experts"] == json.loads(plain.stdout)["unique_experts"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_unused"),
+    [
+        (["-dev", "none"], True),
+        ([*EMULATED, "--no-calibrate"], True),
+        ([*EMULATED, "--no-calibrate", "--ram", "64MiB"], True),
+        (["-dev", "none", "--ram", "64MiB"], False),
+    ],
+    ids=["no device", "device", "device and RAM", "RAM"],
+)
+def test_repacking_without_effect_is_said(pair: list[str], options: list[str], is_unused: bool) -> None:
+    assert ("--repack has no effect" in notes(chat(pair, *options, "--repack", "on", "-o", "json"))) == is_unused
+    assert "--repack" not in notes(chat(pair, *options, "-o", "json"))
 
 
 def test_calibrate_as_json(pair: list[str]) -> None:
