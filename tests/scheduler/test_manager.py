@@ -23,10 +23,12 @@ from moeedge.native.cache import CacheStats, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy, Resident
 from moeedge.scheduler import opening
+from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import PlacementStats
 from tests.conftest import TinyFactory
+from tests.support.hybrid import NeverPays
 from tests.support.stock import StockContext
 
 GREEDY = SamplingConfig(temperature=0)
@@ -438,3 +440,43 @@ def test_a_missing_measurement_is_noted(pair: tuple[Path, Path], n_ctx: int, why
         said = [note for note in session.info.notes if note.startswith("Nothing was measured")]
         assert len(said) == 1 and why in said[0]
         assert session.calibration is None
+
+
+def test_no_transfer_runs_while_the_cache_is_off(pair: tuple[Path, Path]) -> None:
+    """It would slow down the steps without the cache."""
+    with Session.open(config(pair, device="emulated:threads=1,link=0.05MB/s")) as session:
+        manager = session.placement
+        assert manager is not None
+        answer(session, n_predict=2)
+        manager.wait()
+        assert manager.cache.stats().queued > 0
+        manager.governor = NeverPays()
+        manager.begin_step()
+        stats = manager.cache.stats()
+        assert not manager.active and (stats.queued, stats.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize("op_offload", [False, True])
+def test_a_cache_that_is_off_computes_prompts_unless_llama_cpp_offloads_them(
+    session: Session, op_offload: bool
+) -> None:
+    manager = session.placement
+    assert manager is not None
+    manager.governor, manager._op_offload = NeverPays(), op_offload
+    for _ in range(2):
+        manager.begin_step()
+        assert not manager.active
+        manager.begin_prompt()
+        assert manager.active != op_offload
+
+
+def test_the_governor_knows_of_texts_and_prompts(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("begin_text", "begin_answer"):
+        monkeypatch.setattr(CacheGovernor, name, lambda _governor, name=name: calls.append(name))
+    assert session.placement is not None
+    session.placement.governor = CacheGovernor()
+    answer(session, n_predict=2)
+    session.reset()
+    answer(session, n_predict=2)
+    assert calls == ["begin_answer", "begin_text", "begin_answer"]

@@ -14,7 +14,6 @@ from moeedge.errors import DeviceError, EngineError
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Level, Notification
-from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from moeedge.scheduler.memory_watch import MemoryWatch
 from tests.conftest import TinyFactory
 from tests.scheduler.test_manager import (
@@ -28,6 +27,7 @@ from tests.scheduler.test_manager import (
     config,
     stats_of,
 )
+from tests.support.hybrid import NeverPays
 from tests.support.stock import StockContext
 
 MIB = 2**20
@@ -67,6 +67,26 @@ def test_shortage_is_what_the_reserve_lacks_at_two_readings() -> None:
     assert [at(9, 0), at(9.1, 0), at(10, 0)] == [0, 0, 400], "the next shortage needs two readings again"
     machine.answers = False
     assert [at(11, 0), at(12, 0)] == [0, 0]
+
+
+def test_memory_may_be_taken_after_it_was_free_for_ten_seconds() -> None:
+    machine = Machine()
+    watch = machine.watch(400 * MIB)
+
+    def taken(free_mib: int, n_readings: int) -> list[int]:
+        found = []
+        machine.free_bytes = free_mib * MIB
+        for _ in range(n_readings):
+            machine.time_s += 0.5
+            assert watch.missing_bytes() == 0
+            found.append(watch.take_spare_bytes() // MIB)
+        return found
+
+    taken(799, 1)  # the first interval
+    assert taken(799, 30) == [0] * 30, "not twice the reserve"
+    assert taken(1000, 19) == [0] * 19
+    assert taken(799, 1) == [0], "in a row"
+    assert taken(1000, 25) == [0] * 19 + [600] + [0] * 5, "once"
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +138,6 @@ def test_cache_gives_slots_back_in_mid_answer(
         assert stats.uploads - stats.evictions == stats.slots_used <= smaller[-1]
         assert stats.blocks >= N_LAYERS * stats.steps, "counters go on"
         assert stats.pairs_hit > 0
-
-
-class NeverPays(CacheGovernor):
-    """Keeps the cache off."""
-
-    @property
-    def choice(self) -> CacheChoice:
-        return CacheChoice(on=False, pays=False)
 
 
 def test_a_cache_that_is_off_gives_slots_back_as_well(pair: tuple[Path, Path], reference: list[int]) -> None:

@@ -11,11 +11,11 @@ import pytest
 from moeedge.native import Block
 from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from moeedge.policies.base import PolicyConfig
+from moeedge.policies.base import ExpertPrediction, Plan, PolicyConfig
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader
+from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, PredictedUploads
 from tests.support.experts import resident, write_experts
 
 LAYERS, EXPERTS, SHARE = 4, 8, 2
@@ -84,3 +84,46 @@ def test_prompts_and_a_hook_that_is_off_load_nothing(cache: ExpertCache, hook: L
     hook.on = False
     need(hook, 0, 6)
     assert resident(cache) == before
+
+
+def plan_of(*uploads: tuple[int, int], n_victims: int) -> Plan:
+    """Priorities fall in this order; victims are the last experts of the layers."""
+    n = len(uploads)
+    return Plan(
+        tau=np.ones(LAYERS, dtype=np.float32),
+        utility=np.zeros((LAYERS, EXPERTS), dtype=np.float32),
+        uploads=np.array(uploads, dtype=np.int32).reshape(n, 2),
+        priority=np.arange(n, 0, -1, dtype=np.uint8),
+        victims=np.array([[layer, EXPERTS - 1] for layer in range(n_victims)], dtype=np.int32),
+        victim_utility=np.arange(n_victims, dtype=np.float32),
+    )
+
+
+def prediction_of(*experts: tuple[int, int]) -> ExpertPrediction:
+    """Of one token that uses at most two experts of a layer."""
+    ids = np.full((LAYERS, 1, 2), -1, dtype=np.int32)
+    for layer, expert in experts:
+        ids[layer, 0, int(ids[layer, 0, 0] >= 0)] = expert
+    return ExpertPrediction(ids, source="test")
+
+
+def test_only_predicted_experts_are_uploaded(cache: ExpertCache, hook: LayerHook, loader: OnDemandLoader) -> None:
+    """The others are loaded as needed; room is made by the loader, whatever the policy's victims."""
+    only_predicted = PredictedUploads(cache, loader)
+    plan = plan_of((1, 7), (1, 6), (2, 5), (3, 4), n_victims=3)
+    found = only_predicted(plan, prediction_of((1, 7), (3, 4)), None)
+    assert found.uploads.tolist() == [[1, 7], [3, 4]] and found.priority.tolist() == [4, 1]
+    assert found.victims.tolist() == [[1, 0], [3, 0]] and (np.diff(found.victim_utility) > 0).all()
+    found = only_predicted(plan, prediction_of((1, 7), (3, 4)), slice(2, 4))
+    assert found.uploads.tolist() == [[3, 4]]
+    assert len(only_predicted(plan, None, None).uploads) == 0
+
+
+def test_where_the_cpu_computes_misses_only_a_plan_for_some_layers_is_filtered(cache: ExpertCache) -> None:
+    only_predicted = PredictedUploads(cache, None)
+    plan = plan_of((1, 7), (1, 6), (2, 5), n_victims=3)
+    assert only_predicted(plan, prediction_of((1, 7)), None) is plan
+    found = only_predicted(plan, prediction_of((1, 7), (2, 5)), slice(1, 2))
+    assert found.uploads.tolist() == [[1, 7]] and found.victims.tolist() == plan.victims.tolist()
+    found = only_predicted(plan, prediction_of((1, 7)), slice(2, 3))
+    assert len(found.uploads) == len(found.victims) == len(found.victim_utility) == 0

@@ -47,6 +47,14 @@ class AlternatingCache(CacheGovernor):
         return CacheChoice(on=self._n_steps % 6 < 3, pays=self._n_steps % 12 < 6, gain=1.0)
 
 
+class NeverPays(CacheGovernor):
+    """Keeps the cache off."""
+
+    @property
+    def choice(self) -> CacheChoice:
+        return CacheChoice(on=False, pays=False)
+
+
 def device_under_test() -> str:
     """What the hybrid tests run on."""
     return os.environ.get("MOEEDGE_TEST_DEVICE") or "emulated:threads=1"
