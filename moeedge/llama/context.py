@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
@@ -30,6 +29,9 @@ _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, 
 
 # (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
 ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
+
+# llama_cpp's own returns a pointer object, whose address costs two more calls in each step
+_get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
 
 
 class Context:
@@ -295,8 +297,12 @@ class Context:
                     raise self._full()
         self._batch.fill(parts)
         budget = None if self.mode == "stock" else self.budget
-        with nullcontext() if budget is None else budget.during(phase, n):
-            self._run(n, wait=n_out > 0 or self._tap is not None)
+        wait = n_out > 0 or self._tap is not None
+        if budget is None:
+            self._run(n, wait=wait)
+        else:
+            with budget.during(phase, n):
+                self._run(n, wait=wait)
         for part in parts:
             part.sequence.append(part.tokens)
         if self._capture is not None:
@@ -387,11 +393,11 @@ class Context:
         n_vocab = self.model.info.n_vocab
         if n_out == 0:
             return np.empty((0, n_vocab), dtype=np.float32)
-        pointer = lib.llama_get_logits(self._handle)
-        key = (ctypes.addressof(pointer.contents), n_out)
-        if self._view is None or key != self._view_key:
+        address = _get_logits(self._handle)
+        if self._view is None or (address, n_out) != self._view_key:
+            pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
             self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
-            self._view_key = key
+            self._view_key = (address, n_out)
         return self._view
 
     @property

@@ -86,6 +86,7 @@ class Model:
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._eog: dict[int, bool] = {}
         self._chat_format: ChatFormat | None = None
 
     @classmethod
@@ -276,7 +277,10 @@ class Model:
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends an answer (EOS, end of turn, end of message)."""
-        return bool(lib.llama_vocab_is_eog(self.vocab, token))
+        found = self._eog.get(token)
+        if found is None:
+            found = self._eog[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
+        return found
 
     @property
     def adds_bos(self) -> bool:

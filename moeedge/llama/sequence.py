@@ -40,7 +40,9 @@ class BatchPart(NamedTuple):
 
 
 class TokenBatch:
-    """A llama_batch for `n_max` tokens, over NumPy arrays that are allocated once and filled by slices.
+    """A llama_batch for `n_max` tokens, over arrays that are allocated once.
+
+    Arrays of ctypes, which a list or a range of a few tokens fills faster than an array of NumPy.
 
     `c_batch` points into the arrays, which must live as long as it does. state_width: of the hidden states that come
     with the tokens of a draft head; 0: none do. states_alone: a batch has states or tokens, not both. n_positions: of
@@ -60,21 +62,20 @@ class TokenBatch:
         self._states_alone = states_alone
         self._n_positions = n_positions
         self._states = np.zeros((n_max, state_width), dtype=np.float32)
-        self._tokens = np.zeros(n_max, dtype=np.int32)
-        self._positions = np.zeros(n_positions * n_max, dtype=np.int32)
+        self._tokens = (ctypes.c_int32 * n_max)()
+        self._positions = (ctypes.c_int32 * (n_positions * n_max))()
         self._sequences = np.arange(n_sequences, dtype=np.int32)
         # addresses of their ids
         self._addresses = [self._sequences[i:].ctypes.data for i in range(n_sequences)]
         self._n_sequences = np.ones(n_max, dtype=np.int32)
         self._sequence_pointers = np.full(n_max, self._addresses[0], dtype=np.uintp)
-        self._outputs = np.zeros(n_max, dtype=np.int8)
-        self._steps = np.arange(n_max, dtype=np.int32)
+        self._outputs = (ctypes.c_int8 * n_max)()
         self.c_batch = lib.llama_batch()
-        self.c_batch.token = _pointer(self._tokens, lib.llama_token)
-        self.c_batch.pos = _pointer(self._positions, lib.llama_pos)
+        self.c_batch.token = ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
+        self.c_batch.pos = ctypes.cast(self._positions, ctypes.POINTER(lib.llama_pos))
         self.c_batch.n_seq_id = _pointer(self._n_sequences, ctypes.c_int32)
         self.c_batch.seq_id = _pointer(self._sequence_pointers, ctypes.POINTER(lib.llama_seq_id))
-        self.c_batch.logits = _pointer(self._outputs, ctypes.c_int8)
+        self.c_batch.logits = ctypes.cast(self._outputs, ctypes.POINTER(ctypes.c_int8))
         if state_width:
             self.c_batch.embd = _pointer(self._states, ctypes.c_float)
 
@@ -85,12 +86,12 @@ class TokenBatch:
             sequence, tokens = part.sequence, part.tokens
             n = len(tokens)
             stop = start + n
-            self._tokens[start:stop] = tokens
-            np.add(self._steps[:n], len(sequence.tokens), out=self._positions[start:stop])
+            first = len(sequence.tokens)
+            self._tokens[start:stop] = list(tokens)
+            self._positions[start:stop] = list(range(first, first + n))
             if len(self._addresses) > 1:
                 self._sequence_pointers[start:stop] = self._addresses[sequence.index]
-            self._outputs[start:stop] = 0
-            self._outputs[stop - part.n_out : stop] = 1
+            self._outputs[start:stop] = [i >= n - part.n_out for i in range(n)]
             if part.states is not None:
                 self._states[start:stop] = part.states
             start = stop
@@ -100,11 +101,10 @@ class TokenBatch:
 
     def _choose(self, has_states: bool, n: int) -> None:
         """Makes the batch of `n` one of states or of tokens."""
-        self.c_batch.token = None if has_states else _pointer(self._tokens, lib.llama_token)
+        self.c_batch.token = None if has_states else ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
         self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
         if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
-            self._positions[n : 3 * n] = np.tile(self._positions[:n], 2)
-            self._positions[3 * n : 4 * n] = 0
+            self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
 
 
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
