@@ -167,7 +167,10 @@ def bench(
         prefill_path=prefill_path,
         no_calibrate=no_calibrate,
     )
-    base = replace(engine.config(placement.config(), emulate_bundled=sweeps), ram=parse_ram(ram))
+    base = replace(
+        engine.config(placement.config(), emulate_bundled=sweeps, default_draft=None if counts else "auto"),
+        ram=parse_ram(ram),
+    )
     if counts:
         base = _mapped(base)
     speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)

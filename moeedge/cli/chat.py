@@ -108,8 +108,9 @@ def chat(
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
-    config = engine.config(placed, emulate_bundled=True, context_shift=context_shift)
-    auto_gamma = config.auto_gamma if engine.draft_max is not None else None  # None: where experts are from the file
+    config = engine.config(placed, emulate_bundled=True, context_shift=context_shift, default_draft="auto")
+    # None: where experts are from the file
+    auto_gamma = config.auto_gamma if engine.draft_max is not None or config.auto_gamma else None
     config = replace(config, auto_gamma=auto_gamma, cpu_fallback=True, ram=parse_ram(ram))
     err = stderr_console()
     config = budget.config(config, notify=notifier(err))

@@ -93,11 +93,18 @@ class EngineOptions:
         emulate_bundled: bool = False,
         context_shift: bool = False,
         files: ModelFiles | None = None,
+        default_draft: Literal["auto"] | None = None,
     ) -> EngineConfig:
-        """The engine's configuration, its device and models checked. files: where -m and -md are resolved already."""
+        """The engine's configuration, its device and models checked.
+
+        files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. Heads and
+        n-grams that nobody asked for draft as many tokens as pay, unless --draft-max is given.
+        """
         check_device(self.device)
-        files = files or resolve_models(self.model, self.model_draft)
+        files = files or resolve_models(self.model, self.model_draft or default_draft)
         gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
+        if gamma is None and self.model_draft is None and files.draft in get_args(DraftWord):
+            gamma = "auto"
         return EngineConfig(
             model=files.target,
             draft=files.draft,

@@ -35,14 +35,14 @@ def measure(session: Session, prompt: list[int], gamma: int, n_predict: int) -> 
     records = iter(generation)
     next(records, None)
     begun = time.process_time()
-    steps = [(len(record.tokens), len(record.drafts)) for record in records]
+    steps = [len(record.tokens) for record in records]
     ended = time.process_time()
     return {
         "gamma": gamma,
-        "tokens": sum(n for n, _ in steps),
+        "tokens": sum(steps),
         "steps": len(steps),
-        "drafted": sum(n for _, n in steps),
-        "accepted": sum(n - 1 for n, _ in steps),
+        "drafted": generation.stats.drafted,
+        "accepted": generation.stats.accepted,
         "prompt_s": begun - start,
         "decode_s": ended - begun,
         "answer": generation.tokens,

@@ -72,8 +72,17 @@ def test_the_routing_of_the_answers_can_be_kept(tiny_moe: Path, tiny_draft: Path
     assert [row["mode"] for row in rows] == ["stock-ar", "stock-sd", "moeedge"]
 
 
+def test_without_a_draft_n_grams_draft_what_pays(tiny_moe: Path, talk: Path) -> None:
+    rows = run_json("bench", "-m", tiny_moe, "--dataset", talk, "-n", "6", "-r", "1", "-t", "1")
+    assert [(row["mode"], row["draft"], row["auto_gamma"]) for row in rows] == [
+        ("stock-ar", "none", False),
+        ("stock-sd", "ngram", True),
+        ("moeedge", "ngram", True),
+    ]
+
+
 def test_json_lines_csv_and_markdown(tiny_moe: Path, talk: Path) -> None:
-    common = ["-m", tiny_moe, "--dataset", talk, *_QUICK]
+    common = ["-m", tiny_moe, "-md", "none", "--dataset", talk, *_QUICK]
     lines = run("bench", *common, "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line)["mode"] for line in lines] == ["stock-ar", "moeedge"]
     table = list(csv.DictReader(io.StringIO(run("bench", *common, "-o", "csv").stdout)))
@@ -125,7 +134,7 @@ def test_a_malformed_file_exits_with_2_and_the_line(tiny_moe: Path, talk: Path, 
 
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_a_signal_prints_what_was_measured(tiny_moe: Path, talk: Path, signum: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-m", "moeedge", "bench", "-m", str(tiny_moe), "--dataset", str(talk)]
+    command = [sys.executable, "-m", "moeedge", "bench", "-m", str(tiny_moe), "-md", "none", "--dataset", str(talk)]
     with subprocess.Popen(
         [*command, "-n", "4", "-r", "100000", "-t", "1", "-o", "json"],
         stdout=subprocess.PIPE,

@@ -45,7 +45,7 @@ def test_the_bundled_pair_on_a_file_of_one_s_own(own: Path) -> None:
 
 
 def test_the_record_has_answers_and_reasons(tiny_moe: Path, own: Path) -> None:
-    common = ["-m", tiny_moe, "--dataset", own, "--score", "-n", "4", *_QUICK]
+    common = ["-m", tiny_moe, "-md", "none", "--dataset", own, "--score", "-n", "4", *_QUICK]
     for row in run_json("bench", *common, "--run-code"):
         assert not any(isinstance(value, dict) for value in row.values())
         assert (row["n_scored"], row["n_answers"], row["n_cut"], row["run_code"]) == (3, 3, 3, True)

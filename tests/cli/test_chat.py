@@ -15,7 +15,7 @@ import typer
 
 from moeedge import native
 from moeedge.cli.chat import one_shot_prompt
-from moeedge.cli.engine_options import ModelFiles, resolve_models
+from moeedge.cli.engine_options import EngineOptions, ModelFiles, resolve_models
 from moeedge.errors import EmptyPromptError
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run
@@ -194,6 +194,20 @@ def test_sources_of_drafts(tiny: TinyFactory) -> None:
     assert resolve_models(own_head, "mtp") == resolve_models(own_head, "auto") == ModelFiles(own_head, "mtp")
     assert resolve_models(own_head, None) == ModelFiles(own_head, None)
     assert resolve_models(plain, "auto") == ModelFiles(plain, "ngram")
+
+
+def test_heads_and_n_grams_that_nobody_asked_for_draft_what_pays(tiny: TinyFactory) -> None:
+    def chosen(**given: Any) -> tuple[object, bool]:
+        config = EngineOptions(**given).config(default_draft="auto")
+        return config.draft, config.auto_gamma
+
+    own_head, plain, small = tiny("glm4moe"), tiny("qwen3moe"), tiny("qwen3")
+    assert chosen(model=own_head) == ("mtp", True)
+    assert chosen(model=plain) == ("ngram", True)
+    assert chosen(model=plain, draft_max="3") == ("ngram", False)
+    assert chosen(model=plain, model_draft="none") == (None, False)
+    assert chosen(model=plain, model_draft=str(small)) == (small, False)
+    assert EngineOptions(model=plain).config().draft is None  # commands that compare nothing with it
 
 
 def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
