@@ -67,9 +67,10 @@ class Sampler:
         self._rng = np.random.Generator(np.random.PCG64(self.seed % 2**64))
         self._penalizes = config.repeat_penalty != 1.0 and config.repeat_last_n != 0
         self._penalty = ctypes.c_float(config.repeat_penalty).value  # as llama.cpp has it
-        self._top_k = 1 if self.greedy else min(config.top_k, n_vocab)  # 0: no filter
+        self._top_k = min(config.top_k, n_vocab)  # 0: no filter
         self._log_min_p = math.log(config.min_p) if config.min_p > 0 else -math.inf
-        self._largest = LargestValues(self._top_k) if 0 < self._top_k <= _SHORT else None
+        has_short_lists = 0 < self._top_k <= _SHORT and not self.greedy
+        self._largest = LargestValues(self._top_k) if has_short_lists else None
         self._scratch: NDArray[np.float64] | None = None  # [n_vocab], zeros
 
     @property
@@ -165,8 +166,20 @@ class Sampler:
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
-        assert self._largest is not None
-        return self._find_largest(self._largest, logits, history)[0][0]
+        if not self._penalizes:
+            token = int(logits.argmax())
+            value = logits[token]
+        else:
+            row = _as_c(logits)
+            before = self._penalize(row, history)
+            try:
+                token = int(logits.argmax())
+                value = row[token]
+            finally:
+                _restore(row, before)
+        if not math.isfinite(value):
+            raise EngineError(*_NOT_FINITE)
+        return token
 
     def pick(self, candidates: Candidates) -> int:
         """Draws one token."""

@@ -12,7 +12,8 @@ static constexpr int64_t n_rows    = 64;
 static constexpr int64_t n_at_once = 8; // rows
 
 // The largest value of each column of n_columns; false where a value is no number
-static bool column_maxima(const float * values, int64_t n_columns, float * maxima) {
+static inline __attribute__((always_inline)) bool find_maxima(const float * __restrict__ values, int64_t n_columns,
+                                                              float * __restrict__ maxima) {
     int32_t unordered = 0;
     std::fill(maxima, maxima + n_columns, -INFINITY);
     for (int64_t row = 0; row < n_rows; row += n_at_once) {
@@ -28,6 +29,22 @@ static bool column_maxima(const float * values, int64_t n_columns, float * maxim
         }
     }
     return unordered == 0;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static bool find_maxima_avx2(const float * values, int64_t n_columns, float * maxima) {
+    return find_maxima(values, n_columns, maxima);
+}
+#endif
+
+static bool column_maxima(const float * values, int64_t n_columns, float * maxima) {
+#if defined(__x86_64__)
+    static const bool has_avx2 = __builtin_cpu_supports("avx2");
+    if (has_avx2) {
+        return find_maxima_avx2(values, n_columns, maxima);
+    }
+#endif
+    return find_maxima(values, n_columns, maxima);
 }
 
 int64_t largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
