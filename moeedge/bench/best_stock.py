@@ -31,8 +31,8 @@ class StockRatio:
 
     category: str  # ALL, MEAN, or a category of the prompts
     ratio: float
-    low: float  # of the 95 % interval
-    high: float
+    low: float | None  # of the 95 % interval; None where a single turn says nothing of its error
+    high: float | None
     fastest: str  # BenchMode.label of the stock mode; "" for MEAN
     n_turns: int  # turns and repetitions that both have
 
@@ -60,18 +60,25 @@ def over_best_stock(own: Sequence[Sample], stock: Sequence[Sequence[Sample]]) ->
         speeds = _speeds(tokens, seconds, turns[None])[:, 0]
         drawn = _speeds(tokens, seconds, rng.choice(turns, (_N_RESAMPLES, len(turns))))
         ratios = drawn[0] / drawn[1:].max(axis=0)
-        low, high = np.percentile(ratios, _PERCENTILES)
+        low, high = _interval(ratios) if len(turns) > 1 else (None, None)
         best = int(speeds[1:].argmax())
         ratio = float(speeds[0] / speeds[1 + best])
-        return StockRatio(category, ratio, float(low), float(high), labels[best], len(turns)), ratios
+        return StockRatio(category, ratio, low, high, labels[best], len(turns)), ratios
 
     total = measured(ALL, np.arange(len(keys)))[0]
     if len(categories) < 2:
         return (total,)
     parts = [measured(category, np.flatnonzero(of_turn == category)) for category in categories]
-    low, high = np.percentile(np.mean([drawn for _, drawn in parts], axis=0), _PERCENTILES)
+    low, high = None, None
+    if all(part.n_turns > 1 for part, _ in parts):
+        low, high = _interval(np.mean([drawn for _, drawn in parts], axis=0))
     mean = float(np.mean([part.ratio for part, _ in parts]))
-    return (total, *(part for part, _ in parts), StockRatio(MEAN, mean, float(low), float(high), "", len(keys)))
+    return (total, *(part for part, _ in parts), StockRatio(MEAN, mean, low, high, "", len(keys)))
+
+
+def _interval(drawn: Array) -> tuple[float, float]:
+    low, high = np.percentile(drawn, _PERCENTILES)
+    return float(low), float(high)
 
 
 def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:

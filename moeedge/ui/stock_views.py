@@ -34,4 +34,7 @@ def _name(category: str) -> str:
 
 
 def _with_interval(part: StockRatio | None) -> str:
-    return NONE if part is None else f"{part.ratio:.3f} ({part.low:.3f} to {part.high:.3f})"
+    if part is None:
+        return NONE
+    interval = "" if part.low is None or part.high is None else f" ({part.low:.3f} to {part.high:.3f})"
+    return f"{part.ratio:.3f}{interval}"

@@ -1,6 +1,6 @@
 """moeedge next to llama.cpp's own programs, llama-bench and llama-speculative-simple, built from the pinned source.
 
-    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B BUILD -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B BUILD -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON
     cmake --build BUILD --target llama-bench llama-speculative-simple
     python -m tests.benchmarks.llama_programs --llama-bench BUILD/bin/llama-bench \
         --speculative-simple BUILD/bin/llama-speculative-simple -m TARGET.gguf -md DRAFT.gguf --out RECORD.json
@@ -77,17 +77,29 @@ def moeedge_synthetic(options: argparse.Namespace) -> Found:
 
 
 def speculative_simple(options: argparse.Namespace) -> Found:
-    """An answer with drafts by llama-speculative-simple; its counts contain the first token and none of the prompt's."""
+    """An answer with drafts by llama-speculative-simple, whose count of decoded tokens contains the first one."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(options.text + "\n")  # of which the program drops one
         file.flush()
         arguments = ["-m", options.model, "-md", options.draft, "-t", options.threads, "-f", file.name]
-        arguments += ["-n", options.n_predict, "-c", 1024, "--temp", 0,]
+        arguments += [
+            "-n",
+            options.n_predict,
+            "-c",
+            1024,
+            "--temp",
+            0,
+        ]
         arguments += ["--spec-draft-n-max", options.draft_max, "--spec-draft-n-min", 0, "--spec-draft-p-min", 0]
         text = _output([options.speculative_simple, *arguments])
+    for test, tokens, seconds in spoken_speeds(text):
+        yield test, f"gamma {options.draft_max}", tokens, seconds
+
+
+def spoken_speeds(text: str) -> Iterator[tuple[str, int, float]]:
+    """Yields test, tokens and seconds of the lines that llama-speculative-simple ends with."""
     for kind, tokens, seconds in _SPEED.findall(text):
-        test = "prompt" if kind == "encoded" else "drafts"
-        yield test, f"gamma {options.draft_max}", int(tokens), float(seconds)
+        yield "prompt" if kind == "encoded" else "drafts", int(tokens), float(seconds)
 
 
 def moeedge_drafts(options: argparse.Namespace) -> Found:
@@ -174,8 +186,9 @@ def main() -> None:
                 samples.append(Sample(program, test, lane, round_, order, tokens, seconds))
                 print(f"round {round_ + 1}: {program} {test} {lane}: {samples[-1].speed_ts:.1f} t/s", file=sys.stderr)
     rows = summary(samples)
-    columns = [text_column("test", "test"), text_column("program", "program"), text_column("its drafts", "program_lane")]
-    columns += [text_column("our drafts", "lane"), Column("program t/s", "program_ts", ".1f")]
+    columns = [text_column("test", "test"), text_column("program", "program")]
+    columns += [text_column("its drafts", "program_lane"), text_column("our drafts", "lane")]
+    columns += [Column("program t/s", "program_ts", ".1f")]
     columns += [Column("moeedge t/s", "moeedge_ts", ".1f"), Column("ratio", "ratio", ".3f")]
     print(markdown(columns, rows), end="")
     if options.out is not None:
