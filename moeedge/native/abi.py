@@ -75,7 +75,8 @@ class KernelChoice(IntEnum):
 
     NONE = 0  # ggml's alone
     MEASURED = 1  # ours where they are faster
-    ALL = 2  # ours where there are any
+    ALL = 2  # ours where there are any, of the newest instructions
+    AVX2 = 3  # ours for AVX2 where there are any
 
 
 class ReadFault(IntEnum):

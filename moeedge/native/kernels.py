@@ -17,9 +17,10 @@ _N_MAX = 16
 class Kernel:
     """A kernel as its check on this CPU found it."""
 
+    instructions: str = c_field(c_char * 16)  # of the processor, by the compiler's name for them: avx512vnni, avx2
     layout: str = c_field(c_char * 16)  # of the matrices; "x8": rows interleaved by eight, as ggml repacks them
     is_equal: bool = c_field(c_int32)  # its results have the bits of ggml's; it is not used otherwise
-    single_speed: float = c_field(c_double)  # ggml's time over its own, one column per expert
+    single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
     several_speed: float = c_field(c_double)  # the same with two columns per expert
 
 
@@ -29,7 +30,7 @@ def set_kernel_choice(choice: KernelChoice) -> None:
 
 
 def kernels() -> list[Kernel]:
-    """The kernels that this CPU runs; empty without AVX2. The first call in a process checks them, in milliseconds."""
+    """The kernels that this CPU runs, the newest instructions first; empty without AVX2. The first call in a process checks them, in milliseconds."""
     raw = (c_struct(Kernel) * _N_MAX)()
     n = load().moeedge_kernels(ctypes.addressof(raw), _N_MAX)
     return [from_c(Kernel, raw[i]) for i in range(min(n, _N_MAX))]

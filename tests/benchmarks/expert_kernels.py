@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu-time", action="store_true")
-    parser.add_argument("--choice", choices=["measured", "all", "none"], default="all", help="which kernels are ours")
+    parser.add_argument("--choice", choices=[choice.name.lower() for choice in KernelChoice], default="all", help="which kernels are ours")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.cpu_time:
@@ -143,7 +143,7 @@ def main() -> None:
     set_kernel_choice(KernelChoice[options.choice.upper()])
     for kernel in kernels():
         print(
-            f"{kernel.layout}: {'equal bits' if kernel.is_equal else 'DIFFERENT'}, ggml's time over ours in the cache: "
+            f"{kernel.layout} {kernel.instructions}: {'equal bits' if kernel.is_equal else 'DIFFERENT'}, ggml's time over ours from memory: "
             f"{kernel.single_speed:.2f} with one column, {kernel.several_speed:.2f} with two"
         )
     sizes = [int(size) for size in options.tokens.split(",")]

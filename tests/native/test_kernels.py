@@ -17,10 +17,15 @@ N_TILED = 8  # from so many tokens of an expert on
 LAYOUTS = [("Q4_0", True), ("Q4_0", False), ("Q4_K", True), ("Q4_K", False), ("Q6_K", False), ("Q8_0", False)]
 
 
-@pytest.fixture(autouse=True)
-def all_kernels() -> Iterator[None]:
+INSTRUCTIONS = {"avx512vnni": KernelChoice.ALL, "avx2": KernelChoice.AVX2}  # and what chooses their kernels
+
+
+@pytest.fixture(autouse=True, params=INSTRUCTIONS)
+def all_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Those that were measured slower, too."""
-    set_kernel_choice(KernelChoice.ALL)
+    if request.param not in {kernel.instructions for kernel in kernels()}:
+        pytest.skip(f"no kernels for {request.param} on this CPU")
+    set_kernel_choice(INSTRUCTIONS[request.param])
     yield
     set_kernel_choice(KernelChoice.MEASURED)
 

@@ -414,14 +414,16 @@ MOEEDGE_API int  moeedge_budget_get_routing(struct moeedge_budget * budget, int 
 enum moeedge_kernel_choice {
     MOEEDGE_KERNEL_CHOICE_NONE     = 0, // ggml's alone
     MOEEDGE_KERNEL_CHOICE_MEASURED = 1, // ours where they are faster (at first)
-    MOEEDGE_KERNEL_CHOICE_ALL      = 2, // ours where there are any
+    MOEEDGE_KERNEL_CHOICE_ALL      = 2, // ours where there are any, of the newest instructions
+    MOEEDGE_KERNEL_CHOICE_AVX2     = 3, // ours for AVX2 where there are any
 };
 
 // a kernel of ours, as its check on this CPU found it
 struct moeedge_kernel {
+    char    instructions[16]; // of the processor, by the compiler's name for them
     char    layout[16];    // of the matrices
     int32_t is_equal;      // its results have the bits of ggml's; it is not used otherwise
-    double  single_speed;  // ggml's time over ours, one column per expert
+    double  single_speed;  // ggml's time over ours with rows from memory, one column per expert
     double  several_speed; // two columns per expert
 };
 

@@ -2,9 +2,9 @@
 //
 // ggml's MUL_MAT_ID computes each (token, expert) pair by itself: the rows of an expert that several tokens share are read and
 // unpacked once per token. These kernels unpack a row once for up to four columns. Sums of integers are exact in any order, and
-// sums of floats are made in ggml's order, so the results are equal to ggml's bit by bit (checked at run time: kernel-check.h).
+// sums of floats are made in ggml's order, so the results are equal to ggml's bit by bit (checked at run time: kernel-choice.h).
 //
-// There are kernels for AVX2 only; elsewhere ggml computes.
+// There are kernels for x86 only, a file for each set of instructions; elsewhere ggml computes.
 
 #pragma once
 
@@ -16,7 +16,8 @@
 namespace moeedge {
 
 struct dot_kernel {
-    const char * name;        // of the layout
+    const char * instructions; // that it needs, by the name that the compiler has for them
+    const char * layout;
     ggml_type    type;        // of the rows
     bool         is_repacked; // rows in groups of eight, as ggml's buffer type CPU_REPACK has them
     ggml_type    column_type; // to which ggml quantizes the columns, in blocks of column_block values
@@ -31,11 +32,13 @@ struct dot_kernel {
                  float * const * out);
 };
 
-// all kernels that this library was compiled with; they need AVX2 and FMA
 struct dot_kernels {
     const dot_kernel * first;
     int                n;
 };
-dot_kernels compiled_dot_kernels();
+
+// all kernels for these instructions, none where the library was compiled for another kind of processor
+dot_kernels avx512_kernels(); // AVX-512 with VNNI
+dot_kernels avx2_kernels();   // AVX2 and FMA
 
 } // namespace moeedge

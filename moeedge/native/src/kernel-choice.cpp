@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -10,6 +11,9 @@
 #include <vector>
 
 #include <dlfcn.h>
+#if defined(__x86_64__)
+#    include <emmintrin.h>
+#endif
 
 #include "expert-matmuls.h"
 #include "ggml-alloc.h"
@@ -20,8 +24,8 @@
 namespace moeedge {
 
 // the matmul of a check
-static constexpr int64_t n_in = 512, n_rows = 512, n_experts = 2;
-static constexpr int64_t n_distinct_rows = 32; // the others repeat them: some types are quantized slowly
+static constexpr int64_t n_in = 2048, n_rows = 256, n_experts = 2;
+static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some types are quantized slowly
 static constexpr int     n_timings       = 7;
 
 static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
@@ -30,12 +34,9 @@ static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 struct kernel_check {
     std::once_flag once;
     bool           is_equal = false;
-    double         single   = 0; // ggml's time over ours, one column per expert
+    double         single   = 0; // ggml's time over ours with rows from memory, one column per expert
     double         several  = 0; // two columns
 
-    bool is_used(bool is_single) const {
-        return is_equal && (choice.load(std::memory_order_relaxed) == MOEEDGE_KERNEL_CHOICE_ALL || (is_single ? single : several) > 1);
-    }
 };
 
 ggml_from_float_t quantizer(ggml_type type) {
@@ -45,26 +46,55 @@ ggml_from_float_t quantizer(ggml_type type) {
     return f ? f(type)->from_float : nullptr;
 }
 
-static dot_kernels runnable_kernels() {
+// the newest instructions first
+static std::vector<const dot_kernel *> find_runnable_kernels() {
+    std::vector<const dot_kernel *> found;
 #if defined(__x86_64__)
-    static const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && quantizer(GGML_TYPE_Q8_0) != nullptr;
-    return runs ? compiled_dot_kernels() : dot_kernels{ nullptr, 0 };
+    const auto add = [&found](const dot_kernels & kernels) {
+        for (int i = 0; i < kernels.n; i++) {
+            found.push_back(&kernels.first[i]);
+        }
+    };
+    if (quantizer(GGML_TYPE_Q8_0) != nullptr && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512vnni")) {
+            add(avx512_kernels());
+        }
+        add(avx2_kernels());
+    }
+#endif
+    return found;
+}
+
+static const std::vector<const dot_kernel *> & runnable_kernels() {
+    static const std::vector<const dot_kernel *> found = find_runnable_kernels();
+    return found;
+}
+
+// the experts of a model come from memory rather than from a cache
+static void drop_from_caches(const void * memory, size_t size) {
+#if defined(__x86_64__)
+    constexpr size_t line_bytes = 64;
+    for (size_t at = 0; at < size; at += line_bytes) {
+        _mm_clflush((const char *) memory + at);
+    }
+    _mm_mfence();
 #else
-    return { nullptr, 0 };
+    GGML_UNUSED(memory);
+    GGML_UNUSED(size);
 #endif
 }
 
-// MUL_MAT_ID of n_tokens that use both experts, on one thread of a CPU backend of its own
+// MUL_MAT_ID of some tokens that use both experts, on one thread of a CPU backend of its own
 class check_case {
   public:
-    check_case(const dot_kernel & dots, int64_t n_tokens) : kernel(dots) {
+    explicit check_case(const dot_kernel & dots) : kernel(dots) {
         dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
         matrix_ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
         ggml_backend_buffer_type_t buft = kernel.is_repacked ? repacked_buffer_type(dev, kernel.type, MOEEDGE_REPACK_ALL)
                                                              : ggml_backend_cpu_buffer_type();
-        if (!cpu || !ctx || !matrix_ctx || buft == nullptr) {
+        if (!cpu || !matrix_ctx || buft == nullptr) {
             return;
         }
         auto set_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev),
@@ -73,18 +103,31 @@ class check_case {
             set_threads(cpu.get(), 1);
         }
         matrix = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
-        x      = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
-        ids    = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
-        out    = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
-        graph  = ggml_new_graph_custom(ctx.get(), 8, false);
-        ggml_build_forward_expand(graph, out);
         matrix_buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(matrix_ctx.get(), buft));
-        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
-        if (!matrix_buffer || !buffer || is_repacked(matrix) != kernel.is_repacked) {
-            return;
+        if (matrix_buffer && is_repacked(matrix) == kernel.is_repacked) {
+            fill_matrix();
+            is_complete = true;
         }
-        fill();
-        is_complete = true;
+    }
+
+    // the batch of the next runs; false: out of memory
+    bool set_batch(int64_t n_tokens) {
+        buffer.reset();
+        ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
+        if (!ctx) {
+            return false;
+        }
+        x     = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
+        ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
+        out   = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
+        graph = ggml_new_graph_custom(ctx.get(), 8, false);
+        ggml_build_forward_expand(graph, out);
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+        if (!buffer) {
+            return false;
+        }
+        fill_batch();
+        return true;
     }
 
     // false: it cannot be set up, or ggml has no such layout here
@@ -100,10 +143,11 @@ class check_case {
         return run(true) && std::memcmp(theirs.data(), out->data, theirs.size()) == 0;
     }
 
-    // ggml's time over ours, of the fastest of a few runs in turns
+    // ggml's time over ours, of the fastest of a few runs in turns, with rows from memory
     double speed() {
         int64_t best_ns[2] = { std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max() };
         for (int i = 0; i < 2 * n_timings; i++) {
+            drop_from_caches(matrix->data, ggml_nbytes(matrix));
             const int64_t begin_ns = now_ns();
             run(i % 2 == 1);
             best_ns[i % 2] = std::min(best_ns[i % 2], now_ns() - begin_ns);
@@ -117,15 +161,15 @@ class check_case {
     };
     template <typename T, void (*F)(T)> using owned = std::unique_ptr<std::remove_pointer_t<T>, call<T, F>>;
 
-    void fill() {
-        uint32_t   state = 1;
-        const auto next  = [&state] { // uniform in -1 to 1
-            state = state * 1664525u + 1013904223u;
-            return (float) (int32_t) state / 2147483648.0f;
-        };
+    float next_random() { // uniform in -1 to 1
+        random_state = random_state * 1664525u + 1013904223u;
+        return (float) (int32_t) random_state / 2147483648.0f;
+    }
+
+    void fill_matrix() {
         std::vector<float> values((size_t) (n_distinct_rows * n_in));
         for (float & value : values) {
-            value = next();
+            value = next_random();
         }
         const size_t      row_bytes = matrix->nb[1];
         std::vector<char> rows((size_t) (n_rows * n_experts) * row_bytes);
@@ -139,9 +183,12 @@ class check_case {
         } else {
             std::memcpy(matrix->data, rows.data(), rows.size());
         }
+    }
+
+    void fill_batch() {
         float * columns = (float *) x->data;
         for (int64_t i = 0; i < ggml_nelements(x); i++) {
-            const float value = next();
+            const float value = next_random();
             columns[i]        = value * value * value * 8; // unlike scales
         }
         for (int64_t i = 0; i < ggml_nelements(ids); i++) {
@@ -163,12 +210,16 @@ class check_case {
     ggml_cgraph *                                              graph       = nullptr;
     bool                                                       is_complete = false;
     expert_matmuls                                             ours;
+    uint32_t                                                   random_state = 1;
 };
 
 static void run_check(const dot_kernel & kernel, kernel_check & check) {
+    check_case found(kernel);
+    if (!found.is_ready()) {
+        return;
+    }
     for (const int64_t n_tokens : { 1, 2, 7 }) { // 7: a full pass and a rest
-        check_case found(kernel, n_tokens);
-        if (!found.is_ready() || !found.is_equal()) {
+        if (!found.set_batch(n_tokens) || !found.is_equal()) {
             return;
         }
         if (n_tokens <= 2) {
@@ -178,12 +229,10 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
     check.is_equal = true;
 }
 
-// of the kernel with that index, made on first use
-static const kernel_check & checked(int i) {
-    static kernel_check checks[8];
-    const dot_kernels   kernels = runnable_kernels();
-    GGML_ASSERT(i < kernels.n && kernels.n <= (int) (sizeof(checks) / sizeof(checks[0])));
-    std::call_once(checks[i].once, [&] { run_check(kernels.first[i], checks[i]); });
+// of the runnable kernel with that index, made on first use
+static const kernel_check & checked(size_t i) {
+    static std::deque<kernel_check> checks(runnable_kernels().size());
+    std::call_once(checks[i].once, [i] { run_check(*runnable_kernels()[i], checks[i]); });
     return checks[i];
 }
 
@@ -192,16 +241,17 @@ void set_kernel_choice(moeedge_kernel_choice chosen) {
 }
 
 int read_kernels(moeedge_kernel * out, int n_max) {
-    const dot_kernels kernels = runnable_kernels();
-    for (int i = 0; i < std::min(kernels.n, n_max); i++) {
+    const std::vector<const dot_kernel *> & kernels = runnable_kernels();
+    for (size_t i = 0; i < std::min(kernels.size(), (size_t) std::max(n_max, 0)); i++) {
         const kernel_check & check = checked(i);
         out[i]                     = {};
-        std::strncpy(out[i].layout, kernels.first[i].name, sizeof(out[i].layout) - 1);
+        std::strncpy(out[i].instructions, kernels[i]->instructions, sizeof(out[i].instructions) - 1);
+        std::strncpy(out[i].layout, kernels[i]->layout, sizeof(out[i].layout) - 1);
         out[i].is_equal      = check.is_equal;
         out[i].single_speed  = check.single;
         out[i].several_speed = check.several;
     }
-    return kernels.n;
+    return (int) kernels.size();
 }
 
 static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
@@ -221,16 +271,31 @@ static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
 }
 
 const dot_kernel * chosen_kernel(const ggml_tensor * node) {
-    if (choice.load(std::memory_order_relaxed) == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
+    const int chosen = choice.load(std::memory_order_relaxed);
+    if (chosen == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
         return nullptr;
     }
-    const dot_kernels kernels = runnable_kernels();
-    for (int i = 0; i < kernels.n; i++) {
-        if (fits(kernels.first[i], node)) {
-            return checked(i).is_used(node->src[2]->ne[1] == 1) ? &kernels.first[i] : nullptr;
+    const dot_kernel * fastest = nullptr;
+    double             speed   = 1; // ggml's
+    for (size_t i = 0; i < runnable_kernels().size(); i++) {
+        const dot_kernel & kernel = *runnable_kernels()[i];
+        if (!fits(kernel, node) || (chosen == MOEEDGE_KERNEL_CHOICE_AVX2 && std::strcmp(kernel.instructions, "avx2") != 0)) {
+            continue;
+        }
+        const kernel_check & check = checked(i);
+        if (!check.is_equal) {
+            continue;
+        }
+        if (chosen != MOEEDGE_KERNEL_CHOICE_MEASURED) {
+            return &kernel;
+        }
+        const double own_speed = node->src[2]->ne[1] == 1 ? check.single : check.several;
+        if (own_speed > speed) {
+            fastest = &kernel;
+            speed   = own_speed;
         }
     }
-    return nullptr;
+    return fastest;
 }
 
 } // namespace moeedge

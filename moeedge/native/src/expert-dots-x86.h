@@ -1,0 +1,179 @@
+// What the kernels of expert-dots.h for x86 share: ggml's blocks, small steps, and the loop over rows and columns.
+//
+// Each file that includes this is compiled for other instructions, so all of it is local to the file: a shared inline function
+// might run where its instructions are missing. For the same reason it uses no inline function of the standard library.
+
+#pragma once
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "expert-dots.h"
+
+// loops over columns and halves are unrolled, so that their arrays are registers
+#if defined(__clang__)
+#    define UNROLLED _Pragma("unroll")
+#else
+#    define UNROLLED _Pragma("GCC unroll 8")
+#endif
+
+namespace moeedge {
+
+namespace {
+
+constexpr int n_columns_max = 4; // per pass over the rows: with more, sums do not fit the registers
+
+// how far ahead of the rows memory is asked for: the processor's own prefetching stops at the end of a page
+constexpr int ahead_bytes = 1536;
+
+// blocks as ggml lays them out (ggml-common.h, ggml-cpu/repack.h)
+
+struct block_q8_0 {
+    uint16_t d; // half precision
+    int8_t   q[32];
+};
+
+struct block_q8_K {
+    float   d;
+    int8_t  q[256];
+    int16_t sums[16]; // of sixteen values each
+};
+
+struct block_q4_0 {
+    uint16_t d;
+    uint8_t  q[16]; // 8 too large
+};
+
+struct block_q4_0x8 {
+    uint16_t d[8];
+    uint8_t  q[128]; // signed: 8 is subtracted already
+};
+
+struct block_q4_K {
+    uint16_t d;
+    uint16_t min;
+    uint8_t  scales[12]; // 6 bits of scale and minimum of each 32 values
+    uint8_t  q[128];
+};
+
+struct block_q4_Kx8 {
+    uint16_t d[8];
+    uint16_t min[8];
+    uint8_t  scales[96]; // per 32 values: 12 bytes with 6 bits of scale and minimum of each row
+    uint8_t  q[1024];
+};
+
+struct block_q6_K {
+    uint8_t  low[128];
+    uint8_t  high[64];
+    int8_t   scales[16];
+    uint16_t d;
+};
+
+// a block of a column of Q8_0, without conversions left to do per row
+struct column_block {
+    float   d;
+    int32_t offset; // what unsigned values of Q4_0 add too much, negative
+    int8_t  q[32];
+};
+
+static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_K) == 144, "not ggml's blocks");
+static_assert(sizeof(block_q8_0) == 34 && sizeof(block_q8_K) == 292 && sizeof(block_q4_0x8) == 144, "not ggml's blocks");
+static_assert(sizeof(block_q4_Kx8) == 1152 && sizeof(block_q6_K) == 210 && sizeof(column_block) == 40, "not ggml's blocks");
+
+// small steps
+
+inline __m256i load(const void * from) {
+    return _mm256_loadu_si256((const __m256i *) from);
+}
+
+inline int32_t read_int32(const void * from) {
+    int32_t value;
+    memcpy(&value, from, sizeof(value));
+    return value;
+}
+
+inline void ask_for(const void * rows) {
+    _mm_prefetch((const char *) rows + ahead_bytes, _MM_HINT_T0);
+}
+
+inline float to_float(uint16_t half) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+}
+
+inline __m256 to_floats(__m128i halves) {
+    return _mm256_cvtph_ps(halves);
+}
+
+inline float sum_of(__m128 x) {
+    const __m128 sum = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+inline float sum_of(__m256 x) {
+    return sum_of(_mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x)));
+}
+
+inline __m128i sums_of_32(const block_q8_K & column) {
+    const __m256i of_16 = load(column.sums);
+    return _mm_hadd_epi16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
+}
+
+// the scales and minimums of eight rows for 32 values, a byte each
+inline void unpack_scales(const uint8_t * from, uint64_t & scales, uint64_t & mins) {
+    uint32_t a, b, c;
+    memcpy(&a, from, 4);
+    memcpy(&b, from + 4, 4);
+    memcpy(&c, from + 8, 4);
+    const uint32_t scales_4_7 = (c & 0x0f0f0f0f) | ((a >> 6 & 0x03030303) << 4);
+    const uint32_t mins_4_7   = (c >> 4 & 0x0f0f0f0f) | ((b >> 6 & 0x03030303) << 4);
+    scales = (a & 0x3f3f3f3f) | (uint64_t) scales_4_7 << 32;
+    mins   = (b & 0x3f3f3f3f) | (uint64_t) mins_4_7 << 32;
+}
+
+// all rows and columns
+
+// F::run<N>(n blocks, rows, row_bytes, columns, out) computes F::n_rows rows with N columns
+template <typename F>
+void all_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns,
+              float * const * out) {
+    for (int64_t r = 0; r < n_rows; r += F::n_rows) {
+        const char * at = (const char *) rows + r * (int64_t) row_bytes;
+        for (int c = 0; c < n_columns; c += n_columns_max) { // the rows are in the innermost cache from the second pass on
+            float *   to[n_columns_max];
+            const int n_now = n_columns - c < n_columns_max ? n_columns - c : n_columns_max;
+            for (int i = 0; i < n_now; i++) {
+                to[i] = out[c + i] + r;
+            }
+            switch (n_now) {
+                case 1:  F::template run<1>(n, at, row_bytes, columns + c, to); break;
+                case 2:  F::template run<2>(n, at, row_bytes, columns + c, to); break;
+                case 3:  F::template run<3>(n, at, row_bytes, columns + c, to); break;
+                default: F::template run<4>(n, at, row_bytes, columns + c, to); break;
+            }
+        }
+    }
+}
+
+inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
+    const block_q8_0 * from = (const block_q8_0 *) quantized;
+    for (int64_t b = 0; b < n_blocks; b++) {
+        column_block & block = ((column_block *) to)[b];
+        int32_t        sum   = 0;
+        for (int i = 0; i < 32; i++) {
+            sum += from[b].q[i];
+        }
+        block.d      = to_float(from[b].d);
+        block.offset = -8 * sum;
+        memcpy(block.q, from[b].q, sizeof(block.q));
+    }
+}
+
+constexpr int64_t any_number = INT64_MAX;
+// From eight columns of an expert on, ggml has tiled kernels for types that it does not repack. In batches of so many pairs few
+// experts have eight columns; their results are then those of single tokens rather than those of the tiles.
+constexpr int64_t n_before_tiles = 128;
+
+} // namespace
+
+} // namespace moeedge
