@@ -8,6 +8,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 
+#    define AHEAD_BYTES 8000 // by measurement on Zen 5
 #    include "expert-dots-x86.h"
 
 namespace moeedge {
@@ -73,12 +74,12 @@ void dots_q4_0x8(int64_t n_blocks, const block_q4_0x8 * first, const block_q4_0x
     for (int c = 0; c < N; c++) {
         sums[c] = _mm512_setzero_ps();
     }
+    const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
     for (int64_t b = 0; b < n_blocks; b++) {
+        ask_for_bytes<2 * sizeof(*first)>(later + 2 * b * (int64_t) sizeof(*first));
         __m512i w[8]; // four values of each row
         UNROLLED
         for (int i = 0; i < 2; i++) {
-            ask_for(first[b].q + 64 * i);
-            ask_for(second[b].q + 64 * i);
             const __m512i x    = _mm512_xor_si512(load_64(first[b].q + 64 * i), flip);
             const __m512i y    = _mm512_xor_si512(load_64(second[b].q + 64 * i), flip);
             const __m512i even = even_words(x, y);
@@ -145,6 +146,7 @@ void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx
         sums[c]     = _mm512_setzero_ps();
         min_sums[c] = _mm512_setzero_ps();
     }
+    const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
     for (int64_t b = 0; b < n_blocks; b++) {
         uint8_t scales[8][16], mins[8][16];
         unpack_all_scales(first[b].scales, second[b].scales, scales, mins);
@@ -154,6 +156,7 @@ void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx
             totals[c] = _mm512_setzero_si512();
         }
         for (int s = 0; s < 8; s += 2) { // the low bits are 32 values, the high bits the next 32
+            ask_for_bytes<sizeof(*first) / 2>(later + (4 * b + s / 2) * (int64_t) sizeof(*first) / 2);
             __m512i lows[N], highs[N];
             UNROLLED
             for (int c = 0; c < N; c++) {
@@ -162,8 +165,6 @@ void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx
             UNROLLED
             for (int i = 0; i < 4; i++) {
                 const int64_t at = 128 * s + 64 * i;
-                ask_for(first[b].q + at);
-                ask_for(second[b].q + at);
                 const __m512i x    = load_64(first[b].q + at);
                 const __m512i y    = load_64(second[b].q + at);
                 const __m512i even = even_words(x, y);
@@ -252,19 +253,16 @@ template <typename block_type> void pack_words(const void * quantized, int64_t n
 }
 
 template <typename block_type, int N>
-void dots_32(int64_t n_blocks, const block_type * first, const block_type * second, size_t row_bytes,
+void dots_32(int64_t n_blocks, const block_type * first, const block_type * second,
              const column_words * const * columns, float * const * out) {
-    // the same place in rows that come later
-    const size_t ahead = (ahead_bytes / (2 * row_bytes) + 1) * 2 * row_bytes;
-
+    const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
     __m512 sums[N];
     UNROLLED
     for (int c = 0; c < N; c++) {
         sums[c] = _mm512_setzero_ps();
     }
     for (int64_t b = 0; b < n_blocks; b++) {
-        _mm_prefetch((const char *) &first[b] + ahead, _MM_HINT_T0);
-        _mm_prefetch((const char *) &second[b] + ahead, _MM_HINT_T0);
+        ask_for_bytes<2 * sizeof(*first)>(later + 2 * b * (int64_t) sizeof(*first));
         const __m512i w      = values_of(first[b], second[b]);
         const __m128  d_both = _mm_cvtph_ps(_mm_cvtsi32_si128(first[b].d | second[b].d << 16));
         const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -417,7 +415,7 @@ struct for_q4_Kx8 {
 template <typename block_type> struct for_32 {
     static constexpr int64_t n_rows = 2;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        dots_32<block_type, N>(n / 32, (const block_type *) rows, (const block_type *) (rows + row_bytes), row_bytes,
+        dots_32<block_type, N>(n / 32, (const block_type *) rows, (const block_type *) (rows + row_bytes),
                                (const column_words * const *) columns, out);
     }
 };

@@ -10,6 +10,10 @@
 
 #include "expert-dots.h"
 
+#ifndef AHEAD_BYTES
+#    error "AHEAD_BYTES: how far ahead of the rows memory is asked for; the processor's own prefetching stops at the end of a page"
+#endif
+
 // loops over columns and halves are unrolled, so that their arrays are registers
 #if defined(__clang__)
 #    define UNROLLED _Pragma("unroll")
@@ -22,9 +26,6 @@ namespace moeedge {
 namespace {
 
 constexpr int n_columns_max = 4; // per pass over the rows: with more, sums do not fit the registers
-
-// how far ahead of the rows memory is asked for: the processor's own prefetching stops at the end of a page
-constexpr int ahead_bytes = 1536;
 
 // blocks as ggml lays them out (ggml-common.h, ggml-cpu/repack.h)
 
@@ -94,7 +95,18 @@ inline int32_t read_int32(const void * from) {
 }
 
 inline void ask_for(const void * rows) {
-    _mm_prefetch((const char *) rows + ahead_bytes, _MM_HINT_T0);
+    _mm_prefetch((const char *) rows + AHEAD_BYTES, _MM_HINT_T0);
+}
+
+// how much later rows are that are asked for in the order in which they are in memory, while `bytes` of rows are read in another
+inline int64_t bytes_until_later(int64_t bytes) {
+    return (AHEAD_BYTES / bytes + 1) * bytes;
+}
+
+template <int n_bytes> inline void ask_for_bytes(const char * from) {
+    for (int i = 0; i < n_bytes; i += 64) {
+        _mm_prefetch(from + i, _MM_HINT_T0);
+    }
 }
 
 inline float to_float(uint16_t half) {
