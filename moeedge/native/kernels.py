@@ -30,7 +30,10 @@ def set_kernel_choice(choice: KernelChoice) -> None:
 
 
 def kernels() -> list[Kernel]:
-    """The kernels that this CPU runs, the newest instructions first; empty without AVX2. The first call in a process checks them, in milliseconds."""
+    """The kernels that this CPU runs, the newest instructions first; empty without AVX2.
+
+    The first call in a process checks them, in milliseconds each.
+    """
     raw = (c_struct(Kernel) * _N_MAX)()
     n = load().moeedge_kernels(ctypes.addressof(raw), _N_MAX)
     return [from_c(Kernel, raw[i]) for i in range(min(n, _N_MAX))]

@@ -135,15 +135,17 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu-time", action="store_true")
-    parser.add_argument("--choice", choices=[choice.name.lower() for choice in KernelChoice], default="all", help="which kernels are ours")
+    choices = [choice.name.lower() for choice in KernelChoice]
+    parser.add_argument("--choice", choices=choices, default="all", help="which kernels are ours")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.cpu_time:
         options.threads = 1
     set_kernel_choice(KernelChoice[options.choice.upper()])
     for kernel in kernels():
+        bits = "equal bits" if kernel.is_equal else "DIFFERENT"
         print(
-            f"{kernel.layout} {kernel.instructions}: {'equal bits' if kernel.is_equal else 'DIFFERENT'}, ggml's time over ours from memory: "
+            f"{kernel.layout} {kernel.instructions}: {bits}, ggml's time over ours from memory: "
             f"{kernel.single_speed:.2f} with one column, {kernel.several_speed:.2f} with two"
         )
     sizes = [int(size) for size in options.tokens.split(",")]
