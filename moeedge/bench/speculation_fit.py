@@ -26,6 +26,7 @@ from moeedge.bench.harness import GREEDY, never, rotated
 from moeedge.bench.sequence_times import MAX_TOKENS, N_CTX, SequenceTimer
 from moeedge.bench.step_times import StepTimer, read_weights, this_machine
 from moeedge.data.prompts import Prompt
+from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import ContextTooSmallError, InputError
@@ -90,6 +91,12 @@ def run_fit(
             raise InputError(
                 "There is no draft: which share would be accepted is not known.",
                 "Name a draft with -md, or give --acceptance-chance.",
+            )
+        if isinstance(session.draft, HeadDraft):
+            raise InputError(
+                f"{info.draft} is a head, which reads the target's states: it has no time of its own to fit.",
+                "Compare lengths with moeedge bench --modes stock-ar,moeedge:1-8, or fit without a draft: -md none "
+                "--acceptance-chance A.",
             )
         used = _experts_used(plan, info)
         on_part("answering", len(prompts))

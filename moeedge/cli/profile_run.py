@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from moeedge.engine.head_draft import HeadDraft
     from moeedge.engine.pair_similarity import PairSimilarity
     from moeedge.engine.recording import Recording
     from moeedge.engine.session import Session
@@ -164,9 +165,13 @@ def _compare_pair(session: Session, recording: Recording, interrupt: Interrupt) 
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.progress import count_bar
 
-    if interrupt() or session.draft_context is None:
+    if interrupt():
         return None
     err = stderr_console()
+    if session.draft_context is None:
+        if isinstance(session.draft, HeadDraft):
+            say(err, "Draft and target are not compared: a head reads the target's own states.")
+        return None
     n_tokens = min(sum(map(len, recording.conversations)), MAX_TOKENS)
     try:
         with count_bar(err, "comparing draft and target", "tokens", n_tokens) as bar:

@@ -17,6 +17,7 @@ from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.llama import gguf_file
+from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
 
 PROMPTS = [Prompt(str(i), "", user_turns(text)) for i, text in enumerate(("one two three", "four five six"))]
@@ -113,6 +114,12 @@ def test_interruption_fits_what_there_is_or_says_so(tiny_moe: Path, tiny_draft: 
     alone = [point for point in report.times.target if point.n_sequences == 1]
     assert [(point.n_tokens, point.n_used) for point in alone] == [(t, 4) for t in PLAN.tokens]
     assert [row.measured for row in report.speed_ups] == [None, None] and report.share_measured is None
+
+
+@pytest.mark.parametrize("head", ["eagle3", "dflash"])
+def test_heads_have_no_time_to_fit(head: str, tiny: TinyFactory) -> None:
+    with pytest.raises(InputError, match="head"):
+        run_fit(config_of(tiny("qwen3moe"), tiny(head)), PROMPTS, PLAN)
 
 
 def test_without_a_draft_the_acceptance_is_asked_for(tiny_moe: Path) -> None:
