@@ -78,10 +78,17 @@ class Experts:
     """The matrices of a layer's experts, with random values; a context manager.
 
     repacked: as llama.cpp keeps them for the CPU by default, where ggml has such a layout for the type; `is_repacked`
-    says whether it has.
+    says whether it has. roles: which of the three matrices there are; one of a single expert is a dense matrix.
     """
 
-    def __init__(self, shape: BlockShape, *, repacked: bool, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: BlockShape,
+        *,
+        repacked: bool,
+        seed: int = 0,
+        roles: tuple[str, ...] = ("up", "gate", "down"),
+    ) -> None:
         library.start()
         self.shape = shape
         self._context = new_context()
@@ -92,6 +99,7 @@ class Experts:
             "gate": (shape.n_embd, shape.n_ff),
             "down": (shape.n_ff, shape.n_embd),
         }
+        sizes = {role: sizes[role] for role in roles}
         types = [c_void_p, c_int, c_int64, c_int64, c_int64]
         self.tensors = {
             role: call("ggml_new_tensor_3d", c_void_p, types, self._context, self._type, *size, shape.n_experts)
@@ -138,6 +146,10 @@ class Experts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the memory."""
         call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
         call("ggml_free", None, [c_void_p], self._context)
 

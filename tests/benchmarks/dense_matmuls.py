@@ -1,0 +1,120 @@
+"""At what rate ggml's dense matmuls take a matrix's bytes from memory, by columns.
+
+    python -m tests.benchmarks.dense_matmuls --rounds 7 --out RECORD.json
+
+Attention's query matrix and the output matrix in the shape of Qwen3-30B-A3B. Consecutive matmuls of the small one use
+other matrices, so that no cache has them. One thread, bytes per second of its own processor time, medians of rounds.
+`equal`: whether a column has the same bits alone and with the others, as it has in our kernels for experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.bench.records import read_environment
+from tests.support.expert_blocks import BlockShape, Engine, Experts
+from tests.support.raw_ggml import call, new_context
+
+SCHEMA = "moeedge-dense-matmuls-1"
+N_IN, N_OUT = 2048, {"query": 4096, "output": 151936}  # Qwen3-30B-A3B
+N_COPIES = {"query": 24, "output": 1}  # at least 100 MB in all
+CASES = (
+    ("query", "Q4_0", True),
+    ("query", "Q4_K", True),
+    ("query", "Q6_K", False),
+    ("query", "Q8_0", False),
+    ("output", "Q4_0", True),
+    ("output", "Q6_K", False),
+)
+SIZES = (1, 2, 3, 4, 5, 9, 16)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round: a matmul with each of the copies of a matrix."""
+
+    matrix: str
+    type: str
+    repacked: bool
+    n_tokens: int
+    bytes_per_s: float
+    equal: bool  # to the bits of single columns
+
+
+class Matmul:
+    """The graph that multiplies a matrix with columns of random values, the same ones in each graph."""
+
+    def __init__(self, matrix: int, n_tokens: int, n_out: int) -> None:
+        context = new_context()
+        x = call("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64], context, 0, N_IN, n_tokens)
+        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], context)
+        product = call("ggml_mul_mat", c_void_p, [c_void_p] * 3, context, matrix, x)
+        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, product)
+        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
+        call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
+        self.out = self._values(product, (n_tokens, n_out))
+        self._values(x, (n_tokens, N_IN))[:] = np.random.default_rng(0).standard_normal((n_tokens, N_IN))
+
+    def _values(self, tensor: int, shape: tuple[int, int]) -> NDArray[np.float32]:
+        data = call("ggml_get_data", c_void_p, [c_void_p], tensor)
+        return np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_float)), shape)
+
+
+def measure(matrix: str, type_: str, repacked: bool, rounds: int) -> Iterator[Sample]:
+    """Measures all batch sizes in turns."""
+    engine = Engine("CPU", 1)
+    shape = BlockShape(type_, n_embd=N_IN, n_ff=N_OUT[matrix], n_experts=1, n_used=1)
+    copies = [Experts(shape, repacked=repacked, roles=("up",)) for _ in range(N_COPIES[matrix])]
+    n_bytes = shape.expert_bytes // 3 * len(copies)
+    matmuls = {n: [Matmul(copy.tensors["up"], n, N_OUT[matrix]) for copy in copies] for n in SIZES}
+    for round_ in range(rounds + 1):
+        for n_tokens, own in matmuls.items():
+            start_s = time.thread_time()
+            for each in own:
+                engine.compute(each.graph)
+            rate = n_bytes / (time.thread_time() - start_s)
+            if round_ > 0:  # the first one warms up
+                equal = np.array_equal(own[0].out[0], matmuls[1][0].out[0])
+                yield Sample(matrix, type_, repacked, n_tokens, rate, equal)
+    for copy in copies:
+        copy.close()
+    engine.close()
+
+
+def main() -> None:
+    """Measures all cases, prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    samples: list[Sample] = []
+    print("GB/s by columns      " + "".join(f"{n:7}" for n in SIZES))
+    for matrix, type_, repacked in CASES:
+        own = list(measure(matrix, type_, repacked, options.rounds))
+        samples += own
+        rates = [statistics.median(s.bytes_per_s for s in own if s.n_tokens == n) for n in SIZES]
+        name = f"{matrix} {type_}{' repacked' if repacked else ''}"
+        equal = [str(n) for n in SIZES if all(s.equal for s in own if s.n_tokens == n)]
+        print(f"{name:21}" + "".join(f"{rate / 1e9:7.1f}" for rate in rates) + f"  equal: {','.join(equal)}")
+    if options.out is not None:
+        record = {
+            "schema": SCHEMA,
+            "environment": asdict(read_environment()),
+            "samples": [asdict(sample) for sample in samples],
+        }
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
