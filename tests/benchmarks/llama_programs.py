@@ -34,7 +34,7 @@ from moeedge.llama.model import Model
 from moeedge.ui.tables import Column, markdown, text_column
 
 SCHEMA = "moeedge-llama-programs-1"
-_SPEED = re.compile(r"(encoded|decoded)\s+(\d+) tokens in\s+([\d.]+) seconds")
+_SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sample:
     """One speed that a process printed."""
 
     program: str
-    test: str  # "pp512", "tg128", "prompt" or "drafts"
+    test: str  # "pp512", "tg128" or "drafts"
     lane: str  # what drafts: "none", "gamma 4" or "gamma auto"
     round: int
     order: int  # the process's place in its round, from 0
@@ -90,16 +90,19 @@ def speculative_simple(options: argparse.Namespace) -> Found:
             "--temp",
             0,
         ]
-        arguments += ["--spec-draft-n-max", options.draft_max, "--spec-draft-n-min", 0, "--spec-draft-p-min", 0]
+        arguments += ["--spec-type", "draft-simple", "--spec-draft-n-max", options.draft_max]
+        arguments += ["--spec-draft-n-min", 0, "--spec-draft-p-min", 0]
         text = _output([options.speculative_simple, *arguments])
-    for test, tokens, seconds in spoken_speeds(text):
-        yield test, f"gamma {options.draft_max}", tokens, seconds
+    tokens, seconds = decoded(text)
+    yield "drafts", f"gamma {options.draft_max}", tokens, seconds
 
 
-def spoken_speeds(text: str) -> Iterator[tuple[str, int, float]]:
-    """Yields test, tokens and seconds of the lines that llama-speculative-simple ends with."""
-    for kind, tokens, seconds in _SPEED.findall(text):
-        yield "prompt" if kind == "encoded" else "drafts", int(tokens), float(seconds)
+def decoded(text: str) -> tuple[int, float]:
+    """Tokens and seconds of decoding, drafts included, from the lines that llama-speculative-simple ends with."""
+    found = _SPEED.search(text)
+    if found is None:
+        raise SystemExit("llama-speculative-simple printed no speed.")
+    return int(found[1]), float(found[2])
 
 
 def moeedge_drafts(options: argparse.Namespace) -> Found:
@@ -113,7 +116,6 @@ def moeedge_drafts(options: argparse.Namespace) -> Found:
     for row in rows:
         lane = "gamma auto" if row["auto_gamma"] else f"gamma {row['gamma']}"
         for sample in row["samples"]:
-            yield "prompt", lane, sample["prefill_tokens"], sample["prefill_s"]
             yield "drafts", lane, sample["decode_tokens"], sample["decode_s"]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.llama_programs import Sample, spoken_speeds, summary
+from tests.benchmarks.llama_programs import Sample, decoded, summary
 
 
 def test_speeds_that_the_program_prints() -> None:
     text = """encoded   35 tokens in    0.252 seconds, speed:  138.889 t/s
 decoded   61 tokens in    0.500 seconds, speed:  122.000 t/s"""
-    assert list(spoken_speeds(text)) == [("prompt", 35, 0.252), ("drafts", 61, 0.5)]
+    assert decoded(text) == (61, 0.5)
+    with pytest.raises(SystemExit):
+        decoded("encoded   35 tokens in    0.252 seconds")
 
 
 def test_ratios_pair_the_processes_of_a_round() -> None:
