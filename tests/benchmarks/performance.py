@@ -1,0 +1,115 @@
+"""The tables of docs/performance.md from its records.
+
+    python -m tests.benchmarks.performance docs/benchmarks/performance-*.json.gz
+
+Takes records of `moeedge bench -o json`, and of tests.benchmarks.expert_kernels and llama_programs, gzipped or not, and
+computes nothing that they do not hold.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeedge.bench.best_stock import MEAN
+from moeedge.ui.bench_views import limit_lines
+from moeedge.ui.tables import Column, markdown, text_column
+from moeedge.units import format_bytes
+
+Row = dict[str, Any]
+_VERIFIED = 9  # tokens of the verification that the kernels' table shows
+
+
+def read(path: Path) -> Any:
+    """The record in a file."""
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def lane(row: Row) -> str:
+    """The mode with its draft length and budget."""
+    length = "auto" if row["auto_gamma"] else row["gamma"]
+    parts = (row["mode"], f"gamma {length}" if length else "", row["budget"] or "")
+    return " ".join(part for part in parts if part)
+
+
+def tables(record: Any) -> Iterator[str]:
+    """The tables of one record."""
+    if isinstance(record, list):
+        yield from bench_tables(record)
+    elif "summary" in record:
+        columns = [
+            text_column("test", "test"),
+            text_column("program", "program"),
+            text_column("its drafts", "program_lane"),
+        ]
+        columns += [text_column("our drafts", "lane"), Column("program t/s", "program_ts", ".1f")]
+        yield markdown(
+            [*columns, Column("moeedge t/s", "moeedge_ts", ".1f"), Column("ratio", "ratio", ".3f")], record["summary"]
+        )
+    else:
+        yield kernel_table(record["samples"])
+
+
+def bench_tables(rows: Sequence[Row]) -> Iterator[str]:
+    """The modes, and our modes over the fastest stock mode of each category."""
+    first = rows[0]
+    yield f"{first['model']} ({format_bytes(first['model_bytes'])}), {first['time']}\n"
+    yield (
+        "\n".join([f"{first['cpu']}, threads: {first['threads']}, commit {first['commit']}", *limit_lines(first)])
+        + "\n"
+    )
+    columns = [
+        text_column("test", lambda row: row["test"] if len(row["test"]) < 9 else "all sets"), text_column("mode", lane),
+        Column("pp t/s", "pp_ts_median", ".1f"), Column("tg t/s", "tg_ts_median", ".1f"),
+        Column("pp ratio", "ratio_pp", ".3f"), Column("tg ratio", "ratio", ".3f"),
+        Column("accepted", "acceptance_rate", ".2f"), Column("tokens/step", "tokens_per_step", ".2f"),
+        Column("of limit", "limit_share", ".2f"), Column("output", "output_check"),
+        Column("score", "score", ".3f"), Column("change", "score_change", "+.3f"),
+        Column("over best stock", "ratio_best_stock", ".3f"),
+    ]  # fmt: skip
+    yield markdown([column for column in columns if any(column.text(row) != "-" for row in rows)], rows)
+    ours = [row for row in rows if row["best_stock_by_category"]]
+    if ours:
+        parts = [{part["category"]: part for part in row["best_stock_by_category"]} for row in ours]
+        lines = [
+            (name, part["fastest"] or "-", *(interval(own[name]) for own in parts)) for name, part in parts[0].items()
+        ]
+        heads = [text_column("prompts", 0), text_column("fastest stock mode", 1)]
+        yield markdown([*heads, *(Column(lane(row), i, str) for i, row in enumerate(ours, start=2))], lines)
+        for row, own in zip(ours, parts, strict=True):
+            least = min((part for part in own.values() if part["category"] != MEAN), key=lambda part: part["ratio"])
+            yield f"{lane(row)}: mean {own[MEAN]['ratio']:.3f}, least {least['ratio']:.3f} ({least['category']})\n"
+
+
+def interval(part: Row) -> str:
+    """Ratio and 95 % interval."""
+    return f"{part['ratio']:.3f}" + (f" ({part['low']:.3f} to {part['high']:.3f})" if part["low"] is not None else "")
+
+
+def kernel_table(samples: Sequence[Row]) -> str:
+    """Shares of the read speed of one token, and of a verification."""
+    lines = []
+    for layout, n_tokens in dict.fromkeys((sample["layout"], sample["n_tokens"]) for sample in samples):
+        own = [s for s in samples if (s["layout"], s["n_tokens"]) == (layout, n_tokens) and s["read"]]
+        if own and n_tokens in (1, _VERIFIED):
+            shares = [statistics.median(s[name] / s["read"] for s in own) for name in ("ggml", "ours")]
+            lines.append((layout, n_tokens, *shares, statistics.median(s["ours"] / s["ggml"] for s in own)))
+    columns = [text_column("layout", 0), Column("tokens", 1), Column("ggml", 2, ".2f"), Column("ours", 3, ".2f")]
+    return markdown([*columns, Column("ours / ggml", 4, ".2f")], lines)
+
+
+def main() -> None:
+    """Prints the tables of all records."""
+    for name in sys.argv[1:]:
+        print(f"\n### {Path(name).name}\n")
+        print("\n".join(tables(read(Path(name)))))
+
+
+if __name__ == "__main__":
+    main()
