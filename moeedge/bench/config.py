@@ -122,7 +122,7 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
     if mode.execution is not None:
         placement = replace(placement, execution=mode.execution)
     if mode.gamma is None:
-        gamma, auto = base.gamma, base.auto_gamma
+        gamma, auto = base.gamma, base.auto_gamma and mode.engine == "moeedge"
     else:
         auto = mode.gamma == "auto"
         gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma

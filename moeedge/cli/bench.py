@@ -167,10 +167,16 @@ def bench(
         prefill_path=prefill_path,
         no_calibrate=no_calibrate,
     )
-    base = replace(
-        engine.config(placement.config(), emulate_bundled=sweeps, default_draft=None if counts else "auto"),
-        ram=parse_ram(ram),
+    # comparisons of caches and budgets, texts decoded together and recordings have drafts of one length
+    records = trace_out is not None or "llama-cpp-cache" in (modes or "")
+    auto = not (sweeps or counts or records or budgets.expert_budget or budgets.perplexity)
+    base = engine.config(
+        placement.config(),
+        emulate_bundled=sweeps,
+        default_draft=None if counts else "auto",
+        auto_gamma=True if auto else None,
     )
+    base = replace(base, ram=parse_ram(ram))
     if counts:
         base = _mapped(base)
     speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)

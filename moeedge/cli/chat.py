@@ -108,10 +108,12 @@ def chat(
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict)
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
-    config = engine.config(placed, emulate_bundled=True, context_shift=context_shift, default_draft="auto")
-    # None: where experts are from the file
-    auto_gamma = config.auto_gamma if engine.draft_max is not None or config.auto_gamma else None
-    config = replace(config, auto_gamma=auto_gamma, cpu_fallback=True, ram=parse_ram(ram))
+    # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
+    auto_gamma = sampling.seed < 0 or sampling.temp <= 0
+    config = engine.config(
+        placed, emulate_bundled=True, context_shift=context_shift, default_draft="auto", auto_gamma=auto_gamma
+    )
+    config = replace(config, cpu_fallback=True, ram=parse_ram(ram))
     err = stderr_console()
     config = budget.config(config, notify=notifier(err))
     if verbose:

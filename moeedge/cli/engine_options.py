@@ -23,7 +23,6 @@ from moeedge.hub.local import LocalModel, local_draft, locate
 from moeedge.hub.names import all_parts
 from moeedge.native.abi import PrefillPath, Repack
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.units import parse_size
 
 _SPIN_COUNT = "1000"
@@ -94,23 +93,29 @@ class EngineOptions:
         context_shift: bool = False,
         files: ModelFiles | None = None,
         default_draft: Literal["auto"] | None = None,
+        auto_gamma: bool | None = None,
     ) -> EngineConfig:
         """The engine's configuration, its device and models checked.
 
-        files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. Heads and
-        n-grams that nobody asked for draft as many tokens as pay, unless --draft-max is given.
+        files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. auto_gamma:
+        whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams that nobody
+        asked for.
         """
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft)
         gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
-        if gamma is None and self.model_draft is None and files.draft in get_args(DraftWord):
+        if auto_gamma is None:
+            auto_gamma = self.model_draft is None and files.draft in get_args(DraftWord)
+        if gamma is None and auto_gamma and files.draft_max > 0:
             gamma = "auto"
+        elif gamma is None and files.draft_max != DEFAULT_GAMMA:
+            _say(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
         return EngineConfig(
             model=files.target,
             draft=files.draft,
             n_ctx=self.ctx_size,
             n_threads=self.threads,
-            gamma=files.draft_max if gamma is None else GAMMA_MAX if gamma == "auto" else gamma,
+            gamma=files.draft_max if gamma is None else max(files.draft_max, 1) if gamma == "auto" else gamma,
             auto_gamma=gamma == "auto",
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
             n_cpu_moe=self._n_cpu_moe(),
@@ -233,8 +238,6 @@ def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
         return ModelFiles(target.path, "ngram")
     if given is None or given == "mtp" or entry is None or entry.draft_max is None:
         return ModelFiles(target.path, given)
-    if entry.draft_max != DEFAULT_GAMMA:
-        _say(f"The catalog suggests {entry.draft_max} tokens per draft for it; --draft-max overrides this.")
     return ModelFiles(target.path, given, entry.draft_max)
 
 

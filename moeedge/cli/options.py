@@ -77,8 +77,7 @@ ModelDraft = Annotated[
         "Source of drafts: a smaller model with the same vocabulary, an EAGLE-3 or DFlash draft of the model, the head "
         "in the model's own file (mtp), n-gram lookup in the text so far, or none; auto: its own head, else the "
         "bundled or the catalog's draft, else n-grams. "
-        "Default: auto in chat and bench, with as many tokens per draft as pay where that is a head or n-grams; "
-        "elsewhere the bundled draft for the bundled model, the catalog's for a model of the catalog, otherwise none.",
+        "Default: auto in chat and bench; elsewhere the bundled draft for the bundled model, the catalog's for a model of the catalog, otherwise none.",
     ),
 ]
 DraftMax = Annotated[
@@ -95,8 +94,8 @@ DraftLength = Annotated[
         DraftMax,
         metavar="N|auto",
         help="Tokens per draft (gamma); 0: no speculation; auto: up to 16, each step as many as pay by what steps have "
-        "cost so far. Default: the catalog's value for the model, otherwise 4; in a chat whose experts are loaded from "
-        "the file (--ram) auto.",
+        "cost so far. Default: auto in a chat, unless a seed (-s) asks for the same tokens every time; otherwise the "
+        "catalog's value for the model, or 4.",
     ),
 ]
 DraftMaxList = Annotated[

@@ -129,9 +129,6 @@ class Session:
         device = resolve_device(config)
         if device.kind == "ram":
             ram_tier.check_policy(config.placement.policy)
-        if config.auto_gamma is None:
-            from_file = device.kind == "ram" or device.loads_misses
-            config = replace(config, auto_gamma=from_file and config.n_parallel == 1)
         if config.auto_gamma and config.gamma > 0:
             config = replace(config, gamma=GAMMA_MAX)
         if "no-sd" in config.placement.ablations and config.mode == "moeedge":

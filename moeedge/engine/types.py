@@ -63,9 +63,7 @@ class EngineConfig:
     n_parallel: int = 1  # texts that are decoded together, llama.cpp's --parallel
     n_threads: int = 0  # 0: one per physical core
     gamma: int = DEFAULT_GAMMA  # draft length, llama.cpp's --draft-max; 0 switches speculation off
-    # each step's draft length, at most GAMMA_MAX, follows what steps cost, and not `gamma`; None: where experts are
-    # loaded from the file on demand
-    auto_gamma: bool | None = False
+    auto_gamma: bool = False  # each step's draft length, at most GAMMA_MAX, follows what steps cost, and not `gamma`
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
     n_cpu_moe: int | None = None  # experts of so many first layers stay in host memory; None: chosen by measuring
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured

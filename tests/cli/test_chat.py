@@ -75,7 +75,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> N
     assert result.exit_code == 0
     assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
     header, stats = result.stderr.splitlines()
-    assert header.split(" | ")[1:] == ["draft tiny-qwen3-0.gguf, gamma 4", "experts on the CPU, no device"]
+    assert header.split(" | ")[1:] == ["draft tiny-qwen3-0.gguf, gamma auto", "experts on the CPU, no device"]
     assert "16 tokens | decode" in stats
     assert "experts/step" in stats
 

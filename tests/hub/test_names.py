@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeedge import paths
-from moeedge.cli.engine_options import ModelFiles, resolve_models
+from moeedge.cli.engine_options import EngineOptions, ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
 from moeedge.hub import cache
 from moeedge.hub.catalog import HubFile, Variant, load_catalog
@@ -272,7 +272,13 @@ def test_pairs(own: Write, capfd: pytest.CaptureFixture[str]) -> None:
     draft = store("me/draft-GGUF", "draft-Q8_0.gguf")
     assert resolve_models(Path("mine"), None) == ModelFiles(target, draft, 2)
     said = " ".join(capfd.readouterr().err.split())
-    assert "mine-draft:Q8_0" in said and "--draft-max" in said
+    assert "mine-draft:Q8_0" in said
+    fixed = EngineOptions(model=Path("mine")).config()
+    assert (fixed.gamma, fixed.auto_gamma) == (2, False)
+    assert "--draft-max" in capfd.readouterr().err
+    assert EngineOptions(model=Path("mine")).config(auto_gamma=True).auto_gamma
+    assert "--draft-max" not in capfd.readouterr().err
+    assert EngineOptions(model=Path("mine"), draft_max="3").config(auto_gamma=True).gamma == 3
     assert resolve_models(Path("mine"), "none") == ModelFiles(target, None)
     assert resolve_models(Path("mine"), "ngram") == ModelFiles(target, "ngram", 2)
     assert resolve_models(Path("mine"), "mtp") == ModelFiles(target, "mtp")
