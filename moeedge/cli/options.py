@@ -77,7 +77,8 @@ ModelDraft = Annotated[
         "Source of drafts: a smaller model with the same vocabulary, an EAGLE-3 or DFlash draft of the model, the head "
         "in the model's own file (mtp), n-gram lookup in the text so far, or none; auto: its own head, else the "
         "bundled or the catalog's draft, else n-grams. "
-        "Default: auto in chat and bench; elsewhere the bundled draft for the bundled model, the catalog's for a model of the catalog, otherwise none.",
+        "Default: auto in chat and bench; elsewhere the bundled draft for the bundled model, the catalog's for a model "
+        "of the catalog, otherwise none.",
     ),
 ]
 DraftMax = Annotated[
