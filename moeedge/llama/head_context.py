@@ -87,7 +87,8 @@ class HeadContext(Context):
 
     def choose_head(self, index: int) -> None:
         """Which of the model's heads decodes from now on; each has keys and values of its own in the same cells."""
-        choose_head(self._handle, index)
+        if self._handle:  # abandoned where a driver failed in between
+            choose_head(self._handle, index)
 
     def selections(self, n_rows: int) -> StateRows:
         """What the selector of a DFlash draft left for a block of `n_rows` tokens: float32 [n_rows, n_embd], a view.

@@ -178,13 +178,14 @@ def test_a_model_that_is_gone_is_an_error(config: EngineConfig, monkeypatch: pyt
 
 @pytest.mark.parametrize("at_call", [1, 2, 3, 6, 9])
 @pytest.mark.parametrize("code", [-3, None])
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+@pytest.mark.parametrize("kind", ["mtp", "chain", "eagle3", "dflash"])
 def test_with_a_draft_head(config: EngineConfig, tiny: TinyFactory, kind: str, at_call: int, code: int | None) -> None:
-    """The head of the target's own file, and one in a file of its own that uses the target's embeddings."""
-    if kind == "mtp":
-        config = replace(config, model=tiny("glm4moe"), draft="mtp")
+    """Heads of the target's own file, and those in a file of their own that use the target's embeddings."""
+    own = {"mtp": "glm4moe", "chain": "hy_v3"}.get(kind)
+    if own is not None:
+        config = replace(config, model=tiny(own, mtp=1 + (kind == "chain")), draft="mtp")
     else:
-        config = replace(config, draft=tiny("eagle3"))
+        config = replace(config, draft=tiny(kind))
     with Session.open(config) as session:
         expected = answer(session)
         session.reset()

@@ -280,20 +280,6 @@ def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:
             assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], variant)
 
 
-def test_sampled_answers_of_a_block_follow_the_target(tiny: TinyFactory) -> None:
-    """Each draft comes with the distribution that it was drawn from: compared by the first tokens of answers."""
-    pair, sampling = files(tiny, "dflash-qwen3moe"), SamplingConfig(temperature=0.7, top_k=4, top_p=1.0, min_p=0.0)
-    counts = []
-    with Session.open(options(pair)) as session, Session.open(options((pair[0], None))) as plain:
-        for opened in (session, plain):
-            found = [tuple(answer(opened, n_predict=3, sampling=replace(sampling, seed=s))[1:]) for s in range(250)]
-            counts.append({pair: found.count(pair) for pair in set(found)})
-    likeliest = sorted(counts[1], key=lambda key: -counts[1][key])[:3]
-    for tokens in likeliest:
-        expected = counts[1][tokens]
-        assert abs(counts[0].get(tokens, 0) - expected) < 4 * (2 * expected) ** 0.5
-
-
 def test_experts_from_the_file(tiny: TinyFactory) -> None:
     """Where experts are loaded on demand, those of the head are in memory with the dense weights."""
     pair = files(tiny, "mtp-glm4moe")
@@ -366,7 +352,7 @@ def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> 
             np.testing.assert_allclose(context.last_state(1), last, atol=0.1)
 
 
-@pytest.mark.parametrize("case", ["mtp-glm4moe", "eagle-qwen3moe"])
+@pytest.mark.parametrize("case", ["mtp-glm4moe", "chain-hy_v3", "eagle-qwen3moe"])
 def test_experts_on_a_device_are_predicted_from_the_heads_states(case: str, tiny: TinyFactory) -> None:
     pair = files(tiny, case)
     with Session.open(hybrid_config(*pair, 0.5, gamma=4)) as session, StockContext(pair[0], n_ctx=512) as stock:

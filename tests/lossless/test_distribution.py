@@ -249,12 +249,17 @@ def test_speculation_keeps_the_distribution(
     assert p_value(expected, drawn) > P_VALUE
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+@pytest.mark.parametrize("kind", ["glm4moe", "step35", "eagle3", "", "dspark", "selector"])
 def test_a_draft_head_keeps_the_distribution(kind: str, target: Path, tiny: TinyFactory) -> None:
+    """Own heads, one or in turn; EAGLE-3; DFlash, whose places know no path, and whose selector names one path."""
     config, length = SAMPLINGS["top-k"]
-    if kind == "mtp":
-        target = tiny("glm4moe", layers=2, experts=8, used=2, logit_std=2.5)
-    source = "mtp" if kind == "mtp" else tiny("eagle3", target_layers="0,1,1")
+    source: Any = "mtp"
+    if kind in ("glm4moe", "step35"):
+        target = tiny(kind, layers=2, experts=8, used=2, logit_std=2.5)
+    elif kind == "eagle3":
+        source = tiny("eagle3", target_layers="0,1,1")
+    else:
+        source = tiny("dflash", target_layers="0,1", variant=kind, draft_vocab=304)
     drawn, drafted, accepted = sample(engine(target, source), OPENING, config, length)
     assert 0 < accepted < drafted
     expected = exact(target, OPENING, config, length)

@@ -146,10 +146,11 @@ def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
     assert all(line.mapped_bytes == line.n_bytes for line in plan.map.places[-1].lines if line.what == "experts")
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+@pytest.mark.parametrize("kind", ["mtp", "chain", "eagle3", "dflash"])
 def test_a_draft_head_takes_memory(kind: str, tiny: TinyFactory) -> None:
-    """The plan's KV cache is the session's: that of the target, and of the head one layer."""
-    model, draft = (tiny("glm4moe"), "mtp") if kind == "mtp" else (tiny("qwen3moe"), tiny("eagle3"))
+    """The plan's KV cache is the session's: that of the target, and of the head's layers."""
+    own = {"mtp": "glm4moe", "chain": "step35"}.get(kind)
+    model, draft = (tiny(own), "mtp") if own is not None else (tiny("qwen3moe"), tiny(kind))
     config = EngineConfig(model=model, draft=draft, device="none", n_ctx=512, n_threads=1)  # type: ignore[arg-type]
     with Planner(config, this_machine(config)) as planner:
         assert planner.has_drafts
