@@ -214,7 +214,10 @@ def _by_earlier_runs(planner: Planner, base: RamTierRequest) -> RamTierRequest:
 def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:
     """The files that -m and -md name; of those that are not on this machine the headers, and what to pull for them."""
     try:
-        return resolve_models(model, draft), {}
+        files = resolve_models(model, draft)
+        if draft is None and _drafts_for_itself(files.target):  # which chat takes
+            files = ModelFiles(files.target, "mtp")
+        return files, {}
     except ModelNameError:
         if model is None:
             raise
@@ -224,7 +227,7 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
     err = stderr_console()
     found = [locate_or_fetch(str(model), folder, lambda line: say(err, line))]
-    if draft == "auto" and _drafts_for_itself(found[0].path):
+    if draft in (None, "auto") and _drafts_for_itself(found[0].path):
         draft = "mtp"
     elif draft in (None, "auto") and not model.exists():
         draft = catalog_draft(str(model)) or ("ngram" if draft == "auto" else None)

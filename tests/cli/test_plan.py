@@ -82,6 +82,14 @@ def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
     assert off["plan"]["kv_bytes"] == alone["plan"]["kv_bytes"]
 
 
+def test_a_model_s_own_head_takes_its_share_as_in_chat(tiny: TinyFactory) -> None:
+    model = str(tiny("glm4moe"))
+    planned, asked, without = (
+        record("-m", model, "-c", "1024", *given)["plan"]["kv_bytes"] for given in ((), ("-md", "mtp"), ("-md", "none"))
+    )
+    assert planned == asked > without
+
+
 def test_whole_layers_without_a_gpu_are_not_silent(tiny: TinyFactory) -> None:
     for given, words in ((["-ncmoe", "10"], "-ncmoe has"), (["--cpu-moe", "-ngl", "3"], "-ngl and --cpu-moe have")):
         found = record("-m", str(tiny("qwen3moe")), "-c", "1024", *given)
