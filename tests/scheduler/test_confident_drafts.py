@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import pytest
 from moeedge import speculation
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor, StepCost
 from moeedge.scheduler.stopping import DraftStop
+from tests.benchmarks import draft_chains
 from tests.scheduler.test_governor import N_EXPERTS, N_TOKENS, N_USED, TRACES, Trace, experts
 
 
@@ -156,3 +159,13 @@ def test_drafts_that_cost_more_than_they_bring_are_off(chance: float) -> None:
     """However sure they are: each token of a verification reads its own experts."""
     costs = TRACES["best 0"]
     assert mean_s(costs, Text(sure=0.0, otherwise=chance)) < 1.04 * costs.target_s(1)
+
+
+@pytest.mark.parametrize("name", ["measured, F16", "experts 30%", "experts 90%", "dense"])
+def test_regret_on_recorded_drafts(name: str) -> None:
+    """640 tokens of recorded drafts at recorded costs and formulas: at most 3 % over the best fixed length."""
+    texts = draft_chains.positions(json.loads(gzip.decompress(draft_chains.RECORD.read_bytes()))) * 4
+    costs = draft_chains.curves()[name]
+    best_s = min(sum(draft_chains.fixed_s(text, costs, gamma) for text in texts) for gamma in range(GAMMA_MAX + 1))
+    seconds = [draft_chains.governed_s(texts, costs, seed=seed)[0] for seed in range(4)]
+    assert float(np.mean(seconds)) <= 1.03 * best_s
