@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moeedge.engine.head_draft import HeadDraft
     from moeedge.engine.pair_similarity import PairSimilarity
     from moeedge.engine.recording import Recording
     from moeedge.engine.session import Session
@@ -161,6 +160,7 @@ def _sensitivity(session: Session, recording: Recording, interrupt: Interrupt) -
 
 def _compare_pair(session: Session, recording: Recording, interrupt: Interrupt) -> PairSimilarity | None:
     """How similar draft and target are on the recorded texts; None, with a note, where they cannot be compared."""
+    from moeedge.engine.head_draft import HeadDraft
     from moeedge.engine.pair_similarity import MAX_TOKENS, compare_pair
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.progress import count_bar

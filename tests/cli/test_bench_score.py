@@ -33,7 +33,7 @@ def test_the_bundled_pair_on_a_file_of_one_s_own(own: Path) -> None:
         pytest.skip("the bundled pair is not there")
     result = run("bench", "--dataset", own, "--score", *_QUICK)
     assert result.exit_code == 0, result.stderr
-    heads, _, *rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    heads, _, *rows = [line for line in result.stdout.split("\n\n")[0].splitlines() if line.startswith("|")]
     column = [cell.strip() for cell in heads.split("|")].index("score")
     assert {row.split("|")[column].strip() for row in rows} == {"0.500 (2/3)"}
     assert len(rows) == 3
