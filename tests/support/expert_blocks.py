@@ -168,7 +168,9 @@ class ExpertBlock:
         up = call(*matmul, self._context, experts.tensors["up"], self._x, self._ids)
         gate = call(*matmul, self._context, experts.tensors["gate"], self._x, self._ids)
         act = call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
-        self._out = call(*matmul, self._context, experts.tensors["down"], act, self._ids)
+        down = call(*matmul, self._context, experts.tensors["down"], act, self._ids)
+        self._weights = call(*new_3d, self._context, _F32, 1, shape.n_used, n_tokens)
+        self._out = call("ggml_mul", c_void_p, [c_void_p] * 3, self._context, down, self._weights)
         self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
         call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, self._out)
         buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
@@ -177,13 +179,15 @@ class ExpertBlock:
         self.input = self._array(self._x, c_float, (n_tokens, shape.n_embd))
         self.ids = self._array(self._ids, c_int, (n_tokens, shape.n_used))
         self.out = self._array(self._out, c_float, (n_tokens, shape.n_used, shape.n_embd))
+        weights = self._array(self._weights, c_float, (n_tokens, shape.n_used))
+        weights[:] = np.linspace(0.9, 0.01, weights.size, dtype=np.float32).reshape(weights.shape)
 
     def _array(self, tensor: int, kind: Any, shape: tuple[int, ...]) -> NDArray[Any]:
         address = call("ggml_get_data", c_void_p, [c_void_p], tensor)
         return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape)
 
     def run(self, engine: Engine, input_: NDArray[np.float32], ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Returns the outputs [n_tokens, n_used, n_embd] for input_ [n_tokens, n_embd] and ids [n_tokens, n_used]."""
+        """Returns the weighted outputs [n_tokens, n_used, n_embd] for input_ [n_tokens, n_embd] and ids [n_tokens, n_used]."""
         self.input[:], self.ids[:] = input_, ids
         self.out[:] = np.nan
         engine.compute(self.graph)

@@ -169,19 +169,55 @@ void expert_matmuls::run(ggml_tensor * dst, int ith, int nth, void * data) {
     GGML_UNUSED(dst);
 }
 
-// a node of our own that writes to the same memory
-ggml_tensor * expert_matmuls::replace(const dot_kernel & kernel, const ggml_tensor * node) {
-    if (inputs.empty() || !inputs.back().serves(kernel, node)) {
-        prepared_input & input = inputs.emplace_back(kernel, node, columns);
-        columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
+// rows of one number each, multiplied to rows of many
+static bool is_weighting(const ggml_tensor * node) {
+    const ggml_tensor * outputs = node->src[0];
+    const ggml_tensor * weights = node->src[1];
+    return node->op == GGML_OP_MUL && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && node->type == GGML_TYPE_F32 &&
+           outputs->type == GGML_TYPE_F32 && weights->type == GGML_TYPE_F32 && weights->ne[0] == 1 && node->ne[0] > 1 &&
+           node->ne[3] == 1 && outputs->nb[0] == sizeof(float) && node->nb[0] == sizeof(float);
+}
+
+void expert_matmuls::run_weighting(ggml_tensor * dst, int ith, int nth, void * data) {
+    expert_matmuls &    owner   = *(expert_matmuls *) data;
+    const ggml_tensor * outputs = dst->src[0];
+    const ggml_tensor * weights = dst->src[1];
+    const int64_t       n_rows  = dst->ne[1] * dst->ne[2];
+    owner.n_runs.load(std::memory_order_acquire);
+    for (int64_t row = n_rows * ith / nth; row < n_rows * (ith + 1) / nth; row++) {
+        const int64_t i1     = row % dst->ne[1];
+        const int64_t i2     = row / dst->ne[1];
+        const float * from   = (const float *) ((const char *) outputs->data + i1 * outputs->nb[1] + i2 * outputs->nb[2]);
+        const char *  at     = (const char *) weights->data + i1 % weights->ne[1] * weights->nb[1] + i2 % weights->ne[2] * weights->nb[2];
+        const float   weight = *(const float *) at;
+        float *       to     = (float *) ((char *) dst->data + i1 * dst->nb[1] + i2 * dst->nb[2]);
+        for (int64_t i = 0; i < dst->ne[0]; i++) {
+            to[i] = from[i] * weight;
+        }
     }
-    expert_matmul &             matmul = matmuls.emplace_back(*this, inputs.back(), kernel, node);
-    const ggml_custom_op_params params = { run, GGML_N_TASKS_MAX, &matmul };
+    owner.n_runs.fetch_add(1, std::memory_order_release);
+}
+
+ggml_tensor * expert_matmuls::replace_weighting(const ggml_tensor * node) {
+    return replace_with(node, run_weighting, this);
+}
+
+// a node of our own that writes to the same memory
+ggml_tensor * expert_matmuls::replace_with(const ggml_tensor * node, ggml_custom_op_t run_node, void * data) {
+    const ggml_custom_op_params params = { run_node, GGML_N_TASKS_MAX, data };
     ggml_tensor &               ours   = tensors.emplace_back(*node);
     static_assert(sizeof(params) <= sizeof(ours.op_params), "ggml keeps them there");
     ours.op = GGML_OP_CUSTOM;
     std::memcpy(ours.op_params, &params, sizeof(params));
     return &ours;
+}
+
+ggml_tensor * expert_matmuls::replace(const dot_kernel & kernel, const ggml_tensor * node) {
+    if (inputs.empty() || !inputs.back().serves(kernel, node)) {
+        prepared_input & input = inputs.emplace_back(kernel, node, columns);
+        columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
+    }
+    return replace_with(node, run, &matmuls.emplace_back(*this, inputs.back(), kernel, node));
 }
 
 // only: null: the kernels that are chosen
@@ -194,12 +230,14 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
         const ggml_tensor * node      = graph->nodes[i];
         const bool          is_matmul = node->op == GGML_OP_MUL_MAT_ID && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
         const dot_kernel *  kernel    = !is_matmul ? nullptr : only ? only : chosen_kernel(node);
-        if (kernel) {
-            if (matmuls.empty()) {
-                nodes.assign(graph->nodes, graph->nodes + graph->n_nodes);
-            }
-            nodes[(size_t) i] = replace(*kernel, node);
+        const bool          weighs    = !kernel && !matmuls.empty() && is_weighting(node);
+        if (!kernel && !weighs) {
+            continue;
         }
+        if (matmuls.empty()) {
+            nodes.assign(graph->nodes, graph->nodes + graph->n_nodes);
+        }
+        nodes[(size_t) i] = kernel ? replace(*kernel, node) : replace_weighting(node);
     }
     if (matmuls.empty()) {
         return ggml_backend_graph_compute(cpu, graph);

@@ -7,6 +7,9 @@
 //       the rows of each expert into one piece per thread.
 // Here  the rows of an expert meet all its columns while they are in the cache, an input is quantized once by all threads, and
 //       threads take pieces of rows as they come, so that none waits for a thread on a busy processor.
+//
+// The product of the experts' outputs and their weights, one number per (token, expert) pair, is replaced as well: ggml looks the
+// weight up anew for each element, with a division of the index.
 
 #pragma once
 
@@ -68,6 +71,9 @@ class expert_matmuls {
     enum ggml_status compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const dot_kernel * only);
     ggml_tensor *    replace(const dot_kernel & kernel, const ggml_tensor * node);
     static void      run(ggml_tensor * dst, int ith, int nth, void * data);
+    ggml_tensor *    replace_weighting(const ggml_tensor * node);
+    ggml_tensor *    replace_with(const ggml_tensor * node, ggml_custom_op_t run_node, void * data);
+    static void      run_weighting(ggml_tensor * dst, int ith, int nth, void * data);
 
     // of the current graph
     std::deque<prepared_input> inputs;
