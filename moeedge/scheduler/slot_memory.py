@@ -135,7 +135,7 @@ class SlotMemory:
         n_slots = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
         if n_slots <= before:
             return
-        now = self._set_limit(n_slots)  # at most as many as at first
+        now = self._set_limit(min(n_slots, self._n_slots_opened))
         if now > before:
             free = format_bytes(self.watch.free_bytes)
             text = (
