@@ -187,7 +187,7 @@ class ExpertBlock:
         return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape)
 
     def run(self, engine: Engine, input_: NDArray[np.float32], ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Returns the weighted outputs [n_tokens, n_used, n_embd] for input_ [n_tokens, n_embd] and ids [n_tokens, n_used]."""
+        """Returns weighted outputs [n_tokens, n_used, n_embd] of input_ [n_tokens, n_embd], ids [n_tokens, n_used]."""
         self.input[:], self.ids[:] = input_, ids
         self.out[:] = np.nan
         engine.compute(self.graph)
