@@ -10,21 +10,17 @@ other matrices, so that no cache has them. One thread, bytes per second of its o
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import time
 from collections.abc import Iterator
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.bench.records import read_environment
-from tests.support.expert_blocks import BlockShape, Engine, Experts
-from tests.support.raw_ggml import call, new_context
+from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, Experts
 
 SCHEMA = "moeedge-dense-matmuls-1"
 N_IN, N_OUT = 2048, {"query": 4096, "output": 151936}  # Qwen3-30B-A3B
@@ -52,32 +48,13 @@ class Sample:
     equal: bool  # to the bits of single columns
 
 
-class Matmul:
-    """The graph that multiplies a matrix with columns of random values, the same ones in each graph."""
-
-    def __init__(self, matrix: int, n_tokens: int, n_out: int) -> None:
-        context = new_context()
-        x = call("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64], context, 0, N_IN, n_tokens)
-        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], context)
-        product = call("ggml_mul_mat", c_void_p, [c_void_p] * 3, context, matrix, x)
-        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, product)
-        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
-        self.out = self._values(product, (n_tokens, n_out))
-        self._values(x, (n_tokens, N_IN))[:] = np.random.default_rng(0).standard_normal((n_tokens, N_IN))
-
-    def _values(self, tensor: int, shape: tuple[int, int]) -> NDArray[np.float32]:
-        data = call("ggml_get_data", c_void_p, [c_void_p], tensor)
-        return np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_float)), shape)
-
-
 def measure(matrix: str, type_: str, repacked: bool, rounds: int) -> Iterator[Sample]:
     """Measures all batch sizes in turns."""
     engine = Engine("CPU", 1)
     shape = BlockShape(type_, n_embd=N_IN, n_ff=N_OUT[matrix], n_experts=1, n_used=1)
     copies = [Experts(shape, repacked=repacked, roles=("up",)) for _ in range(N_COPIES[matrix])]
     n_bytes = shape.expert_bytes // 3 * len(copies)
-    matmuls = {n: [Matmul(copy.tensors["up"], n, N_OUT[matrix]) for copy in copies] for n in SIZES}
+    matmuls = {n: [DenseMatmul(copy.tensors["up"], N_IN, N_OUT[matrix], n) for copy in copies] for n in SIZES}
     for round_ in range(rounds + 1):
         for n_tokens, own in matmuls.items():
             start_s = time.thread_time()

@@ -9,7 +9,7 @@ import pytest
 
 from moeedge.native.abi import KernelChoice
 from moeedge.native.kernels import kernels, read_speed, set_kernel_choice
-from tests.support.expert_blocks import BlockShape, Engine, ExpertBlock, Experts, nmse, spread_experts
+from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, ExpertBlock, Experts, nmse, spread_experts
 
 NMSE_MAX = 1e-6
 TILED = ("Q4_K", "Q6_K")  # for which ggml takes kernels that round otherwise,
@@ -57,6 +57,24 @@ def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
             if repacked or type_ not in TILED or n_most < N_TILED:
                 assert np.array_equal(found, expected), f"{n_tokens} tokens"
             block.close()
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_dense_matrices_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
+    """Batches of few tokens, which our kernels compute, and larger ones, which are left to ggml."""
+    shape = BlockShape(type_, n_embd=768, n_ff=512, n_experts=1, n_used=1)
+    theirs, ours = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
+    with Experts(shape, repacked=repacked, roles=("up",)) as matrix:
+        for n_tokens in range(1, 20):
+            matmul = DenseMatmul(matrix.tensors["up"], shape.n_embd, shape.n_ff, n_tokens)
+            theirs.compute(matmul.graph)
+            expected = matmul.out.copy()
+            matmul.out[:] = np.nan
+            ours.compute(matmul.graph)
+            assert np.array_equal(matmul.out, expected), f"{n_tokens} tokens"
     theirs.close()
     ours.close()
 

@@ -384,12 +384,12 @@ struct for_q6_K {
 };
 
 const dot_kernel kernels[] = {
-    { "avx2", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, any_number, pack_columns, all_dots<for_q4_0x8> },
-    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, any_number, nullptr, all_dots<for_q4_Kx8> },
-    { "avx2", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, any_number, pack_columns, all_dots<for_32<block_q4_0>> },
-    { "avx2", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, n_before_tiles, nullptr, all_dots<for_q4_K> },
-    { "avx2", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, n_before_tiles, nullptr, all_dots<for_q6_K> },
-    { "avx2", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, any_number, pack_columns, all_dots<for_32<block_q8_0>> },
+    { "avx2", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 15, any_number, pack_columns, all_dots<for_q4_0x8> },
+    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 3, any_number, nullptr, all_dots<for_q4_Kx8> },
+    { "avx2", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, any_number, pack_columns, all_dots<for_32<block_q4_0>> },
+    { "avx2", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, n_before_tiles, nullptr, all_dots<for_q4_K> },
+    { "avx2", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, n_before_tiles, nullptr, all_dots<for_q6_K> },
+    { "avx2", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, any_number, pack_columns, all_dots<for_32<block_q8_0>> },
 };
 
 } // namespace

@@ -437,12 +437,12 @@ struct for_q6_K {
 constexpr size_t of_block = sizeof(column_block), of_words = sizeof(column_words), of_k = sizeof(block_q8_K);
 
 const dot_kernel kernels[] = {
-    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, any_number, pack_columns, all_dots<for_q4_0x8> },
-    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, any_number, nullptr, all_dots<for_q4_Kx8> },
-    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, any_number, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>> },
-    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, n_before_tiles, nullptr, all_dots<for_q4_K> },
-    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, n_before_tiles, nullptr, all_dots<for_q6_K> },
-    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, any_number, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>> },
+    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, 15, any_number, pack_columns, all_dots<for_q4_0x8> },
+    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, 3, any_number, nullptr, all_dots<for_q4_Kx8> },
+    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, any_number, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>> },
+    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, n_before_tiles, nullptr, all_dots<for_q4_K> },
+    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, n_before_tiles, nullptr, all_dots<for_q6_K> },
+    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, any_number, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>> },
 };
 
 } // namespace

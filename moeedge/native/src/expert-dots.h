@@ -24,6 +24,7 @@ struct dot_kernel {
     int64_t      column_block;
     size_t       block_bytes; // of a block as the kernel reads it
     int64_t      n_rows_together;
+    int64_t      n_dense_max; // columns of a dense matrix; with more, ggml rounds otherwise or has faster kernels
     int64_t      n_pairs_max; // of a batch; more are left to ggml, which rounds and computes them otherwise
     // writes n_blocks of column_type as the kernel reads them; null: as they are
     void (*pack)(const void * quantized, int64_t n_blocks, void * to);

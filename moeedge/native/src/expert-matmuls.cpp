@@ -33,7 +33,7 @@ static int64_t n_columns(const ggml_tensor * matmul) {
 
 expert_matmuls::prepared_input::prepared_input(const dot_kernel & k, const ggml_tensor * node, std::vector<char> & all_columns)
     : kernel(k), matmul(node), columns(all_columns), begin((size_t) node->src[0]->ne[2] + 1),
-      pairs((size_t) ggml_nelements(node->src[2])) {
+      pairs((size_t) (node->src[2] ? ggml_nelements(node->src[2]) : n_columns(node))) {
     used.reserve(std::min(begin.size(), pairs.size()));
 }
 
@@ -90,9 +90,12 @@ void expert_matmuls::prepared_input::quantize(int ith, int nth) {
 
 void expert_matmuls::prepared_input::sort_pairs() {
     const ggml_tensor * ids       = matmul->src[2];
-    const int64_t       n_used    = ids->ne[0];
+    const int64_t       n_used    = ids ? ids->ne[0] : 1;
     const size_t        n_experts = begin.size() - 1;
     const auto          expert_of = [&](int64_t pair) {
+        if (ids == nullptr) { // a dense matrix
+            return (size_t) 0;
+        }
         const char *  row    = (const char *) ids->data + pair / n_used * ids->nb[1];
         const int32_t expert = *(const int32_t *) (row + pair % n_used * ids->nb[0]);
         GGML_ASSERT(expert >= 0 && (size_t) expert < n_experts);
@@ -121,7 +124,8 @@ void expert_matmuls::prepared_input::sort_pairs() {
 void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin, int64_t r_end) const {
     const ggml_tensor * rows   = node->src[0];
     const ggml_tensor * x      = node->src[1];
-    const int64_t       n_used = node->src[2]->ne[0];
+    const bool          dense  = node->src[2] == nullptr;
+    const int64_t       n_used = dense ? 1 : node->src[2]->ne[0];
     const size_t        bytes  = input.column_bytes();
     const char *        at     = (const char *) rows->data + expert * rows->nb[2] + r_begin * rows->nb[1];
     const int32_t       p_end  = input.begin[(size_t) expert + 1];
@@ -132,8 +136,9 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
         for (int32_t i = 0; i < n; i++) {
             const int64_t token = input.pairs[(size_t) (p_begin + i)] / n_used;
             const int64_t place = input.pairs[(size_t) (p_begin + i)] % n_used;
-            column[i] = input.columns.data() + (size_t) (token * x->ne[1] + place % x->ne[1]) * bytes;
-            out[i]    = (float *) ((char *) node->data + place * node->nb[1] + token * node->nb[2]) + r_begin;
+            const int64_t at_x  = dense ? token : token * x->ne[1] + place % x->ne[1];
+            column[i] = input.columns.data() + (size_t) at_x * bytes;
+            out[i]    = (float *) ((char *) node->data + place * node->nb[1] + token * node->nb[dense ? 1 : 2]) + r_begin;
         }
         kernel.dots(rows->ne[0], at, rows->nb[1], r_end - r_begin, column, n, out);
     }
@@ -228,7 +233,7 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
     tensors.reserve((size_t) graph->n_nodes); // nodes point to them
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node      = graph->nodes[i];
-        const bool          is_matmul = node->op == GGML_OP_MUL_MAT_ID && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
+        const bool          is_matmul = (node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_MUL_MAT) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
         const dot_kernel *  kernel    = !is_matmul ? nullptr : only ? only : chosen_kernel(node);
         const bool          weighs    = !kernel && !matmuls.empty() && is_weighting(node);
         if (!kernel && !weighs) {

@@ -34,6 +34,7 @@ static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 struct kernel_check {
     std::once_flag once;
     bool           is_equal = false;
+    bool           is_dense_equal = false; // for a dense matrix with few columns, too
     double         single   = 0; // ggml's time over ours with rows from memory, one column per expert
     double         several  = 0; // two columns
 
@@ -91,7 +92,7 @@ class check_case {
     explicit check_case(const dot_kernel & dots) : kernel(dots) {
         dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        matrix_ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+        matrix_ctx.reset(ggml_init({ 3 * ggml_tensor_overhead(), nullptr, true }));
         ggml_backend_buffer_type_t buft = kernel.is_repacked ? repacked_buffer_type(dev, kernel.type, MOEEDGE_REPACK_ALL)
                                                              : ggml_backend_cpu_buffer_type();
         if (!cpu || !matrix_ctx || buft == nullptr) {
@@ -103,6 +104,7 @@ class check_case {
             set_threads(cpu.get(), 1);
         }
         matrix = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
+        dense  = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_rows);
         matrix_buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(matrix_ctx.get(), buft));
         if (matrix_buffer && is_repacked(matrix) == kernel.is_repacked) {
             fill_matrix();
@@ -120,6 +122,26 @@ class check_case {
         x     = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
         ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
         out   = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
+        graph = ggml_new_graph_custom(ctx.get(), 8, false);
+        ggml_build_forward_expand(graph, out);
+        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+        if (!buffer) {
+            return false;
+        }
+        fill_batch();
+        return true;
+    }
+
+    // the same with the first expert as a dense matrix
+    bool set_dense_batch(int64_t n_tokens) {
+        buffer.reset();
+        ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
+        if (!ctx) {
+            return false;
+        }
+        x     = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_in, n_tokens);
+        ids   = nullptr;
+        out   = ggml_mul_mat(ctx.get(), dense, x);
         graph = ggml_new_graph_custom(ctx.get(), 8, false);
         ggml_build_forward_expand(graph, out);
         buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
@@ -178,10 +200,12 @@ class check_case {
         for (size_t at = distinct_bytes; at < rows.size(); at += distinct_bytes) {
             std::memcpy(rows.data() + at, rows.data(), distinct_bytes);
         }
-        if (kernel.is_repacked) {
-            repacked_rows(matrix).write((char *) matrix->data, rows.data(), rows.size());
-        } else {
-            std::memcpy(matrix->data, rows.data(), rows.size());
+        for (ggml_tensor * each : { matrix, dense }) {
+            if (kernel.is_repacked) {
+                repacked_rows(each).write((char *) each->data, rows.data(), ggml_nbytes(each));
+            } else {
+                std::memcpy(each->data, rows.data(), ggml_nbytes(each));
+            }
         }
     }
 
@@ -191,7 +215,7 @@ class check_case {
             const float value = next_random();
             columns[i]        = value * value * value * 8; // unlike scales
         }
-        for (int64_t i = 0; i < ggml_nelements(ids); i++) {
+        for (int64_t i = 0; ids && i < ggml_nelements(ids); i++) {
             ((int32_t *) ids->data)[i] = (int32_t) (i % n_experts);
         }
     }
@@ -206,7 +230,7 @@ class check_case {
     owned<ggml_backend_t, ggml_backend_free>                   cpu;
     owned<ggml_context *, ggml_free>                           ctx, matrix_ctx;
     owned<ggml_backend_buffer_t, ggml_backend_buffer_free>     buffer, matrix_buffer;
-    ggml_tensor *                                              matrix = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
+    ggml_tensor *                                              matrix = nullptr, *dense = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
     ggml_cgraph *                                              graph       = nullptr;
     bool                                                       is_complete = false;
     expert_matmuls                                             ours;
@@ -226,7 +250,11 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
             (n_tokens == 1 ? check.single : check.several) = found.speed();
         }
     }
-    check.is_equal = true;
+    check.is_equal       = true;
+    check.is_dense_equal = true;
+    for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_max; n_tokens++) {
+        check.is_dense_equal = check.is_dense_equal && found.set_dense_batch(n_tokens) && found.is_equal();
+    }
 }
 
 // of the runnable kernel with that index, made on first use
@@ -257,8 +285,12 @@ int read_kernels(moeedge_kernel * out, int n_max) {
 static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
     const ggml_tensor * matrix = node->src[0];
     const ggml_tensor * x      = node->src[1];
+    if (node->op == GGML_OP_MUL_MAT && (x->ne[1] < 2 || x->ne[1] > kernel.n_dense_max || x->ne[2] != 1 || matrix->ne[2] != 1 ||
+                                        matrix->ne[3] != 1 || matrix->ne[1] < 256)) {
+        return false;
+    }
     if (matrix->type != kernel.type || matrix->ne[0] % kernel.column_block != 0 || matrix->ne[1] % kernel.n_rows_together != 0 ||
-        matrix->buffer == nullptr || !ggml_is_contiguous(matrix) || ggml_nelements(node->src[2]) > kernel.n_pairs_max) {
+        matrix->buffer == nullptr || !ggml_is_contiguous(matrix) || (node->src[2] && ggml_nelements(node->src[2]) > kernel.n_pairs_max)) {
         return false;
     }
     if (x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->ne[3] != 1) {
@@ -283,13 +315,14 @@ const dot_kernel * chosen_kernel(const ggml_tensor * node) {
             continue;
         }
         const kernel_check & check = checked(i);
-        if (!check.is_equal) {
+        const bool is_dense = node->op == GGML_OP_MUL_MAT;
+        if (!(is_dense ? check.is_dense_equal : check.is_equal)) {
             continue;
         }
         if (chosen != MOEEDGE_KERNEL_CHOICE_MEASURED) {
             return &kernel;
         }
-        const double own_speed = node->src[2]->ne[1] == 1 ? check.single : check.several;
+        const double own_speed = !is_dense && node->src[2]->ne[1] == 1 ? check.single : check.several;
         if (own_speed > speed) {
             fastest = &kernel;
             speed   = own_speed;
