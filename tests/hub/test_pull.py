@@ -38,8 +38,7 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     assert answer.returncode == 0, answer.stderr
     assert "7" in answer.stdout
     assert "small is" in answer.stderr
-    assert "--draft-max" in answer.stderr
-    assert "gamma 6" in answer.stderr and "accepted" in answer.stderr
+    assert "gamma auto" in answer.stderr and "accepted" in answer.stderr
 
     chosen = place.run(*arguments, "-md", "small", "--draft-max", "3")
     assert (chosen.returncode, chosen.stdout) == (0, answer.stdout)
