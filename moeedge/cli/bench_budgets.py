@@ -41,7 +41,8 @@ DraftMaxima = Annotated[
         metavar="LIST",
         help="Tokens per draft (gamma); 0: no speculation; auto: as many as pay by what steps have cost. Several, "
         "separated by commas, are compared. Default: auto for the mode moeedge, unless caches, budgets or texts "
-        "together are compared or routing is recorded; otherwise the catalog's value for the model, or 4.",
+        "together are compared, perplexity is measured or routing is recorded; otherwise the catalog's value for the "
+        "model, or 4.",
     ),
 ]
 PerplexityText = Annotated[
