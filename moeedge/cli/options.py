@@ -95,7 +95,7 @@ DraftLength = Annotated[
         DraftMax,
         metavar="N|auto",
         help="Tokens per draft (gamma); 0: no speculation; auto: up to 16, each step as many as pay by what steps have "
-        "cost so far. Default: auto in a chat, unless sampled answers have a seed (-s), whose tokens are the same again "
+        "cost so far. Default: auto in a chat, unless sampled answers have a seed (-s), whose tokens repeat "
         "with a fixed length only; otherwise the catalog's value for the model, or 4.",
     ),
 ]
