@@ -88,10 +88,10 @@ class CacheGovernor:
             return
         n = min(n_tokens, GAMMA_MAX + 1)
         if self._n_trial:
-            self._observe_trial(seconds, float(self._time.seconds()[n - 1]))
+            self._observe_trial(seconds, self._time.seconds()[n - 1])
             return
         self._time.observe(n, seconds)
-        step_s = float(self._time.seconds()[n - 1])
+        step_s = self._time.seconds()[n - 1]
         if math.isnan(self._credit_s):
             self._credit_s = _FIRST_CREDIT * step_s
         self._credit_s = min(_MOST_CREDIT * step_s, self._credit_s + _TRIAL_SHARE * seconds)

@@ -17,12 +17,17 @@ Plain steps are tried without credit, so that drafts that lose are found out soo
 
 Where drafts come with a confidence, most steps have no fixed length: a draft ends where another token does not pay, and
 there is none where that is cheaper (`stopping`).
+
+This runs in every step: what a step needs repeatedly is kept until `observe`, and lists of up to 17 numbers are
+Python's floats, for which a call of NumPy takes longer than the list.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -33,11 +38,14 @@ from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop
 
 FloatArray = NDArray[np.float64]
 
-_Z = np.linspace(-5.0, 5.0, 201)
-# E[max(z + X, 0)], X of the standard normal distribution
-_EXPECTED_GAIN = np.array([_z * math.erfc(-_z / 2**0.5) / 2 + math.exp(-_z * _z / 2) / math.tau**0.5 for _z in _Z])
 GAMMA_MAX = 16  # longer drafts are not considered
 FIRST = (2, 0, 4)  # the lengths of the first steps; the first one is not measured
+
+
+def gain_of_better(z: float) -> float:
+    """E[max(z + X, 0)] - max(z, 0), X of the standard normal distribution; 0 beyond five deviations."""
+    z = -abs(z)
+    return 0.0 if z < -5 else z * math.erfc(-z / 2**0.5) / 2 + math.exp(-z * z / 2) / math.tau**0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,40 +111,47 @@ class VerificationTime:
             + self._OWN**2 * np.eye(len(log_t))
         )
         self._covariance = self._shape_covariance + self._LEVEL**2
+        self._forgotten = self._FORGET * self._shape_covariance
+        self._seconds: list[float] | None = None  # since the last change
         self.noise = 0.2**2  # relative variance of a measurement
         self.n_measured = 0
 
     def observe(self, n_tokens: int, seconds: float) -> None:
         """A verification of `n_tokens`, at most n, took `seconds`."""
         i = n_tokens - 1
+        self._seconds = None
         if self.n_measured == 0:
             self._mean += math.log(seconds) - self._mean[i]
         self.n_measured += 1
-        self._covariance += self._LEVEL_GAIN * self.noise + self._FORGET * self._shape_covariance
+        self._covariance += self._forgotten + self._LEVEL_GAIN * self.noise
         row = self._covariance[i].copy()
-        expected = float(row[i])
+        expected = row.item(i)
         variance = expected + self.noise
         # the mean of the logarithm is too low where times scatter
-        surprise = math.log(seconds) + self.noise / 2 - self._mean[i]
+        surprise = math.log(seconds) + self.noise / 2 - self._mean.item(i)
         clip = self._CLIP * math.sqrt(variance)
         surprise = min(max(surprise, -clip), clip)
         self._mean += row * (surprise / variance)
-        self._covariance -= np.outer(row, row) / variance
+        self._covariance -= np.multiply.outer(row, row) / variance
         self.noise = max(0.03**2, self.noise + 0.04 * (max(surprise**2 - expected, 0.0) - self.noise))
 
     def scale(self, factor: float) -> None:
         """All of T_T(t) has changed by a known factor."""
+        self._seconds = None
         self._mean += math.log(factor)
 
-    def seconds(self) -> FloatArray:
+    def seconds(self) -> list[float]:
         """T_T(t), [n]; never less for more tokens."""
-        return np.asarray(np.maximum.accumulate(np.exp(self._mean)))
+        if self._seconds is None:
+            self._seconds = list(accumulate(np.exp(self._mean).tolist(), max))
+        return self._seconds
 
-    def relative_variance(self, n_tokens: int) -> FloatArray:
+    def relative_variance(self, n_tokens: int) -> list[float]:
         """Variance of log T_T(t) - log T_T(n_tokens), [n]."""
         i = n_tokens - 1
-        diagonal = np.diagonal(self._covariance)
-        return np.asarray(np.maximum(diagonal + diagonal[i] - 2 * self._covariance[i], 0.0))
+        diagonal, row = self._covariance.diagonal().tolist(), self._covariance[i].tolist()
+        own = diagonal[i]
+        return [max(variance + own - 2 * shared, 0.0) for variance, shared in zip(diagonal, row, strict=True)]
 
 
 class AcceptanceByPosition:
@@ -153,8 +168,9 @@ class AcceptanceByPosition:
     _POSITION_WEIGHT = 20.0  # verdicts of a position that count as much as all positions together
 
     def __init__(self, n_positions: int) -> None:
-        self._judged = np.zeros(n_positions)
-        self._accepted = np.zeros(n_positions)
+        self._judged = [0.0] * n_positions
+        self._accepted = [0.0] * n_positions
+        self._tokens: list[float] | None = None  # since the last step
         self._n_judged = self._PRIOR_WEIGHT  # of all drafts so far
         self._n_accepted = self._PRIOR * self._PRIOR_WEIGHT
 
@@ -164,23 +180,33 @@ class AcceptanceByPosition:
         left_out: the chance of a draft that was not verified. It counts by that, since those that are verified have the
         better chances.
         """
-        self._judged *= 1 - self._FORGET
-        self._accepted *= 1 - self._FORGET
-        self._n_judged = (1 - self._FORGET_ALL) * self._n_judged + min(n_accepted + 1, n_drafted)
+        kept, n_judged = 1 - self._FORGET, min(n_accepted + 1, n_drafted)
+        self._tokens = None
+        self._judged = [n * kept + (i < n_judged) for i, n in enumerate(self._judged)]
+        self._accepted = [n * kept + (i < n_accepted) for i, n in enumerate(self._accepted)]
+        self._n_judged = (1 - self._FORGET_ALL) * self._n_judged + n_judged
         self._n_accepted = (1 - self._FORGET_ALL) * self._n_accepted + n_accepted
-        self._judged[: min(n_accepted + 1, n_drafted)] += 1
-        self._accepted[:n_accepted] += 1
         if left_out is not None and n_accepted == n_drafted:
             self._judged[n_drafted] += 1
             self._accepted[n_drafted] += left_out
 
-    def tokens(self, n_deviations: float = 0.0) -> FloatArray:
-        """N(gamma), gamma = 0..n_positions, with chances that are so many standard deviations higher."""
-        n_judged = self._judged.sum() + self._PRIOR_WEIGHT
-        chance = (self._accepted.sum() + self._n_accepted / self._n_judged * self._PRIOR_WEIGHT) / n_judged
+    def tokens(self) -> list[float]:
+        """N(gamma), gamma = 0..n_positions."""
+        if self._tokens is None:
+            self._tokens = self.raised_tokens(0.0)
+        return self._tokens
+
+    def raised_tokens(self, n_deviations: float) -> list[float]:
+        """The same with chances that are so many standard deviations higher."""
+        n_judged = sum(self._judged) + self._PRIOR_WEIGHT
+        chance = (sum(self._accepted) + self._n_accepted / self._n_judged * self._PRIOR_WEIGHT) / n_judged
         chance = min(1.0, chance + n_deviations * math.sqrt(chance * (1 - chance) / n_judged))
-        by_position = (self._accepted + self._POSITION_WEIGHT * chance) / (self._judged + self._POSITION_WEIGHT)
-        return np.array(speculation.expected_tokens_by_position(by_position.tolist()))
+        prior = self._POSITION_WEIGHT * chance
+        by_position = [
+            (accepted + prior) / (judged + self._POSITION_WEIGHT)
+            for accepted, judged in zip(self._accepted, self._judged, strict=True)
+        ]
+        return speculation.expected_tokens_by_position(by_position)
 
 
 class DraftGovernor:
@@ -197,7 +223,7 @@ class DraftGovernor:
     _TRIAL_DISTANCE = 1  # steps at the best length between two trials
     _TRIAL_CREDIT = 2.0  # plain steps, that they may cost at first, and at once
     _HORIZON = 35  # steps in which what a trial tells is of use
-    _N_TRIALS = np.array([[1], [2], [4], [8]])  # of a length, that are considered at once
+    _N_TRIALS = (1, 2, 4, 8)  # of a length, that are considered at once
     _HYSTERESIS = 0.01  # by which another length must be better, for a change
     _SHARING = 0.7  # neighbouring tokens share more experts than independent ones: an exponent of their number
     _DRAFT_SHARE = 0.1  # T_D over T_T(1), before any draft
@@ -213,8 +239,8 @@ class DraftGovernor:
         self._target = VerificationTime(np.array(unique) ** self._SHARING)
         self._acceptance = AcceptanceByPosition(self.gamma_max)
         self._by_confidence = AcceptanceByConfidence()
-        self._by_ngram = AcceptanceByConfidence(np.full(N_BINS, self._NGRAM_PRIOR), forget=self._NGRAM_FORGET)
-        self._looks = np.zeros(N_BINS)  # first drafts by confidence
+        self._by_ngram = AcceptanceByConfidence([self._NGRAM_PRIOR] * N_BINS, forget=self._NGRAM_FORGET)
+        self._looks = [0.0] * N_BINS  # first drafts by confidence
         self._draft_s = 0.0  # T_D
         self._n_draft_times = 0
         self._n_steps = 0
@@ -223,6 +249,7 @@ class DraftGovernor:
         self._credit_s = math.nan  # for trials; nan before the first measurement
         self._skips = True  # the next step's times say nothing
         self._drafted_last = True
+        self._steps_s: list[float] | None = None  # since the last step
         self.stop = DraftStop()
         self.choice = DraftChoice(gamma=self._best, gamma_max=self.gamma_max, best=self._best)
 
@@ -238,47 +265,48 @@ class DraftGovernor:
             gamma = min(FIRST[self._n_steps], self.gamma_max)
             self.choice = DraftChoice(gamma=gamma, gamma_max=self.gamma_max, best=gamma)
             return self.choice
-        rate, spread = self._rates()
-        best = int(rate.argmax())
+        rate, variances = self._rates()
+        best = rate.index(max(rate))
         if rate[best] > (1 + self._HYSTERESIS) * rate[self._best]:
             self._best = best
         self.choice = self._by_gain(rate, ngram)
-        trial = self._trial(rate, spread, float(rate[0]) * (self.choice.speed_up or 1.0))
+        trial = self._trial(rate, variances, rate[0] * (self.choice.speed_up or 1.0))
         if trial != self._best:
             self.stop = DraftStop()
             self.choice = replace(self.choice, gamma=trial, source="draft", is_trial=True)
         return self.choice
 
-    def _by_gain(self, rate: FloatArray, ngram: float | None) -> DraftChoice:
+    def _by_gain(self, rate: Sequence[float], ngram: float | None) -> DraftChoice:
         """What is drafted where the step is no trial: by the source with the larger gain, to the length that pays."""
-        best_rate, step_s, tokens = float(rate[self._best]), self._step_s(), self._acceptance.tokens()
-        other = 0 if self._best else 1 + int(rate[1:].argmax())
+        best_rate, step_s, tokens = rate[self._best], self._step_s(), self._acceptance.tokens()
+        other = 0 if self._best else rate.index(max(rate[1:]), 1)
         found = DraftChoice(
             gamma=self._best,
             gamma_max=self.gamma_max,
             best=self._best,
-            speed_up=best_rate / float(rate[0]),
+            speed_up=best_rate / rate[0],
             other=other,
-            other_speed_up=float(rate[other] / rate[0]),
+            other_speed_up=rate[other] / rate[0],
         )
         limit = min(self.gamma_max, 2 * self._best + 4)  # not far beyond what was measured
         n = limit + 1
-        gain = ExpectedGain(best_rate * step_s[:n], best_rate * self._pass_s(step_s), tokens[:n])
-        own = float(tokens[self._best] - 1 - best_rate * (step_s[self._best] - step_s[0]))  # of the fixed length
+        gain = ExpectedGain([best_rate * s for s in step_s[:n]], best_rate * self._pass_s(step_s), tokens[:n])
+        own = tokens[self._best] - 1 - best_rate * (step_s[self._best] - step_s[0])  # of the fixed length
         # without a fixed length that pays, plain steps must go on: they tell what a draft has to beat
-        if self._best and self._looks.any():
-            looking = gain.of_looking(self._by_confidence.chances(), self._looks / self._looks.sum())
+        if self._best and any(self._looks):
+            n_looks = sum(self._looks)
+            looking = gain.of_looking(self._by_confidence.chances(), [n / n_looks for n in self._looks])
             if looking > own:
-                more = (looking - own) / float(best_rate * step_s[max(self._best, 1)])
+                more = (looking - own) / (best_rate * step_s[max(self._best, 1)])
                 found = replace(
                     found,
                     gamma=limit,
                     ends_early=True,
-                    speed_up=best_rate / float(rate[0]) * (1 + more),
+                    speed_up=best_rate / rate[0] * (1 + more),
                 )
                 self.stop, own = DraftStop(gain, self._by_confidence.chances(self._BENEFIT)), looking
         if ngram is not None:
-            length, by_ngrams = gain.of_equals(float(self._by_ngram.chances()[confidence_bin(ngram)]))
+            length, by_ngrams = gain.of_equals(self._by_ngram.chance(confidence_bin(ngram)))
             if by_ngrams > own:
                 self.stop = DraftStop()
                 return replace(found, gamma=length, source="ngram")
@@ -298,6 +326,7 @@ class DraftGovernor:
         if skips or step.target_s <= 0:
             return
         self._pay(step)
+        self._steps_s = None
         self._target.observe(n_drafted + 1, step.target_s)
         if n_computed:
             self._n_draft_times += 1
@@ -314,31 +343,37 @@ class DraftGovernor:
         left_out = None
         if step.confidences:
             if len(step.confidences) > step.n_drafted:
-                left_out = float(self._by_confidence.chances()[confidence_bin(step.confidences[step.n_drafted])])
+                left_out = self._by_confidence.chance(confidence_bin(step.confidences[step.n_drafted]))
             self._by_confidence.observe(step.confidences[: step.n_drafted], step.n_accepted)
-            self._looks *= 1 - self._LOOKS_FORGET
+            self._looks = [n * (1 - self._LOOKS_FORGET) for n in self._looks]
             self._looks[confidence_bin(step.confidences[0])] += 1
         self._acceptance.observe(step.n_drafted, step.n_accepted, left_out)
 
-    def _step_s(self) -> FloatArray:
+    def _step_s(self) -> list[float]:
         """Seconds of a step with gamma = 0..gamma_max drafts."""
-        target_s = self._target.seconds()
-        return np.asarray(target_s + self._pass_s(target_s) * np.arange(len(target_s)))
+        if self._steps_s is None:
+            target_s = self._target.seconds()
+            pass_s = self._pass_s(target_s)
+            self._steps_s = [seconds + pass_s * gamma for gamma, seconds in enumerate(target_s)]
+        return self._steps_s
 
-    def _pass_s(self, step_s: FloatArray) -> float:
+    def _pass_s(self, step_s: Sequence[float]) -> float:
         """T_D; step_s: of a plain step is its first element."""
-        return self._draft_s if self._n_draft_times else self._DRAFT_SHARE * float(step_s[0])
+        return self._draft_s if self._n_draft_times else self._DRAFT_SHARE * step_s[0]
 
-    def _rates(self) -> tuple[FloatArray, FloatArray]:
-        """Tokens per second by gamma, [gamma_max + 1], and the deviation of its log from that of `_best`."""
-        tokens, step_s = self._acceptance.tokens(), self._step_s()
-        by_cost = self._target.relative_variance(self._best + 1) * (self._target.seconds() / step_s) ** 2
-        by_acceptance = np.log(self._acceptance.tokens(1.0) / tokens)
-        by_acceptance -= by_acceptance[self._best]
-        by_acceptance[: self._best] = 0.0  # the drafts of the best length tell them as well
-        return tokens / step_s, np.sqrt(by_cost + by_acceptance**2)
+    def _rates(self) -> tuple[list[float], list[float]]:
+        """Tokens per second by gamma, [gamma_max + 1], and the variance of its log relative to that of `_best`."""
+        tokens, step_s, best = self._acceptance.tokens(), self._step_s(), self._best
+        variance = self._target.relative_variance(best + 1)
+        for gamma, (target_s, seconds) in enumerate(zip(self._target.seconds(), step_s, strict=True)):
+            variance[gamma] *= (target_s / seconds) ** 2
+        raised = self._acceptance.raised_tokens(1.0)
+        of_best = math.log(raised[best] / tokens[best])
+        for gamma in range(best + 1, len(tokens)):  # the drafts of the best length tell shorter ones as well
+            variance[gamma] += (math.log(raised[gamma] / tokens[gamma]) - of_best) ** 2
+        return [n / seconds for n, seconds in zip(tokens, step_s, strict=True)], variance
 
-    def _trial(self, rate: FloatArray, spread: FloatArray, now_rate: float) -> int:
+    def _trial(self, rate: Sequence[float], variances: Sequence[float], now_rate: float) -> int:
         """The length of the next step: the best, or one whose trial is worth what it is expected to cost.
 
         k trials move the estimate of a length's advantage by a deviation that is known before. What is then expected of
@@ -347,33 +382,39 @@ class DraftGovernor:
         """
         if self._n_since_trial < self._TRIAL_DISTANCE:
             return self._best
-        cost = self._trial_cost_s(now_rate) / float(self._step_s()[self._best])
-        advantage = np.log(rate / now_rate)
-        variance = np.maximum(spread**2, 1e-9)
-        k = self._N_TRIALS
-        deviation = np.sqrt(variance * k * variance / (k * variance + self._target.noise))
-        gain = deviation * np.interp(advantage / deviation, _Z, _EXPECTED_GAIN) - np.maximum(advantage, 0.0)
-        worth = ((self._HORIZON * gain - k * cost) / k).max(axis=0)
-        worth[2 * self._best + 4 :] = -math.inf  # far beyond what was measured
-        worth[self._best] = -math.inf
-        dear = self._trial_cost_s(now_rate) > self._credit_s
-        dear[0] = False
-        worth[dear] = -math.inf
-        return int(worth.argmax()) if worth.max() > 0 else self._best
+        found, most = self._best, 0.0
+        unit_s = self._step_s()[self._best]
+        for gamma in range(min(2 * self._best + 4, len(rate))):  # not far beyond what was measured
+            if gamma == self._best:
+                continue
+            cost_s = self._trial_cost_s(gamma, now_rate)
+            if gamma and cost_s > self._credit_s:
+                continue
+            cost, variance = cost_s / unit_s, max(variances[gamma], 1e-9)
+            # what k trials may be worth grows with the deviation and is largest at an advantage of 0
+            if self._HORIZON * math.sqrt(variance / math.tau) <= cost + most:
+                continue
+            advantage = math.log(rate[gamma] / now_rate)
+            for k in self._N_TRIALS:
+                deviation = math.sqrt(variance * k * variance / (k * variance + self._target.noise))
+                worth = self._HORIZON * deviation * gain_of_better(advantage / deviation) / k - cost
+                if worth > most:
+                    found, most = gamma, worth
+        return found
 
-    def _trial_cost_s(self, best_rate: float) -> FloatArray:
-        """What a step of each length is expected to take longer than its tokens at the best rate, [gamma_max + 1]."""
-        return np.maximum(self._step_s() - self._acceptance.tokens() / best_rate, 0.0)
+    def _trial_cost_s(self, gamma: int, best_rate: float) -> float:
+        """What a step of a length is expected to take longer than its tokens at the best rate."""
+        return max(self._step_s()[gamma] - self._acceptance.tokens()[gamma] / best_rate, 0.0)
 
     def _pay(self, step: StepCost) -> None:
         """Adds the step's share to the credit for trials; of a trial takes off what it has cost more than it gave."""
         if self._target.n_measured == 0:
             return
         step_s = self._step_s()
-        most_s = self._TRIAL_CREDIT * float(step_s[0])
+        most_s = self._TRIAL_CREDIT * step_s[0]
         if math.isnan(self._credit_s):
             self._credit_s = most_s
         if self.choice.is_trial:
             best_rate = self._acceptance.tokens()[self._best] / step_s[self._best]
-            self._credit_s -= float(self._trial_cost_s(best_rate)[step.n_drafted])
+            self._credit_s -= self._trial_cost_s(step.n_drafted, best_rate)
         self._credit_s = min(most_s, self._credit_s + self._TRIAL_SHARE * (step.draft_s + step.target_s))

@@ -11,17 +11,17 @@ Let lambda be the tokens per second that steps give anyway. A longer draft pays 
 which is the stopping rule of the most tokens per second (renewal reward). Whether a draft is kept depends on its
 distribution and on earlier drafts, never on the token that is drawn from it, and what is drawn is verified: rejection
 sampling stays exact.
+
+Up to 17 numbers are computed as Python's floats: a call of NumPy takes longer than such a list.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-
-import numpy as np
-from numpy.typing import NDArray
-
-FloatArray = NDArray[np.float64]
+from collections.abc import Sequence
+from itertools import accumulate, repeat
+from operator import mul
 
 N_BINS = 7  # of confidence
 _EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
@@ -42,26 +42,31 @@ class AcceptanceByConfidence:
 
     _PRIOR_WEIGHT = 4.0  # verdicts
 
-    def __init__(self, prior: FloatArray | None = None, *, forget: float = 0.005) -> None:
-        self._prior = np.array(_BELIEVED) if prior is None else prior
+    def __init__(self, prior: Sequence[float] = _BELIEVED, *, forget: float = 0.005) -> None:
+        self._prior = prior
         self._forget = forget
-        self._judged = np.zeros(N_BINS)
-        self._accepted = np.zeros(N_BINS)
+        self._judged = [0.0] * N_BINS
+        self._accepted = [0.0] * N_BINS
 
     def observe(self, confidences: list[float], n_accepted: int) -> None:
         """Of drafts with these confidences, in order, the first `n_accepted` were accepted, and the next was not."""
-        self._judged *= 1 - self._forget
-        self._accepted *= 1 - self._forget
+        kept = 1 - self._forget
+        self._judged = [n * kept for n in self._judged]
+        self._accepted = [n * kept for n in self._accepted]
         for i, confidence in enumerate(confidences[: n_accepted + 1]):
             where = confidence_bin(confidence)
             self._judged[where] += 1
             self._accepted[where] += i < n_accepted
 
-    def chances(self, n_deviations: float = 0.0) -> FloatArray:
+    def chances(self, n_deviations: float = 0.0) -> list[float]:
         """By bin, [N_BINS]; so many standard deviations higher where few verdicts are known."""
-        n_judged = self._judged + self._PRIOR_WEIGHT
-        chance = (self._accepted + self._PRIOR_WEIGHT * self._prior) / n_judged
-        return np.asarray(np.minimum(chance + n_deviations * np.sqrt(chance * (1 - chance) / n_judged), 1.0))
+        return [self.chance(where, n_deviations) for where in range(N_BINS)]
+
+    def chance(self, where: int, n_deviations: float = 0.0) -> float:
+        """The same of one bin."""
+        n_judged = self._judged[where] + self._PRIOR_WEIGHT
+        chance = (self._accepted[where] + self._PRIOR_WEIGHT * self._prior[where]) / n_judged
+        return min(chance + n_deviations * math.sqrt(chance * (1 - chance) / n_judged), 1.0)
 
 
 class ExpectedGain:
@@ -72,18 +77,20 @@ class ExpectedGain:
     [n + 1].
     """
 
-    def __init__(self, step_tokens: FloatArray, pass_tokens: float, tokens: FloatArray) -> None:
+    def __init__(self, step_tokens: Sequence[float], pass_tokens: float, tokens: Sequence[float]) -> None:
         self._step = step_tokens
         self._pass = pass_tokens
         self._tokens = tokens
-        self._reached = np.maximum(np.diff(tokens, prepend=0.0), 1e-12)  # chance that the first i drafts are accepted
+        # chance that the first i drafts are accepted
+        self._reached = [max(more - less, 1e-12) for less, more in zip((0.0, *tokens), tokens, strict=False)]
 
     def of_more(self, n_kept: int, chance: float) -> float:
         """The gain of the best number of further drafts, at least one, after `n_kept` that are accepted by `chance`."""
         if n_kept + 1 >= len(self._step):
             return -math.inf
-        tokens = (self._tokens[n_kept + 1 :] - self._tokens[n_kept]) * (chance / self._reached[n_kept])
-        return float((tokens - (self._step[n_kept + 1 :] - self._step[n_kept])).max())
+        tokens, step, share = self._tokens[n_kept], self._step[n_kept], chance / self._reached[n_kept]
+        further = zip(self._tokens[n_kept + 1 :], self._step[n_kept + 1 :], strict=True)
+        return max([(more - tokens) * share - (cost - step) for more, cost in further])
 
     def of_next(self, n_kept: int, chance: float) -> float:
         """The gain of keeping the next draft, which is computed already; `chance` that it and all before are accepted.
@@ -91,23 +98,26 @@ class ExpectedGain:
         Others may follow it.
         """
         own = chance - (self._step[n_kept + 1] - self._step[n_kept]) + self._pass
-        return float(own) + max(self.of_more(n_kept + 1, chance), 0.0)
+        return own + max(self.of_more(n_kept + 1, chance), 0.0)
 
-    def of_looking(self, chances: FloatArray, frequency: FloatArray) -> float:
+    def of_looking(self, chances: Sequence[float], frequency: Sequence[float]) -> float:
         """The gain of computing the first draft, to keep it where that pays.
 
         chances, frequency: of the bins of confidence, [n_bins]; the frequencies sum to 1.
         """
-        gains = [max(self.of_next(0, chance), 0.0) for chance in chances.tolist()]
-        return float(frequency @ np.array(gains)) - self._pass
+        by_bin = zip(chances, frequency, strict=True)
+        return sum([share * max(self.of_next(0, chance), 0.0) for chance, share in by_bin if share]) - self._pass
 
     def of_equals(self, chance: float) -> tuple[int, float]:
         """The best number of drafts that are accepted by `chance` each and cost no time to make, and their gain."""
-        n_most = len(self._step) - 1
-        tokens = np.cumsum(chance ** np.arange(1, n_most + 1))
-        seconds = self._step[1:] - self._step[0] - self._pass * np.arange(1, n_most + 1)
-        best = int((tokens - seconds).argmax())
-        return best + 1, float(tokens[best] - seconds[best])
+        tokens = accumulate(accumulate(repeat(chance, len(self._step) - 1), mul))
+        plain = self._step[0]
+        gains = [
+            more - (cost - plain - self._pass * n)
+            for n, (more, cost) in enumerate(zip(tokens, self._step[1:], strict=True), start=1)
+        ]
+        best = max(gains)
+        return gains.index(best) + 1, best
 
 
 class DraftStop:
@@ -116,9 +126,9 @@ class DraftStop:
     gain: of the step; None: the draft has a fixed length. chances: of a draft by the bin of its confidence, [N_BINS].
     """
 
-    def __init__(self, gain: ExpectedGain | None = None, chances: FloatArray | None = None) -> None:
+    def __init__(self, gain: ExpectedGain | None = None, chances: Sequence[float] | None = None) -> None:
         self._gain = gain
-        self._chances = np.ones(N_BINS) if chances is None else chances
+        self._chances = [1.0] * N_BINS if chances is None else chances
         self._n_kept = 0
         self._chance = 1.0  # that all that were kept are accepted
 
@@ -126,7 +136,7 @@ class DraftStop:
         """Whether the next draft, of this confidence, is drawn; otherwise those before it are all."""
         if self._gain is None:
             return True
-        chance = self._chance * float(self._chances[confidence_bin(confidence)])
+        chance = self._chance * self._chances[confidence_bin(confidence)]
         if self._gain.of_next(self._n_kept, chance) <= 0:
             return False
         self._n_kept, self._chance = self._n_kept + 1, chance
