@@ -226,7 +226,12 @@ class Session:
 
     def _new_governor(self) -> DraftGovernor:
         info = self.model.info
-        return DraftGovernor(n_experts=info.n_experts, n_used=info.n_expert_used)
+        return DraftGovernor(
+            max(1, _at_most(GAMMA_MAX, self.target.n_drafts_max)),
+            own_max=self.draft.head.context.kind.n_drafts_max if isinstance(self.draft, HeadDraft) else None,
+            n_experts=info.n_experts,
+            n_used=info.n_expert_used,
+        )
 
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""

@@ -215,7 +215,8 @@ class DraftGovernor:
     The session's own source is a draft model, a head of the target, or n-grams. Next to a model, n-grams of the text
     may draft instead in single steps; whether they would have been right is known after each step at no cost.
 
-    gamma_max: the longest draft, at least 1. n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model.
+    gamma_max: the longest draft, at least 1. own_max: that of the session's own source, where n-grams may draft more.
+    n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model.
     stop: ends the draft of the step that was chosen last, unless it has a fixed length.
     """
 
@@ -232,8 +233,11 @@ class DraftGovernor:
     _BENEFIT = 0.5  # standard deviations by which drafts of little known confidences may be better than known
     _LOOKS_FORGET = 0.05  # of the counts of the first draft's confidence, with each step that has one
 
-    def __init__(self, gamma_max: int = GAMMA_MAX, *, n_experts: int = 0, n_used: int = 0) -> None:
+    def __init__(
+        self, gamma_max: int = GAMMA_MAX, *, own_max: int | None = None, n_experts: int = 0, n_used: int = 0
+    ) -> None:
         self.gamma_max = min(gamma_max, GAMMA_MAX)
+        self._own_max = self.gamma_max if own_max is None else min(own_max, self.gamma_max)
         tokens = range(1, self.gamma_max + 2)
         unique = [speculation.uniform_unique(n_experts, n_used, t) / n_used if n_experts else 1.0 for t in tokens]
         self._target = VerificationTime(np.array(unique) ** self._SHARING)
@@ -245,7 +249,7 @@ class DraftGovernor:
         self._n_draft_times = 0
         self._n_steps = 0
         self._n_since_trial = 0
-        self._best = min(FIRST[0], self.gamma_max)
+        self._best = min(FIRST[0], self._own_max)
         self._credit_s = math.nan  # for trials; nan before the first measurement
         self._skips = True  # the next step's times say nothing
         self._drafted_last = True
@@ -262,7 +266,7 @@ class DraftGovernor:
         """The drafts of the next step. ngram: the confidence of n-grams, where they may draft instead of a model."""
         self.stop = DraftStop()
         if self._n_steps < len(FIRST):
-            gamma = min(FIRST[self._n_steps], self.gamma_max)
+            gamma = min(FIRST[self._n_steps], self._own_max)
             self.choice = DraftChoice(gamma=gamma, gamma_max=self.gamma_max, best=gamma)
             return self.choice
         rate, variances = self._rates()
@@ -278,7 +282,7 @@ class DraftGovernor:
 
     def _by_gain(self, rate: Sequence[float], ngram: float | None) -> DraftChoice:
         """What is drafted where the step is no trial: by the source with the larger gain, to the length that pays."""
-        best_rate, step_s, tokens = rate[self._best], self._step_s(), self._acceptance.tokens()
+        best_rate, step_s, tokens = rate[self._best], self._step_s(), self._drafted(self._acceptance.tokens())
         other = 0 if self._best else rate.index(max(rate[1:]), 1)
         found = DraftChoice(
             gamma=self._best,
@@ -349,6 +353,11 @@ class DraftGovernor:
             self._looks[confidence_bin(step.confidences[0])] += 1
         self._acceptance.observe(step.n_drafted, step.n_accepted, left_out)
 
+    def _drafted(self, tokens: Sequence[float]) -> list[float]:
+        """N(gamma) of the session's own source, [gamma_max + 1]: no more where it drafts no more."""
+        n = self._own_max + 1
+        return [*tokens[:n], *[tokens[self._own_max]] * (len(tokens) - n)]
+
     def _step_s(self) -> list[float]:
         """Seconds of a step with gamma = 0..gamma_max drafts."""
         if self._steps_s is None:
@@ -363,11 +372,11 @@ class DraftGovernor:
 
     def _rates(self) -> tuple[list[float], list[float]]:
         """Tokens per second by gamma, [gamma_max + 1], and the variance of its log relative to that of `_best`."""
-        tokens, step_s, best = self._acceptance.tokens(), self._step_s(), self._best
+        tokens, step_s, best = self._drafted(self._acceptance.tokens()), self._step_s(), self._best
         variance = self._target.relative_variance(best + 1)
         for gamma, (target_s, seconds) in enumerate(zip(self._target.seconds(), step_s, strict=True)):
             variance[gamma] *= (target_s / seconds) ** 2
-        raised = self._acceptance.raised_tokens(1.0)
+        raised = self._drafted(self._acceptance.raised_tokens(1.0))
         of_best = math.log(raised[best] / tokens[best])
         for gamma in range(best + 1, len(tokens)):  # the drafts of the best length tell shorter ones as well
             variance[gamma] += (math.log(raised[gamma] / tokens[gamma]) - of_best) ** 2
@@ -384,7 +393,7 @@ class DraftGovernor:
             return self._best
         found, most = self._best, 0.0
         unit_s = self._step_s()[self._best]
-        for gamma in range(min(2 * self._best + 4, len(rate))):  # not far beyond what was measured
+        for gamma in range(min(2 * self._best + 4, self._own_max + 1)):  # not far beyond what was measured
             if gamma == self._best:
                 continue
             cost_s = self._trial_cost_s(gamma, now_rate)
@@ -404,7 +413,7 @@ class DraftGovernor:
 
     def _trial_cost_s(self, gamma: int, best_rate: float) -> float:
         """What a step of a length is expected to take longer than its tokens at the best rate."""
-        return max(self._step_s()[gamma] - self._acceptance.tokens()[gamma] / best_rate, 0.0)
+        return max(self._step_s()[gamma] - self._drafted(self._acceptance.tokens())[gamma] / best_rate, 0.0)
 
     def _pay(self, step: StepCost) -> None:
         """Adds the step's share to the credit for trials; of a trial takes off what it has cost more than it gave."""
@@ -415,6 +424,6 @@ class DraftGovernor:
         if math.isnan(self._credit_s):
             self._credit_s = most_s
         if self.choice.is_trial:
-            best_rate = self._acceptance.tokens()[self._best] / step_s[self._best]
+            best_rate = self._drafted(self._acceptance.tokens())[self._best] / step_s[self._best]
             self._credit_s -= self._trial_cost_s(step.n_drafted, best_rate)
         self._credit_s = min(most_s, self._credit_s + self._TRIAL_SHARE * (step.draft_s + step.target_s))

@@ -173,6 +173,21 @@ def test_never_longer_than_allowed() -> None:
     assert governor.choose().best == 2
 
 
+def test_lengths_that_the_source_does_not_draft_do_not_speak_for_it() -> None:
+    """With drafts of 6 tokens speculation would cost little, but the source has 3 at most, and with these it loses."""
+    trace = Trace(lambda t: 0.1 if t == 1 else 0.3, 0.01, lambda n: 0.75, noise=0.1)
+    rng = np.random.default_rng(3)
+    governor = DraftGovernor(own_max=3)
+    gammas = []
+    for n in range(300):
+        gammas.append(governor.choose().gamma)
+        governor.observe(trace.step(min(gammas[-1], 3), n, rng))
+    assert max(gammas) <= 3
+    assert gammas[100:].count(0) > 150
+    assert governor.choose().best == 0
+    assert governor.gamma_max == GAMMA_MAX  # of n-grams
+
+
 def test_catching_up_is_no_draft_time() -> None:
     """After plain steps the draft model first decodes what it has missed."""
     governor = DraftGovernor()
