@@ -246,6 +246,17 @@ def test_gamma_without_a_draft_is_refused(tiny: TinyFactory, tmp_path: Path) -> 
     assert talk.repl.settings.gamma == 0
 
 
+@pytest.mark.parametrize("lines", [["/set gamma auto", "/set seed 3"], ["/set seed 3", "/set gamma auto"]])
+def test_a_seed_with_lengths_that_follow_times(session: Session, tmp_path: Path, lines: list[Line]) -> None:
+    """It is said once, and not where answers are greedy."""
+    talk = Talk(session, [*lines, "/set n_predict 5"], tmp_path, settings=Settings(gamma=4))
+    assert talk.err.count("may give other tokens") == 1
+    session.set_draft_length(4)
+    talk = Talk(session, lines, tmp_path, settings=GREEDY)
+    assert talk.err.count("may give other tokens") == 0
+    session.set_draft_length(4)
+
+
 def test_read_goes_before_the_next_message(session: Session, tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("first note")

@@ -121,6 +121,13 @@ class Repl:
             # without drafts answers are exact, once what was verified under the budget is out of the KV cache
             if settings.budget != old.budget or (budget is not None and self.session.gamma == 0):
                 self.session.set_expert_budget(budget)
+        if settings.ignores_seed and not old.ignores_seed:
+            notes.append(
+                Notification(
+                    "Draft lengths follow measured times (gamma auto): the same seed may give other tokens. "
+                    "/set gamma N fixes them."
+                )
+            )
         self.settings = settings
         return list(notes)
 

@@ -29,6 +29,12 @@ class Settings:
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
+    @property
+    def ignores_seed(self) -> bool:
+        """Whether answers with one seed may differ: numbers are drawn draft by draft, and lengths follow times."""
+        sampling = self.sampling
+        return self.gamma == "auto" and sampling.seed is not None and sampling.temperature > 0
+
 
 @dataclass(frozen=True)
 class _Setting:
