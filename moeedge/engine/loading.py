@@ -210,7 +210,7 @@ def choose_draft(
             f"The memory of {model.info.architecture} models cannot roll back rejected drafts: speculation off."
         )
         return ChosenDraft()
-    if model.keeps_snapshots and config.gamma > _MAX_SNAPSHOTS:
+    if model.keeps_snapshots and not config.auto_gamma and config.gamma > _MAX_SNAPSHOTS:
         notes.append(f"Drafts have at most {_MAX_SNAPSHOTS} tokens: the model keeps a recurrent state for each.")
     if config.draft == "ngram":
         return ChosenDraft(use_ngram=True)
