@@ -25,6 +25,7 @@ from moeedge.llama.draft_heads import own_head
 from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.scheduler.governor import GAMMA_MAX
 from tests.conftest import TinyFactory
 from tests.support.hybrid import assert_greedy, hybrid_config
 from tests.support.interruption import interrupt_decode
@@ -104,6 +105,16 @@ def test_the_log_keeps_the_last_states(steps: list[tuple[int, int]], n_kept: int
         n_last = min(n_kept, n)  # those of the last decode are there
         np.testing.assert_array_equal(found[end + 1 - n_last : end + 1], expected[end + 1 - n_last : end + 1])
         assert all(value in (0.0, wanted) for value, wanted in zip(found.tolist(), expected, strict=True))
+
+
+@pytest.mark.parametrize("case", ["chain-hy_v3", "chain-step35"])
+def test_lengths_by_measured_cost_are_those_that_heads_draft(tiny: TinyFactory, case: str) -> None:
+    with Session.open(options(files(tiny, case), auto_gamma=True)) as session:
+        most = head_of(session).context.kind.n_heads
+        generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
+        choices = [record.choice for record in generation if record.choice is not None]
+    assert max(choice.best for choice in choices) <= most < 4
+    assert choices[0].gamma_max == GAMMA_MAX
 
 
 def test_the_log_follows_a_shift() -> None:
