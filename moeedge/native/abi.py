@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 18  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 19  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):

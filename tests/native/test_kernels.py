@@ -36,6 +36,7 @@ def test_every_kernel_passes_its_check() -> None:
         assert kernel.is_equal, kernel
         assert kernel.single_speed > 0
         assert kernel.several_speed > 0
+        assert kernel.n_dense_max > 1, kernel
 
 
 @pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 18
+#define MOEEDGE_ABI_VERSION 19
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -425,6 +425,7 @@ struct moeedge_kernel {
     int32_t is_equal;      // its results have the bits of ggml's; it is not used otherwise
     double  single_speed;  // ggml's time over ours with rows from memory, one column per expert
     double  several_speed; // two columns per expert
+    int32_t n_dense_max;   // columns of a dense matrix that it computes, at most; 0: none, the bits of some batch differ
 };
 
 // a moeedge_kernel_choice for the entire process, from the next graph on

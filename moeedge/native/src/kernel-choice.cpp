@@ -278,6 +278,7 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].is_equal      = check.is_equal;
         out[i].single_speed  = check.single;
         out[i].several_speed = check.several;
+        out[i].n_dense_max   = check.is_dense_equal ? (int32_t) kernels[i]->n_dense_max : 0;
     }
     return (int) kernels.size();
 }
