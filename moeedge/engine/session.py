@@ -218,9 +218,14 @@ class Session:
         self.info = replace(self.info, expert_budget=budget)
 
     def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
-        """Sets the draft length of the next answers; "auto": each step's follows what steps cost. Between answers."""
+        """Sets the draft length of the next answers; "auto": each step's follows what steps cost. Between answers.
+
+        Raises ValueError for "auto" in a session for several texts.
+        """
         if gamma != "auto":
             self.gamma, self.governor = gamma, None
+        elif self.config.n_parallel > 1:
+            raise ValueError("the draft length auto is for one text at a time")
         elif self.governor is None:
             self.gamma, self.governor = GAMMA_MAX, self._new_governor()
 

@@ -22,7 +22,7 @@ class Kernel:
     is_equal: bool = c_field(c_int32)  # its results have the bits of ggml's; it is not used otherwise
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
     several_speed: float = c_field(c_double)  # the same with two columns per expert
-    n_dense_max: int = c_field(c_int32)  # columns of a dense matrix that it computes, at most; 0: bits of some batch differ
+    n_dense_max: int = c_field(c_int32)  # columns of a dense matrix that it computes, at most; 0: bits differ
 
 
 def set_kernel_choice(choice: KernelChoice) -> None:

@@ -4,8 +4,8 @@
 
 Attention's query matrix and the output matrix in the shape of Qwen3-30B-A3B. Consecutive matmuls of the small one use
 other matrices, so that no cache has them. One thread, bytes per second of its own processor time, medians of rounds.
-`equal`: whether a column has the same bits alone and with the others. Engine CPU is ggml's, MOEEDGE has our kernels where
-they were measured faster.
+`equal`: whether a column has the same bits alone and with the others. Engine CPU is ggml's; MOEEDGE has our kernels
+where they were measured faster.
 """
 
 from __future__ import annotations

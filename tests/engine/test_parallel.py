@@ -361,3 +361,9 @@ def test_texts_share_the_context_of_models_larger_than_ram(
 def test_no_prompts(session: Session) -> None:
     generation = start(session, prompts=[])
     assert list(generation) == [] and generation.stats.tg_ts == 0 and generation.stats.acceptance_rate is None
+
+
+def test_lengths_by_measured_cost_are_for_one_text(config: EngineConfig) -> None:
+    """The governor chooses one length per step."""
+    with Session.open(config) as session, pytest.raises(ValueError, match="one text"):
+        session.set_draft_length("auto")
