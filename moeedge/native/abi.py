@@ -77,6 +77,7 @@ class KernelChoice(IntEnum):
     MEASURED = 1  # ours where they are faster
     ALL = 2  # ours where there are any, of the newest instructions
     AVX2 = 3  # ours for AVX2 where there are any
+    PORTABLE = 4  # for tests: those in plain C++, which round as ggml's plain code does, unchecked
 
 
 class ReadFault(IntEnum):

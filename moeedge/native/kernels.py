@@ -17,7 +17,7 @@ _N_MAX = 16
 class Kernel:
     """A kernel as its check on this CPU found it."""
 
-    instructions: str = c_field(c_char * 16)  # of the processor, by the compiler's name for them: avx512vnni, avx2
+    instructions: str = c_field(c_char * 16)  # of the processor, by the compiler's name: avx512vnni, avx2, or portable
     layout: str = c_field(c_char * 16)  # of the matrices; "x8": rows interleaved by eight, as ggml repacks them
     is_equal: bool = c_field(c_int32)  # its results have the bits of ggml's; it is not used otherwise
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
@@ -31,7 +31,7 @@ def set_kernel_choice(choice: KernelChoice) -> None:
 
 
 def kernels() -> list[Kernel]:
-    """The kernels that this CPU runs, the newest instructions first; empty without AVX2.
+    """The kernels that this CPU runs, the newest instructions first; those in plain C++ where it has no others.
 
     The first call in a process checks them, in milliseconds each.
     """

@@ -211,7 +211,8 @@ class DenseMatmul:
         buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
         call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
         self.out = self._values(product, (n_tokens, n_out))
-        self._values(x, (n_tokens, n_in))[:] = np.random.default_rng(0).standard_normal((n_tokens, n_in))
+        self.input = self._values(x, (n_tokens, n_in))
+        self.input[:] = np.random.default_rng(0).standard_normal((n_tokens, n_in))
 
     def _values(self, tensor: int, shape: tuple[int, int]) -> NDArray[np.float32]:
         data = call("ggml_get_data", c_void_p, [c_void_p], tensor)

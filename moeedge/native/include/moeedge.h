@@ -416,6 +416,7 @@ enum moeedge_kernel_choice {
     MOEEDGE_KERNEL_CHOICE_MEASURED = 1, // ours where they are faster (at first)
     MOEEDGE_KERNEL_CHOICE_ALL      = 2, // ours where there are any, of the newest instructions
     MOEEDGE_KERNEL_CHOICE_AVX2     = 3, // ours for AVX2 where there are any
+    MOEEDGE_KERNEL_CHOICE_PORTABLE = 4, // for tests: those in plain C++, which round as ggml's plain code does, unchecked
 };
 
 // a kernel of ours, as its check on this CPU found it

@@ -4,7 +4,7 @@
 // unpacked once per token. These kernels unpack a row once for up to four columns. Sums of integers are exact in any order, and
 // sums of floats are made in ggml's order, so the results are equal to ggml's bit by bit (checked at run time: kernel-choice.h).
 //
-// There are kernels for x86 only, a file for each set of instructions; elsewhere ggml computes.
+// A file for each set of instructions of x86; other processors have one in plain C++.
 
 #pragma once
 
@@ -41,5 +41,6 @@ struct dot_kernels {
 // all kernels for these instructions, none where the library was compiled for another kind of processor
 dot_kernels avx512_kernels(); // AVX-512 with VNNI
 dot_kernels avx2_kernels();   // AVX2 and FMA
+dot_kernels portable_kernels();
 
 } // namespace moeedge

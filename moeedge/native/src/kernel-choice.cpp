@@ -50,13 +50,16 @@ ggml_from_float_t quantizer(ggml_type type) {
 // the newest instructions first
 static std::vector<const dot_kernel *> find_runnable_kernels() {
     std::vector<const dot_kernel *> found;
-#if defined(__x86_64__)
-    const auto add = [&found](const dot_kernels & kernels) {
+    const auto                      add = [&found](const dot_kernels & kernels) {
         for (int i = 0; i < kernels.n; i++) {
             found.push_back(&kernels.first[i]);
         }
     };
-    if (quantizer(GGML_TYPE_Q8_0) != nullptr && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (quantizer(GGML_TYPE_Q8_0) == nullptr) {
+        return found;
+    }
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
             add(avx512_kernels());
@@ -64,6 +67,9 @@ static std::vector<const dot_kernel *> find_runnable_kernels() {
         add(avx2_kernels());
     }
 #endif
+    if (found.empty()) {
+        add(portable_kernels());
+    }
     return found;
 }
 
@@ -307,6 +313,12 @@ const dot_kernel * chosen_kernel(const ggml_tensor * node) {
     const int chosen = choice.load(std::memory_order_relaxed);
     if (chosen == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
         return nullptr;
+    }
+    if (chosen == MOEEDGE_KERNEL_CHOICE_PORTABLE) {
+        const dot_kernels  kernels = portable_kernels();
+        const dot_kernel * end     = kernels.first + kernels.n;
+        const dot_kernel * found   = std::find_if(kernels.first, end, [&](const dot_kernel & kernel) { return fits(kernel, node); });
+        return found == end ? nullptr : found;
     }
     const dot_kernel * fastest = nullptr;
     double             speed   = 1; // ggml's
