@@ -130,7 +130,7 @@ class SpeculativeLoop:
             return self._step(gammas)
         [most], [text] = gammas, self.texts
         is_usual = self.placement is None or not self.placement.in_trial
-        start_s = time.perf_counter()
+        waited_s, start_s = self._loading_wait_s, time.perf_counter()
         found = text.lookup(most)
         choice = self._governor.choose(found.confidences[0] if found.confidences else None)
         gamma = min(choice.gamma, most)
@@ -145,6 +145,7 @@ class SpeculativeLoop:
                 n_accepted=record.n_accepted,
                 draft_s=record.draft_s,
                 target_s=time.perf_counter() - start_s - record.draft_s if is_usual else 0.0,
+                loading_s=max(0.0, self._loading_wait_s - waited_s),
                 by_ngrams=by_ngrams,
                 confidences=record.confidences,
                 ngram_confidences=found.confidences[:n_compared],
@@ -152,6 +153,10 @@ class SpeculativeLoop:
             )
         )
         return [record]
+
+    @property
+    def _loading_wait_s(self) -> float:
+        return 0.0 if self.placement is None else self.placement.loading_wait_s
 
     def _step(self, gammas: Sequence[int]) -> list[StepRecord]:
         return self.plain_step(gammas) if self.placement is None else self.overlapped_step(gammas)

@@ -350,6 +350,10 @@ class ExpertCache:
             return now
         return replace(now, **{name: getattr(earlier, name) + getattr(now, name) for name in counters(now)})
 
+    def waited_s(self) -> float:
+        """`CacheStats.wait_s` since the cache was opened last: cheap enough for every step."""
+        return float(self._read_stats().wait_s)
+
     def trouble(self) -> tuple[bool, int]:
         """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
         stats = self._read_stats()

@@ -8,6 +8,9 @@ notation). All three are estimated from the steps themselves:
   T_T  a Gaussian estimate of log T_T(t) for t = 1..n, in which one measurement corrects all t: its prior has the shape
        of the production study's T(K + 1) (`speculation.verification_ratio`)
 
+Where experts are loaded from the file, the time that steps wait for them is not part of T_T: it grows with the distinct
+experts of t tokens and changes faster.
+
 The level of T_T may drift much faster than its shape. While a cache fills, costs fall from step to step whatever is
 drafted, and that must not speak for the lengths that happen to come last.
 
@@ -54,13 +57,15 @@ class StepCost:
 
     by_ngrams: n-grams drafted in place of the session's own source. confidences: of the drafts that the own source
     computed, in order; those after `n_drafted` were left out. Empty: unknown. ngram_confidences, ngram_accepted: of the
-    drafts that n-grams had, as many as there were tokens to compare them with, and how many were right.
+    drafts that n-grams had, as many as there were tokens to compare them with, and how many were right. loading_s: the
+    part of `target_s` that waited for experts from the file.
     """
 
     n_drafted: int
     n_accepted: int
     draft_s: float
     target_s: float
+    loading_s: float = 0.0
     by_ngrams: bool = False
     confidences: list[float] = field(default_factory=list)
     ngram_confidences: list[float] = field(default_factory=list)
@@ -231,6 +236,7 @@ class DraftGovernor:
     _NGRAM_PRIOR = 0.3  # chance of a draft by n-grams, before any was compared
     _NGRAM_FORGET = 0.03  # of the counts of n-grams, with each step: they cost nothing to learn anew
     _BENEFIT = 0.5  # standard deviations by which drafts of little known confidences may be better than known
+    _LOADING_GAIN = 0.25  # of the waits for experts: they change from step to step
     _LOOKS_FORGET = 0.05  # of the counts of the first draft's confidence, with each step that has one
 
     def __init__(
@@ -240,7 +246,10 @@ class DraftGovernor:
         self._own_max = self.gamma_max if own_max is None else min(own_max, self.gamma_max)
         tokens = range(1, self.gamma_max + 2)
         unique = [speculation.uniform_unique(n_experts, n_used, t) / n_used if n_experts else 1.0 for t in tokens]
-        self._target = VerificationTime(np.array(unique) ** self._SHARING)
+        self._expert_ratio = [ratio**self._SHARING for ratio in unique]
+        self._target = VerificationTime(np.array(self._expert_ratio))  # without waits for experts
+        self._loading_s = 0.0  # that a plain step waits for experts
+        self._n_loading_times = 0
         self._acceptance = AcceptanceByPosition(self.gamma_max)
         self._by_confidence = AcceptanceByConfidence()
         self._by_ngram = AcceptanceByConfidence([self._NGRAM_PRIOR] * N_BINS, forget=self._NGRAM_FORGET)
@@ -331,7 +340,10 @@ class DraftGovernor:
             return
         self._pay(step)
         self._steps_s = None
-        self._target.observe(n_drafted + 1, step.target_s)
+        self._target.observe(n_drafted + 1, max(step.target_s - step.loading_s, 0.01 * step.target_s))
+        self._n_loading_times += 1
+        loading_s = step.loading_s / self._expert_ratio[n_drafted]
+        self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._n_loading_times)
         if n_computed:
             self._n_draft_times += 1
             seconds = step.draft_s / n_computed
@@ -363,7 +375,10 @@ class DraftGovernor:
         if self._steps_s is None:
             target_s = self._target.seconds()
             pass_s = self._pass_s(target_s)
-            self._steps_s = [seconds + pass_s * gamma for gamma, seconds in enumerate(target_s)]
+            self._steps_s = [
+                seconds + pass_s * gamma + self._loading_s * ratio
+                for gamma, (seconds, ratio) in enumerate(zip(target_s, self._expert_ratio, strict=True))
+            ]
         return self._steps_s
 
     def _pass_s(self, step_s: Sequence[float]) -> float:

@@ -144,6 +144,11 @@ class PlacementManager:
         return self.ram.active if self.ram is not None else self._device.kind == "ram" and self.active
 
     @property
+    def loading_wait_s(self) -> float:
+        """How long computations have waited for experts from the file so far; 0.0 with experts on a device."""
+        return self.cache.waited_s() if self._device.kind == "ram" and self._attached else 0.0
+
+    @property
     def reads_draft(self) -> bool:
         """Whether experts are predicted from what the draft model computes."""
         return self._keeps_hidden_states or self.draft_prefetch is not None

@@ -26,6 +26,7 @@ from moeedge.policies.registry import POLICIES
 from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
+from moeedge.scheduler.governor import StepCost
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from moeedge.scheduler.slot_memory import LOST
 from moeedge.ui.figures import live_cache_figures
@@ -76,11 +77,19 @@ def test_answers_are_stocks(loaded: Loaded, ratio: float) -> None:
 
 
 @each_case(["qwen3moe"])
-def test_the_draft_length_follows_costs(loaded: Loaded) -> None:
+def test_the_draft_length_follows_costs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The governor is told how long each step waited for experts."""
     config = replace(config_of(loaded, 0.3, gamma=4), auto_gamma=True)
     with Session.open(config) as session:
-        assert session.info.auto_gamma
+        assert session.info.auto_gamma and session.governor is not None
+        costs: list[StepCost] = []
+        observe = session.governor.observe
+        monkeypatch.setattr(session.governor, "observe", lambda cost: (costs.append(cost), observe(cost)))
         answer = greedy_answer(session, PROMPT, N_PREDICT)
+        stats = session.placement_stats()
+        assert stats is not None
+        assert 0 < sum(cost.loading_s for cost in costs) <= stats.wait_s
+        assert all(0 <= cost.loading_s <= cost.target_s + cost.draft_s for cost in costs)
         session.set_draft_length(3)
         assert session.governor is None
     assert_greedy(loaded.stock, PROMPT, answer, loaded.expected, "auto")

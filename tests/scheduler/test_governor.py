@@ -126,6 +126,52 @@ def test_costs_that_fall_do_not_decide() -> None:
     assert regret(COLD) <= 0.06
 
 
+def loads(kind: str, rng: np.random.Generator, n: int) -> list[float]:
+    """What experts take to load in each of n steps, 1 in the middle."""
+    if kind == "stretches":
+        return [3.0 if i // 100 % 2 else 0.3 for i in range(n)]
+    keeps, level, found = 0.9 if kind == "drifting" else 0.0, 0.0, []
+    for _ in range(n):
+        level = keeps * level + rng.normal(0.0, 0.5 * math.sqrt(1 - keeps**2))
+        found.append(math.exp(level))
+    return found
+
+
+def regret_with_loads(kind: str, seed: int, *, told: bool) -> float:
+    """Four fifths of a plain step wait for experts; over the best fixed length. told: the governor knows the waits."""
+    rng = np.random.default_rng(seed)
+    load = loads(kind, rng, N_TOKENS)
+    trace = Trace(lambda t: 0.02 * (1 + 0.12 * (t - 1)), 0.01, lambda n: 0.9)
+
+    def waits_s(gamma: int, i: int) -> float:
+        return 0.08 * load[i] * experts(gamma + 1) ** 0.7
+
+    def per_token_s(gamma: int, i: int) -> float:
+        return (trace.expected_s(gamma, 0) + waits_s(gamma, i)) / speculation.expected_tokens(gamma, 0.9)
+
+    best = min(GAMMAS, key=lambda gamma: sum(per_token_s(gamma, i) for i in range(N_TOKENS)))
+    governor = DraftGovernor(n_experts=N_EXPERTS, n_used=N_USED)
+    n, seconds, best_seconds = 0, 0.0, 0.0
+    for i in range(N_TOKENS):
+        gamma = governor.choose().gamma
+        step, loading_s = trace.step(gamma, n, rng), waits_s(gamma, i)
+        governor.observe(replace(step, target_s=step.target_s + loading_s, loading_s=loading_s if told else 0.0))
+        seconds += trace.expected_s(gamma, n) + loading_s
+        best_seconds += per_token_s(best, i) * speculation.expected_tokens(gamma, 0.9)
+        n += step.n_accepted + 1
+        if n >= N_TOKENS:
+            break
+    return seconds / best_seconds - 1
+
+
+@pytest.mark.parametrize("kind", ["scattered", "drifting", "stretches"])
+def test_waits_for_experts_are_told_apart(kind: str) -> None:
+    """They do not hide what more tokens cost: less regret than where they are taken for part of T_T."""
+    told, hidden = (np.mean([regret_with_loads(kind, seed, told=told) for seed in range(6)]) for told in (True, False))
+    assert told < hidden
+    assert told <= 0.03
+
+
 def test_trials_are_paid_from_a_small_share_of_the_time() -> None:
     """Plain decoding is best by far: trials cost what the share and the first credit allow, and go on."""
     trace = replace(TRACES["best 0"], noise=0.0)
