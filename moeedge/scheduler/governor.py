@@ -79,7 +79,7 @@ class DraftChoice:
     gamma: tokens of the step, at most. source: "draft" is the session's own. is_trial: the step is to tell more about
     another length than the best. ends_early: by the confidence of the drafts, trials and n-grams aside. best: fixed
     length, by estimate. speed_up: of the own source, None before anything is known. other, other_speed_up: where `best`
-    is 0 the best length of a draft, else 0.
+    is 0 the best length of a draft, else 0. n_measured: steps that the estimates are made of.
     """
 
     gamma: int
@@ -91,6 +91,7 @@ class DraftChoice:
     speed_up: float | None = None
     other: int = 0
     other_speed_up: float = 1.0
+    n_measured: int = 0
 
 
 class VerificationTime:
@@ -300,6 +301,7 @@ class DraftGovernor:
             speed_up=best_rate / rate[0],
             other=other,
             other_speed_up=rate[other] / rate[0],
+            n_measured=self._target.n_measured,
         )
         limit = min(self.gamma_max, 2 * self._best + 4)  # not far beyond what was measured
         n = limit + 1

@@ -197,7 +197,7 @@ def lookahead_lines(rows: Sequence[BenchRow]) -> list[str]:
         used = row.setup.get("lookahead_used")
         if used is not None:
             status = LookaheadStatus(used, row.setup["lookahead_gain"], row.setup["lookahead_reason"])
-            lines.append(f"{row.label}: lookahead from the draft {lookahead(status)}")
+            lines.append(f"{row.label}: lookahead {lookahead(status)}")
     return lines
 
 

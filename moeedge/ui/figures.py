@@ -99,9 +99,12 @@ def acceptance(stats: GenerationStats) -> str:
     return NONE if rate is None else f"{percent(rate)} ({stats.accepted}/{stats.drafted})"
 
 
+_FEW_STEPS = 16  # an estimate of fewer may be off by a factor
+
+
 def draft_length(choice: DraftChoice) -> str:
     """The draft length that pays by what steps have cost, and how much; trials of others are left out."""
-    if choice.speed_up is None:
+    if choice.speed_up is None or choice.n_measured < _FEW_STEPS:
         return "measuring"
     if choice.ends_early:
         return f"as many as pay, {choice.speed_up:.2f}x plain by estimate"
@@ -208,7 +211,7 @@ def turn_parts(
     if cache is not None and cache.choice is not None and not cache.choice.pays:
         parts.append(f"expert cache {cache_effect(cache.choice)}")
     if cache is not None and cache.lookahead is not None:
-        parts.append(f"lookahead from the draft {lookahead(cache.lookahead)}")
+        parts.append(f"lookahead {lookahead(cache.lookahead)}")
     parts.append(device(info))
     note = stop_note(reason, info)
     return [*parts, note] if note else parts
@@ -389,7 +392,7 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     if stats.tau:
         shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
     if stats.lookahead is not None:
-        shown.append(Figure("lookahead from the draft", lookahead(stats.lookahead), rank=5))
+        shown.append(Figure("lookahead", lookahead(stats.lookahead), rank=5))
     return shown + in_ram
 
 

@@ -170,8 +170,8 @@ def test_hits_in_the_stats_line_and_in_totals() -> None:
 )
 def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str) -> None:
     cache = replace(CACHE, lookahead=status)
-    assert figures.Figure("lookahead from the draft", text) in figures.cache_rows(cache)
-    assert f"lookahead from the draft {text}" in figures.turn_parts(PLACED, STATS, None, cache)
+    assert figures.Figure("lookahead", text) in figures.cache_rows(cache)
+    assert f"lookahead {text}" in figures.turn_parts(PLACED, STATS, None, cache)
     assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
 
 

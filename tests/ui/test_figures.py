@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moeedge.engine.types import EngineInfo, GenerationStats
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.scheduler.governor import DraftChoice
 from moeedge.ui import figures
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.figures import bar, resample, sparkline
@@ -144,3 +145,20 @@ def test_a_sparkline_is_as_wide_as_there_is_room() -> None:
     assert sparkline([0, 0, 4, 4], 2, top=4) == "▁█"
     assert sparkline([9, -1], 2, top=4) == "█▁"
     assert sparkline([1], 2, top=0) == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        (DraftChoice(gamma=2, gamma_max=16, best=2), "measuring"),
+        (DraftChoice(gamma=2, gamma_max=16, best=2, speed_up=4.0, n_measured=3), "measuring"),
+        (DraftChoice(gamma=2, gamma_max=16, best=2, speed_up=1.5, n_measured=40), "2 of 16, 1.50x plain by estimate"),
+        (
+            DraftChoice(gamma=0, gamma_max=16, best=0, speed_up=1.0, other=1, other_speed_up=0.9, n_measured=40),
+            "off: 1 would be 0.90x plain",
+        ),
+    ],
+)
+def test_draft_length(choice: DraftChoice, text: str) -> None:
+    """An estimate of a few steps is not shown."""
+    assert figures.draft_length(choice) == text
