@@ -24,6 +24,7 @@ from moeedge.policies.base import BoolArray, CacheShape, IntArray, Observation, 
 from moeedge.policies.planner import PooledPolicy
 
 NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again
+_SPREAD = 0x9E3779B1  # Knuth's multiplicative hash: orders ids as if by chance
 
 FlatIds = NDArray[np.int32]
 
@@ -69,7 +70,7 @@ def oracle_residency(counts: IntArray, resident: BoolArray, capacity: int) -> Bo
     capacity = min(capacity, counts.size)
     if capacity:
         score = 2 * counts + resident
-        best = np.argpartition(score, score.size - capacity)[score.size - capacity :]
+        best = (-score).argsort(kind="stable")[:capacity]  # a partition's choice among equals depends on the processor
         kept[best[score[best] > 0]] = True
     return kept
 
@@ -83,7 +84,9 @@ def belady_residency(resident: BoolArray, used: FlatIds, coming: NDArray[np.int3
     kept[used[coming[used] < NEVER]] = True
     held = np.flatnonzero(kept)
     if held.size > capacity:
-        kept[held[np.argpartition(coming[held], capacity)[capacity:]]] = False
+        # of experts that are used next in the same batch no layer's come first, whatever the processor
+        spread = held * _SPREAD & 0xFFFFFFFF
+        kept[held[np.lexsort((spread, coming[held]))[capacity:]]] = False
     return kept
 
 

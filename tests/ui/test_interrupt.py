@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 
 import pytest
 
@@ -82,3 +84,17 @@ def test_another_thread_is_left_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [(before, False)]
+
+
+def test_an_end_that_was_dropped_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in a finalizer is reported and dropped, also that of a signal's handler."""
+    monkeypatch.setattr("moeedge.ui.chat.interrupt._REPEAT_S", 0.05)
+    with Interrupt() as interrupt:
+        with contextlib.suppress(Ended):
+            receive(signal.SIGTERM)
+        with pytest.raises(Ended) as caught:
+            time.sleep(5)
+        assert caught.value.exit_code == 143
+        interrupt.finish()
+        time.sleep(0.15)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

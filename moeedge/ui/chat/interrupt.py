@@ -14,6 +14,8 @@ from typing import Any
 # a closed terminal window (SIGHUP, not on Windows) is treated like SIGTERM
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 HANGUP = _ENDING[-1]
+_REPEAT_S = 1.0  # Python drops an exception that a handler raises in a callback of the garbage collector
+_HAS_TIMER = hasattr(signal, "setitimer")  # not on Windows
 
 
 class Ended(KeyboardInterrupt):
@@ -63,14 +65,18 @@ class Interrupt:
     def finish(self) -> None:
         """The program ends: further signals have no effect, such as SIGHUP after the terminal's end was noticed."""
         self._finished = True
+        self._stop_timer()
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, *_ENDING):
                 self._before[signum] = signal.signal(signum, self._receive)
+            if _HAS_TIMER:
+                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._repeat)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._stop_timer()
         for signum, before in self._before.items():
             signal.signal(signum, before)
         self._before.clear()
@@ -83,5 +89,16 @@ class Interrupt:
         if self._armed and not again:
             return
         if signum in _ENDING:
+            if _HAS_TIMER:
+                signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
             raise Ended(signum)
         raise KeyboardInterrupt
+
+    def _repeat(self, _signum: int, _frame: FrameType | None) -> None:
+        """The program should have ended by now."""
+        if self.signum is not None and not self._finished:
+            raise Ended(self.signum)
+
+    def _stop_timer(self) -> None:
+        if _HAS_TIMER and signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
