@@ -118,36 +118,22 @@ class check_case {
         }
     }
 
-    // the batch of the next runs; false: out of memory
-    bool set_batch(int64_t n_tokens) {
+    // the batch of the next runs; is_dense: of a dense matrix instead of the experts; false: out of memory
+    bool set_batch(int64_t n_tokens, bool is_dense = false) {
         buffer.reset();
         ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
         if (!ctx) {
             return false;
         }
-        x     = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
-        ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
-        out   = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
-        graph = ggml_new_graph_custom(ctx.get(), 8, false);
-        ggml_build_forward_expand(graph, out);
-        buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
-        if (!buffer) {
-            return false;
+        if (is_dense) {
+            x   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_in, n_tokens);
+            ids = nullptr;
+            out = ggml_mul_mat(ctx.get(), dense, x);
+        } else {
+            x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
+            ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
+            out = ggml_mul_mat_id(ctx.get(), matrix, x, ids);
         }
-        fill_batch();
-        return true;
-    }
-
-    // the same with the first expert as a dense matrix
-    bool set_dense_batch(int64_t n_tokens) {
-        buffer.reset();
-        ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
-        if (!ctx) {
-            return false;
-        }
-        x     = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_in, n_tokens);
-        ids   = nullptr;
-        out   = ggml_mul_mat(ctx.get(), dense, x);
         graph = ggml_new_graph_custom(ctx.get(), 8, false);
         ggml_build_forward_expand(graph, out);
         buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
@@ -259,7 +245,7 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
     check.is_equal       = true;
     check.is_dense_equal = true;
     for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_max; n_tokens++) {
-        check.is_dense_equal = check.is_dense_equal && found.set_dense_batch(n_tokens) && found.is_equal();
+        check.is_dense_equal = check.is_dense_equal && found.set_batch(n_tokens, true) && found.is_equal();
     }
 }
 
