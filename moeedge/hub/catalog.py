@@ -66,6 +66,7 @@ class ModelEntry:
     draft_max: int | None = None  # tokens per draft that suit the pair
     note: str = ""
     source: str = ""
+    starter: bool = False  # offered as the first real model
     own: bool = False  # from the user's file
 
     def variant(self, quant: str) -> Variant | None:
@@ -85,6 +86,15 @@ class Choice:
         """NAME for the default variant, else NAME:QUANT."""
         is_default = self.variant is self.entry.variants[0]
         return self.entry.name if is_default else f"{self.entry.name}:{self.variant.quant}"
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The catalog's first real model, for those who have tried the bundled toy pair."""
+
+    name: str
+    size_bytes: int | None  # of the download; None: unknown
+    command: str  # that downloads it and begins a chat
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,15 @@ class Catalog:
             choice = self.find(name)
             assert choice is not None  # checked by load_catalog
             yield choice
+
+    def starter(self) -> Starter | None:
+        """Returns the first real model to try, the user's own choice before ours; None if no entry is marked."""
+        marked = [entry for entry in self.entries.values() if entry.starter]
+        if not marked:
+            return None
+        entry = next((entry for entry in marked if entry.own), marked[0])
+        size_bytes = entry.variants[0].size_bytes or entry.variants[0].about_bytes
+        return Starter(entry.name, size_bytes, f"moeedge pull {entry.name} && moeedge chat -m {entry.name}")
 
     def targets_of(self, name: str) -> list[str]:
         """Returns the names of the entries that list `name` (NAME or NAME:QUANT) as a draft."""
@@ -212,6 +231,7 @@ _MODEL: dict[str, _Rule] = {
     **dict.fromkeys(("about", "licence", "note", "source"), _TEXT),
     **dict.fromkeys(("aliases", "drafts"), _TEXTS),
     "draft_max": (lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
+    "starter": (lambda value: isinstance(value, bool), "true or false"),
     "variant": (_is_tables, "tables: [[model.variant]]"),
 }
 _VARIANT: dict[str, _Rule] = {
@@ -267,7 +287,8 @@ class _Reader:
             self.fail(f"{where} has two variants of one quant")
         optional: dict[str, Any] = {key: table.get(key, "") for key in ("about", "licence", "note", "source")}
         optional |= {key: tuple(table.get(key, ())) for key in ("aliases", "drafts")}
-        return ModelEntry(name=table["name"], variants=variants, draft_max=table.get("draft_max"), own=own, **optional)
+        optional |= {"draft_max": table.get("draft_max"), "starter": table.get("starter", False)}
+        return ModelEntry(name=table["name"], variants=variants, own=own, **optional)
 
     def variant(self, table: dict[str, Any], where: str) -> Variant:
         self.check(table, _VARIANT, where)

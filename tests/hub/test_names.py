@@ -11,7 +11,7 @@ from moeedge import paths
 from moeedge.cli.engine_options import EngineOptions, ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
 from moeedge.hub import cache
-from moeedge.hub.catalog import HubFile, Variant, load_catalog
+from moeedge.hub.catalog import Catalog, HubFile, Starter, Variant, load_catalog
 from moeedge.hub.local import list_models, locate
 from moeedge.hub.names import HubReference, all_parts, choose_files, parse_reference
 from moeedge.hub.pull import want_pair
@@ -102,6 +102,21 @@ def test_the_shipped_catalog() -> None:
     assert len(aliases) == len(set(aliases))
 
 
+def test_the_first_real_model_is_small_and_known_exactly() -> None:
+    starter = load_catalog().starter()
+    assert starter is not None and starter.size_bytes is not None
+    assert starter.size_bytes < 10**9
+    assert starter.command == f"moeedge pull {starter.name} && moeedge chat -m {starter.name}"
+    choice = load_catalog().find(starter.name)
+    assert choice is not None and choice.variant.size_bytes == starter.size_bytes  # not a rounded one
+
+
+def test_ones_own_first_model_comes_before_ours(own: Write) -> None:
+    own('[[model]]\nname = "tiny"\nstarter = true\n[[model.variant]]\nrepo = "a/b"\nfiles = ["x.gguf"]\n')
+    assert load_catalog().starter() == Starter("tiny", None, "moeedge pull tiny && moeedge chat -m tiny")
+    assert Catalog().starter() is None
+
+
 def test_names_aliases_and_types(own: Write) -> None:
     own(_PAIR)
     catalog = load_catalog()
@@ -142,6 +157,7 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
         ('[[model]]\nname = "x"\n', r"model\.variant"),
         ('[[model]]\nname = "x"\nsize = 3\n', '"size"'),
         ('[[model]]\nname = "x"\ndraft_max = -1\n', "draft_max"),
+        ('[[model]]\nname = "x"\nstarter = 1\n', "starter"),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "x"\n', "owner/name"),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "path .* repo"),
         (

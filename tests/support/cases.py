@@ -17,4 +17,5 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", {}),  # biases everywhere, attention sinks, sliding window, MXFP4
     "gpt-oss-q8": ("gpt-oss", {"expert_type": "Q8_0"}),
     "llama4": ("llama4", {}),  # every other layer dense, one expert per token, weights before the experts
+    "granitemoe": ("granitemoe", {}),  # factors on embeddings, residual stream, attention and logits
 }

@@ -46,6 +46,7 @@ ARCHITECTURES = (
     "mimo2",
     "hy_v3",
     "cohere2moe",
+    "granitemoe",
     "eagle3",
     "dflash",
 )
@@ -62,6 +63,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mimo2": {"mtp": 3},
     "hy_v3": {"mtp": 1},
     "cohere2moe": {"mtp": 1},
+    "granitemoe": {"residual": 14.0, "logit_std": 24.0},  # what its scales leave of them: as in the others
     "eagle3": {"experts": 0, "layers": 1, "heads_kv": 4},
     "dflash": {"experts": 0, "layers": 2, "heads_kv": 4},
 }

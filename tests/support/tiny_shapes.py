@@ -94,7 +94,14 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         keys |= {"logit_scale": 1.0, "leading_dense_block_count": 1, "attention.sliding_window_pattern": 2}
     if arch == "qwen2moe":
         keys["expert_shared_feed_forward_length"] = d.shared_ff
-    if arch in ("llama", "olmoe") and d.experts:  # these name the experts' width as the dense one
+    if arch == "granitemoe":  # Granite 3.1 1B-A400M's factors; attention's follows the heads
+        keys |= {
+            "embedding_scale": 12.0,
+            "residual_scale": 0.22,
+            "logit_scale": 6.0,
+            "attention.scale": d.head_dim**-0.5,
+        }
+    if arch in ("llama", "olmoe", "granitemoe") and d.experts:  # these name the experts' width as the dense one
         keys["feed_forward_length"] = d.expert_ff
     if arch == "gpt-oss":
         keys["attention.sliding_window"] = 32
