@@ -93,7 +93,7 @@ def chat(
 
     The answer goes to standard output, everything else to standard error.
     """
-    engine.limit_openmp_spin(emulate_bundled=True, ram=ram)
+    engine.limit_openmp_spin(ram=ram)
     # from here on llama.cpp may be loaded
     from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens
@@ -110,9 +110,7 @@ def chat(
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
     # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
     auto_gamma = sampling.seed < 0 or sampling.temp <= 0
-    config = engine.config(
-        placed, emulate_bundled=True, context_shift=context_shift, default_draft="auto", auto_gamma=auto_gamma
-    )
+    config = engine.config(placed, context_shift=context_shift, default_draft="auto", auto_gamma=auto_gamma)
     config = replace(config, cpu_fallback=True, ram=parse_ram(ram))
     err = stderr_console()
     config = budget.config(config, notify=notifier(err))

@@ -196,7 +196,7 @@ Device = Annotated[
         "-dev, --device auto|none|emulated|NAME|rpc://HOST:PORT",
         "Device that may hold experts: a GPU by name (moeedge devices), a worker on another machine, the emulated "
         "device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down and sets "
-        "its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in chat, "
+        "its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in "
         "calibrate, ablate and bench's sweeps.",
     ),
 ]

@@ -135,7 +135,7 @@ def plan(
     )
     with ExitStack() as resources:
         files, pull_names = _find(model, model_draft, resources)
-        config = engine.config(placement, emulate_bundled=True, files=files)
+        config = engine.config(placement, files=files)
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         if vram_bytes is None and (ignored := layer_notes(config)):
             machine = replace(machine, notes=(*machine.notes, *ignored))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -24,7 +25,7 @@ PROMPT = ">>>"  # the chat's; its blank comes with the first character
 class Terminal:
     """`moeedge ARGUMENTS` with a terminal on all three standard streams; cleans up at its end.
 
-    module: that runs the command.
+    module: that runs the command. program: another program with its arguments, instead. timeout_s: of each wait.
     """
 
     def __init__(
@@ -35,13 +36,18 @@ class Terminal:
         columns: int = 100,
         rows: int = 40,
         module: str = "moeedge",
+        program: Sequence[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.raw = ""  # everything shown, with the control sequences
+        self.events: list[tuple[float, str]] = []  # time in s (monotonic) and what was shown then
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
         self._at = 0  # in `text`: the end of what was waited for
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", module, *arguments] if program is None else [*program, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -80,6 +86,12 @@ class Terminal:
         for text in texts:
             self._find(text)
 
+    def rest(self, n_s: float) -> None:
+        """Take in what is shown in the next `n_s` seconds."""
+        until_s = time.monotonic() + n_s
+        while (left_s := until_s - time.monotonic()) > 0 and self._read(left_s):
+            pass
+
     def expect_length(self, n_characters: int) -> None:
         """Wait until that many characters are shown after the last expected text."""
         self._read_until(lambda: len(self.text) >= self._at + n_characters, f"{n_characters} characters")
@@ -90,7 +102,7 @@ class Terminal:
         return self.text.find(text, self._at) + len(text)
 
     def _read_until(self, is_shown: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + self._timeout_s
         while not is_shown():
             left_s = deadline_s - time.monotonic()
             assert left_s > 0, f"{what} not shown after position {self._at} of:\n{self.text}"
@@ -98,10 +110,10 @@ class Terminal:
 
     def wait(self) -> int:
         """Wait for the end. Returns the exit code."""
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + self._timeout_s
         while self._read(max(deadline_s - time.monotonic(), 0)):
             assert time.monotonic() < deadline_s, f"the program did not end:\n{self.text}"
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait(self._timeout_s)
 
     def send(self, signum: signal.Signals) -> None:
         """Send a signal to the program."""
@@ -121,7 +133,9 @@ class Terminal:
             data = os.read(self._master, 65536)
         except OSError:  # Linux says EIO when the other side is closed
             return False
-        self.raw += data.decode("utf-8", "replace")
+        shown = self._decoder.decode(data)
+        self.raw += shown
+        self.events.append((time.monotonic(), shown))
         os.write(self._master, b"\x1b[1;1R" * data.count(b"\x1b[6n"))  # asked where the cursor is
         return bool(data)
 
