@@ -62,7 +62,6 @@ COMMANDS = (
     Command("moeedge chat -p 'What is the capital of France?'"),
     Command("moeedge bench --dataset toy --limit 4 -r 1"),
     Command("moeedge list --all"),
-    Command("moeedge plan -m qwen3-30b-a3b"),
 )
 
 
