@@ -63,7 +63,7 @@ class AblationRow:
     speedup: float  # over the first row
     acceptance_rate: float | None
     # the target's layers in verifications; an expert counts once per layer and step
-    hit_rate: float | None  # share of the experts that were resident when their layer needed them
+    hit_rate_experts: float | None  # share of the experts that were resident when their layer needed them
     loaded_per_step: float  # absent experts: their layer loaded them and waited
     late_per_step: float  # experts in flight: their layer waited
     stops_per_step: float  # layers that waited
@@ -187,7 +187,7 @@ class _Result:
             tg_ts=1.0 / tpot_s,
             speedup=(first_tpot_s or tpot_s) / tpot_s,
             acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
-            hit_rate=1.0 - waited_for / per_step["needed"] if per_step["needed"] else None,
+            hit_rate_experts=1.0 - waited_for / per_step["needed"] if per_step["needed"] else None,
             loaded_per_step=per_step["loaded"],
             late_per_step=per_step["late"],
             stops_per_step=per_step["stops"],

@@ -26,7 +26,7 @@ from moeedge.engine.budgets import budget_record
 from moeedge.engine.types import EngineInfo
 from moeedge.policies.base import LookaheadStatus
 
-SCHEMA = "moeedge-bench-3"  # changes when a key changes its meaning
+SCHEMA = "moeedge-bench-4"  # changes when a key changes its meaning
 _RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
 _GIT_TIMEOUT_S = 10
 
@@ -243,7 +243,7 @@ def make_row(
         acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
         tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
         experts_per_verification=quotient(experts_sum, steps) if experts_sum else None,
-        cache=cache_figures(sample.placement for sample in samples),
+        cache=cache_figures((sample.placement for sample in samples), setup["n_expert_layers"] - setup["whole_layers"]),
         output=output,
         scores=scores,
         ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),

@@ -51,8 +51,8 @@ def replayed_row(mode: BenchMode, test: str, trace: Trace, arm: BenchArm, setup:
         experts_per_verification=stats.hits.unique / max(schedule.n_steps * len(trace.expert_layers()), 1),
         cache=CacheFigures(
             hit_rate_pairs=stats.hits.hit_rate_pairs,
-            hit_rate_unique=stats.hits.hit_rate_unique,
-            uploads_per_step=stats.hits.uploads / max(schedule.n_steps, 1),
+            hit_rate_experts=stats.hits.hit_rate_experts,
+            uploads_per_layer_step=stats.hits.uploads / max(schedule.n_steps * len(trace.expert_layers()), 1),
             bytes_moved=stats.bytes if config.expert_bytes is not None else None,
         ),
         output=None,

@@ -208,23 +208,26 @@ class CacheFigures:
     """The expert cache's figures of a row; None where nothing was counted."""
 
     hit_rate_pairs: float | None = None
-    hit_rate_unique: float | None = None
-    uploads_per_step: float | None = None
+    hit_rate_experts: float | None = None
+    uploads_per_layer_step: float | None = None
     bytes_moved: int | None = None
     link_bytes_per_s: float | None = None  # while a transfer, or a read of an expert, was under way
     wait_share: float | None = None  # of decoding: waiting for the device, or for the disk
 
 
-def cache_figures(samples: Iterable[Counters | None]) -> CacheFigures:
-    """Returns rates of sums, never means of rates: every pair, expert and step has the same weight."""
+def cache_figures(samples: Iterable[Counters | None], n_layers: int) -> CacheFigures:
+    """Returns rates of sums, never means of rates: every pair, expert and step has the same weight.
+
+    n_layers: whose experts share the slots.
+    """
     known = [counters for counters in samples if counters is not None]
     if not known:
         return CacheFigures()
     sums = {name: sum(counters[name] for counters in known) for name in COUNTERS}
     return CacheFigures(
         hit_rate_pairs=quotient(sums["pairs_hit"], sums["pairs"]),
-        hit_rate_unique=quotient(sums["unique_hit"], sums["unique"]),
-        uploads_per_step=quotient(sums["uploads"], sums["steps"]),
+        hit_rate_experts=quotient(sums["unique_hit"], sums["unique"]),
+        uploads_per_layer_step=quotient(sums["uploads"], sums["steps"] * n_layers),
         bytes_moved=int(sums["bytes_moved"]),
         link_bytes_per_s=quotient(sums["bytes_moved"], sums["transfer_s"]),
         wait_share=quotient(sums["wait_s"], sums["decode_s"]),

@@ -189,7 +189,7 @@ def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, siz
 
     def forecast(ratios: Sequence[float], gamma: int) -> list[StepRouting]:
         hits = replay_ram_hits(routing, ratios, gamma=gamma)
-        return [StepRouting(found.n_tokens, found.unique, found.hit_rate) for found in hits]
+        return [StepRouting(found.n_tokens, found.unique, found.hit_rate_experts) for found in hits]
 
     drafted = partial(forecast, gamma=n_drafts) if n_drafts else None
     return replace(base, plain=partial(forecast, gamma=0), drafted=drafted, source="trace", trace=trace.name)

@@ -47,7 +47,7 @@ class StepRouting:
 
     n_tokens: float  # that a step gives
     unique: float  # distinct experts per layer
-    hit_rate: float  # share of these that are in RAM
+    hit_rate_experts: float  # share of these that are in RAM
 
 
 Forecast = Callable[[Sequence[float]], Sequence[StepRouting]]  # by shares of the experts in RAM
@@ -71,7 +71,7 @@ class RamTierRequest:
 class StepLimit:
     """What a step needs of the disk, and the speed that this allows."""
 
-    hit_rate: float  # of distinct experts
+    hit_rate_experts: float  # of distinct experts
     bytes_per_token: float  # read from the disk
     limit_ts: float
     limited_by: Literal["disk", "memory"]
@@ -182,11 +182,11 @@ def plan_ram_tier(
 
     def limit(step: StepRouting, disk: Disk, n_drafts: int) -> StepLimit:
         used_bytes = n_expert_layers * step.unique * expert_bytes / n_all
-        read_bytes = used_bytes * (1 - step.hit_rate)
+        read_bytes = used_bytes * (1 - step.hit_rate_experts)
         compute_s, read_s = used_bytes / ASSUMED_RAM_BYTES_PER_S, read_bytes / disk.bytes_per_s
         other_s = (dense_bytes + n_drafts * draft_bytes) / ASSUMED_RAM_BYTES_PER_S
         return StepLimit(
-            hit_rate=step.hit_rate,
+            hit_rate_experts=step.hit_rate_experts,
             bytes_per_token=read_bytes / step.n_tokens,
             limit_ts=step.n_tokens / (other_s + max(compute_s, read_s)),
             limited_by="disk" if read_s > compute_s else "memory",

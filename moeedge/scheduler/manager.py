@@ -522,6 +522,7 @@ class PlacementManager:
             device=self.device,
             policy=self.policy.name,
             cache_ratio=self.cache_ratio,
+            n_layers=len(self._cached_layers),
             slots_total=self.cache.info.n_slots,
             pool_bytes=self.cache.info.pool_bytes,
             vram_used_bytes=memory[0] if memory else None,

@@ -205,6 +205,7 @@ class RamTier:
             device="RAM",
             policy=self._driver.policy.name,
             cache_ratio=info.n_slots / n_all,
+            n_layers=n_all // info.n_experts,
             slots_total=info.n_slots,
             pool_bytes=info.pool_bytes,
             vram_used_bytes=total_memory() - available_memory(),

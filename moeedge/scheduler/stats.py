@@ -57,6 +57,7 @@ class PlacementStats(CacheStats):
     device: str = ""  # label
     policy: str = ""
     cache_ratio: float = 0.0
+    n_layers: int = 0  # whose experts share the slots
     slots_total: int = 0
     pool_bytes: int = 0
     vram_used_bytes: int | None = None  # of the entire device, as its driver says; None: unknown
@@ -78,19 +79,23 @@ class PlacementStats(CacheStats):
         return self.pairs_hit / self.pairs if self.pairs else None
 
     @property
-    def hit_rate_unique(self) -> float | None:
+    def hit_rate_experts(self) -> float | None:
         """Share of the distinct experts per block that were resident; None before the first."""
         return self.unique_hit / self.unique if self.unique else None
 
     @property
-    def uploads_per_step(self) -> float | None:
-        """Experts uploaded per step; None before the first."""
-        return self.uploads / self.steps if self.steps else None
+    def uploads_per_layer_step(self) -> float | None:
+        """Experts uploaded per layer and step; None before the first."""
+        return self._per_layer_step(self.uploads)
 
     @property
-    def evictions_per_step(self) -> float | None:
-        """Experts evicted per step; None before the first."""
-        return self.evictions / self.steps if self.steps else None
+    def evictions_per_layer_step(self) -> float | None:
+        """Experts evicted per layer and step; None before the first."""
+        return self._per_layer_step(self.evictions)
+
+    def _per_layer_step(self, n_experts: int) -> float | None:
+        n_layer_steps = self.n_layers * self.steps
+        return n_experts / n_layer_steps if n_layer_steps else None
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -128,7 +133,7 @@ class PlacementStats(CacheStats):
 
 _NOT_IN_JSON = ("failed", "plans", "in_flight", "queued", "pinned", "ram", "choice")
 _RATES = (
-    *("hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "evictions_per_step", "link_bytes_per_s"),
+    *("hit_rate_pairs", "hit_rate_experts", "uploads_per_layer_step", "evictions_per_layer_step", "link_bytes_per_s"),
     *("bytes_per_token", "wait_share"),
 )
 

@@ -58,6 +58,6 @@ class HitStats:
         return self.pairs_hit / max(self.pairs, 1)
 
     @property
-    def hit_rate_unique(self) -> float:
+    def hit_rate_experts(self) -> float:
         """Share of the distinct experts that were resident; 0 without any."""
         return self.unique_hit / max(self.unique, 1)

@@ -22,7 +22,7 @@ class RamHits:
     ratio: float
     n_tokens: float  # that a step gives
     unique: float  # distinct experts per layer and step
-    hit_rate: float  # share of these that were in RAM
+    hit_rate_experts: float  # share of these that were in RAM
 
 
 def replay_ram_hits(trace: Trace, ratios: Sequence[float], *, gamma: int, policy: str = "lfu") -> list[RamHits]:
@@ -40,6 +40,6 @@ def replay_ram_hits(trace: Trace, ratios: Sequence[float], *, gamma: int, policy
     found = replay_arms(schedule, [ReplayArm(policy, ratio) for ratio in ratios], config)
     layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
     return [
-        RamHits(ratio, schedule.tokens_per_step, stats.hits.unique / layer_steps, stats.hits.hit_rate_unique)
+        RamHits(ratio, schedule.tokens_per_step, stats.hits.unique / layer_steps, stats.hits.hit_rate_experts)
         for ratio, stats in zip(ratios, found, strict=True)
     ]

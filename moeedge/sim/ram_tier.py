@@ -56,7 +56,7 @@ class RamTierConfig:
             "ram_ratio": self.ratio,
             "disk_bytes_per_s": self.disk_bytes_per_s,
             "ram_hit_rate_pairs": hits.hit_rate_pairs,
-            "ram_hit_rate_unique": hits.hit_rate_unique,
+            "ram_hit_rate_experts": hits.hit_rate_experts,
             "disk_bytes_per_token": (hits.unique - hits.unique_hit) * self.expert_bytes / max(n_tokens, 1),
         }
 

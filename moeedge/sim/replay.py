@@ -40,14 +40,14 @@ class ReplayRow:
     cache_ratio: float
     rejected_token_model: str  # optimistic, pessimistic or recorded
     hit_rate_pairs: float
-    hit_rate_unique: float
+    hit_rate_experts: float
     uploads_per_layer_step: float
     hot_cold_accuracy: float | None
     on_demand_per_layer_step: float
     bytes_per_step: float | None
     share_of_oracle: float | None  # of the one-step oracle's pairs
     oracle_hit_rate_pairs: float
-    belady_hit_rate_unique: float
+    belady_hit_rate_experts: float
     slots: int
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
@@ -258,14 +258,14 @@ def _row(
         cache_ratio=arm.cache_ratio,
         rejected_token_model=schedule.rejected_token_model,
         hit_rate_pairs=hit_rate,
-        hit_rate_unique=round(stats.hits.hit_rate_unique, 6),
+        hit_rate_experts=round(stats.hits.hit_rate_experts, 6),
         uploads_per_layer_step=round(stats.hits.uploads / layer_steps, 6),
         hot_cold_accuracy=round(stats.judged_right / stats.judged, 6) if stats.judged else None,
         on_demand_per_layer_step=round(stats.on_demand / layer_steps, 6),
         bytes_per_step=round(stats.bytes / max(schedule.n_steps, 1), 1) if knows_bytes else None,
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
-        belady_hit_rate_unique=round(belady.hits.hit_rate_unique, 6),
+        belady_hit_rate_experts=round(belady.hits.hit_rate_experts, 6),
         slots=int(cache_shape(schedule.trace, arm.cache_ratio).capacity[0]),
         prediction_source=source,
         predictor_accuracy=None if source is None else config.accuracy.of(source),

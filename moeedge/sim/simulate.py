@@ -112,7 +112,7 @@ class SimulationResult:
             "stall_link_s": time.per_token_s("link"),
             "host_s": time.per_token_s("host"),
             "hit_rate_pairs": time.hits.hit_rate_pairs,
-            "hit_rate_unique": time.hits.hit_rate_unique,
+            "hit_rate_experts": time.hits.hit_rate_experts,
             "uploads_per_layer_step": time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
             "steps": time.steps,
             "tokens": time.tokens,

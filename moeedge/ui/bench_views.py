@@ -67,9 +67,9 @@ _REPLAYED_COLUMNS = (
     Column("cache", "cache_ratio", ".3g"),
     Column("tokens/step", "tokens_per_step", ".2f"),
     Column("experts/step", "experts_per_verification", ".1f"),
-    Column("hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
-    Column("expert hits", lambda row: row.cache.hit_rate_unique, ".3f"),
-    Column("uploads/step", lambda row: row.cache.uploads_per_step, ".1f"),
+    Column("pair hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
+    Column("expert hits", lambda row: row.cache.hit_rate_experts, ".3f"),
+    Column("uploads", lambda row: row.cache.uploads_per_layer_step, ".2f"),
     Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
     Column("simulated t/s", "simulated_ts", ".2f"),
     Column("moeedge simulated", "simulated_moeedge_ts", ".2f"),
@@ -111,9 +111,9 @@ def _bench_columns(
         Column("accepted", "acceptance_rate", ".2f"),
         Column("tokens/step", "tokens_per_step", ".2f"),
         Column("experts/step", "experts_per_verification", ".1f"),
-        Column("hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
-        Column("expert hits", lambda row: row.cache.hit_rate_unique, ".3f"),
-        Column("uploads/step", lambda row: row.cache.uploads_per_step, ".1f"),
+        Column("pair hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
+        Column("expert hits", lambda row: row.cache.hit_rate_experts, ".3f"),
+        Column("uploads", lambda row: row.cache.uploads_per_layer_step, ".2f"),
         Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
         Column("MB/token", "read_bytes_per_token", ".1f", _MB),
         Column("disk MB/s", lambda row: row.cache.link_bytes_per_s, ".0f", _MB),
@@ -126,7 +126,7 @@ def _bench_columns(
         Column("pp / ncmoe", "ratio_pp_ncmoe", ".3f"),
         Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
-    left_out = set() if has_cache else {"policy", "cache", "hits", "expert hits", "uploads/step", "MiB moved"}
+    left_out = set() if has_cache else {"policy", "cache", "pair hits", "expert hits", "uploads", "MiB moved"}
     left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
     left_out |= set() if has_budgets else {"speculation"}
     left_out |= set() if has_scores else {"score"}
@@ -242,7 +242,7 @@ _ABLATION_COLUMNS = (
     Column("cutoff", "cutoff_layer"),
     Column("ms/token", "tpot_s", ".2f", _MS),
     Column("speed", lambda row: f"{row.speedup:.2f}x"),
-    Column("hits", "hit_rate", ".0%"),
+    Column("expert hits", "hit_rate_experts", ".0%"),
     Column("waits", lambda row: row.loaded_per_step + row.late_per_step, ".1f"),
     Column("ahead", "ahead_per_step", ".1f"),
     Column("MB", "bytes_per_step", ".1f", _MB),
@@ -257,8 +257,8 @@ def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
     """One line per variant, the meaning of the columns, and what changes from each variant to the next."""
     print_table(console, _ABLATION_COLUMNS, rows)
     console.print(
-        "hits: experts that were resident when their layer started; right: predicted experts that were used; equal: "
-        "answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts moved "
+        "expert hits: experts that were resident when their layer started; right: predicted experts that were used; "
+        "equal: answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts moved "
         "before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
     )
     for before, after in itertools.pairwise(rows):

@@ -206,7 +206,7 @@ def turn_parts(
         effect = budget_effect(stats)
         parts.append(budget(info) if effect == NONE else f"{budget(info)}: {effect}")
     if cache is not None and cache.hit_rate_pairs is not None:
-        shown = _disk_figures(cache) if is_ram(cache.device) else [Figure("hit rate", percent(cache.hit_rate_pairs))]
+        shown = _disk_figures(cache) if is_ram(cache.device) else [Figure("pair hits", percent(cache.hit_rate_pairs))]
         parts += [f"{figure.label} {figure.value}" for figure in shown]
     if cache is not None and cache.choice is not None and not cache.choice.pays:
         parts.append(f"expert cache {cache_effect(cache.choice)}")
@@ -242,7 +242,7 @@ def total_parts(
     parts += budgets
     pairs = sum(cache.pairs for cache in caches)
     if pairs:
-        label = "RAM hits" if is_ram(info.device) else "hit rate"
+        label = "RAM pair hits" if is_ram(info.device) else "pair hits"
         parts.append(f"{label} {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
     return [*parts, device(info)]
 
@@ -260,11 +260,11 @@ def join_parts(parts: list[str], *, columns: int | None = None, separator: str =
     return "\n".join(lines)
 
 
-def per_step(count: float | None) -> str:
-    """Experts per step."""
+def per_layer(count: float | None) -> str:
+    """Experts per layer and step."""
     if count is None:
         return NONE
-    return f"{count:.0f}" if count >= 100 else f"{count:.1f}"
+    return f"{count:.1f}" if count >= 10 else f"{count:.2f}"
 
 
 def time_shares(stats: PlacementStats) -> list[Figure]:
@@ -350,7 +350,7 @@ def _disk_figures(stats: PlacementStats) -> list[Figure]:
     read = NONE if stats.bytes_per_token is None else f"{stats.bytes_per_token / 1e6:.3g} MB"
     rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
     return [
-        Figure("RAM hits", percent(stats.hit_rate_pairs)),
+        Figure("RAM pair hits", percent(stats.hit_rate_pairs)),
         Figure("read/token", read, rank=1),
         Figure("disk", rate, rank=2),
         Figure("disk wait", percent(stats.wait_share), rank=1),
@@ -375,11 +375,11 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     from_disk = is_ram(stats.device)
     shown = [
         *([] if stats.choice is None else [Figure("cache speed", cache_effect(stats.choice), rank=2)]),
-        *(_disk_figures(stats) if from_disk else [Figure("hit rate", percent(stats.hit_rate_pairs))]),
-        Figure("expert hits", percent(stats.hit_rate_unique), rank=4 if from_disk else 1),
+        *(_disk_figures(stats) if from_disk else [Figure("pair hits", percent(stats.hit_rate_pairs))]),
+        Figure("expert hits", percent(stats.hit_rate_experts), rank=4 if from_disk else 1),
         Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
-        Figure("loads/step" if from_disk else "uploads/step", per_step(stats.uploads_per_step), rank=3),
-        Figure("evictions/step", per_step(stats.evictions_per_step), rank=5),
+        Figure("loads/layer" if from_disk else "uploads/layer", per_layer(stats.uploads_per_layer_step), rank=3),
+        Figure("evictions/layer", per_layer(stats.evictions_per_layer_step), rank=5),
         *([] if from_disk else [Figure("link", rate, rank=4)]),
         Figure(
             "RAM" if from_disk else "VRAM",

@@ -36,14 +36,14 @@ _COLUMNS = (
     Column("accepted", "acceptance_rate", ".2f"),
     Column("tokens/step", "tokens_per_step", ".2f"),
     Column("experts/step", "experts_per_verification", ".1f"),
-    Column("hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
+    Column("pair hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
     Column("output", _output),
     Column("/ stock-ar", "ratio", ".3f"),
     Column("speed-up", lambda row: row.parallel.speed_up, ".3f"),
     Column("predicted", lambda row: _prediction(row, row.parallel.predicted_speed_up)),
     Column("by tokens/step", lambda row: _prediction(row, row.parallel.predicted_by_tokens)),
 )
-_OF_CACHE = {"policy", "cache", "hits"}
+_OF_CACHE = {"policy", "cache", "pair hits"}
 _OF_FIT = {"predicted", "by tokens/step"}
 
 

@@ -108,14 +108,14 @@ def _print_ram_tier(tier: RamTierPlan, console: Console) -> None:
         Column(f"slots of {tier.n_experts:,}", "n_slots", ","),
         Column("in RAM", "ratio", ".1%"),
         Column("slots MiB", "slots_bytes", _mib),
-        Column("hits", lambda row: row.plain.hit_rate, ".1%"),
+        Column("expert hits", lambda row: row.plain.hit_rate_experts, ".1%"),
         Column("MB/token", lambda row: row.plain.bytes_per_token, ".0f", 1e-6),
         Column("limit t/s", lambda row: row.plain.limit_ts, ".1f"),
         text_column("limited by", lambda row: row.plain.limited_by),
     ]
     if first.drafted is not None:
         columns += [
-            Column(f"{tier.n_drafts} drafts: hits", lambda row: row.drafted.hit_rate, ".1%"),
+            Column(f"{tier.n_drafts} drafts: expert hits", lambda row: row.drafted.hit_rate_experts, ".1%"),
             Column("MB/token", lambda row: row.drafted.bytes_per_token, ".0f", 1e-6),
             Column("limit t/s", lambda row: row.drafted.limit_ts, ".1f"),
             text_column("limited by", lambda row: row.drafted.limited_by),

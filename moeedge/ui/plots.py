@@ -92,7 +92,7 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
     upper, lower = figure.subplots(2, 1, sharex=True)
     _draw_lines(upper, lines_of(shown, lambda row: row.cache.hit_rate_pairs))
     upper.set_ylim(0, 1)
-    upper.set_ylabel("hit rate of (token, expert) pairs")
+    upper.set_ylabel("pair hits: share of (token, expert) pairs")
     _draw_lines(lower, lines_of(shown, lambda row: row.ratio))
     drafted = next((row.ratio for row in shown if row.mode == "stock-sd"), None)
     lower.axhline(1, color="0.5", linestyle=":", label="stock-ar")
@@ -134,7 +134,7 @@ def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
         axes.axis("off")
     for index, axes in enumerate(all_axes[: len(panels)]):
         if index % n_columns == 0:
-            axes.set_ylabel("hit rate of (token, expert) pairs")
+            axes.set_ylabel("pair hits: share of (token, expert) pairs")
         if index + n_columns >= len(panels):
             axes.set_xlabel("uploads per layer and step, at most")
     figure.legend(

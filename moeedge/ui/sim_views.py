@@ -29,8 +29,8 @@ _MS = 1e3  # from seconds
 
 _REPLAY_COLUMNS = (
     text_column("policy", lambda row: _replay_name(row)),
-    Column("pairs", "hit_rate_pairs", ".3f"),
-    Column("experts", "hit_rate_unique", ".3f"),
+    Column("pair hits", "hit_rate_pairs", ".3f"),
+    Column("expert hits", "hit_rate_experts", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
@@ -53,7 +53,7 @@ _WEIGHT_SOURCES = {
 _DEFAULT = "spac"
 _UNRANKED = {*BOUNDS, "offline bound", *(f"({name})" for name in TABLE)}
 _CURVE_LEGEND = (
-    "Hit rate of pairs with at most so many uploads per layer and step: the best of the points that use no more. "
+    "Pair hits with at most so many uploads per layer and step: the best of the points that use no more. "
     "-: every point uses more. In brackets: by the cache alone, since a trace lacks what the predictor reads; not "
     "ranked. offline bound: no policy that plans between steps finds more, even if it knows the entire trace. Lead in "
     "thousandths, with the interval of 95 % of the resamples."
@@ -119,7 +119,7 @@ def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
 
 def _replay_legend(rows: Sequence[ReplayRow]) -> str:
     lines = [
-        "pairs, experts: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
+        "pair hits, expert hits: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
         "uploads: per layer and step, loads on demand included. hot/cold: share of experts predicted correctly as "
         "used or unused before the step. oracle: knows each next step; belady: the best cache of used experts."
     ]
@@ -260,13 +260,13 @@ _SIMULATE_COLUMNS = (
     text_column("range", lambda row: f"{row['tg_low_ts']:.2f} to {row['tg_high_ts']:.2f}"),
     Column("ms/token", "tpot_s", ".1f", _MS),
     *(Column(title, key, lambda value: f"{value * _MS:.1f}" if value else "") for key, title in _PARTS.items()),
-    Column("pair hit", "hit_rate_pairs", ".3f"),
-    Column("unique hit", "hit_rate_unique", ".3f"),
+    Column("pair hits", "hit_rate_pairs", ".3f"),
+    Column("expert hits", "hit_rate_experts", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
 )
 _DISK_COLUMNS = (
     Column("disk", "stall_disk_s", ".1f", _MS),
-    Column("RAM hit", "ram_hit_rate_unique", ".3f"),
+    Column("RAM expert hits", "ram_hit_rate_experts", ".3f"),
     Column("MB/token", "disk_bytes_per_token", ".0f", 1e-6),
 )
 
@@ -285,7 +285,7 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
     print_table(console, columns, rows, title=title, n_keys=len(varied))
     note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
     if has_disk:
-        note += " disk: ms per token that the CPU waits for it; RAM hit: of distinct experts."
+        note += " disk: ms per token that the CPU waits for it; RAM expert hits: of the experts that the CPU needs."
     if has_budgets:
         note += f" {_BUDGET_LEGEND}; ranked by {_WEIGHT_SOURCES[rows[0]['budget_weights']]}."
     console.print(note, soft_wrap=not console.is_terminal)

@@ -61,7 +61,7 @@ _PREDICTION_COLUMNS = (
         "range",
         lambda row: "" if row.over_stock_low is None else f"{row.over_stock_low:.2f} to {row.over_stock_high:.2f}",
     ),
-    Column("pair hit", "hit_rate_pairs", ".3f"),
+    Column("pair hits", "hit_rate_pairs", ".3f"),
     Column("step ms", "step_s", ".2f", _MS),
     Column("host ms", "host_s", ".2f", _MS),
 )
@@ -97,7 +97,7 @@ _MEASURED_COLUMNS = (
     Column("measured", "measured_tpot_s", ".2f", _MS),
     Column("simulated", "tpot_s", ".2f", _MS),
     Column("error", "error", "+.1%"),
-    Column("hit measured", "hit_rate_pairs_measured", ".3f", none=""),
+    Column("pair hits measured", "hit_rate_pairs_measured", ".3f", none=""),
     Column("simulated", "hit_rate_pairs", ".3f"),
     Column("steps", "steps"),
     Column("rejected tokens", "rejected_token_model", str, none="none"),

@@ -39,7 +39,14 @@ def test_a_row_per_policy_and_ratio_and_stock(tmp_path: Path, tiny_moe: Path, ti
         if row.mode != "moeedge":
             assert counters == [None] * 6
             assert record["device"] == record["policy"] == "none"
-            keys = ("cache_slots", "pool_bytes", "hit_rate_pairs", "hit_rate_unique", "uploads_per_step", "bytes_moved")
+            keys = (
+                "cache_slots",
+                "pool_bytes",
+                "hit_rate_pairs",
+                "hit_rate_experts",
+                "uploads_per_layer_step",
+                "bytes_moved",
+            )
             assert [record[key] for key in keys] == [None] * 6
             continue
         assert record["device"].startswith("emulated")
@@ -51,8 +58,8 @@ def test_a_row_per_policy_and_ratio_and_stock(tmp_path: Path, tiny_moe: Path, ti
 
         # rates are those of the sums over the samples, and the counters of each sample add up
         assert record["hit_rate_pairs"] == total("pairs_hit") / total("pairs")
-        assert record["hit_rate_unique"] == total("unique_hit") / total("unique")
-        assert record["uploads_per_step"] == total("uploads") / total("steps")
+        assert record["hit_rate_experts"] == total("unique_hit") / total("unique")
+        assert record["uploads_per_layer_step"] == total("uploads") / (total("steps") * record["n_expert_layers"])
         assert record["bytes_moved"] == total("bytes_moved")
         for sample in record["samples"]:
             assert sample["placement"]["steps"] == sample["steps"]

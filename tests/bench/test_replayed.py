@@ -49,8 +49,8 @@ def test_it_is_the_replay_of_the_recorded_routing(finished: Run) -> None:
     expected = replay(schedule, ReplayConfig(policies=(POLICY,), ratios=(0.25, 0.75)))
     for row, reference in zip(replayed, [row for row in expected if row.policy == POLICY], strict=True):
         assert row.cache.hit_rate_pairs == pytest.approx(reference.hit_rate_pairs, abs=1e-6)
-        assert row.cache.hit_rate_unique == pytest.approx(reference.hit_rate_unique, abs=1e-6)
-        per_layer = (row.cache.uploads_per_step or 0) / len(trace.expert_layers())
+        assert row.cache.hit_rate_experts == pytest.approx(reference.hit_rate_experts, abs=1e-6)
+        per_layer = row.cache.uploads_per_layer_step or 0
         assert per_layer == pytest.approx(reference.uploads_per_layer_step, abs=1e-6)
     # what the sensor counted while the mode was measured
     ours = measured[1]

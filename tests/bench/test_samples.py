@@ -107,13 +107,13 @@ def test_rates_are_those_of_the_sums() -> None:
     nothing = dict.fromkeys(COUNTERS, 0)
     small = nothing | {"steps": 1, "pairs": 10, "pairs_hit": 10, "unique": 4, "unique_hit": 4, "uploads": 8}
     large = nothing | {"steps": 3, "pairs": 90, "pairs_hit": 0, "unique": 12, "unique_hit": 0, "bytes_moved": 100}
-    figures = cache_figures([small, None, large])
+    figures = cache_figures([small, None, large], 4)
     assert figures == CacheFigures(
-        hit_rate_pairs=0.1, hit_rate_unique=0.25, uploads_per_step=2.0, bytes_moved=100
+        hit_rate_pairs=0.1, hit_rate_experts=0.25, uploads_per_layer_step=0.5, bytes_moved=100
     )  # the mean of the rates would be 0.5
-    assert cache_figures([None]) == cache_figures([]) == CacheFigures()
-    idle = cache_figures([nothing])
-    assert (idle.hit_rate_pairs, idle.uploads_per_step, idle.bytes_moved) == (None, None, 0)
+    assert cache_figures([None], 4) == cache_figures([], 4) == CacheFigures()
+    idle = cache_figures([nothing], 4)
+    assert (idle.hit_rate_pairs, idle.uploads_per_layer_step, idle.bytes_moved) == (None, None, 0)
 
 
 def test_a_drain_counts_in_its_own_speed_only() -> None:

@@ -147,7 +147,7 @@ def _cost(policy: str, session: Session, meter: Meter, before: Any) -> EngineCos
         share=round(counted.schedule_s / counted.decode_s, 4),
         steps=counted.steps,
         hit_rate_pairs=round(counted.hit_rate_pairs or 0.0, 4),
-        uploads_per_step=round(counted.uploads_per_step or 0.0, 1),
+        uploads_per_step=round(counted.uploads / max(counted.steps, 1), 1),
         samples_cpu_us=cpu_us.sum(axis=1).round(1).tolist(),
     )
 

@@ -129,13 +129,13 @@ def test_each_bar_adds_one_thing() -> None:
 def test_the_table_tells_the_counts_behind_an_order() -> None:
     """In 80 columns, every heading whole, and each variant against the one before."""
     numbers = {field.name: 0.0 for field in fields(AblationRow)} | {"cutoff_layer": 18, "equal": 4, "answers": 4}
-    first = AblationRow(**numbers | {"variant": "baseline", "hit_rate": 0.5, "loaded_per_step": 517.3})  # type: ignore[arg-type]
+    first = AblationRow(**numbers | {"variant": "baseline", "hit_rate_experts": 0.5, "loaded_per_step": 517.3})  # type: ignore[arg-type]
     second = replace(first, variant="vanilla", loaded_per_step=348.5, draft_stops_per_step=50.6, verify_s=-0.055)
     console = Console(width=80, file=StringIO())
     print_ablation([first, second], console)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()
-    titles = "variant cutoff ms/token speed hits waits ahead MB sends stops right equal"
+    titles = "variant cutoff ms/token speed expert hits waits ahead MB sends stops right equal"
     assert lines[0].split() == titles.split()
     assert lines[1].split()[:2] == ["baseline", "18"] and "517.3" in lines[1]
     told = " ".join(lines)

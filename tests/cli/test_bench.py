@@ -240,7 +240,9 @@ def test_a_sweep_from_the_command_line(tiny_moe: Path, tiny_draft: Path, talk: P
 
 def _swept(policy: str, ratio: float, hits: float) -> BenchRow:
     row = _row(OutputCheck(equal=8, compared=8))
-    figures = CacheFigures(hit_rate_pairs=hits, hit_rate_unique=hits / 2, uploads_per_step=12.34, bytes_moved=3 << 20)
+    figures = CacheFigures(
+        hit_rate_pairs=hits, hit_rate_experts=hits / 2, uploads_per_layer_step=12.34, bytes_moved=3 << 20
+    )
     setup = row.setup | {"device": "emulated (CPU)"}
     return replace(row, policy=policy, cache_ratio=ratio, cache=figures, setup=setup, ratio=1 + hits)
 
@@ -250,10 +252,15 @@ def test_the_table_of_a_sweep() -> None:
     heads, _, stock, swept = text.splitlines()[:4]
     names = heads.replace(" ", "").split("|")
     cells = dict(zip(names, swept.replace(" ", "").split("|"), strict=True))
-    assert (cells["policy"], cells["cache"], cells["hits"], cells["experthits"]) == ("spac", "0.17", "0.500", "0.250")
-    assert (cells["uploads/step"], cells["MiBmoved"]) == ("12.3", "3.0")
+    assert (cells["policy"], cells["cache"], cells["pairhits"], cells["experthits"]) == (
+        "spac",
+        "0.17",
+        "0.500",
+        "0.250",
+    )
+    assert (cells["uploads"], cells["MiBmoved"]) == ("12.34", "3.0")
     plain = dict(zip(names, stock.replace(" ", "").split("|"), strict=True))
-    assert (plain["policy"], plain["cache"], plain["hits"], plain["MiBmoved"]) == ("-", "-", "-", "-")
+    assert (plain["policy"], plain["cache"], plain["pairhits"], plain["MiBmoved"]) == ("-", "-", "-", "-")
     assert "emulated (CPU)" in text
 
 

@@ -70,7 +70,7 @@ def test_resident_experts_are_preferred_beside_a_cache(pair: list[str], own: Pat
         (None, None), (None, 0.25), (0.0, 0.25), (0.5, 0.25),
     ]  # fmt: skip
     assert [row["budget"] for row in rows[2:]] == ["budget 6 (lossy)", "budget 6 prefer 0.5 (lossy)"]
-    assert all(row["hit_rate_unique"] is not None and row["experts_max"] <= 6 for row in rows[2:])
+    assert all(row["hit_rate_experts"] is not None and row["experts_max"] <= 6 for row in rows[2:])
 
 
 @pytest.mark.parametrize(

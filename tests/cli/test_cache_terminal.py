@@ -34,10 +34,10 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
         terminal.expect(PROMPT)
         assert "24 of 48" in terminal.text  # of 3 x 16 experts
         terminal.type("tell me\r")
-        terminal.expect_all("decode", "device emulated", "hit rate", "expert hits", "slots 24/24", "VRAM", "tau")
+        terminal.expect_all("decode", "device emulated", "pair hits", "expert hits", "slots 24/24", "VRAM", "tau")
         terminal.type("\x03")
         terminal.expect("stopped", PROMPT)
-        terminal.ask("/stats", "hit rate", "expert hits", "slots", "24/24", "uploads/step", "VRAM", "CPU", "tau")
+        terminal.ask("/stats", "pair hits", "expert hits", "slots", "24/24", "uploads/layer", "VRAM", "CPU", "tau")
         terminal.leave()
     # rows never run over the window's edge
     assert {len(line) for line in terminal.text.split("\n") if line.startswith("╭")} == {columns}
@@ -49,7 +49,7 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
 def test_plain_terminals_get_the_figures_behind_the_answer(endless: list[str], env: dict[str, str]) -> None:
     with Terminal([*endless, "-n", "60"], env=env) as terminal:
         terminal.expect(PROMPT)
-        terminal.ask("tell me", "hit rate")
+        terminal.ask("tell me", "pair hits")
         terminal.leave()
     assert "╭" not in terminal.raw
 
@@ -57,7 +57,7 @@ def test_plain_terminals_get_the_figures_behind_the_answer(endless: list[str], e
 def test_a_pipe_gets_the_answer_alone(endless: list[str], cache: Path) -> None:
     result = run(*endless, "-p", "tell me", "-n", "40")
     assert result.exit_code == 0
-    assert "hit rate" not in result.stdout
+    assert "pair hits" not in result.stdout
     assert "24 of 48" in result.stderr
-    assert "hit rate" in result.stderr
+    assert "pair hits" in result.stderr
     assert "\x1b" not in result.stdout + result.stderr

@@ -43,7 +43,7 @@ def test_json_has_the_documented_keys(pair: list[str]) -> None:
     assert len(report["tokens"]) == 16
     assert report["stop_reason"] == "length"
     stats = report["stats"]
-    assert (stats["gamma"], stats["device"], stats["policy"], stats["hit_rate"]) == (3, "none", "none", None)
+    assert (stats["gamma"], stats["device"], stats["policy"], stats["hit_rate_pairs"]) == (3, "none", "none", None)
     assert (stats["n_ctx"], stats["threads"]) == (512, 1)
     assert stats["drafted"] >= stats["accepted"] >= 0
     assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]

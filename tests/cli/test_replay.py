@@ -18,7 +18,7 @@ from tests.support.traces import plain_text, two_texts
 
 _FIELDS = (
     "policy", "cache_ratio", "rejected_token_model", "hit_rate_pairs",
-    "hit_rate_unique", "uploads_per_layer_step", "hot_cold_accuracy",
+    "hit_rate_experts", "uploads_per_layer_step", "hot_cold_accuracy",
 )  # fmt: skip
 
 

@@ -247,7 +247,7 @@ class ModelCases:
         alone = self._command("chat", *options, "--cache-ratio", "0", "-ngl", "0", "--draft-max", "0")
         assert placed["stats"]["device"].startswith(DEVICE)
         assert len(placed["tokens"]) == len(alone["tokens"]) == 4
-        return {"hit_rate": placed["stats"]["hit_rate"], "equals_cpu": placed["tokens"] == alone["tokens"]}
+        return {"hit_rate_pairs": placed["stats"]["hit_rate_pairs"], "equals_cpu": placed["tokens"] == alone["tokens"]}
 
     def _profile(self) -> dict[str, Any]:
         options = ["-p", "one two", "-c", "256", "-n", "4", "--raw", "--draft-max", "2", "--no-calibrate"]

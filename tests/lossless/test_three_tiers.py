@@ -294,7 +294,9 @@ def test_sessions(policy: str, tiny: TinyFactory, tiny_draft: Path, own_cache_fo
         assert stats.ram.policy in ram_tier.POLICIES
         assert stats.ram.steps == stats.steps > 0
         assert stats.to_dict()["ram"]["pairs"] == stats.ram.pairs
-        assert {"hit rate", "slots", "RAM hits", "RAM slots", "read/token"} <= {row.label for row in cache_rows(stats)}
+        assert {"pair hits", "slots", "RAM pair hits", "RAM slots", "read/token"} <= {
+            row.label for row in cache_rows(stats)
+        }
         notices = [note for note in session.info.notes if isinstance(note, Notification)]
         assert sum(note.level is Level.NOTICE for note in notices) == 2
         assert session.model.dense is not None and not session.target.op_offload

@@ -68,6 +68,12 @@ RENAMED: dict[str, str] = {  # by version 0.5.0: old key -> new key
     "draft_states": "draft_hidden_states",
     "refused_tokens": "rejected_tokens",
     "has_states": "has_hidden_states",
+    # by version 0.12.0
+    "hit_rate_unique": "hit_rate_experts",
+    "ram_hit_rate_unique": "ram_hit_rate_experts",
+    "belady_hit_rate_unique": "belady_hit_rate_experts",
+    "uploads_per_step": "uploads_per_layer_step",
+    "evictions_per_step": "evictions_per_layer_step",
 }
 REMOVED = {"partition_us_median_1", "partition_us_median_9"}  # by version 0.5.0
 # measured, of this machine, or a wording: compared by key and type alone

@@ -75,7 +75,7 @@ def test_slots_bytes_and_limit_by_hand() -> None:
     assert (tier.source, tier.tokens_per_step, tier.n_drafts) == ("trace", 2.5, 3)
     # one token at a time, with the assumed hits and no draft model
     (plain,) = assumed_routing(2)([20 / 64])
-    plain_bytes = 2 * GIB * (1 - plain.hit_rate)
+    plain_bytes = 2 * GIB * (1 - plain.hit_rate_experts)
     assert row.plain.bytes_per_token == pytest.approx(plain_bytes)
     assert row.plain.limit_ts == pytest.approx(1 / (2 * GIB / 20e9 + plain_bytes / 1e9))
     assert row.limit_ts == row.drafted.limit_ts
@@ -95,7 +95,7 @@ def test_hits_by_what_earlier_runs_used() -> None:
     counts = np.zeros((3, 4))  # the first layer has no experts
     counts[1:] = [[8, 4, 2, 2], [10, 6, 0, 0]]
     steps = kept_routing(counts, 2)((0.0, 0.25, 0.5, 1.0))
-    assert [step.hit_rate for step in steps] == pytest.approx([0, 18 / 32, 28 / 32, 1])
+    assert [step.hit_rate_experts for step in steps] == pytest.approx([0, 18 / 32, 28 / 32, 1])
     assert {(step.n_tokens, step.unique) for step in steps} == {(1.0, 2.0)}
 
 
@@ -117,8 +117,8 @@ def test_assumed_hits_are_not_above_what_a_replay_gives() -> None:
     steps = assumed_routing(8)(ratios)
     for assumed, found in zip(steps, replay_ram_hits(trace, ratios, gamma=0), strict=True):
         assert (found.n_tokens, found.unique) == (1.0, 8.0)
-        assert assumed.hit_rate - 0.02 < found.hit_rate < assumed.hit_rate + 0.12
-    assert [step.hit_rate for step in assumed_routing(8)((0.0, 1.0))] == [0.0, 1.0]
+        assert assumed.hit_rate_experts - 0.02 < found.hit_rate_experts < assumed.hit_rate_experts + 0.12
+    assert [step.hit_rate_experts for step in assumed_routing(8)((0.0, 1.0))] == [0.0, 1.0]
 
 
 def test_hits_of_a_trace_are_those_of_a_replay() -> None:
@@ -132,7 +132,7 @@ def test_hits_of_a_trace_are_those_of_a_replay() -> None:
         replay.run(chunk)
         unique += int(np.count_nonzero(chunk.counts[chunk.counted]))
     assert found.unique == pytest.approx(unique / schedule.n_steps / 48)
-    assert found.hit_rate == pytest.approx(replay.stats.hits.hit_rate_unique)
+    assert found.hit_rate_experts == pytest.approx(replay.stats.hits.hit_rate_experts)
     assert found.n_tokens == pytest.approx(schedule.tokens_per_step) and found.n_tokens > 2
 
 
@@ -152,7 +152,7 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     synthetic_trace(find_model("qwen3-30b-a3b"), 64, 1, 0).save(trace)
     two = run_json(*small, "--disk-rate", "500MB/s,2GB/s", "--trace", trace, "-md", "ngram")["ram_tier"]
     assert [row["disk_bytes_per_s"] for row in two["rows"][:2]] == [5e8, 2e9]
-    assert two["trace"] == "trace.npz" and two["rows"][0]["hit_rate"] != first["hit_rate"]
+    assert two["trace"] == "trace.npz" and two["rows"][0]["hit_rate_experts"] != first["hit_rate_experts"]
     assert two["n_drafts"] > 0 and two["rows"][0]["draft_limit_ts"] > 0 and first["draft_limit_ts"] is None
     assert (assumed["hits_source"], two["hits_source"]) == ("assumed", "trace")
     sizes = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB,16GiB", "-c", "4096")["ram_tier"]["rows"]
@@ -177,7 +177,7 @@ def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatc
     found = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB", "-c", "4096")["ram_tier"]
     assert (found["hits_source"], found["n_kept_tokens"]) == ("kept", 300)
     (step,) = kept_routing(counts.astype(float), 8)([found["rows"][0]["ratio"]])
-    assert found["rows"][0]["hit_rate"] == pytest.approx(step.hit_rate)
+    assert found["rows"][0]["hit_rate_experts"] == pytest.approx(step.hit_rate_experts)
 
 
 def test_a_trace_of_another_model_is_refused(header: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_replay_compares_it_with_the_bounds() -> None:
     schedule = cut_schedule(plain_text(40), gamma=3)
     rows = {row.policy: row for row in replay(schedule, ReplayConfig(policies=("window", "lru"), ratios=(0.5,)))}
     assert 0 < rows["window"].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
-    assert rows["window"].hit_rate_unique <= rows["belady"].hit_rate_unique
+    assert rows["window"].hit_rate_experts <= rows["belady"].hit_rate_experts
 
 
 def test_without_eviction_no_expert_leaves() -> None:

@@ -77,7 +77,7 @@ def test_absent_experts_are_read_one_after_the_other_and_computed_as_they_arrive
 def test_resident_experts_are_computed_meanwhile() -> None:
     execution, ns = execute([batch(0, is_first=True), batch(0, 1)], warm_steps=1)
     assert ns == {"dense": DENSE + HEAD, "cpu": 2 * CPU, "disk": LOAD - CPU}
-    assert execution.ram is not None and execution.ram.hits.hit_rate_unique == 0.5
+    assert execution.ram is not None and execution.ram.hits.hit_rate_experts == 0.5
     _, ns = execute([batch(0, is_first=True), batch(0)], warm_steps=1)
     assert ns == {"dense": DENSE + HEAD, "cpu": CPU}
 

@@ -132,7 +132,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
         if not prefill and schedule.rejected_token_model != "recorded":
             tokens = np.where(np.arange(len(tokens)) <= n_accepted, tokens, -1)
         policy.observe(Observation(counts, len(rows), n_accepted, tokens, ids, None, prefill=prefill))
-    return hits.hit_rate_pairs, hits.hit_rate_unique, uploads
+    return hits.hit_rate_pairs, hits.hit_rate_experts, uploads
 
 
 @pytest.mark.parametrize("name", POLICIES | SIMULATED)
@@ -148,7 +148,7 @@ def test_equals_a_literal_replay(name: str) -> None:
         pairs, experts, uploads = literal(schedule, name, 0.4)
         row = by_name(replay(schedule, ReplayConfig(policies=(name,), ratios=(0.4,))))[name]
         assert row.hit_rate_pairs == pytest.approx(pairs, abs=1e-6)
-        assert row.hit_rate_unique == pytest.approx(experts, abs=1e-6)
+        assert row.hit_rate_experts == pytest.approx(experts, abs=1e-6)
         assert row.uploads_per_layer_step == pytest.approx(uploads / schedule.n_steps / 2, abs=1e-6)
 
 
@@ -284,10 +284,10 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
         clairvoyant[name] = replayed.stats.hits
     oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
     assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.hit_rate_pairs, abs=1e-6)
-    assert rows["belady"].hit_rate_unique == pytest.approx(belady.hit_rate_unique, abs=1e-6)
+    assert rows["belady"].hit_rate_experts == pytest.approx(belady.hit_rate_experts, abs=1e-6)
     for name in CACHES:
         assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
-        assert rows[name].hit_rate_unique <= rows["belady"].hit_rate_unique
+        assert rows[name].hit_rate_experts <= rows["belady"].hit_rate_experts
 
 
 @settings(max_examples=25, deadline=None)
@@ -351,7 +351,7 @@ def test_loads_on_demand_count_once() -> None:
         accuracy=PredictorAccuracy(next_gate=0.0),
     )
     row = replay(schedule, config)[0]
-    missed = (1.0 - row.hit_rate_unique) * sum(int(np.count_nonzero(c.counts[c.counted])) for c in schedule.chunks())
+    missed = (1.0 - row.hit_rate_experts) * sum(int(np.count_nonzero(c.counts[c.counted])) for c in schedule.chunks())
     assert row.on_demand_per_layer_step * 2 * schedule.n_steps == pytest.approx(missed, abs=0.1)
     assert row.uploads_per_layer_step >= row.on_demand_per_layer_step
     assert row.bytes_per_step == pytest.approx(row.uploads_per_layer_step * 2 * 10, rel=1e-3)

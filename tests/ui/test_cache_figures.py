@@ -29,6 +29,7 @@ CACHE = PlacementStats(
     device="emulated (CPU, link 2 GB/s)",
     policy="spac",
     cache_ratio=0.17,
+    n_layers=48,
     slots_used=1040,
     slots_total=1044,
     pool_bytes=12 * MIB,
@@ -67,11 +68,11 @@ def test_the_panel_shows_everything_where_there_is_room(columns: int) -> None:
     shown = "\n".join(_panel(CACHE, columns, 30))
     for text in (
         "device emulated",
-        "hit rate 81 %",
+        "pair hits 81 %",
         "expert hits 68 %",
         "slots 1040/1044",
-        "uploads/step 40.0",
-        "evictions/step 39.5",
+        "uploads/layer 0.83",
+        "evictions/layer 0.82",
         "link 2 GB/s",
         "12 of 12 MiB, emulated",
         "CPU 55% dev 20% wait 4% draft 15% rest 26%"
@@ -92,7 +93,7 @@ def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None
     assert "decode 25.0 t/s" in shown
     assert "…" not in shown
     if rows >= 4:
-        assert "hit rate 81 %" in shown
+        assert "pair hits 81 %" in shown
 
 
 def test_narrow_lines_are_shortened() -> None:
@@ -105,10 +106,10 @@ def test_before_the_first_step_there_are_dashes() -> None:
     fresh = PlacementStats(device="CUDA0 (A Card)", policy="lru", cache_ratio=0.5, slots_total=10, pool_bytes=5 * MIB)
     shown = "\n".join(_panel(fresh, 80, 30))
     for text in [
-        "hit rate -",
+        "pair hits -",
         "expert hits -",
         "slots 0/10",
-        "uploads/step -",
+        "uploads/layer -",
         "link -",
         "VRAM slots 5 MiB",
         "time: -",
@@ -142,11 +143,11 @@ def test_the_table_of_stats() -> None:
     assert rows[0] == ("cache", "emulated (CPU, link 2 GB/s), ratio 0.17, policy spac")
     assert rows[-1] == ("moved", "1.2 GiB")
     assert {
-        ("hit rate", "81 %"),
+        ("pair hits", "81 %"),
         ("expert hits", "68 %"),
         ("slots", "1040/1044"),
-        ("uploads/step", "40.0"),
-        ("evictions/step", "39.5"),
+        ("uploads/layer", "0.83"),
+        ("evictions/layer", "0.82"),
         ("link", "2 GB/s"),
         ("", "step time: CPU 55 %, device 20 %, waiting 4 %, draft 15 %, rest 26 %"),
     } < set(rows)
@@ -155,9 +156,9 @@ def test_the_table_of_stats() -> None:
 
 def test_hits_in_the_stats_line_and_in_totals() -> None:
     parts = figures.turn_parts(PLACED, STATS, "eos", CACHE)
-    assert parts[-2:] == ["hit rate 81 %", "emulated (CPU, link 2 GB/s)"]
+    assert parts[-2:] == ["pair hits 81 %", "emulated (CPU, link 2 GB/s)"]
     other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
-    assert "hit rate 25 %" in figures.total_parts(PLACED, [STATS, STATS], [CACHE, other])
+    assert "pair hits 25 %" in figures.total_parts(PLACED, [STATS, STATS], [CACHE, other])
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,6 @@ def test_replays_keep_their_figures(width: int) -> None:
     for row in rows:
         own = [line.split()[1:] for line in lines if line and line.split()[0].strip("()[]") == row.policy]
         figures = [float(cell) for line in own for cell in line if cell != "-"]
-        assert len(own) == {40: 3, 80: 1}[width]
-        assert figures[:2] == pytest.approx([row.hit_rate_pairs, row.hit_rate_unique], abs=6e-4)
+        assert len(own) == {40: 4, 80: 1}[width]
+        assert figures[:2] == pytest.approx([row.hit_rate_pairs, row.hit_rate_experts], abs=6e-4)
         assert figures[-1] == pytest.approx(row.share_of_oracle, abs=6e-4)

@@ -92,7 +92,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "experts": info.n_experts,
         "experts_used": info.n_expert_used,
         "threads": info.n_threads,
-        "hit_rate": None if cache is None else cache.hit_rate_pairs,
+        "hit_rate_pairs": None if cache is None else cache.hit_rate_pairs,
         "placement": None if cache is None else cache.to_dict(),
         "experts_natural": stats.experts_natural,
         "experts_max": stats.experts_max if stats.budgeted_steps else None,
