@@ -258,8 +258,8 @@ def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
     print_table(console, _ABLATION_COLUMNS, rows)
     console.print(
         "expert hits: experts that were resident when their layer started; right: predicted experts that were used; "
-        "equal: answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts moved "
-        "before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
+        "equal: answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts "
+        "moved before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
     )
     for before, after in itertools.pairwise(rows):
         console.print(ablation_change(before, after), highlight=False)

@@ -23,8 +23,8 @@ from tests.support.greedy import judge
 from tests.support.stock import StockContext
 
 STATS_KEYS = (
-    "pp_ts tg_ts ttft_s steps drafted accepted acceptance_rate tokens_per_step experts_per_verification hit_rate "
-    "device gamma draft policy seed model n_ctx threads"
+    "pp_ts tg_ts ttft_s steps drafted accepted acceptance_rate tokens_per_step experts_per_verification "
+    "hit_rate_pairs device gamma draft policy seed model n_ctx threads"
 )
 
 
