@@ -30,7 +30,7 @@ def run_budget_analysis(
 
     The model runs on the CPU alone, where the outputs of all experts can be computed. layers: as --layers has them.
     """
-    prompts, source = texts.load()
+    prompts, source = texts.load(bundled=paths.is_bundled(config.model))
     sampling = texts.sampling()
     analysis, run, code = _analyse(
         text,

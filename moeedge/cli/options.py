@@ -121,9 +121,8 @@ Dataset = Annotated[
         "--dataset NAME|FILE.jsonl",
         "Prompts: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (some of each), toy (for the "
         'bundled pair), or a file of objects with "prompt", "turns" or "messages", one per line. Looked for in '
-        "$MOEEDGE_DATA, the cache and the hub. Default: sample for profile; toy (bundled pair) or sample (other "
-        "models) for ablate, and for bench with --policy, --cache-ratio or --score; otherwise llama-bench's "
-        "synthetic tests.",
+        "$MOEEDGE_DATA, the cache and the hub. Default: toy (bundled pair) or sample (other models) for profile, fit "
+        "and ablate, and for bench with --policy, --cache-ratio or --score; otherwise llama-bench's synthetic tests.",
     ),
 ]
 OfflineSample = Annotated[

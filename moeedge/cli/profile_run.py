@@ -85,7 +85,7 @@ def record(
     from moeedge.ui.console import notifier, say, show_figures, stderr_console
     from moeedge.ui.progress import ProfileProgress
 
-    prompts, source = texts.load()
+    prompts, source = texts.load(bundled=paths.is_bundled(config.model))
     sampling = texts.sampling()
     err = stderr_console()
     with Session.open(config, notify=notifier(err)) as session:

@@ -10,6 +10,7 @@ from moeedge.cli import options
 from moeedge.cli.common import valid_text
 from moeedge.cli.declare import list_of
 from moeedge.data import load_dataset
+from moeedge.data.datasets import SAMPLE, TOY
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EmptyPromptError, InputError
@@ -35,8 +36,11 @@ class TextOptions:
         """Whether the user named a prompt or a data set."""
         return self.prompt is not None or self.dataset is not None
 
-    def load(self) -> tuple[list[Prompt], dict[str, Any]]:
-        """The prompts, and the report's fields about their source. Raises InputError and ValueError for bad options."""
+    def load(self, *, bundled: bool) -> tuple[list[Prompt], dict[str, Any]]:
+        """The prompts, and the report's fields about their source. Raises InputError and ValueError for bad options.
+
+        bundled: the bundled model answers, by default prompts of the kind that it was trained on.
+        """
         if self.n_predict == 0 or self.n_predict < -1:
             raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {self.n_predict}")
         if self.prompt is not None:
@@ -48,7 +52,8 @@ class TextOptions:
             return [prompt], {"dataset": "prompt", "prompts": 1}
         if self.limit < 0:
             raise ValueError(f"--limit must be >= 0, not {self.limit}")
-        names = [name.strip() for name in (self.dataset or "sample").split(",") if name.strip()]
+        default = TOY if bundled else SAMPLE
+        names = [name.strip() for name in (self.dataset or default).split(",") if name.strip()]
         sets = [load_dataset(name, offline_sample=self.offline_sample).limited(self.limit or None) for name in names]
         empty = next((found.name for found in sets if not found.prompts), None)
         if empty is not None or not sets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ class ModelInfo:
     n_embd: int
     n_swa: int  # tokens of the sliding attention window; 0: none
     size_bytes: int  # of the files
-    description: str  # e.g. "qwen3moe 30B.A3B Q4_0"
+    description: str  # architecture and quantization, e.g. "qwen3moe Q4_K - Medium"
     n_head_layers: int = 0  # blocks of the file that predict further tokens (MTP)
 
     @property
@@ -365,11 +366,16 @@ def _read_metadata(handle: Any, key: str) -> str | None:
     return buffer.value.decode("utf-8", "replace") if count >= 0 else None
 
 
+def _describe(handle: Any) -> str:
+    """llama.cpp's description without its size, which it guesses from the number of layers ("30B.A3B" of any with 48)."""
+    text = ctypes.create_string_buffer(256)
+    lib.llama_model_desc(handle, text, len(text))
+    return re.sub(r"^(\S+) \S+(?: \([^)]*\))* ", r"\1 ", text.value.decode("utf-8", "replace"))
+
+
 def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
     architecture = _read_metadata(handle, "general.architecture") or "unknown"
     n_layers = lib.llama_model_n_layer(handle)
-    description = ctypes.create_string_buffer(256)
-    lib.llama_model_desc(handle, description, len(description))
     return ModelInfo(
         architecture=architecture,
         n_layers=n_layers,
@@ -382,6 +388,6 @@ def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
         n_embd=lib.llama_model_n_embd(handle),
         n_swa=lib.llama_model_n_swa(handle),
         size_bytes=summary.size_bytes,
-        description=description.value.decode("utf-8", "replace"),
+        description=_describe(handle),
         n_head_layers=len(summary.head_layers),
     )

@@ -145,6 +145,7 @@ def test_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
     report = run_json("profile", "--layer", "47", "-n", "12", "--limit", "1")
     assert (report["layer"], report["n_layers"], report["n_experts"]) == (47, 48, 128)
     assert report["hot_cold_accuracy"]["sd"] is not None
+    assert report["dataset"] == "toy"  # of the kind that it was trained on
     assert "0 to 47" in refused("profile", "--layer", "48")
 
 

@@ -33,6 +33,11 @@ def test_info(tiny_moe: Path) -> None:
         assert model.can_roll_back
 
 
+def test_the_description_has_no_guessed_size(tiny: TinyFactory) -> None:
+    with Model.load(tiny("qwen3moe", layers=48), header_only=True) as model:  # which llama.cpp calls 30B.A3B
+        assert model.info.description == "qwen3moe all F32"
+
+
 def test_fewer_experts_per_token(tiny_moe: Path) -> None:
     """llama.cpp's override of expert_used_count: the router chooses so many."""
     with Model.load(tiny_moe, n_expert_used=2) as model, Context(model, n_ctx=64, n_threads=1) as context:
