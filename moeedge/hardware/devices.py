@@ -8,6 +8,7 @@ from typing import Literal
 from moeedge import native
 from moeedge.errors import DeviceError
 from moeedge.hardware import nvidia, rpc
+from moeedge.hardware.gpus import unused_gpus
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.spec import EMULATED, DeviceSpec
 from moeedge.notifications import Notification
@@ -112,8 +113,8 @@ def _automatic(bundled: bool) -> ResolvedDevice:
     gpus = [device for device in devices if device.kind == "GPU" and not device.shares_host_memory]
     if gpus:
         return _gpu(gpus[0], llama_device="auto")
-    missed = _driver_without_backend(devices)
-    notes = [missed] if missed else []
+    missed = [gpu for gpu in unused_gpus(devices) if gpu.lacks_backend and not gpu.in_processor]
+    notes = [f"{gpu.name} is not used. {gpu.advice}" for gpu in missed]
     shared = [device.name for device in devices if device.shares_host_memory]
     if shared:
         notes.append(
@@ -196,25 +197,14 @@ def _find(name: str) -> native.Device:
     return device
 
 
-def _driver_without_backend(devices: list[native.Device]) -> str:
-    """Returns a note if the NVIDIA driver knows cards that llama.cpp was not built for; empty otherwise."""
-    cards = nvidia.cards()
-    if not cards or any(device.kind in ("GPU", "IGPU") for device in devices):
-        return ""
-    return (
-        f"The NVIDIA driver offers {cards[0]}, but the installed llama.cpp was built without CUDA. "
-        "Load a prebuilt backend with --backend FILE (docs/devices.md), or install llama.cpp with CUDA: "
-        f"{rpc.build_command('-DGGML_CUDA=on')}"
-    )
-
-
 def list_devices() -> list[DeviceRow]:
     """Returns the devices that llama.cpp lists, in its order, then the emulated and the remote one."""
     devices = native.devices()
     rows = [_row(device) for device in devices if device.kind != "RPC"]
-    missed = _driver_without_backend(devices)
-    if missed:
-        rows += [DeviceRow(card, "GPU", "NVIDIA", None, None, False, missed) for card in nvidia.cards()]
+    rows += [
+        DeviceRow(gpu.name, "GPU", gpu.vendor, None, gpu.total_bytes, False, f"not used. {gpu.advice}")
+        for gpu in unused_gpus(devices)
+    ]
     rows.append(
         DeviceRow(
             EMULATED,

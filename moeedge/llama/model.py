@@ -367,7 +367,7 @@ def _read_metadata(handle: Any, key: str) -> str | None:
 
 
 def _describe(handle: Any) -> str:
-    """llama.cpp's description without its size, which it guesses from the number of layers ("30B.A3B" of any with 48)."""
+    """llama.cpp's description without its size, which it guesses from the number of layers (48: "30B.A3B")."""
     text = ctypes.create_string_buffer(256)
     lib.llama_model_desc(handle, text, len(text))
     return re.sub(r"^(\S+) \S+(?: \([^)]*\))* ", r"\1 ", text.value.decode("utf-8", "replace"))

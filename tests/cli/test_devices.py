@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moeedge import native
-from moeedge.hardware import nvidia, rpc
+from moeedge.hardware import gpus, nvidia, rpc
 from moeedge.ui.console import stdout_console
 from moeedge.ui.model_views import print_devices
 from tests.support.commands import run, run_json
@@ -33,16 +35,17 @@ def test_json_has_bytes() -> None:
 
 
 def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from moeedge.hardware.devices import list_devices
 
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(gpus, "ROOT", tmp_path)
     monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA [Made] Up",))
     monkeypatch.setattr(native, "devices", lambda: [native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")])
     print_devices(list_devices(), stdout_console())
     lines = capsys.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("NVIDIA [Made] Up: "))
-    assert "without CUDA" in line
+    assert "--backend FILE" in line
     command = 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall --no-deps llama-cpp-python=='
     assert command in line

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from moeedge import native
 from moeedge.errors import BackendError, DeviceError
-from moeedge.hardware import devices, nvidia, rpc
+from moeedge.hardware import devices, gpus, nvidia, rpc
 from moeedge.hardware.devices import ResolvedDevice, check_known, list_devices, resolve
 from moeedge.hardware.memory import total_memory
 from moeedge.hardware.spec import DeviceSpec
@@ -31,8 +32,9 @@ def llama_cpp() -> None:
 
 
 @pytest.fixture
-def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets llama.cpp list these devices, and the driver these cards."""
+def offer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Lets llama.cpp list these devices, and the driver these cards; the machine has no others."""
+    monkeypatch.setattr(gpus, "ROOT", tmp_path)
 
     def offer(*devices: native.Device, cards: tuple[str, ...] = ()) -> None:
         monkeypatch.setattr(native, "devices", lambda: list(devices))
@@ -94,7 +96,7 @@ def test_a_driver_without_cuda_build_is_named(offer: Callable[..., None]) -> Non
     assert 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall' in note
     row = next(entry for entry in list_devices() if entry.name == "NVIDIA Made Up")
     assert not row.usable
-    assert row.remark == note
+    assert f"{row.name} is {row.remark}" == note
     offer(_CPU, _CUDA, cards=("NVIDIA Made Up",))
     assert _resolve("auto").notes == []
 
