@@ -10,9 +10,11 @@ from typing import TypeVar
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import GenerationStats, StopReason
 from moeedge.errors import DeviceFailedError
+from moeedge.llama.reasoning import ReasoningTags, begins_in_reasoning
 from moeedge.llama.text import StreamDecoder
 from moeedge.scheduler.stats import StepRecord
 
+_TAG_TOKENS = 32  # in which a tag at the end of a prompt is looked for
 _Result = TypeVar("_Result")
 Recover = Callable[[DeviceFailedError], None]
 
@@ -22,7 +24,8 @@ class AnswerLimits:
     """What ends an answer, and how far a step may go.
 
     n_predict: tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer. n_keep: tokens at the
-    start that a context shift does not drop. ignore_eos: stop tokens do not end the answer.
+    start that a context shift does not drop. ignore_eos: stop tokens do not end the answer. reasoning_tags: as of
+    `Model.reasoning_tags`.
     """
 
     n_predict: int
@@ -31,6 +34,7 @@ class AnswerLimits:
     n_keep: int
     context_shift: bool
     ignore_eos: bool
+    reasoning_tags: ReasoningTags | None = None
 
 
 class Answer:
@@ -38,7 +42,8 @@ class Answer:
 
     `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
     context shifted. begun: the first tokens of the answer, if it goes on where an earlier one was cut off; they are the
-    end of the prompt.
+    end of the prompt. reasoning_tags: the texts around reasoning in `text`, control tokens included; None where the
+    model's template knows no reasoning. begins_in_reasoning: the prompt ends with the start tag.
     """
 
     def __init__(self, state: TextState, limits: AnswerLimits, begun: Sequence[int] = ()) -> None:
@@ -52,6 +57,13 @@ class Answer:
         self._n_begun = len(begun)
         self._start_s = time.perf_counter()
         self._decoder = StreamDecoder()
+        model = state.target.context.model
+        self.reasoning_tags = limits.reasoning_tags
+        end = state.history[: len(state.history) - len(begun)][-_TAG_TOKENS:]
+        self.begins_in_reasoning = begins_in_reasoning(
+            b"".join(model.piece(token, special=True) for token in end).decode("utf-8", "replace"), self.reasoning_tags
+        )
+        self._shown = frozenset(model.tokenize("".join(self.reasoning_tags or ()), add_special=False))
 
     def add_prompt(self, record: StepRecord, prefill_s: float) -> StepRecord:
         """Adds the first token; the last part of the prompt took `prefill_s`."""
@@ -119,7 +131,7 @@ class Answer:
     def read(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """The text that `tokens` add, in entire characters; last: no more tokens come."""
         model = self.state.target.context.model
-        piece = self._decoder.feed(b"".join(model.piece(token) for token in tokens))
+        piece = self._decoder.feed(b"".join(model.piece(token, special=token in self._shown) for token in tokens))
         if last:
             piece += self._decoder.flush()
         self.text += piece

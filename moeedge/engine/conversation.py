@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
+from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
+from moeedge.llama.reasoning import ReasoningTags, split_reasoning
 from moeedge.paths import replace_file
 
 if TYPE_CHECKING:
@@ -81,10 +83,13 @@ class Conversation:
         if label and label not in self.budgets:
             self.budgets.append(label)
 
-    def chat_messages(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them, the system prompt first."""
+    def chat_messages(self, tags: ReasoningTags | None = None) -> list[dict[str, str]]:
+        """The messages as a chat template takes them, the system prompt first.
+
+        tags: of the model's reasoning, which templates take apart from the content.
+        """
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return system + [{"role": message.role, "content": message.content} for message in self.messages]
+        return system + [_template_message(message, tags) for message in self.messages]
 
     def raw_text(self) -> str:
         """All messages joined without a template, for --raw."""
@@ -164,7 +169,21 @@ def read_message(item: Any, index: int) -> Message:
     return Message(expected, cast(str, item["content"]))
 
 
-def prompt_tokens(model: Model, conversation: Conversation, *, raw: bool = False) -> list[int]:
-    """The token ids that ask for the next answer: through the model's chat template, or the bare text with `raw`."""
-    text = conversation.raw_text() if raw else model.render_chat(conversation.chat_messages())
-    return model.tokenize(text)
+def _template_message(message: Message, tags: ReasoningTags | None) -> dict[str, str]:
+    """A message as a chat template takes it; two keys for reasoning are in use."""
+    found = {"role": message.role, "content": message.content}
+    if message.role == "assistant":
+        reasoning, found["content"] = split_reasoning(message.content, tags)
+        if reasoning:
+            found |= {"reasoning_content": reasoning, "thinking": reasoning}
+    return found
+
+
+def prompt_tokens(
+    model: Model, conversation: Conversation, *, raw: bool = False, template: TemplateChoice = MODEL_TEMPLATE
+) -> list[int]:
+    """The token ids that ask for the next answer: through a chat template, or the bare text with `raw`."""
+    if raw:
+        return model.tokenize(conversation.raw_text())
+    messages = conversation.chat_messages(model.reasoning_tags(template))
+    return model.tokenize(model.render_chat(messages, template=template))

@@ -30,6 +30,7 @@ from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, Sampli
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama.chat_template import MODEL_TEMPLATE
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.dense_weights import let_experts_read_ahead
@@ -71,6 +72,7 @@ class Session:
     draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding). governor:
     chooses each step's length up to `gamma`; None: all have that length (`set_draft_length`).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
+    template: the chat template of the prompts, which says how reasoning in answers is marked.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
     record of a step of several texts holds their sums.
     Only the answers that began last go on: earlier ones raise EngineError when they are continued.
@@ -99,6 +101,7 @@ class Session:
         self.gamma = info.gamma
         self.governor = self._new_governor() if info.auto_gamma else None
         self.n_keep = 1 if target.model.adds_bos else 0
+        self.template = MODEL_TEMPLATE
         self.observers: list[Observer] = []
         self.placement = placement
         self.calibration = calibration
@@ -348,6 +351,7 @@ class Session:
             n_keep=min(self.n_keep, len(state.history)),
             context_shift=self.config.context_shift,
             ignore_eos=ignore_eos,
+            reasoning_tags=self.model.reasoning_tags(self.template),
         )
 
     @property

@@ -14,7 +14,9 @@ import llama_cpp.llama_cpp as lib
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file, library
+from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
+from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
 from moeedge.llama.text import ChatFormat
 from moeedge.native.mapping import map_lazily
 
@@ -88,7 +90,8 @@ class Model:
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._eog: dict[int, bool] = {}
-        self._chat_format: ChatFormat | None = None
+        self._chat_formats: dict[str, ChatFormat] = {}  # by the source of the template
+        self._reasoning: dict[str, ReasoningTags | None] = {}
 
     @classmethod
     def load(
@@ -288,21 +291,41 @@ class Model:
         """Whether tokenize(add_special=True) starts with the BOS token."""
         return bool(lib.llama_vocab_get_add_bos(self.vocab))
 
-    def render_chat(self, messages: list[dict[str, str]], *, add_assistant: bool = True) -> str:
-        """Returns the prompt of a conversation by the model's template, or ChatML if it has none.
-
-        A BOS written by the template is dropped when `tokenize` adds one.
-        """
-        if self._chat_format is None:
-            template = lib.llama_model_chat_template(self.handle, None)
-            self._chat_format = ChatFormat(
-                template.decode("utf-8") if template else None,
+    def chat_format(self, source: str = "") -> ChatFormat:
+        """The chat template of that source (`TemplateChoice`). Raises EngineError where it cannot be parsed."""
+        if source not in self._chat_formats:
+            own = None if source else lib.llama_model_chat_template(self.handle, None)
+            self._chat_formats[source] = ChatFormat(
+                source or (own.decode("utf-8") if own else None),
                 bos=self._special_text(lib.llama_vocab_bos(self.vocab)),
                 eos=self._special_text(lib.llama_vocab_eos(self.vocab)),
             )
-        text = self._chat_format.render(messages, add_assistant=add_assistant)
-        bos = self._chat_format.bos
+        return self._chat_formats[source]
+
+    def render_chat(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        add_assistant: bool = True,
+        template: TemplateChoice = MODEL_TEMPLATE,
+    ) -> str:
+        """Returns the prompt of a conversation by a chat template.
+
+        A BOS written by the template is dropped when `tokenize` adds one.
+        """
+        chat_format = self.chat_format(template.source)
+        text = chat_format.render(messages, add_assistant=add_assistant, arguments=template.arguments)
+        bos = chat_format.bos
         return text[len(bos) :] if bos and self.adds_bos and text.startswith(bos) else text
+
+    def reasoning_tags(self, template: TemplateChoice = MODEL_TEMPLATE) -> ReasoningTags | None:
+        """The texts around reasoning in the model's answers; None where the template knows no reasoning."""
+        if template.source not in self._reasoning:
+            try:
+                self._reasoning[template.source] = find_reasoning_tags(self.chat_format(template.source))
+            except EngineError:  # it cannot be parsed, and is not used
+                self._reasoning[template.source] = None
+        return self._reasoning[template.source]
 
     def _special_text(self, token: int) -> str:
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""

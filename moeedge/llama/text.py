@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -40,6 +41,7 @@ class ChatFormat:
     """
 
     def __init__(self, template: str | None, *, bos: str = "", eos: str = "") -> None:
+        self.source = template or CHATML
         self.bos = bos
         self.eos = eos
         environment = ImmutableSandboxedEnvironment(
@@ -49,25 +51,28 @@ class ChatFormat:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(template or CHATML)
+            self._template = environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise EngineError(
                 f"Cannot parse the model's chat template: {error}.", "Use --raw to prompt it without a template."
             ) from error
 
-    def render(self, messages: list[dict[str, str]], *, add_assistant: bool = True) -> str:
+    def render(
+        self, messages: list[dict[str, str]], *, add_assistant: bool = True, arguments: Mapping[str, Any] | None = None
+    ) -> str:
         """Returns the prompt for `messages` (role and content each); it ends where the assistant's answer begins.
 
-        If the template rejects the system role, the system message becomes the start of the first user message.
+        arguments: further variables of the template. If it rejects the system role, the system message becomes the
+        start of the first user message.
         Raises EngineError when the template rejects the conversation.
         """
         try:
-            return self._render(messages, add_assistant)
+            return self._render(messages, add_assistant, arguments or {})
         except jinja2.TemplateError as error:
             folded = _fold_system(messages)
             if folded != messages:
                 try:
-                    return self._render(folded, add_assistant)
+                    return self._render(folded, add_assistant, arguments or {})
                 except jinja2.TemplateError:
                     pass  # report the first error
             raise EngineError(
@@ -75,10 +80,9 @@ class ChatFormat:
                 "Use --raw to prompt it without a template.",
             ) from error
 
-    def _render(self, messages: list[dict[str, str]], add_assistant: bool) -> str:
-        return self._template.render(
-            messages=messages, add_generation_prompt=add_assistant, bos_token=self.bos, eos_token=self.eos
-        )
+    def _render(self, messages: list[dict[str, str]], add_assistant: bool, arguments: Mapping[str, Any]) -> str:
+        given = {"bos_token": self.bos, "eos_token": self.eos, **arguments}
+        return self._template.render({**given, "messages": messages, "add_generation_prompt": add_assistant})
 
 
 def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
