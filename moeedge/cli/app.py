@@ -33,6 +33,10 @@ COMMANDS = {
     "worker": ("worker", "Serve a device of this machine to moeedge on another one."),
     "widen": ("widen", "Write a model of a larger shape that computes the same."),
     "trace": ("trace", "Look into routing traces, and read and write those of other tools."),
+    "schema": (
+        "schema",
+        "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",
+    ),
     "validate": (
         "validate",
         "Compare formulas and simulator with published figures, and the simulator with this machine.",

@@ -1,0 +1,94 @@
+"""Every published schema describes each key, and real outputs are valid under it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from moeedge.schemas import schema_names, schema_text
+from tests.support.commands import refused, run, run_json
+from tests.support.traces import two_texts
+
+
+def validator(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads(schema_text(name)))
+
+
+def errors(name: str, value: Any) -> list[str]:
+    return [f"{error.json_path}: {error.message[:200]}" for error in validator(name).iter_errors(value)]
+
+
+def members(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and schema of every key, at every depth."""
+    if isinstance(schema, dict):
+        for name, member in schema.get("properties", {}).items():
+            yield f"{path}.{name}", member
+        for key, value in schema.items():
+            yield from members(value, f"{path}.{key}")
+    elif isinstance(schema, list):
+        for index, value in enumerate(schema):
+            yield from members(value, f"{path}[{index}]")
+
+
+@pytest.mark.parametrize("name", schema_names())
+def test_every_key_is_described(name: str) -> None:
+    text = json.loads(schema_text(name))
+    jsonschema.Draft202012Validator.check_schema(text)
+    assert text["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    described = dict(members(text))
+    assert described
+    missing = [path for path, member in described.items() if not member.get("description") and "$ref" not in member]
+    assert not missing
+
+
+def test_bench_rows(pair: list[str]) -> None:
+    """Answers with an expert cache and scores, synthetic tests, and texts decoded together."""
+    common = ("-t", 1, "--no-calibrate")
+    toy = ("--dataset", "toy", "--limit", 1, "-n", 4, "-r", 1)
+    sweep = ("-dev", "emulated", "--policy", "lru", "--cache-ratio", 0.5, "--draft-max", 2, "--score")
+    rows = run_json("bench", *pair, *common, *toy, *sweep)
+    assert {row["mode"] for row in rows} == {"stock-ar", "stock-sd", "moeedge"}
+    assert rows[-1]["samples"][0]["placement"]
+    rows += run_json("bench", *pair, *common, "-p", 8, "-n", 4, "-r", 2, "-dev", "none")
+    rows += run_json("bench", *pair, *common, *toy, "--parallel", 1, "-dev", "none", "--modes", "stock-ar,stock-sd")
+    assert not errors("bench", rows)
+    required = set(json.loads(schema_text("bench"))["items"]["required"])
+    assert all(set(row) == required for row in rows)
+    wrong = ({"unknown": 1}, {"tg_ts": "fast"}, {"samples": [{}]}, {"hit_rate_pairs": 1.5})
+    assert all(errors("bench", [rows[0] | part]) for part in wrong)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """A trace file as its schema describes it."""
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    meta = json.loads(str(arrays.pop("meta")))
+    shapes = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in arrays.items()}
+    return {"meta": meta, **shapes}
+
+
+def test_traces(tmp_path: Path, pair: list[str]) -> None:
+    path = tmp_path / "routing.npz"
+    two_texts(weights=True).save(path)
+    made = contents(path)
+    assert not errors("trace", made)
+    arguments = ("--layer", 0, "--dataset", "toy", "--limit", 1, "-n", 4, "-t", 1)
+    assert run("profile", *pair, *arguments, "--trace-out", path).exit_code == 0
+    recorded = contents(path)
+    assert not errors("trace", recorded)
+    assert recorded["meta"]["parameters"]["expert_bytes"] and set(recorded) >= set(made) - {"weights"}
+    assert errors("trace", {name: part for name, part in recorded.items() if name != "ids"})
+    assert errors("trace", recorded | {"step": {"dtype": "int64", "shape": [3]}})
+    assert errors("trace", recorded | {"ids": {"dtype": "uint8", "shape": [3]}})
+
+
+def test_the_command_prints_them() -> None:
+    assert run("schema").stdout.split() == schema_names() and {"bench", "trace"} <= set(schema_names())
+    assert json.loads(run("schema", "bench").stdout) == json.loads(schema_text("bench"))
+    assert "bench" in refused("schema", "benches")
