@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,7 +12,9 @@ from typer.core import TyperCommand, TyperGroup
 
 import moeedge
 from moeedge.cli.common import cli_errors
-from moeedge.cli.options import OLD_NAMES
+from moeedge.cli.foreign import COMMAND_NAMES
+from moeedge.cli.spelling import Setting, Speller, name_options, unknown_command
+from moeedge.errors import InputError
 
 # command: the module under moeedge.cli, and the first paragraph of the help text as `moeedge --help` shows it
 COMMANDS = {
@@ -42,6 +46,8 @@ COMMANDS = {
         "Compare formulas and simulator with published figures, and the simulator with this machine.",
     ),
 }
+_MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
+_WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
 
 
@@ -54,14 +60,73 @@ class LazyGroup(TyperGroup):
             self.add_command(TyperCommand(name, help=summary))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """The command that the arguments name, loaded."""
-        name, listed, rest = super().resolve_command(ctx, args)
-        return name, load_command(str(listed.name)) if listed else None, rest
+        """The command that the arguments name, loaded, and its arguments as it declares them."""
+        typed, *rest = args
+        name = COMMAND_NAMES.get(typed, typed)
+        if name not in COMMANDS:
+            if ctx.resilient_parsing:  # of an unfinished line
+                return None, None, rest
+            raise unknown_command(typed, COMMANDS)
+        command = load_command(name)
+        if ctx.resilient_parsing:
+            return name, command, rest
+        inner = getattr(command, "commands", {}).get(rest[0]) if rest else None
+        if inner is not None:
+            return name, command, [rest[0], *Speller(f"{name} {rest[0]}", inner).translate(rest[1:])]
+        if not hasattr(command, "commands"):
+            speller = Speller(name, command, words=_WORDS.get(typed, ()), elsewhere=commands_with)
+            rest = speller.translate(rest)
+            ctx.obj = _Typed(speller, speller.settings(rest))
+            if ctx.obj.settings and not set(rest) & {"-h", "--help"}:
+                _report(ctx.obj.settings)
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command, the import of its module included, with errors turned into exit codes."""
         with cli_errors():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except typer.BadParameter as error:
+                raise _of_environment(error, ctx.obj) or error from None
+            except InputError as error:
+                if ctx.obj is not None:
+                    error.hint = f"{error.hint} {ctx.obj.origin}".strip()
+                raise
+            except ValueError as error:  # a frozen configuration rejected a value
+                if ctx.obj is None:
+                    raise
+                hint = f"See moeedge {ctx.obj.speller.name} --help. {ctx.obj.origin}"
+                raise InputError(f"{name_options(str(error), ctx.obj.speller.spellings)}.", hint.strip()) from None
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """The command that runs, and what the environment sets of its options."""
+
+    speller: Speller
+    settings: list[Setting]
+
+    @property
+    def origin(self) -> str:
+        """A sentence that names what the environment sets; empty without it."""
+        return f"Set in the environment: {', '.join(map(str, self.settings))}." if self.settings else ""
+
+
+def _report(settings: Sequence[Setting]) -> None:
+    from moeedge.ui.console import say, stderr_console
+
+    given = ", ".join(f"{setting.spelling} ({setting})" for setting in settings)
+    say(stderr_console(), f"From the environment: {given}")
+
+
+def _of_environment(error: typer.BadParameter, typed: _Typed | None) -> InputError | None:
+    """The error for a value that Typer cannot read, where it comes from the environment."""
+    spellings = () if error.param is None else error.param.opts
+    for setting in () if typed is None else typed.settings:
+        if setting.spelling in spellings:
+            message = f"{setting} in the environment is no value for {setting.spelling}: {error.message.rstrip('.')}."
+            return InputError(message, f"Correct it, or unset {setting.variable}.")
+    return None
 
 
 def load_command(name: str) -> Any:
@@ -74,7 +139,15 @@ def load_command(name: str) -> Any:
         entry = command_app
     command = typer.main.get_command(entry)
     _flow_help(command)
+    if not any("-m" in param.opts for param in command.params):  # variables of llama.cpp are about models
+        for param in command.params:
+            param.envvar = None
     return command
+
+
+def commands_with(spelling: str) -> list[str]:
+    """The commands that run or plan a model and have this option."""
+    return [name for name in _MODEL_COMMANDS if spelling in Speller(name, load_command(name)).spellings]
 
 
 def _flow_help(command: Any) -> None:
@@ -95,10 +168,7 @@ app = typer.Typer(
     name="moeedge",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: OLD_NAMES.get(name, name),
-    },
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

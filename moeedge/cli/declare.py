@@ -25,11 +25,37 @@ class Output(str, Enum):
     MD = "md"
 
 
-def option(panel: str, spelling: str, help: str, **settings: Any) -> Any:
-    """An option in a panel of --help. spelling: as --help shows it, "-m, --model FILE"."""
+def option(panel: str, spelling: str, help: str, *, also: str = "", env: str = "", **settings: Any) -> Any:
+    """An option in a panel of --help. spelling: as --help shows it, "-m, --model FILE".
+
+    also: further spellings, which --help does not show, separated by blanks. env: the environment variables, separated
+    by blanks, that set it where the command line does not; llama.cpp's names.
+    """
     *flags, last = spelling.split(", ")
     flag, _, metavar = last.partition(" ")
-    return typer.Option(*flags, flag, metavar=metavar or None, help=help, rich_help_panel=panel, **settings)
+    variables = env.split() or None
+    declared = typer.Option(
+        *flags,
+        flag,
+        metavar=metavar or None,
+        help=help,
+        rich_help_panel=panel,
+        envvar=variables,
+        show_envvar=False,  # docs/cli.md lists them; in --help they would be half of the text
+        **settings,
+    )
+    declared.also = tuple(also.split())
+    return declared
+
+
+def hidden_spellings(command: Any) -> dict[str, str]:
+    """The further spellings of a loaded command's options, and the one of each that --help shows first."""
+    declared = get_type_hints(command.callback, include_extras=True)
+    found: dict[str, str] = {}
+    for param in command.params:
+        for info in getattr(declared.get(param.name), "__metadata__", ()):
+            found |= dict.fromkeys(getattr(info, "also", ()), param.opts[0])
+    return found
 
 
 def derive(declared: Any, **changes: Any) -> Any:

@@ -28,15 +28,36 @@ from moeedge.units import parse_size
 _SPIN_COUNT = "1000"
 _REPACK = {"auto": Repack.CHEAP, "on": Repack.ALL, "off": Repack.NONE}
 
-TopK = Annotated[int, option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.")]
+TopK = Annotated[
+    int,
+    option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.", env="LLAMA_ARG_TOP_K"),
+]
 TopP = Annotated[
-    float, option(options.SAMPLING, "--top-p P", "Sample from the most likely tokens with this cumulative probability.")
+    float,
+    option(
+        options.SAMPLING,
+        "--top-p P",
+        "Sample from the most likely tokens with this cumulative probability.",
+        env="LLAMA_ARG_TOP_P",
+    ),
 ]
 MinP = Annotated[
-    float, option(options.SAMPLING, "--min-p P", "Drop tokens less likely than this fraction of the most likely one.")
+    float,
+    option(
+        options.SAMPLING,
+        "--min-p P",
+        "Drop tokens less likely than this fraction of the most likely one.",
+        env="LLAMA_ARG_MIN_P",
+    ),
 ]
 RepeatPenalty = Annotated[
-    float, option(options.SAMPLING, "--repeat-penalty X", "Make repeated tokens less likely; 1: off.")
+    float,
+    option(
+        options.SAMPLING,
+        "--repeat-penalty X",
+        "Make repeated tokens less likely; 1: off.",
+        env="LLAMA_ARG_REPEAT_PENALTY",
+    ),
 ]
 RepeatLastN = Annotated[
     int, option(options.SAMPLING, "--repeat-last-n N", "Number of last tokens that the penalty considers.")

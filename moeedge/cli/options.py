@@ -23,15 +23,6 @@ PLACEMENT = "Expert placement"
 BUDGET = "Expert budget (lossy)"
 TRACE = "Trace"
 
-# spellings of earlier releases, without dashes, and what they stand for now
-OLD_NAMES = {
-    "tail": "rejected-token-model",
-    "acceptance": "acceptance-chance",
-    "hint-accuracy": "predictor-accuracy",
-    "repeat": "repetitions",
-    "tokens": "n-predict",
-}
-
 
 class RejectedTokenModel(str, Enum):
     """How rejected draft tokens route where a trace does not record it; see moeedge.trace.schedule."""
@@ -67,6 +58,8 @@ Model = Annotated[
         MODEL,
         "-m, --model FILE|NAME",
         "GGUF file, or the name of a pulled model (moeedge list). Default: the bundled model.",
+        also="-mu --model-url",
+        env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO LLAMA_ARG_MODEL_URL",
     ),
 ]
 ModelDraft = Annotated[
@@ -79,6 +72,8 @@ ModelDraft = Annotated[
         "bundled or the catalog's draft, else n-grams. "
         "Default: auto in chat and bench; elsewhere the bundled draft for the bundled model, the catalog's for a model "
         "of the catalog, otherwise none.",
+        also="--spec-draft-model",
+        env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_SPEC_DRAFT_HF_REPO",
     ),
 ]
 DraftMax = Annotated[
@@ -87,6 +82,8 @@ DraftMax = Annotated[
         MODEL,
         "--draft-max, --spec-draft-n-max, --gamma N",
         "Tokens per draft (gamma); 0: no speculation. Default: the catalog's value for the model, otherwise 4.",
+        also="--draft --draft-n",
+        env="LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX",
     ),
 ]
 DraftLength = Annotated[
@@ -143,13 +140,22 @@ Limit = Annotated[
     ),
 ]
 NPredict = Annotated[
-    int, option(WORK, "-n, --n-predict N", "At most N tokens per answer; -1 (chat, profile): until the model stops.")
+    int,
+    option(
+        WORK,
+        "-n, --n-predict N",
+        "At most N tokens per answer; -1 (chat, profile): until the model stops.",
+        also="--predict --n-gen --tokens",
+        env="LLAMA_ARG_N_PREDICT",
+    ),
 ]
-Repetitions = Annotated[int, option(WORK, "-r, --repetitions N", "How often everything is measured.")]
+Repetitions = Annotated[int, option(WORK, "-r, --repetitions N", "How often everything is measured.", also="--repeat")]
 
 # sampling
 
-Temp = Annotated[float, option(SAMPLING, "--temp X", "Temperature; 0: greedy.")]
+Temp = Annotated[
+    float, option(SAMPLING, "--temp X", "Temperature; 0: greedy.", also="--temperature", env="LLAMA_ARG_TEMPERATURE")
+]
 Seed = Annotated[
     int, option(SAMPLING, "-s, --seed N", "Seed of all random choices; -1 (chat, profile): a new one each time.")
 ]
@@ -163,9 +169,13 @@ CtxSize = Annotated[
         "-c, --ctx-size N",
         "Context in tokens; 0: the model's training context, less where the memory is short: 8,192 where experts are "
         "loaded from the file (bench: as much as the prompts need; prompts that do not fit are left out).",
+        env="LLAMA_ARG_CTX_SIZE",
     ),
 ]
-Threads = Annotated[int, option(HARDWARE, "-t, --threads N", "CPU threads; 0: one per physical core.")]
+Threads = Annotated[
+    int,
+    option(HARDWARE, "-t, --threads N", "CPU threads; 0: one per physical core.", env="LLAMA_ARG_THREADS"),
+]
 NGpuLayers = Annotated[
     int | None,
     option(
@@ -173,6 +183,8 @@ NGpuLayers = Annotated[
         "-ngl, --n-gpu-layers N",
         "Layers whose attention and dense weights llama.cpp keeps on the GPU. Default: all if experts are placed "
         "on a GPU, otherwise none.",
+        also="--gpu-layers",
+        env="LLAMA_ARG_N_GPU_LAYERS",
     ),
 ]
 NCpuMoe = Annotated[
@@ -183,10 +195,17 @@ NCpuMoe = Annotated[
         "Keep the experts of the first N layers in host memory; the GPU has those of the other layers of -ngl "
         "entirely, and the expert cache serves the first N. Default: the fastest N, as measured on first use, unless "
         "--cache-ratio is given.",
+        env="LLAMA_ARG_N_CPU_MOE",
     ),
 ]
 CpuMoe = Annotated[
-    bool, option(HARDWARE, "-cmoe, --cpu-moe", "Keep the experts of all layers in host memory or the expert cache.")
+    bool,
+    option(
+        HARDWARE,
+        "-cmoe, --cpu-moe",
+        "Keep the experts of all layers in host memory or the expert cache.",
+        env="LLAMA_ARG_CPU_MOE",
+    ),
 ]
 Device = Annotated[
     str,
@@ -197,6 +216,7 @@ Device = Annotated[
         "device (a second CPU instance; emulated:link=25GB/s,latency=20us,threads=2 slows its transfers down and sets "
         "its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in "
         "calibrate, ablate and bench's sweeps.",
+        env="LLAMA_ARG_DEVICE",
     ),
 ]
 
@@ -415,6 +435,7 @@ AcceptanceChance = Annotated[
         TRACE,
         "--acceptance-chance X",
         "Chance of a draft to be accepted after all before it were. Default: the trace's own, or 0.8.",
+        also="--acceptance",
     ),
 ]
 RejectedTokens = Annotated[
@@ -425,6 +446,7 @@ RejectedTokens = Annotated[
         "How rejected tokens that the trace does not record route: like the tokens that follow (optimistic), like "
         "unrelated tokens of the text (pessimistic), or both in turn. Default: the recorded steps if there are any, "
         "otherwise both.",
+        also="--tail",
     ),
 ]
 
@@ -438,7 +460,13 @@ TextOrJson = Annotated[
     Output, output_option(Output.TEXT, Output.JSON, help="Print text or JSON; sizes in bytes, times in s.")
 ]
 Verbose = Annotated[
-    bool, option(OUTPUT, "--verbose", "Show llama.cpp's log on standard error, and no live panel or progress bar.")
+    bool,
+    option(
+        OUTPUT,
+        "--verbose",
+        "Show llama.cpp's log on standard error, and no live panel or progress bar.",
+        also="-v --log-verbose",
+    ),
 ]
 Plot = Annotated[
     Path | None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 from typer.cli import get_docs_for_click
 
 from moeedge.cli.app import COMMANDS, load_command
+from moeedge.cli.declare import hidden_spellings
 from moeedge.ui.chat.commands import help_rows
 
 _INTRODUCTION = """\
@@ -26,12 +28,32 @@ def markdown() -> str:
     text = _INTRODUCTION
     for name in COMMANDS:
         command = load_command(name)
+        _tell_all(command)
         context = typer.Context(command, info_name=name)
         text += get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="moeedge", indent=1)
         if name == "chat":
             rows = "".join(f"* `{row.label}`: {row.value}\n" for row in help_rows())
             text += f"**While chatting**:\n\n{rows}\n"
     return text.strip() + "\n"
+
+
+def _tell_all(command: Any) -> None:
+    """Adds to the help of each option what --help leaves out: further spellings, and variables of the environment."""
+    for inner in getattr(command, "commands", {}).values():
+        _tell_all(inner)
+    if hasattr(command, "commands"):
+        return
+    hidden = hidden_spellings(command)
+    for param in command.params:
+        also = [f"`{spelling}`" for spelling, first in hidden.items() if first in param.opts]
+        variables = [f"`{name}`" for name in param.envvar or ()]
+        param.help = " ".join(
+            [
+                param.help or "",
+                *([f"Also {', '.join(also)}."] if also else []),
+                *([f"Environment: {', '.join(variables)}."] if variables else []),
+            ]
+        ).strip()
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ AccuracyList = Annotated[
         "Replace predictions from the hidden states of layers, which a trace lacks, by noisy ones of these "
         "accuracies: draft-router=0.88,next-gate=0.8, or default for these. Without it systems that need them use "
         "their caches alone, and are listed apart.",
+        also="--hint-accuracy",
     ),
 ]
 Texts = Annotated[

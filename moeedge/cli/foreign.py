@@ -1,0 +1,196 @@
+"""Options and commands of llama.cpp and ollama that moeedge spells otherwise, always has, or does not have.
+
+What moeedge has under the same name is declared in options.py, and further spellings of an option stand in its own
+declaration (`also`). A declared option comes before a row here. Tests and docs/cli.md use the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Instead:
+    """Another spelling with other words: `words` replace the option, "{}" in them is its value.
+
+    by_value: the words for single values, in place of `words`. env: llama.cpp's variable for it.
+    """
+
+    words: str = ""
+    by_value: Mapping[str, str] = field(default_factory=dict)
+    env: str = ""
+
+    def arguments(self, value: str) -> list[str] | None:
+        """The arguments that say the same; None for a value that has none."""
+        found = self.by_value.get(value, self.words)
+        return [word.replace("{}", value) for word in found.split()] or None
+
+
+@dataclass(frozen=True)
+class Already:
+    """What moeedge always does: the option is taken and changes nothing.
+
+    values: those that it may have; empty: it has none.
+    """
+
+    meaning: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The option sets an environment variable of the process: by value, the variable and its content."""
+
+    by_value: Mapping[str, tuple[str, str]]
+    default: str = ""  # the value where the option is written without one; empty: it must have one
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What moeedge does not do: one sentence, and what to write."""
+
+    message: str
+    hint: str = ""
+
+
+_SERVER = Refused("{} is an option of a server, and moeedge is none.", "Ask with moeedge chat -p TEXT -o json.")
+_ONE_GPU = Refused("moeedge computes on one GPU, so there is no {}.", "Choose it with -dev NAME (moeedge devices).")
+_PINNING = Refused("moeedge does not choose processors or priorities: {}.", "Start it with taskset, numactl or nice.")
+_ROPE = Refused("moeedge takes the position encoding that the model's file names: {}.", "-c N sets the context.")
+_DRAFT_PLACE = Refused(
+    "{} is not separate for the draft model: it shares -t, -ngl and -dev with the model.", "Leave it out."
+)
+_TEXT_ONLY = Refused("moeedge answers text only: {}.", "Use llama-mtmd-cli of llama.cpp for pictures and sound.")
+_TEMPLATE = Refused("The model's chat template decides what surrounds a message: {}.", "--raw leaves it out.")
+_PROMPT_CACHE = Refused("{} is not kept in a file.", "/save FILE keeps a chat, /load FILE goes on with it.")
+_NGRAMS = Refused("moeedge's n-grams have no options: {}.", "-md ngram drafts from the text so far.")
+_KERNELS = Refused("moeedge chooses kernels and places of weights itself: {}.", "Leave it out.")
+
+# all spellings of a row, and what they mean
+OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
+    "-hf, -hfr, --hf-repo": Instead("-m hf:{}"),
+    "-hfd, -hfrd, --hf-repo-draft, --spec-draft-hf": Instead("-md hf:{}"),
+    "--rpc": Instead("-dev rpc://{}", env="LLAMA_ARG_RPC"),
+    "-no-cnv, --no-conversation": Instead("--raw"),
+    "--usage": Instead("--help"),
+    "--spec-type": Instead(
+        by_value={
+            "none": "-md none",
+            "draft-simple": "-md auto",
+            "draft-mtp": "-md mtp",
+            **dict.fromkeys(("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "-md ngram"),
+        },
+        env="LLAMA_ARG_SPEC_TYPE",
+    ),
+    "-lv, --verbosity, --log-verbosity": Instead(
+        by_value={**dict.fromkeys("012", "--log-disable"), **dict.fromkeys("345", "--verbose")},
+        env="LLAMA_ARG_LOG_VERBOSITY",
+    ),
+    "-co, --color": Sets(
+        {"auto": ("", ""), "on": ("FORCE_COLOR", "1"), "off": ("NO_COLOR", "1")},
+        default="on",
+    ),
+    "--simple-io": Sets({"": ("TERM", "dumb")}),
+    "-cnv, --conversation": Already("chat is a conversation, unless --raw is given"),
+    "-if, --interactive-first": Already("without -p, chat waits for your message first"),
+    "-mli, --multiline-input": Already('a message between """ and """ may have several lines'),
+    "--no-display-prompt": Already("the answer alone goes to standard output"),
+    "--log-disable": Already("llama.cpp's log is shown with --verbose only"),
+    "--show-timings, --perf": Already("figures follow each answer, on standard error"),
+    "--no-warmup": Already("a chat does not warm up: the first answer is computed at once"),
+    "-fit, --fit": Already("what fits is placed on the GPU; moeedge plan shows it", values=("on",)),
+    "--no-mmproj, --no-mmproj-auto": Already("pictures are not read"),
+    "-np, --parallel": Refused("A chat is one conversation.", "bench --parallel 1,2,4 measures several texts."),
+    "--list-devices": Refused("--list-devices is a command here.", "Run moeedge devices."),
+    "-cl, --cache-list": Refused("--cache-list is a command here.", "Run moeedge list."),
+    "--completion-bash": Refused("--completion-bash is spelled otherwise.", "Run moeedge --install-completion bash."),
+    "-hff, --hf-file": Refused("-hff names a file of the repository that -hf names.", "Give -hf OWNER/REPO, too."),
+    "-dr, --docker-repo": Refused(
+        "moeedge does not download from Docker's registry.",
+        "Name one on the Hugging Face hub: -hf OWNER/REPO:QUANT.",
+    ),
+    "-bf, --binary-file": Refused("A prompt is text in UTF-8.", "Give it with -f FILE."),
+    "--spec-draft-n-min, --draft-min, --draft-n-min": Refused(
+        "moeedge verifies a short draft as well: once it is computed, checking it costs little.",
+        "Leave it out; --draft-p-min P ends drafts that are improbable.",
+    ),
+    "--spec-draft-p-split, --draft-p-split": Refused("Drafts are chains here, which do not split.", "Leave it out."),
+    "-td, --threads-draft, --spec-draft-threads": _DRAFT_PLACE,
+    "-tbd, --threads-batch-draft, --spec-draft-threads-batch": _DRAFT_PLACE,
+    "-devd, --device-draft, --spec-draft-device": _DRAFT_PLACE,
+    "-ngld, --gpu-layers-draft, --n-gpu-layers-draft, --spec-draft-ngl": _DRAFT_PLACE,
+    "-ctkd, --cache-type-k-draft, --spec-draft-type-k": _DRAFT_PLACE,
+    "-ctvd, --cache-type-v-draft, --spec-draft-type-v": _DRAFT_PLACE,
+    "-otd, --override-tensor-draft, --spec-draft-override-tensor": _DRAFT_PLACE,
+    "-cmoed, --cpu-moe-draft, --spec-draft-cpu-moe": _DRAFT_PLACE,
+    "-ncmoed, --n-cpu-moe-draft, --spec-draft-n-cpu-moe, --spec-draft-ncmoe": _DRAFT_PLACE,
+    "-cd, --ctx-size-draft": _DRAFT_PLACE,
+    "-lcs, --lookup-cache-static, -lcd, --lookup-cache-dynamic": _NGRAMS,
+    "--spec-ngram-size-n, --spec-ngram-size-m, --spec-ngram-min-hits": _NGRAMS,
+    "--spec-ngram-mod-n-min, --spec-ngram-mod-n-max, --spec-ngram-mod-n-match": _NGRAMS,
+    "-sm, --split-mode, -ts, --tensor-split, -mg, --main-gpu": _ONE_GPU,
+    "-fitt, --fit-target, -fitc, --fit-ctx": Refused(
+        "moeedge sizes what it places on the GPU itself: {}.", "--vram SIZE limits the experts there, -c N the context."
+    ),
+    "-C, --cpu-mask, -Cr, --cpu-range, --cpu-strict, --prio, --poll, --numa": _PINNING,
+    "-Cb, --cpu-mask-batch, -Crb, --cpu-range-batch, --cpu-strict-batch, --prio-batch, --poll-batch": _PINNING,
+    "--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale": _ROPE,
+    "--yarn-orig-ctx, --yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow, --yarn-beta-fast": _ROPE,
+    "-gan, --grp-attn-n, -gaw, --grp-attn-w": _ROPE,
+    "--override-kv": Refused("moeedge takes a model's facts as its file has them: {}.", "Correct the file."),
+    "--check-tensors": Refused("moeedge pull checks files by their SHA-256.", "Leave it out."),
+    "--control-vector, --control-vector-scaled, --control-vector-layer-range": Refused(
+        "moeedge applies no control vectors: {}.", "Leave it out."
+    ),
+    "-nr, --no-repack, --no-host, -kvo, --kv-offload, -nkvo, --no-kv-offload": _KERNELS,
+    "--op-offload, --no-op-offload, -ncffn, --n-cpu-ffn": _KERNELS,
+    "-dt, --defrag-thold, -kvu, --kv-unified, -no-kvu, --no-kv-unified, --swa-full": _KERNELS,
+    "-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cram, --cache-ram": _KERNELS,
+    "--keep": Refused(
+        "Where the context is full, the older half goes: there is no {}.", "--context-shift switches that on."
+    ),
+    "-r, --reverse-prompt": Refused(
+        "moeedge ends an answer where the model does: there is no {}.", "-n N limits it, Ctrl-C stops it."
+    ),
+    "-sp, --special": Refused("Control tokens are not printed: {}.", "--raw shows the text that follows."),
+    "--display-prompt": Refused("The prompt is not printed again: {}.", "Leave it out."),
+    "--verbose-prompt, -ptc, --print-token-count": Refused("{} is not printed.", "-o json counts the tokens."),
+    "--in-prefix, --in-suffix, --in-prefix-bos": _TEMPLATE,
+    "--prompt-cache, --prompt-cache-all, --prompt-cache-ro": _PROMPT_CACHE,
+    "-mm, --mmproj, -mmu, --mmproj-url, --image, --audio, --video": _TEXT_ONLY,
+    "--log-file": Refused("The log goes to standard error.", "Write --verbose 2> FILE."),
+    "--log-prefix, --log-timestamps, --log-colors, --log-jsonl": Refused("The log has one form: {}.", "Leave it out."),
+    "--no-perf, --no-show-timings": Refused("{} has another name here.", "Write 2> /dev/null for the answer alone."),
+    "--server-base, --host, --port, --path, --api-key, --api-key-file, --alias, -a": _SERVER,
+    "--metrics, --slots, --props, --embedding, --embeddings, --rerank, --reranking, --timeout, -to": _SERVER,
+    "-cb, --cont-batching, -nocb, --no-cont-batching, --threads-http, --ui, --webui, --no-webui": _SERVER,
+    "--cache-prompt, --no-cache-prompt, --cache-reuse, --slot-save-path, --models-dir, --tools": _SERVER,
+    "--keepalive": Refused("A model stays loaded as long as its chat, and no longer.", "Leave it out."),
+    "--insecure": Refused("Downloads are encrypted and checked.", "HF_ENDPOINT names another server."),
+    "--modelfile, --parameters, --system, --template, --license": Refused(
+        "moeedge has no model files of ollama: {}.", "moeedge show NAME prints all facts."
+    ),
+}
+
+# ollama's and llama.cpp's words in place of a command, and the command
+COMMAND_NAMES = {"run": "chat", "ls": "list", "cli": "chat", "download": "pull"}
+
+COMMANDS: dict[str, Refused] = {
+    **dict.fromkeys(
+        ("serve", "server"),
+        Refused("moeedge is no server.", "Run moeedge chat, or llama-server of llama.cpp for one."),
+    ),
+    "create": Refused("moeedge needs no model file of its own.", "Name a GGUF file with -m FILE (docs/models.md)."),
+    **dict.fromkeys(("push", "signin", "signout"), Refused("moeedge uploads nothing.", "Use the hub's program, hf.")),
+    "cp": Refused("moeedge does not copy models.", "Copy the file; moeedge list -o json prints where it is."),
+    "stop": Refused("A model is unloaded when its chat ends.", "Leave it with /exit; moeedge ps lists what runs."),
+    "quantize": Refused("moeedge does not quantize.", "Use llama-quantize of llama.cpp."),
+    "perplexity": Refused("Perplexity is part of bench.", "Run moeedge bench --perplexity."),
+    "completion": Refused("Completion has a command of its own.", "Run moeedge --install-completion."),
+}
+
+
+def foreign_options() -> dict[str, Instead | Already | Sets | Refused]:
+    """The rows of OPTIONS by each of their spellings."""
+    return {spelling: row for spellings, row in OPTIONS.items() for spelling in spellings.split(", ")}

@@ -1,0 +1,224 @@
+"""What was typed, before Typer parses it: further spellings, words of other programs, options that do not exist.
+
+Typer reports an unknown -xyz as -x. Here every argument is looked up as an entire word first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moeedge.cli.declare import hidden_spellings
+from moeedge.cli.foreign import COMMANDS, Already, Instead, Refused, Sets, foreign_options
+from moeedge.errors import InputError
+
+_HELP = ("-h", "--help")
+_VARIABLES = "LLAMA_ARG_"
+_VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
+_FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option that the environment sets."""
+
+    variable: str
+    value: str
+    spelling: str
+
+    def __str__(self) -> str:
+        return f"{self.variable}={self.value}"
+
+
+class Speller:
+    """The spellings that one loaded command understands.
+
+    words: the options that words without a dash stand for, in their order; of the last one all that are left.
+    elsewhere: names the commands that have an option.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Any,
+        *,
+        words: Sequence[str] = (),
+        elsewhere: Callable[[str], list[str]] = lambda spelling: [],
+    ) -> None:
+        self.name = name
+        self._elsewhere = elsewhere
+        self._params = {
+            spelling: param
+            for param in command.params
+            for spelling in (*param.opts, *param.secondary_opts)
+            if spelling.startswith("-")
+        }
+        self._hidden = hidden_spellings(command)
+        self._takes_words = any(param.param_type_name == "argument" for param in command.params)
+        self._words = tuple(words)
+        self._foreign = foreign_options() if "-m" in self._params else {}
+
+    @property
+    def spellings(self) -> set[str]:
+        """Those of the command's own options."""
+        return {*self._params, *self._hidden}
+
+    def translate(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments as the command declares them. Raises InputError for what it does not have."""
+        given = [*self._foreign_settings(arguments), *arguments]
+        translated: list[str] = []
+        plain: list[str] = []
+        hub_file = ""
+        while given:
+            word = given.pop(0)
+            if word == "--":
+                plain += given
+                break
+            if not word.startswith("-") or word == "-":
+                plain.append(word)
+                continue
+            spelling, equals, value = word.partition("=")
+            spelling = self._hidden.get(spelling, spelling)
+            if spelling in _HELP:
+                return [spelling]
+            if spelling in self._params:
+                translated.append(spelling)
+                if not _takes_value(self._params[spelling]):
+                    translated[-1] += equals + value
+                elif equals:
+                    translated.append(value)
+                elif given:
+                    translated.append(given.pop(0))
+            elif _VALUE_ATTACHED.fullmatch(word) and _takes_value(self._params.get(word[:2])):
+                translated += [word[:2], word[2:]]
+            elif spelling in ("-hff", "--hf-file") and self._foreign and (equals or given):
+                hub_file = value if equals else given.pop(0)
+            elif spelling in self._foreign:
+                if equals:
+                    given.insert(0, value)
+                given = [*self._replace(spelling, given), *given]
+            else:
+                raise self._unknown(spelling)
+        if hub_file:
+            _add_file(translated, hub_file, self._foreign["-hff"])
+        return [*translated, *self._place(plain)]
+
+    def settings(self, arguments: Sequence[str]) -> list[Setting]:
+        """What the environment sets; `arguments`, which are translated, come first."""
+        given = {id(self._params[word]) for word in arguments if word in self._params}
+        found = []
+        for param in dict.fromkeys(self._params.values()):
+            variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or []
+            variable = next((name for name in variables if os.environ.get(name)), None)
+            if variable is not None and variable.startswith(_VARIABLES) and id(param) not in given:
+                found.append(Setting(variable, os.environ[variable], param.opts[0]))
+        return found
+
+    def _foreign_settings(self, arguments: Sequence[str]) -> list[str]:
+        """The environment's values of options that are spelled otherwise here, as arguments."""
+        found = []
+        for spelling, row in self._foreign.items():
+            value = os.environ.get(row.env) if isinstance(row, Instead) and row.env else None
+            names = [name for name, other in self._foreign.items() if other is row]
+            if value and spelling == names[0] and not {word.partition("=")[0] for word in arguments} & set(names):
+                found += [spelling, value]
+        return found
+
+    def _replace(self, spelling: str, following: list[str]) -> list[str]:
+        """What is written in place of an option of another program; its value is taken from `following`."""
+        row = self._foreign[spelling]
+        if isinstance(row, Refused):
+            raise InputError(row.message.replace("{}", spelling), row.hint)
+        if isinstance(row, Sets):
+            value = following[0] if following and following[0] in row.by_value else row.default
+            if value and following and following[0] == value:
+                following.pop(0)
+            variable, content = row.by_value[value]
+            if variable:
+                os.environ[variable] = content
+            return []
+        if isinstance(row, Already) and not row.values:
+            return []
+        needs_value = isinstance(row, Already) or row.by_value or "{}" in row.words
+        if needs_value and not following:
+            raise InputError(f"{spelling} needs a value.", f"See moeedge {self.name} --help.")
+        value = following.pop(0) if needs_value else ""
+        if isinstance(row, Already):
+            if value in row.values:
+                return []
+            raise InputError(f"{spelling} is always {row.values[0]}: {row.meaning}.", "Leave it out.")
+        found = row.arguments(value)
+        if found is None:
+            choices = ", ".join(row.by_value)
+            raise InputError(f'{spelling} takes one of {choices}, not "{value}".', "-md chooses the source of drafts.")
+        return found
+
+    def _place(self, plain: list[str]) -> list[str]:
+        """Words without a dash, as arguments or as values of options."""
+        if not plain or self._takes_words:
+            return ["--", *plain] if any(word.startswith("-") for word in plain) else plain
+        if not self._words:
+            hint = f"For a model write -m {plain[0]}" if "-m" in self._params else f"See moeedge {self.name} --help"
+            also = f", for a question -p '{plain[0]}'." if self.name == "chat" else "."
+            raise InputError(f"moeedge {self.name} takes options only, not the word '{plain[0]}'.", hint + also)
+        placed = []
+        for option, word in zip(self._words[:-1], plain, strict=False):
+            placed += [option, word]
+        rest = plain[len(self._words) - 1 :]
+        return [*placed, self._words[-1], " ".join(rest)] if rest else placed
+
+    def _unknown(self, spelling: str) -> InputError:
+        """The error for an option that nothing has, or that another command has."""
+        message = f"moeedge {self.name} has no option {spelling}"
+        others = self._elsewhere(spelling)
+        if others:
+            return InputError(f"{message}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it.")
+        similar = [name for name in difflib.get_close_matches(spelling, self.spellings, n=3) if len(name) > 2]
+        if not similar and spelling[1] != "-" and _takes_value(self._params.get(spelling[:2])):
+            similar = [f"{spelling[:2]} {spelling[2:]}"]
+        hint = f"Did you mean {' or '.join(similar)}?" if similar else f"See moeedge {self.name} --help."
+        return InputError(f"{message}.", hint)
+
+
+def unknown_command(name: str, known: Mapping[str, object]) -> InputError:
+    """The error for a command that does not exist."""
+    if name in COMMANDS:
+        return InputError(COMMANDS[name].message, COMMANDS[name].hint)
+    similar = difflib.get_close_matches(name, known)
+    hint = f"Did you mean {' or '.join(similar)}?" if similar else "moeedge --help lists the commands."
+    return InputError(f"moeedge has no command {name}.", hint)
+
+
+def name_options(message: str, spellings: set[str]) -> str:
+    """A sentence about a field of a configuration, with the option in place of the field, and a capital letter.
+
+    "n_threads (-t) must be ..." becomes "-t must be ...", "top_k must be ..." "--top-k must be ...".
+    """
+    named = re.match(r"(?:the )?[\w ]+ \((-[\w-]+)\) (?=must )", message)
+    if named is not None:
+        return f"{named[1]} {message[named.end() :]}"
+    field, _, rest = message.partition(" ")
+    option = f"--{field.replace('_', '-')}"
+    if option in spellings:
+        return f"{option} {rest}"
+    return message[:1].upper() + message[1:]
+
+
+def _takes_value(param: Any) -> bool:
+    return param is not None and not getattr(param, "is_flag", False) and not getattr(param, "count", False)
+
+
+def _add_file(translated: list[str], file: str, error: Any) -> None:
+    """Adds the file to the repository of -hf, which became -m hf:OWNER/REPO."""
+    places = [i + 1 for i, word in enumerate(translated[:-1]) if word == "-m"]
+    model = translated[places[-1]] if places else os.environ.get("LLAMA_ARG_HF_REPO", "")
+    if not places and model:
+        translated += ["-m", f"hf:{model.removeprefix('hf:').partition(':')[0]}:{file}"]
+    elif _FROM_HUB.match(model):
+        translated[places[-1]] = f"hf:{model.removeprefix('hf:').partition(':')[0]}:{file}"
+    else:
+        raise InputError(error.message, error.hint)
