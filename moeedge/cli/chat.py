@@ -19,8 +19,10 @@ from moeedge.cli.budget_options import BudgetOptions
 from moeedge.cli.common import accept_any_text, show_log, valid_text
 from moeedge.cli.declare import Output, flatten, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes, parse_ram
+from moeedge.cli.view_options import ViewOptions
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
+from moeedge.hardware.spec import EMULATED
 
 if TYPE_CHECKING:
     from moeedge.engine.conversation import Conversation
@@ -87,6 +89,7 @@ def chat(
     context_shift: ContextShift = False,
     output: options.TextOrJson = Output.TEXT,
     stats: Stats = None,
+    view: ViewOptions,
     verbose: options.Verbose = False,
 ) -> None:
     """Chat with a model, or answer a single prompt with -p TEXT or text piped in.
@@ -94,11 +97,12 @@ def chat(
     The answer goes to standard output, everything else to standard error.
     """
     engine.limit_openmp_spin(ram=ram)
+    view.apply()
     # from here on llama.cpp may be loaded
     from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens
     from moeedge.engine.layer_search import open_session
-    from moeedge.ui.chat.greeting import print_header
+    from moeedge.ui.chat.greeting import print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
     from moeedge.ui.console import notifier, say, stderr_console, stdout_console
@@ -106,7 +110,7 @@ def chat(
     accept_any_text()
     if raw and system_prompt:
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-    settings = Settings(sampling.config(), n_predict=n_predict)
+    settings = Settings(sampling.config(), n_predict=n_predict, look=view.look(verbose=verbose))
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
     # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
     auto_gamma = sampling.seed < 0 or sampling.temp <= 0
@@ -138,9 +142,13 @@ def chat(
                 single_turn=single_turn,
                 resume=resume,
                 no_autosave=no_autosave,
+                quiet=view.quiet,
             )
         else:
-            print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+            if view.quiet:
+                print_warnings(err, session.info, layer_notes(config), quiet=True)
+            else:
+                print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
             conversation.ask(question)
             prompt_ids = prompt_tokens(session.model, conversation, raw=raw)
             as_json = output is Output.JSON
@@ -215,17 +223,30 @@ def _talk(
     single_turn: bool,
     resume: bool,
     no_autosave: bool,
+    quiet: bool,
 ) -> int:
     """Chats until the user leaves. Returns the exit code."""
     from moeedge.engine.autosave import Autosave, unfinished_chats
+    from moeedge.hub.catalog import load_catalog
     from moeedge.ui.chat import commands
-    from moeedge.ui.chat.greeting import print_greeting
+    from moeedge.ui.chat.greeting import print_greeting, print_warnings
     from moeedge.ui.chat.prompt import make_reader, open_history
     from moeedge.ui.chat.repl import Repl, origin_of
     from moeedge.ui.console import say, stderr_console, stdout_console
 
     err = stderr_console()
-    print_greeting(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+    toy = paths.is_bundled(config.model)
+    if quiet:
+        print_warnings(err, session.info, layer_notes(config), quiet=True)
+    else:
+        print_greeting(
+            err,
+            session.info,
+            toy=toy,
+            starter=load_catalog().starter() if toy else None,
+            cache_speed=_measured_speed(session),
+            warnings=layer_notes(config),
+        )
     unfinished = unfinished_chats(paths.unfinished_chats_dir)
     if unfinished and not resume:
         say(err, commands.offer(unfinished), style="yellow")
@@ -244,6 +265,14 @@ def _talk(
         single_turn=single_turn,
     )
     return repl.run("/resume" if resume else None)
+
+
+def _measured_speed(session: Session) -> float | None:
+    """Speed of a step with the expert cache over one without, if it was measured on a real device."""
+    measured = session.calibration
+    if measured is None or session.info.device.startswith(EMULATED) or measured.n_tokens not in measured.step_s:
+        return None
+    return measured.speed
 
 
 def _print_stats(session: Session) -> None:

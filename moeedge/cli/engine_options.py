@@ -348,6 +348,6 @@ def _locate(text: str) -> LocalModel:
 
 
 def _say(text: str) -> None:
-    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.console import note, stderr_console
 
-    say(stderr_console(), text)
+    note(stderr_console(), text)

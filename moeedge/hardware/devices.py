@@ -11,7 +11,7 @@ from moeedge.hardware import nvidia, rpc
 from moeedge.hardware.gpus import unused_gpus
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.spec import EMULATED, DeviceSpec
-from moeedge.notifications import Notification
+from moeedge.notifications import Level, Notification
 from moeedge.units import format_rate
 
 DeviceKind = Literal["none", "emulated", "gpu", "rpc", "ram"]
@@ -121,10 +121,8 @@ def _automatic(bundled: bool) -> ResolvedDevice:
             f"{shared[0]} shares the host's memory: auto leaves experts on the CPU. Use it with -dev {shared[0]}."
         )
     if bundled:
-        notes.append(
-            "No GPU: the bundled model runs on the emulated device (a second CPU instance). "
-            "Switch it off with -dev none."
-        )
+        text = "No GPU here: the CPU plays one, to show how it works; -dev none does without."
+        notes.append(Notification(text, Level.NOTICE))
         return _emulated(DeviceSpec("emulated"), notes=notes)
     if not shared:
         notes.append(Notification("No GPU: all experts stay on the CPU (see moeedge devices)."))

@@ -166,6 +166,8 @@ def _pays(calibration: Calibration, device: ResolvedDevice) -> bool:
 
 
 def _describe_loss(calibration: Calibration, device: ResolvedDevice, *, is_on: bool) -> str:
+    if is_on and device.kind == "emulated":
+        return f"The emulated GPU costs speed: {calibration.speed:.2f} times that of the CPU alone (-dev none)."
     if is_on:
         return f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
     return (

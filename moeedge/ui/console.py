@@ -30,6 +30,21 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
+_quiet = False  # notes are left out
+_plain = False  # no colour, nothing is repainted
+
+
+def set_quiet(quiet: bool) -> None:
+    """Whether notes are left out; warnings and errors never are."""
+    global _quiet
+    _quiet = quiet
+
+
+def set_plain(plain: bool) -> None:
+    """Whether consoles that are made from now on show text without colour, and views write it once."""
+    global _plain
+    _plain = plain
+
 
 def visible(text: str) -> str:
     """`text` with control characters replaced by pictures of them, tabs and newlines kept."""
@@ -62,7 +77,7 @@ def supports_panel(stream: IO[str], *, columns: int, rows: int) -> bool:
 
     NO_COLOR asks for plain text; so do TERM=dumb, an unset TERM, and an encoding without box characters.
     """
-    if not is_terminal(stream) or os.environ.get("NO_COLOR"):
+    if _plain or not is_terminal(stream) or os.environ.get("NO_COLOR"):
         return False
     if os.name != "nt" and os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
@@ -72,12 +87,12 @@ def supports_panel(stream: IO[str], *, columns: int, rows: int) -> bool:
 
 def stderr_console() -> Console:
     """A console on standard error without markup and highlighting."""
-    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return Console(stderr=True, markup=False, highlight=False, emoji=False, no_color=_plain or None)
 
 
 def stdout_console() -> Console:
     """A console on standard output without markup and highlighting."""
-    return Console(markup=False, highlight=False, emoji=False)
+    return Console(markup=False, highlight=False, emoji=False, no_color=_plain or None)
 
 
 def say(console: Console, text: str, *, style: str = "dim") -> None:
@@ -89,11 +104,20 @@ def say(console: Console, text: str, *, style: str = "dim") -> None:
         console.print(text, style=style, soft_wrap=not console.is_terminal)
 
 
+def note(console: Console, text: str) -> None:
+    """Print a line about a choice or about what takes a while, unless the program is to be quiet."""
+    if not _quiet:
+        say(console, text)
+
+
 def notifier(console: Console) -> Notify:
-    """Shows notifications on `console`: warnings in yellow."""
+    """Shows notifications on `console`: warnings in yellow; only these if the program is to be quiet."""
 
     def show(notification: Notification) -> None:
-        say(console, notification, style="yellow" if notification.level is Level.WARNING else "dim")
+        if notification.level is Level.WARNING:
+            say(console, notification, style="yellow")
+        else:
+            note(console, notification)
 
     return show
 

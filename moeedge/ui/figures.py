@@ -1,4 +1,4 @@
-"""The figures of an answer and of the expert cache as short texts: one wording for panel, stats line and /stats.
+"""Figures as short texts: units, bars, and those of the expert cache, in one wording for panel, /stats and profile.
 
 Bars and sparklines are drawn with block characters, so that they need no colour.
 """
@@ -6,7 +6,8 @@ Bars and sparklines are drawn with block characters, so that they need no colour
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -15,10 +16,9 @@ from typing import TYPE_CHECKING
 from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+    from moeedge.engine.types import EngineInfo
     from moeedge.policies.base import LookaheadStatus
     from moeedge.scheduler.cache_governor import CacheChoice
-    from moeedge.scheduler.governor import DraftChoice
     from moeedge.scheduler.stats import PlacementStats
 
 NONE = "-"  # stands for a figure that is not known
@@ -93,171 +93,9 @@ def device_name(label: str) -> str:
     return label.split(" (", 1)[0]
 
 
-def acceptance(stats: GenerationStats) -> str:
-    """Accepted of drafted tokens."""
-    rate = stats.acceptance_rate
-    return NONE if rate is None else f"{percent(rate)} ({stats.accepted}/{stats.drafted})"
-
-
-_FEW_STEPS = 16  # an estimate of fewer may be off by a factor
-
-
-def draft_length(choice: DraftChoice) -> str:
-    """The draft length that pays by what steps have cost, and how much; trials of others are left out."""
-    if choice.speed_up is None or choice.n_measured < _FEW_STEPS:
-        return "measuring"
-    if choice.ends_early:
-        return f"as many as pay, {choice.speed_up:.2f}x plain by estimate"
-    if choice.best == 0:
-        return f"off: {choice.other} would be {choice.other_speed_up:.2f}x plain"
-    return f"{choice.best} of {choice.gamma_max}, {choice.speed_up:.2f}x plain by estimate"
-
-
-def experts(info: EngineInfo, stats: GenerationStats) -> str:
-    """Distinct experts that one verification uses in a layer, of all in the layer."""
-    if info.n_experts == 0:
-        return "no experts"
-    mean = stats.experts_per_verification
-    return NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
-
-
 def budget(info: EngineInfo) -> str:
     """The expert budget in the words that every result under one carries; empty without one."""
     return "" if info.expert_budget is None else info.expert_budget.label_at(info.gamma)
-
-
-def budget_effect(stats: GenerationStats) -> str:
-    """The experts that a verification would use without the budget, and the routing probability that is kept."""
-    if stats.experts_natural is None:
-        return NONE
-    return f"{stats.experts_natural:.1f} without it, {percent(stats.kept_probability)} of probability kept"
-
-
-def live_figures(info: EngineInfo, stats: GenerationStats, *, ram_bytes: int, elapsed_s: float) -> list[Figure]:
-    """The panel's figures while an answer streams; `elapsed_s` since the call is shown until the first token."""
-    waiting = stats.ttft_s <= 0
-    return [
-        Figure("prefill", f"running, {elapsed_s:.1f} s" if waiting else speed(stats.pp_ts), rank=0 if waiting else 4),
-        Figure("decode", speed(stats.tg_ts)),
-        Figure("TTFT", seconds(stats.ttft_s), rank=5),
-        Figure("tokens", str(stats.generated_tokens), rank=4),
-        Figure("accepted", acceptance(stats) if info.gamma else "no draft", rank=1),
-        *([Figure("drafts", draft_length(stats.choice), rank=3)] if stats.choice is not None else []),
-        Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else NONE, rank=3),
-        Figure("experts/step", experts(info, stats), rank=5),
-        Figure("", "no device", rank=2)
-        if info.device == "none"
-        else Figure("device", device_name(info.device), rank=2),
-        *_budget_figures(info, stats),
-        Figure("process" if is_ram(info.device) else "RAM", format_bytes(ram_bytes), rank=6),
-    ]
-
-
-def _budget_figures(info: EngineInfo, stats: GenerationStats) -> list[Figure]:
-    """The budget, which no small window leaves out, and what it leaves out."""
-    if info.expert_budget is None:
-        return []
-    shown = [Figure("budget", budget(info).removeprefix("budget "))]
-    if stats.experts_natural is not None:
-        shown.append(Figure("without budget", f"{stats.experts_natural:.1f} experts/step", rank=5))
-        shown.append(Figure("probability kept", percent(stats.kept_probability), rank=4))
-    return shown
-
-
-def stop_note(reason: StopReason | None, info: EngineInfo) -> str:
-    """Why the answer ended, unless the model ended it."""
-    if reason == "length":
-        return "cut at -n tokens"
-    if reason == "context":
-        return "context full"
-    return "stopped" if reason == "interrupted" else ""
-
-
-def _prompt_tokens(stats: GenerationStats) -> str:
-    """Tokens computed of the prompt, and tokens of it that the KV cache still held."""
-    kept = stats.prompt_tokens - stats.prefill_tokens
-    return _tokens(stats.prefill_tokens) + (f", {kept} kept" if kept > 0 else "")
-
-
-def _tokens(n_tokens: int) -> str:
-    return f"{n_tokens} token" if n_tokens == 1 else f"{n_tokens} tokens"
-
-
-def turn_parts(
-    info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
-) -> list[str]:
-    """The parts of the stats line after a turn, in order of interest; `cache` counts that turn's decoding."""
-    parts = [
-        _tokens(stats.generated_tokens),
-        f"decode {speed(stats.tg_ts)}",
-        f"prefill {speed(stats.pp_ts)} ({_prompt_tokens(stats)})",
-        f"TTFT {seconds(stats.ttft_s)}",
-    ]
-    if stats.drafted:
-        parts.append(f"accepted {acceptance(stats)}")
-        parts.append(f"{stats.tokens_per_step:.2f} tokens/step")
-    if stats.choice is not None:
-        parts.append(f"drafts: {draft_length(stats.choice)}, {stats.drafts_per_step:.1f} per step")
-        if stats.ngram_steps:
-            parts.append(f"by n-grams in {stats.ngram_steps} of {stats.steps} steps")
-    if stats.experts_per_verification is not None:
-        parts.append(f"{experts(info, stats)} experts/step")
-    if info.expert_budget is not None:
-        effect = budget_effect(stats)
-        parts.append(budget(info) if effect == NONE else f"{budget(info)}: {effect}")
-    if cache is not None and cache.hit_rate_pairs is not None:
-        shown = _disk_figures(cache) if is_ram(cache.device) else [Figure("pair hits", percent(cache.hit_rate_pairs))]
-        parts += [f"{figure.label} {figure.value}" for figure in shown]
-    if cache is not None and cache.choice is not None and not cache.choice.pays:
-        parts.append(f"expert cache {cache_effect(cache.choice)}")
-    if cache is not None and cache.lookahead is not None:
-        parts.append(f"lookahead {lookahead(cache.lookahead)}")
-    parts.append(device(info))
-    note = stop_note(reason, info)
-    return [*parts, note] if note else parts
-
-
-def total_parts(
-    info: EngineInfo,
-    answers: Sequence[GenerationStats],
-    caches: Sequence[PlacementStats] = (),
-    budgets: Sequence[str] = (),
-) -> list[str]:
-    """The parts of the stats line over several answers: sums, rates of the sums, the mean TTFT, and their budgets."""
-    decoded = sum(max(stats.generated_tokens - 1, 0) for stats in answers)
-    decode_s = sum(stats.decode_s for stats in answers)
-    prefilled = sum(stats.prefill_tokens for stats in answers)
-    prefill_s = sum(stats.prefill_s for stats in answers)
-    drafted = sum(stats.drafted for stats in answers)
-    accepted = sum(stats.accepted for stats in answers)
-    parts = [
-        _tokens(sum(stats.generated_tokens for stats in answers)),
-        f"decode {speed(decoded / decode_s if decode_s else 0)}",
-        f"prefill {speed(prefilled / prefill_s if prefill_s else 0)} ({_tokens(prefilled)})",
-        f"TTFT {seconds(sum(stats.ttft_s for stats in answers) / len(answers))}",
-    ]
-    if drafted:
-        parts.append(f"accepted {percent(accepted / drafted)} ({accepted}/{drafted})")
-        parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens/step")
-    parts += budgets
-    pairs = sum(cache.pairs for cache in caches)
-    if pairs:
-        label = "RAM pair hits" if is_ram(info.device) else "pair hits"
-        parts.append(f"{label} {percent(sum(cache.pairs_hit for cache in caches) / pairs)}")
-    return [*parts, device(info)]
-
-
-def join_parts(parts: list[str], *, columns: int | None = None, separator: str = " | ") -> str:
-    """The parts in one line, or in lines of at most `columns` characters that break only between parts."""
-    if columns is None:
-        return separator.join(parts)
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + len(separator) + len(part) <= columns:
-            lines[-1] += separator + part
-        else:
-            lines.append(part)
-    return "\n".join(lines)
 
 
 def per_layer(count: float | None) -> str:
@@ -267,18 +105,31 @@ def per_layer(count: float | None) -> str:
     return f"{count:.1f}" if count >= 10 else f"{count:.2f}"
 
 
-def time_shares(stats: PlacementStats) -> list[Figure]:
-    """Parts of the steps' time in percent: experts on the CPU, on the device, waiting for it, drafting, and the rest.
+def shares(parts_s: Mapping[str, float], total_s: float) -> list[Figure]:
+    """Parts of a time and "the rest" in whole percents that add up to 100; none where no time has passed.
 
-    The device computes at the same time as the CPU, so that its part comes on top of the others' 100 percent.
+    Parts that exceed the total, as clocks of several threads may, are shares of their sum.
     """
-    if stats.decode_s <= 0:
+    total_s = max(total_s, math.fsum(parts_s.values()))
+    if total_s <= 0:
         return []
-    rest_s = max(stats.decode_s - stats.cpu_s - stats.wait_s - stats.draft_s, 0.0)
-    parts = [("CPU", stats.cpu_s), ("waiting", stats.wait_s), ("draft", stats.draft_s), ("rest", rest_s)]
-    if not is_ram(stats.device):
-        parts.insert(1, ("device", stats.device_s))
-    return [Figure(label, percent(part_s / stats.decode_s)) for label, part_s in parts]
+    exact = {label: 100 * part_s / total_s for label, part_s in parts_s.items()}
+    exact["the rest"] = 100 - math.fsum(exact.values())
+    whole = {label: math.floor(share) for label, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda label: whole[label] - exact[label])
+    for label in by_remainder[: 100 - sum(whole.values())]:
+        whole[label] += 1
+    return [Figure(label, f"{share} %") for label, share in whole.items()]
+
+
+def time_figures(stats: PlacementStats) -> list[Figure]:
+    """What the steps' time goes to: drafts, experts on the CPU, waiting for the device or the disk, and the rest.
+
+    The device computes at the same time as the CPU, so that its own time is no part of these (`device_share`).
+    """
+    waiting = "waiting for the disk" if is_ram(stats.device) else "waiting for the device"
+    parts_s = {"drafts": stats.draft_s, "experts on the CPU": stats.cpu_s, waiting: stats.wait_s}
+    return shares(parts_s, stats.decode_s)
 
 
 def lookahead(status: LookaheadStatus) -> str:
@@ -288,20 +139,19 @@ def lookahead(status: LookaheadStatus) -> str:
     return "on" if status.gain is None else f"on, {100 * status.gain:+.0f} % hits"
 
 
-def share_line(stats: PlacementStats, columns: int) -> str:
-    """The parts in one line, shortened where it is narrow."""
-    parts = time_shares(stats)
+def share_line(parts: Sequence[Figure], columns: int) -> str:
+    """The parts of a time in one line, shortened where it is narrow."""
     full = ", ".join(f"{part.label} {part.value}" for part in parts) or NONE
-    short = {"device": "dev", "waiting": "wait"}
-    cut = [f"{short.get(part.label, part.label)} {part.value.replace(' ', '')}" for part in parts]
-    forms = (f"step time: {full}", full, " ".join(cut), " ".join(cut[:-1]))
+    words = {"drafts": "draft", "experts on the CPU": "CPU", "the rest": "rest"}
+    labels = [words.get(part.label, "wait" if part.label.startswith("waiting") else part.label) for part in parts]
+    cut = " ".join(f"{label} {part.value.replace(' ', '')}" for label, part in zip(labels, parts, strict=True))
+    shorter = re.sub(r" for the \w+", "", full)
+    forms = (f"time: {full}", f"time: {shorter}", f"time: {cut}", cut)
     return next((form for form in forms if len(form) <= columns), forms[-1])
 
 
 def device_memory(stats: PlacementStats) -> tuple[float, int] | None:
-    """Used and total bytes of the device as its driver reports them; for the emulated device, of its slots."""
-    if is_emulated(stats) and stats.slots_total:
-        return stats.pool_bytes * stats.slots_used / stats.slots_total, stats.pool_bytes
+    """Used and total bytes of the device as its driver reports them."""
     if stats.vram_used_bytes is None or not stats.vram_total_bytes:
         return None
     return stats.vram_used_bytes, stats.vram_total_bytes
@@ -318,13 +168,13 @@ def is_ram(device: str) -> bool:
 
 
 def memory_text(stats: PlacementStats) -> str:
-    """Used and total memory, or the size of the slots if the driver does not report it."""
+    """Used and total memory of the device, or the size of the slots if the driver does not report it."""
     known = device_memory(stats)
     if known is None:
         return f"slots {format_bytes(stats.pool_bytes)}"
     total = format_bytes(known[1])
     used = format_bytes(int(known[0])).removesuffix(total[total.index(" ") :])
-    return f"{used} of {total}" + (", emulated" if is_emulated(stats) else "")
+    return f"{used} of {total}"
 
 
 def memory_line(stats: PlacementStats, columns: int) -> str:
@@ -381,19 +231,22 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
         Figure("loads/layer" if from_disk else "uploads/layer", per_layer(stats.uploads_per_layer_step), rank=3),
         Figure("evictions/layer", per_layer(stats.evictions_per_layer_step), rank=5),
         *([] if from_disk else [Figure("link", rate, rank=4)]),
-        Figure(
-            "RAM" if from_disk else "VRAM",
-            memory_text(stats),
-            draw=lambda columns: memory_line(stats, columns),
-            rank=1,
-        ),
-        Figure("", "", draw=lambda columns: share_line(stats, columns), rank=3),
+        _memory_figure(stats),
+        Figure("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
     ]
     if stats.tau:
         shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
     if stats.lookahead is not None:
         shown.append(Figure("lookahead", lookahead(stats.lookahead), rank=5))
     return shown + in_ram
+
+
+def _memory_figure(stats: PlacementStats) -> Figure:
+    """Memory of the device; the emulated one has none of its own."""
+    if is_emulated(stats):
+        return Figure("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
+    label = "RAM" if is_ram(stats.device) else "VRAM"
+    return Figure(label, memory_text(stats), draw=lambda columns: memory_line(stats, columns), rank=1)
 
 
 def _ram_figures(ram: PlacementStats) -> list[Figure]:
@@ -418,8 +271,14 @@ def earlier_runs(info: EngineInfo) -> str:
 
 def cache_rows(stats: PlacementStats) -> list[Figure]:
     """The figures of the cache as rows of /stats: those of the panel and sums."""
-    return [
+    rows = [
         Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
-        *live_cache_figures(stats),
+        *(figure for figure in live_cache_figures(stats) if figure.label or figure.value),
         Figure("moved", format_bytes(stats.bytes_moved)),
     ]
+    parts = time_figures(stats)
+    if parts:
+        rows.append(Figure("time", ", ".join(f"{part.label} {part.value}" for part in parts)))
+    if parts and not is_ram(stats.device):  # in parallel with the CPU
+        rows.append(Figure("device busy", f"{percent(min(stats.device_s / stats.decode_s, 1))} of that time"))
+    return rows

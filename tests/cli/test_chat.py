@@ -75,9 +75,8 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> N
     assert result.exit_code == 0
     assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
     header, stats = result.stderr.splitlines()
-    assert header.split(" | ")[1:] == ["draft tiny-qwen3-0.gguf, gamma auto", "experts on the CPU, no device"]
-    assert "16 tokens | decode" in stats
-    assert "experts/step" in stats
+    assert header.split(" | ")[1:] == ["experts all 48 on the CPU", "drafts by tiny-qwen3-0.gguf"]
+    assert "16 tokens, " in stats
 
 
 def test_piped_text_is_the_prompt(pair: list[str]) -> None:
@@ -126,7 +125,7 @@ def test_a_model_without_draft_says_so(tiny: TinyFactory) -> None:
 def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
     result = run("chat", "-m", str(tiny("qwen3")), "-t", "1", "-n", "4", "-p", "hi")
     assert result.exit_code == 0
-    assert "no experts" in result.stderr
+    assert "experts" not in result.stderr
 
 
 def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
@@ -224,7 +223,7 @@ def test_pairs_that_the_options_name(bundled_pair: tuple[Path, Path]) -> None:
 def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> None:
     result = run("chat", "-p", "What is 3 + 4?", "--temp", "0", "-n", "8", "-t", "1")
     assert result.exit_code == 0
-    assert "toy model" in result.stderr
+    assert "a toy" in result.stderr
 
 
 def test_a_device_that_is_listed_is_accepted(pair: list[str]) -> None:

@@ -73,7 +73,7 @@ def test_only_the_bundled_model_is_emulated_by_default(offer: Callable[..., None
     found = _resolve("auto", bundled=True)
     assert (found.kind, found.default_ratio) == ("emulated", 0.17)
     assert "emulated" in found.label
-    assert "emulated device" in found.notes[0]
+    assert "-dev none" in found.notes[0]
     assert "-dev none" in found.notes[0]
 
 

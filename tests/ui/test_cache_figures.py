@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from moeedge.policies.base import LookaheadStatus
 from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
+from moeedge.ui.chat import answer_figures
 from moeedge.ui.chat.panel import render_panel
 from tests.ui.test_figures import INFO, STATS
 
@@ -54,8 +56,7 @@ CACHE = PlacementStats(
 
 
 def _panel(cache: PlacementStats, columns: int, rows: int) -> list[str]:
-    items = figures.live_figures(PLACED, STATS, ram_bytes=3 << 28, elapsed_s=1.0)
-    items += figures.live_cache_figures(cache)
+    items = answer_figures.live_figures(PLACED, STATS, cache, ram_bytes=3 << 28, elapsed_s=1.0, full=True)
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
     console.print(render_panel(items, columns=columns, rows=rows, hint="Ctrl-C stops"))
     lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -67,17 +68,17 @@ def _panel(cache: PlacementStats, columns: int, rows: int) -> list[str]:
 def test_the_panel_shows_everything_where_there_is_room(columns: int) -> None:
     shown = "\n".join(_panel(CACHE, columns, 30))
     for text in (
-        "device emulated",
+        "experts on emulated",
         "pair hits 81 %",
         "expert hits 68 %",
         "slots 1040/1044",
         "uploads/layer 0.83",
         "evictions/layer 0.82",
         "link 2 GB/s",
-        "12 of 12 MiB, emulated",
-        "CPU 55% dev 20% wait 4% draft 15% rest 26%"
+        "slots in RAM 12 MiB",
+        "time: draft 15% CPU 55% wait 4% rest 26%"
         if columns == 60
-        else "step time: CPU 55 %, device 20 %, waiting 4 %, draft 15 %, rest 26 %",
+        else f"experts on the CPU 55 %, waiting{' for the device' * (columns > 80)} 4 %, the rest 26 %",
         "tau ▅▅▆▆▇▇██",
         "0-4 ",
     ):
@@ -90,15 +91,15 @@ def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None
     lines = _panel(CACHE, columns, rows)
     assert len(lines) <= max(rows, 3)
     shown = "\n".join(lines)
-    assert "decode 25.0 t/s" in shown
+    assert "speed 25.0 t/s" in shown
     assert "…" not in shown
-    if rows >= 4:
+    if rows >= 5:
         assert "pair hits 81 %" in shown
 
 
 def test_narrow_lines_are_shortened() -> None:
     shown = "\n".join(_panel(CACHE, 40, 30))
-    assert "CPU 55% dev 20% wait 4% draft 15% " in shown
+    assert "draft 15% CPU 55% wait 4% rest 26%" in shown
     assert "tau ▅▆▇▇███▇▆▅▄▃▂▁▁▁▂▃▄▅▇▇███▇▆▅ 0-4" in shown
 
 
@@ -116,7 +117,7 @@ def test_before_the_first_step_there_are_dashes() -> None:
     ]:
         assert text in shown, text
     assert "tau" not in shown
-    assert "emulated" not in "\n".join(f"{item.label}{item.value}" for item in figures.cache_rows(fresh))
+    assert "time" not in {item.label for item in figures.cache_rows(fresh)}
 
 
 def test_the_drivers_memory_is_shown_as_a_bar() -> None:
@@ -141,7 +142,8 @@ def test_a_lost_device_is_reported() -> None:
 def test_the_table_of_stats() -> None:
     rows = [(row.label, row.value if row.draw is None else row.draw(70)) for row in figures.cache_rows(CACHE)]
     assert rows[0] == ("cache", "emulated (CPU, link 2 GB/s), ratio 0.17, policy spac")
-    assert rows[-1] == ("moved", "1.2 GiB")
+    assert ("moved", "1.2 GiB") in rows
+    assert "VRAM" not in {label for label, _ in rows}  # the emulated device has none
     assert {
         ("pair hits", "81 %"),
         ("expert hits", "68 %"),
@@ -149,16 +151,18 @@ def test_the_table_of_stats() -> None:
         ("uploads/layer", "0.83"),
         ("evictions/layer", "0.82"),
         ("link", "2 GB/s"),
-        ("", "step time: CPU 55 %, device 20 %, waiting 4 %, draft 15 %, rest 26 %"),
+        ("slots in RAM", "12 MiB"),
+        ("time", "drafts 15 %, experts on the CPU 55 %, waiting for the device 4 %, the rest 26 %"),
+        ("device busy", "20 % of that time"),
     } < set(rows)
     assert figures.tau_line(CACHE, 30) == "▅▆▇███▇▇▅▄▃▂▁▁▁▂▃▅▆▇▇██▇▆▅ 0-4"
 
 
-def test_hits_in_the_stats_line_and_in_totals() -> None:
-    parts = figures.turn_parts(PLACED, STATS, "eos", CACHE)
-    assert parts[-2:] == ["pair hits 81 %", "emulated (CPU, link 2 GB/s)"]
+def test_hits_in_stats_and_in_totals() -> None:
+    assert figures.Figure("pair hits", "81 %") in answer_figures.answer_rows(PLACED, STATS, "eos", CACHE)
     other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
-    assert "pair hits 25 %" in figures.total_parts(PLACED, [STATS, STATS], [CACHE, other])
+    [row] = answer_figures.total_rows(PLACED, [STATS, STATS], [CACHE, other])
+    assert row.value.endswith("pair hits 25 %")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,6 @@ def test_hits_in_the_stats_line_and_in_totals() -> None:
 def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str) -> None:
     cache = replace(CACHE, lookahead=status)
     assert figures.Figure("lookahead", text) in figures.cache_rows(cache)
-    assert f"lookahead {text}" in figures.turn_parts(PLACED, STATS, None, cache)
     assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
 
 
@@ -183,3 +186,22 @@ def test_a_cache_that_does_not_pay() -> None:
     assert "0.80x" in shown
     assert off.to_dict()["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
     assert "cache_choice" not in CACHE.to_dict()
+    assert "expert cache off" in answer_figures.turn_line(PLACED, STATS, "eos", off)
+    assert "cache" not in answer_figures.turn_line(PLACED, STATS, "eos", CACHE)
+    live = answer_figures.live_figures(PLACED, STATS, off, elapsed_s=1.0)
+    assert any(figure.label == "expert cache" and "off" in figure.value for figure in live)
+
+
+def test_the_panel_of_a_newcomer() -> None:
+    live = answer_figures.live_figures(PLACED, STATS, CACHE, elapsed_s=1.0)
+    assert [(figure.label, figure.value) for figure in live[:-1]] == [
+        ("speed", "25.0 t/s"),
+        ("tokens", "51"),
+        ("drafts accepted", "75 %"),
+        ("experts on emulated", "81 %"),
+    ]
+    assert live[-1].draw is not None
+    line = live[-1].draw(100)
+    assert sum(int(word) for word in re.findall(r"(\d+) %", line)) == 100
+    lost = answer_figures.live_figures(PLACED, STATS, replace(CACHE, lost=True), elapsed_s=1.0)
+    assert "device lost: all on CPU" in [figure.value for figure in lost]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
+from moeedge.hub.catalog import Starter, load_catalog
 from moeedge.notifications import Level, Notification
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, warnings_of
+from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, print_warnings, warnings_of
 from tests.ui.test_figures import INFO
 
 CACHED = replace(
@@ -30,18 +32,17 @@ CACHED = replace(
 )
 
 
-def shown(info: EngineInfo, *, toy: bool = False, warnings: tuple[str, ...] = ()) -> list[str]:
-    console = Console(file=io.StringIO(), width=80)
-    print_greeting(console, info, toy=toy, warnings=warnings)
+def shown(info: EngineInfo, *, toy: bool = False, **given: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=120)
+    print_greeting(console, info, toy=toy, **given)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_the_greeting() -> None:
     assert shown(CACHED, warnings=("-ngl has no effect.",)) == [
-        "Model: t.gguf, 48 layers with 128 experts, 8 used per token.",
-        "Draft: d.gguf, up to 4 tokens per step.",
-        "Experts are cached on Vulkan0: 1,044 of 6,144 (17 %, 3 MiB), policy spac.",
-        "Type a message. /help lists the commands, /info the details; Ctrl-D leaves.",
+        "Model: t.gguf.",
+        "Experts: 1,044 of 6,144 on Vulkan0 (3 MiB). Drafts: by d.gguf, up to 4 tokens.",
+        "/exit or Ctrl-D leaves, /help lists the commands, /info shows more.",
         "-ngl has no effect.",
         "The host gives no pinned memory for transfers: experts move more slowly.",
     ]
@@ -50,21 +51,51 @@ def test_the_greeting() -> None:
 @pytest.mark.parametrize(
     ("info", "words"),
     [
-        (replace(CACHED, model="target.gguf", notes=[]), ["Vulkan0", "1,044 of 6,144", "up to 4"]),
-        (INFO, ["on the CPU", "no device", "d.gguf"]),
-        (replace(INFO, n_experts=0), ["dense"]),
-        (replace(INFO, draft="none", gamma=0), ["speculation is off", "-md"]),
-        (replace(INFO, gamma=0), ["speculation is off", "gamma"]),
+        (replace(CACHED, model="target.gguf", notes=[]), ["Vulkan0", "1,044 of 6,144", "3 MiB", "up to 4"]),
+        (replace(CACHED, n_whole_layers=12, notes=[]), ["12 of 48 layers on the GPU, 1,044 of"]),
+        (replace(CACHED, device="RAM (A Disk)", notes=[]), ["in RAM (3 MiB)"]),
+        (INFO, ["all 6,144 on the CPU", "d.gguf"]),
+        (replace(INFO, n_whole_layers=48), ["all 6,144 on the GPU"]),
+        (replace(INFO, draft="ngram", auto_gamma=True), ["from repeated text"]),
+        (replace(INFO, draft="none", gamma=0), ["off", "no draft", "-md"]),
+        (replace(INFO, gamma=0), ["off", "gamma"]),
     ],
 )
 @pytest.mark.parametrize("toy", [False, True])
-def test_the_greeting_has_four_short_lines(info: EngineInfo, words: list[str], toy: bool) -> None:
+def test_the_greeting_has_three_lines(info: EngineInfo, words: list[str], toy: bool) -> None:
     lines = shown(info, toy=toy)
-    assert len(lines) == 4
-    assert max(map(len, lines)) <= 80
-    assert ("a toy model" in lines[0]) == toy
+    assert len(lines) == 3
+    assert ("a toy" in lines[0]) == toy
     for word in words:
         assert word in "\n".join(lines)
+
+
+def test_a_toy_names_the_first_real_model() -> None:
+    starter = Starter("small", 784 << 20, "moeedge pull small && moeedge chat -m small")
+    lines = shown(INFO, toy=True, starter=starter)
+    assert "784 MiB" in lines[0] and lines[1] == f"  {starter.command}" and len(lines) == 4
+    assert starter.command not in "\n".join(shown(INFO, starter=starter))
+    named = load_catalog().starter()
+    assert named is not None and max(map(len, shown(INFO, toy=True, starter=named))) <= 80
+
+
+def test_a_gain_is_shown_where_it_was_measured() -> None:
+    assert "1.4 times as fast" in "\n".join(shown(CACHED, cache_speed=1.4))
+    assert "times" not in "\n".join(shown(CACHED))
+    assert "times" not in "\n".join(shown(INFO, cache_speed=1.4))  # nothing is cached
+
+
+def test_a_model_without_experts_says_so() -> None:
+    lines = shown(replace(INFO, n_experts=0))
+    assert "no experts" in lines[0] and lines[1].startswith("Drafts")
+
+
+def test_quiet_keeps_warnings_and_what_is_lossy() -> None:
+    info = replace(CACHED, layers="12 layers are whole.", expert_budget=ExpertBudget(budget=16))
+    console = Console(file=io.StringIO(), width=100)
+    print_warnings(console, info, quiet=True)
+    budget, warning = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "(lossy)" in budget and warning == CACHED.notes[-1]
 
 
 def test_a_notice_is_shown_and_is_no_warning() -> None:
@@ -86,11 +117,11 @@ def test_a_header_is_one_line_and_its_warnings() -> None:
 @pytest.mark.parametrize(
     ("info", "line"),
     [
-        (CACHED, "t.gguf | draft d.gguf, gamma 4 | 1,044 of 6,144 experts on Vulkan0, policy spac"),
-        (INFO, "t.gguf | draft d.gguf, gamma 4 | experts on the CPU, no device"),
+        (CACHED, "t.gguf | experts 1,044 of 6,144 on Vulkan0 (3 MiB) | drafts by d.gguf, up to 4 tokens"),
+        (INFO, "t.gguf | experts all 6,144 on the CPU | drafts by d.gguf, up to 4 tokens"),
         (
             replace(INFO, n_experts=0, draft="none", gamma=0),
-            "t.gguf | speculation off: no draft (-md FILE or -md ngram) | no experts",
+            "t.gguf | drafts off, as there is no draft (-md FILE or -md ngram)",
         ),
     ],
 )
@@ -114,7 +145,7 @@ def test_details_name_what_is_loaded_and_where_it_runs() -> None:
     rows = {figure.label: figure.value for figure in details(CACHED)}
     assert rows["model"] == "t.gguf (qwen3moe)"
     assert rows["experts"] == "48 layers x 128 experts, top-8"
-    assert (rows["device"], rows["policy"], rows["draft"]) == ("Vulkan0 (A Card)", "spac", "d.gguf, gamma 4")
+    assert (rows["device"], rows["policy"], rows["drafts"]) == ("Vulkan0 (A Card)", "spac", "by d.gguf, up to 4 tokens")
     assert rows["cache"] == "1,044 of 6,144 experts (17.0%, 3 MiB)"
     assert (rows["threads"], rows["context"]) == ("2", "4096 tokens")
     assert {"cache", "policy"}.isdisjoint(figure.label for figure in details(INFO))

@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from moeedge.engine.types import GenerationStats
+from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.stream import LiveView, PlainView, complete_end, open_view, wrap_rows
 from moeedge.ui.console import supports_panel, visible
 from tests.ui.test_figures import INFO, STATS
@@ -67,7 +68,7 @@ def test_the_live_view_leaves_the_entire_text() -> None:
     at = -1
     for row in rows:  # every row is there, in order
         at = lines.index(row, at + 1)
-    assert any("experts/step 18.2 of 128" in line for line in lines)
+    assert any("drafts accepted 75 %" in line for line in lines)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -94,8 +95,8 @@ def test_which_terminals_get_a_panel(
         assert supports_panel(stream, columns=columns, rows=rows) is live
         console = Console(file=stream, width=columns, height=rows)
         stats = GenerationStats()
-        assert isinstance(open_view(console, INFO, lambda: stats), LiveView) is live
-        assert isinstance(open_view(console, INFO, lambda: stats, panel=False), PlainView)
+        assert isinstance(open_view(console, INFO, lambda: stats, look=Look()), LiveView) is live
+        assert isinstance(open_view(console, INFO, lambda: stats, look=Look(), panel=False), PlainView)
     os.close(master)
 
 

@@ -17,7 +17,8 @@ from moeedge.engine.conversation import Conversation, read_text
 from moeedge.errors import InputError
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.figures import Figure, budget, cache_rows, earlier_runs, is_ram, total_parts, turn_parts
+from moeedge.ui.chat.answer_figures import answer_rows, total_rows
+from moeedge.ui.figures import Figure, budget
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -146,19 +147,14 @@ def _stats(chat: Chat, _argument: str) -> Result:
     if not chat.turns:
         return Result(["No answer yet."])
     last = chat.turns[-1]
-    table = [Figure("last answer", ", ".join(turn_parts(last.info, last.stats, last.stop_reason, last.cache)))]
-    if last.cache is not None:
-        table += cache_rows(last.cache)
-        if is_ram(last.info.device):
-            table.append(Figure("earlier runs", earlier_runs(last.info)))
+    table = answer_rows(last.info, last.stats, last.stop_reason, last.cache)
     if len(chat.turns) > 1:
-        parts = total_parts(
+        table += total_rows(
             chat.info,
             [turn.stats for turn in chat.turns],
             [turn.cache for turn in chat.turns if turn.cache is not None],
             _budgets(chat),
         )
-        table.append(Figure(f"all {len(chat.turns)} answers", ", ".join(parts)))
     return Result(table=table)
 
 

@@ -11,52 +11,57 @@ from moeedge import __version__
 from moeedge.notifications import Level, Notification, is_warning
 from moeedge.ui import figures
 from moeedge.ui.console import say
-from moeedge.ui.figures import Figure, device_name, percent
+from moeedge.ui.figures import Figure, device_name
 from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo
+    from moeedge.hub.catalog import Starter
 
-_TOY = "a toy model trained on synthetic text"
-_KEYS = "Type a message. /help lists the commands, /info the details; Ctrl-D leaves."
+_KEYS = "/exit or Ctrl-D leaves, /help lists the commands, /info shows more."
 
 
-def print_greeting(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
-    """Four lines (model, draft, experts, keys), one for an expert budget and per notice, then a line per warning."""
-    choices = [line for line in (info.layers, _budget_line(info), *_notices_of(info)) if line]
-    for line in (_model_line(info, toy=toy), _draft_line(info), _experts_line(info), *choices, _KEYS):
+def print_greeting(
+    console: Console,
+    info: EngineInfo,
+    *,
+    toy: bool,
+    starter: Starter | None = None,
+    cache_speed: float | None = None,
+    warnings: Sequence[str] = (),
+) -> None:
+    """Three lines: the model, where its experts are, how to leave; then one for each thing that is not as usual.
+
+    starter: the first real model that a toy's greeting names. cache_speed: measured, over that without the cache.
+    """
+    for line in (_model_line(info, toy=toy, starter=starter), experts_line(info, cache_speed), _KEYS):
         say(console, line)
-    for warning in [*warnings, *warnings_of(info)]:
-        say(console, warning, style="yellow")
+    print_warnings(console, info, warnings)
 
 
 def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Sequence[str] = ()) -> None:
     """One line about a session that gives a single answer or a profile, then a line per choice, notice and warning."""
     say(console, header_line(info, toy=toy))
-    if info.layers:
-        say(console, info.layers)
-    for notice in _notices_of(info):
-        say(console, notice)
+    print_warnings(console, info, warnings)
+
+
+def print_warnings(console: Console, info: EngineInfo, warnings: Sequence[str] = (), *, quiet: bool = False) -> None:
+    """A line for a lossy budget, for each choice and notice, and for each warning; quiet: without choices."""
+    choices = [] if quiet else [line for line in (info.layers, *_notices_of(info)) if line]
+    for line in [_budget_line(info), *choices]:
+        if line:
+            say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
         say(console, warning, style="yellow")
 
 
 def header_line(info: EngineInfo, *, toy: bool = False) -> str:
-    """Model, draft and place of the experts in one line."""
-    model = f"{info.model}, {_TOY}" if toy else info.model
-    if info.n_experts == 0:
-        place = "no experts"
-    elif info.n_whole_layers == info.n_expert_layers:
-        place = "experts on the GPU"
-    elif info.cache_slots:
-        place = f"{_cached(info)} experts {_place(info)}, policy {info.policy}"
-    elif info.n_whole_layers:
-        place = f"experts of {info.n_expert_layers - info.n_whole_layers} layers on the CPU"
-    else:
-        place = f"experts on the CPU, {figures.device(info)}"
-    drafts = _speculates(info)
-    budget = [figures.budget(info)] if info.expert_budget is not None else []
-    return figures.join_parts([model, f"draft {_draft(info)}" if drafts else _draft(info), *budget, place])
+    """Model, place of the experts and source of drafts in one line."""
+    model = f"{info.model}, a toy" if toy else info.model
+    parts = [model, f"drafts {_drafts(info)}"]
+    if info.n_experts:
+        parts.insert(1, f"experts {_experts(info)}")
+    return " | ".join([*parts, *([figures.budget(info)] if info.expert_budget is not None else [])])
 
 
 def details(info: EngineInfo) -> list[Figure]:
@@ -65,7 +70,7 @@ def details(info: EngineInfo) -> list[Figure]:
         Figure("moeedge", __version__),
         Figure("model", f"{info.model} ({info.architecture})"),
         Figure("experts", _expert_shape(info)),
-        Figure("draft", _draft(info)),
+        Figure("drafts", _drafts(info) + (", as many as pay" if info.auto_gamma else "")),
         Figure("device", figures.device(info)),
     ]
     if info.expert_budget is not None:
@@ -89,41 +94,44 @@ def _notices_of(info: EngineInfo) -> list[str]:
     return [note for note in info.notes if isinstance(note, Notification) and note.level is Level.NOTICE]
 
 
-def _model_line(info: EngineInfo, *, toy: bool) -> str:
-    if toy:
-        return f"Model: {info.model}, {_TOY}; -m FILE for another."
+def _model_line(info: EngineInfo, *, toy: bool, starter: Starter | None) -> str:
+    if not toy:
+        return f"Model: {info.model}" + ("." if info.n_experts else ", which has no experts.")
+    if starter is None:
+        return f"Model: {info.model}, a toy to try moeedge with; -m FILE for another."
+    size = "" if starter.size_bytes is None else f", {format_bytes(starter.size_bytes)}"
+    return f"Model: {info.model}, a toy to try moeedge with. A first real one{size}:\n  {starter.command}"
+
+
+def experts_line(info: EngineInfo, cache_speed: float | None = None) -> str:
+    """Where the experts are, how many of them and in how much memory, what that gains, and where drafts come from."""
+    drafts = f"Drafts: {_drafts(info)}."
     if info.n_experts == 0:
-        return f"Model: {info.model}, {info.n_layers} layers."
-    return (
-        f"Model: {info.model}, {info.n_expert_layers} layers with {info.n_experts} experts, {info.n_expert_used} used "
-        "per token."
-    )
+        return drafts
+    gain = ""
+    if cache_speed is not None and info.cache_slots:
+        gain = f", {cache_speed:.1f} times as fast as without, as measured"
+    return f"Experts: {_experts(info)}{gain}. {drafts}"
 
 
-def _draft_line(info: EngineInfo) -> str:
+def _experts(info: EngineInfo) -> str:
+    n_layers, n_whole = info.n_expert_layers, info.n_whole_layers
+    if n_whole == n_layers:
+        return f"all {n_layers * info.n_experts:,} on the GPU"
+    whole = f"{n_whole} of {n_layers} layers on the GPU, " if n_whole else ""
+    if info.cache_slots:
+        return f"{whole}{_cached(info)} {_place(info)} ({format_bytes(info.pool_bytes)})"
+    return f"{whole}all {(n_layers - n_whole) * info.n_experts:,} on the CPU"
+
+
+def _drafts(info: EngineInfo) -> str:
+    """Where drafts come from and how long they are, or why there are none."""
     if info.draft == "none":
-        return "Draft: none, speculation is off; -md FILE or -md ngram turns it on."
+        return "off, as there is no draft (-md FILE or -md ngram)"
     if info.gamma == 0:
-        return f"Draft: {info.draft}, speculation is off; --draft-max N or /set gamma N turns it on."
-    by = ", as many as pay by what steps cost" if info.auto_gamma else ""
-    return f"Draft: {info.draft}, up to {info.gamma} tokens per step{by}."
-
-
-def _experts_line(info: EngineInfo) -> str:
-    if info.n_experts == 0:
-        return "Experts: none, the model is dense."
-    whole = f"{info.n_whole_layers} of {info.n_expert_layers} layers are on the GPU with all their experts. "
-    whole = whole if info.n_whole_layers else ""
-    if not info.cache_slots and info.n_whole_layers == info.n_expert_layers:
-        return f"Experts are on the GPU: {info.n_expert_layers * info.n_experts:,}."
-    if not info.cache_slots:
-        n_host = (info.n_expert_layers - info.n_whole_layers) * info.n_experts
-        return f"{whole}Experts are on the CPU: {n_host:,}, {figures.device(info)}."
-    return (
-        f"{whole}"
-        f"Experts are cached {_place(info)}: {_cached(info)} "
-        f"({percent(info.cache_ratio)}, {format_bytes(info.pool_bytes)}), policy {info.policy}."
-    )
+        return "off (--draft-max N or /set gamma N)"
+    source = {"ngram": "from repeated text", "mtp": "by the model's own head"}.get(info.draft, f"by {info.draft}")
+    return source if info.auto_gamma else f"{source}, up to {info.gamma} tokens"
 
 
 def _budget_line(info: EngineInfo) -> str:
@@ -134,17 +142,6 @@ def _budget_line(info: EngineInfo) -> str:
     return f"{label[0].upper()}{label[1:]}: {effect}."
 
 
-def _speculates(info: EngineInfo) -> bool:
-    return info.draft != "none" and info.gamma > 0
-
-
-def _draft(info: EngineInfo) -> str:
-    """Where drafts come from and how long they are, or that speculation is off."""
-    if _speculates(info):
-        return f"{info.draft}, gamma {'auto' if info.auto_gamma else info.gamma}"
-    return "speculation off: " + ("no draft (-md FILE or -md ngram)" if info.draft == "none" else "draft length 0")
-
-
 def _expert_shape(info: EngineInfo) -> str:
     if info.n_experts == 0:
         return f"{info.n_layers} layers, no experts"
@@ -152,7 +149,10 @@ def _expert_shape(info: EngineInfo) -> str:
 
 
 def _place(info: EngineInfo) -> str:
-    return f"{'in' if figures.is_ram(info.device) else 'on'} {device_name(info.device)}"
+    name = device_name(info.device)
+    if name == "emulated":
+        return "on an emulated GPU"
+    return f"in {name}" if figures.is_ram(info.device) else f"on {name}"
 
 
 def _cached(info: EngineInfo) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from moeedge.ui.chat.commands import Next, Turn, run_command
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.prompt import unquote
-from moeedge.ui.chat.settings import Settings, restored
+from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from moeedge.ui.chat.single import answer_view, print_turn
 from moeedge.ui.console import say, show_figures, terminal_is_gone
 
@@ -161,7 +161,7 @@ class Repl:
         take_over(chat, lambda: self._adopt(chat))
         self.unfinished.remove(chat)
         lines = []
-        defaults = Settings(gamma=self.settings.gamma, budget=self.settings.budget)
+        defaults = Settings(gamma=self.settings.gamma, budget=self.settings.budget, look=self.settings.look)
         if before not in ((self.conversation.system, self.settings), ("", defaults)):
             lines.append("Its own system prompt and settings apply; /system and /set change them.")
         if not self.conversation.has_question:
@@ -187,7 +187,7 @@ class Repl:
     def _keep(self) -> None:
         """Save what has changed; a failure is reported once."""
         if self._autosave is not None:
-            self._autosave.update(self.conversation, asdict(self.settings))
+            self._autosave.update(self.conversation, saved_settings(self.settings))
             if self._autosave.warning and not self._save_failed:
                 self._save_failed = True
                 say(self._err, self._autosave.warning, style="yellow")
@@ -256,7 +256,15 @@ class Repl:
                 self.conversation.note_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
                 if begun:
                     self._keep()
-                with answer_view(answer, self.info, meter, self._interrupt, out=self._out, panel=self._panel) as view:
+                with answer_view(
+                    answer,
+                    self.info,
+                    meter,
+                    self._interrupt,
+                    out=self._out,
+                    look=self.settings.look,
+                    panel=self._panel,
+                ) as view:
                     n_saved = len(begun)  # tokens
                     for piece in answer.pieces():
                         if self._autosave is not None and len(answer.tokens) > n_saved:
@@ -274,7 +282,7 @@ class Repl:
                 self._interrupt.disarm()
             if answer is not None:
                 self.turns.append(Turn(answer.stats, answer.stop_reason or "interrupted", self.info, meter()))
-                print_turn(self._err, answer, self.info, meter)
+                print_turn(self._err, answer, self.info, meter, self.settings.look)
                 self._say("")
                 if answer.stop_reason != "interrupted":
                     self._measure_postponed()

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from moeedge.engine.types import MAX_GAMMA, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.ui.figures import Figure
+
+StatsLevel = Literal["line", "full", "off"]
+Thinking = Literal["auto", "show", "fold"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How answers are shown.
+
+    stats: figures below an answer and after it. thinking: a model's thoughts before its answer; auto: in one line on a
+    terminal, in full in a pipe. markdown: headings, bold text, lists and code of an answer are shown as such on a
+    terminal.
+    """
+
+    stats: StatsLevel = "line"
+    thinking: Thinking = "auto"
+    markdown: bool = True
 
 
 @dataclass(frozen=True)
@@ -20,6 +37,7 @@ class Settings:
     n_predict: int = -1  # limit of an answer in tokens; -1: until the model stops
     gamma: int | Literal["auto"] = 0
     budget: int | None = None  # experts per layer in a verification; None: no limit
+    look: Look = field(default_factory=Look)
 
     def __post_init__(self) -> None:
         if self.n_predict < -1:
@@ -42,7 +60,8 @@ class _Setting:
 
     name: str
     convert: Callable[[str], Any]
-    sampling_field: str = ""  # empty: a field of Settings with the setting's own name
+    field_name: str = ""  # empty: the setting's own name
+    part: Literal["", "sampling", "look"] = ""  # of Settings that has the field
     aliases: tuple[str, ...] = ()
     none: str = "random"  # how the value None is written
 
@@ -66,6 +85,21 @@ def _draft_length(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
+def _choice(*words: str) -> Callable[[str], str]:
+    """A setting that is one of these words."""
+
+    def convert(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"{text} is not one of {', '.join(words)}")
+        return text
+
+    return convert
+
+
+def _switch(text: str) -> bool:
+    return _choice("on", "off")(text) == "on"
+
+
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -74,16 +108,19 @@ def _number(text: str) -> float:
 
 
 _SETTINGS = (
-    _Setting("temp", _number, "temperature", ("temperature",)),
-    _Setting("top_k", int, "top_k"),
-    _Setting("top_p", _number, "top_p"),
-    _Setting("min_p", _number, "min_p"),
-    _Setting("repeat_penalty", _number, "repeat_penalty"),
-    _Setting("repeat_last_n", int, "repeat_last_n"),
-    _Setting("seed", _seed, "seed"),
+    _Setting("temp", _number, "temperature", "sampling", ("temperature",)),
+    _Setting("top_k", int, part="sampling"),
+    _Setting("top_p", _number, part="sampling"),
+    _Setting("min_p", _number, part="sampling"),
+    _Setting("repeat_penalty", _number, part="sampling"),
+    _Setting("repeat_last_n", int, part="sampling"),
+    _Setting("seed", _seed, part="sampling"),
     _Setting("n_predict", int, aliases=("n", "num_predict")),
     _Setting("gamma", _draft_length, aliases=("draft_max",)),
     _Setting("budget", _budget, aliases=("expert_budget",), none="off"),
+    _Setting("stats", _choice("line", "full", "off"), part="look"),
+    _Setting("thinking", _choice("auto", "show", "fold"), part="look"),
+    _Setting("markdown", _switch, part="look"),
 )
 
 
@@ -94,6 +131,13 @@ def restored(saved: dict[str, Any], current: Settings) -> Settings:
         return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]))
     except (KeyError, TypeError, ValueError):
         return current
+
+
+def saved_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON values that `restored` reads."""
+    saved = asdict(settings)
+    del saved["look"]
+    return saved
 
 
 def names() -> list[str]:
@@ -114,20 +158,22 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
         raise InputError(f'Unknown setting "{name}".', "Choose from: " + ", ".join(names()) + ".")
     try:
         value = found.convert(text)
-        if found.sampling_field:
-            changed = replace(settings, sampling=replace(settings.sampling, **{found.sampling_field: value}))
-        else:
-            changed = replace(settings, **{found.name: value})
+        changes = {found.field_name or found.name: value}
+        if found.part:
+            changes = {found.part: replace(getattr(settings, found.part), **changes)}
+        changed = replace(settings, **changes)
     except ValueError as error:
         if str(error).startswith(("could not convert", "invalid literal")):
             kind = "a number" if found.convert is _number else "a whole number"
             kind += " or off" if found.convert is _budget else " or auto" if found.convert is _draft_length else ""
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
-        raise InputError(f"{error}.") from None
+        raise InputError(f"{found.name}: {error}." if found.part == "look" else f"{error}.") from None
     return changed, f"{found.name} = {_shown(changed, found)}"
 
 
 def _shown(settings: Settings, setting: _Setting) -> str:
-    source: object = settings.sampling if setting.sampling_field else settings
-    value = getattr(source, setting.sampling_field or setting.name)
+    source: object = getattr(settings, setting.part) if setting.part else settings
+    value = getattr(source, setting.field_name or setting.name)
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return setting.none if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -17,29 +17,51 @@ from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
 from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui import figures
+from moeedge.ui.chat.answer_figures import answer_rows, turn_line
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.panel import CacheMeter
-from moeedge.ui.chat.settings import Settings
+from moeedge.ui.chat.settings import Look, Settings
 from moeedge.ui.chat.stream import LiveView, PlainView, open_view
-from moeedge.ui.console import say, typing_hidden
-from moeedge.ui.figures import join_parts, turn_parts
+from moeedge.ui.console import say, show_figures, typing_hidden
 from moeedge.ui.tables import json_text
 
 
 @contextmanager
 def answer_view(
-    answer: Generation, info: EngineInfo, meter: CacheMeter, interrupt: Interrupt, *, out: Console, panel: bool
+    answer: Generation,
+    info: EngineInfo,
+    meter: CacheMeter,
+    interrupt: Interrupt,
+    *,
+    out: Console,
+    look: Look,
+    panel: bool,
 ) -> Iterator[LiveView | PlainView]:
     """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one."""
-    view = open_view(out, info, lambda: answer.stats, stopping=interrupt, cache=meter, panel=panel)
+    view = open_view(
+        out,
+        info,
+        lambda: answer.stats,
+        stopping=interrupt,
+        cache=meter,
+        progress=lambda: (answer.state.target.n_past, answer.stats.prompt_tokens),
+        look=look,
+        panel=panel,
+    )
     with meter, typing_hidden(), view:
         yield view
 
 
-def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter) -> None:
-    """The stats line of a finished answer, then its notes."""
-    parts = turn_parts(info, answer.stats, answer.stop_reason or "interrupted", meter())
-    say(err, join_parts(parts, columns=err.width if err.is_terminal else None))
+def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look) -> None:
+    """The figures of a finished answer, then its notes. A lossy budget is named also without figures."""
+    reason = answer.stop_reason or "interrupted"
+    if look.stats == "full":
+        show_figures(err, answer_rows(info, answer.stats, reason, meter()), style="dim")
+    elif look.stats == "line":
+        say(err, turn_line(info, answer.stats, reason, meter()))
+    elif info.expert_budget is not None:
+        say(err, figures.budget(info))
     print_notes(err, answer, meter)
 
 
@@ -126,7 +148,9 @@ def answer_once(
                     for _ in answer.pieces():
                         pass
             else:
-                with answer_view(answer, session.info, meter, interrupt, out=out, panel=panel) as view:
+                with answer_view(
+                    answer, session.info, meter, interrupt, out=out, look=settings.look, panel=panel
+                ) as view:
                     for piece in answer.pieces():
                         view.write(piece)
         except KeyboardInterrupt:  # a second signal, between two steps
@@ -137,7 +161,7 @@ def answer_once(
             out.file.flush()
             print_notes(err, answer, meter)
         else:
-            print_turn(err, answer, session.info, meter)
+            print_turn(err, answer, session.info, meter, settings.look)
         code = interrupt.exit_code
         if code == 0:
             session.measure_postponed(interrupt)

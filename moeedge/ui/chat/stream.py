@@ -17,13 +17,14 @@ import psutil
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, RenderableType
 
+from moeedge.ui.chat.answer_figures import live_figures
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.console import supports_panel, visible
-from moeedge.ui.figures import live_cache_figures, live_figures
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats
     from moeedge.scheduler.stats import PlacementStats
+    from moeedge.ui.chat.settings import Look, StatsLevel
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
@@ -127,12 +128,16 @@ class LiveView:
         stats: Callable[[], GenerationStats],
         stopping: Callable[[], bool] = lambda: False,
         cache: Callable[[], PlacementStats | None] = lambda: None,
+        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        stats_level: StatsLevel = "line",
     ) -> None:
         self._console = console
         self._stopping = stopping  # whether the answer was asked to stop and the engine finishes its step
         self._info = info
         self._stats = stats
         self._cache = cache
+        self._progress = progress  # tokens of the prompt read so far, and all that are to be read
+        self._stats_level = stats_level
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
         self._row = ""  # the growing row
         self._region_rows = 0  # rows of the region on the screen; the cursor is below them
@@ -196,13 +201,21 @@ class LiveView:
         self._region_rows = region.count("\n")
 
     def _render_panel(self, columns: int, now_s: float) -> RenderableType:
-        if now_s - self._ram_at_s >= RAM_S or not self._ram_bytes:
+        full = self._stats_level == "full"
+        if full and (now_s - self._ram_at_s >= RAM_S or not self._ram_bytes):
             self._ram_at_s = now_s
             self._ram_bytes = self._process.memory_info().rss
-        figures = live_figures(self._info, self._stats(), ram_bytes=self._ram_bytes, elapsed_s=now_s - self._started_s)
-        cache = self._cache()
-        if cache is not None:
-            figures += live_cache_figures(cache)
+        n_read, n_to_read = self._progress()
+        figures = live_figures(
+            self._info,
+            self._stats(),
+            self._cache(),
+            n_read=n_read,
+            n_to_read=n_to_read,
+            elapsed_s=now_s - self._started_s,
+            ram_bytes=self._ram_bytes,
+            full=full,
+        )
         hint = "stopping" if self._stopping() else "Ctrl-C stops"
         return render_panel(figures, columns=columns, rows=self._console.height - TEXT_ROWS, hint=hint)
 
@@ -214,10 +227,13 @@ def open_view(
     *,
     stopping: Callable[[], bool] = lambda: False,
     cache: Callable[[], PlacementStats | None] = lambda: None,
+    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    look: Look,
     panel: bool = True,
 ) -> LiveView | PlainView:
     """A live view if `panel` is set and the console's terminal can show one, else a plain view."""
     stream = console.file
-    if panel and supports_panel(stream, columns=console.width, rows=console.height):
-        return LiveView(console, info, stats, stopping, cache)
+    shows_panel = panel and look.stats != "off"
+    if shows_panel and supports_panel(stream, columns=console.width, rows=console.height):
+        return LiveView(console, info, stats, stopping, cache, progress, look.stats)
     return PlainView(console)
