@@ -85,6 +85,12 @@ def unfinished_chats_dir() -> Path:
     return cache_dir() / "unfinished_chats"
 
 
+def short(path: Path) -> str:
+    """Returns the path for the screen: with ~ for the home folder."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path != home and path.is_relative_to(home) else str(path)
+
+
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path that replaces `path` when the block ends without an exception. Raises OSError.

@@ -24,6 +24,7 @@ from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse
 from moeedge.engine.budgets import budget_record
 from moeedge.engine.types import EngineInfo
+from moeedge.hardware.processor import cpu_name
 from moeedge.policies.base import LookaheadStatus
 
 SCHEMA = "moeedge-bench-4"  # changes when a key changes its meaning
@@ -62,18 +63,6 @@ def read_environment() -> Environment:
         python=platform.python_version(),
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-
-
-def cpu_name() -> str:
-    """Returns the processor's own name, else the architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip().lower() in ("model name", "hardware") and value.strip():
-                return value.strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
 
 
 def _git_state(package: Path) -> tuple[str | None, bool | None]:

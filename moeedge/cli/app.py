@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "simulate": ("simulate", "Simulate policies on a machine: GPU, CPU, link and draft as discrete events."),
     "devices": ("devices", "List the devices that can hold experts, and why the others cannot."),
+    "doctor": ("doctor", "Check the installation and this machine, and say what to fix."),
     "pull": ("pull", "Download a model and its draft; an interrupted download continues."),
     "list": ("list_models", "List the models that -m and -md know by name."),
     "rm": ("rm", "Remove a downloaded model, or the remains of an unfinished download, from the hub's cache."),

@@ -11,6 +11,9 @@ from typer.cli import get_docs_for_click
 from moeedge.cli.app import COMMANDS, load_command
 from moeedge.cli.declare import hidden_spellings
 from moeedge.ui.chat.commands import help_rows
+from moeedge.ui.tables import markdown as markdown_table
+from moeedge.ui.tables import text_column
+from moeedge.variables import VARIABLES
 
 _INTRODUCTION = """\
 # Commands
@@ -19,6 +22,13 @@ Results go to standard output, logs and progress to standard error. Exit codes: 
 130 stopped by Ctrl-C, 143 by SIGTERM. Options are named as in llama.cpp where it has them.
 
 This file is made from the commands' own declarations: `python -m moeedge.cli.reference > docs/cli.md`.
+
+"""
+
+_VARIABLES_INTRODUCTION = """\
+# Environment variables
+
+An option on the command line wins over a variable. `moeedge doctor` shows those that are set and act here.
 
 """
 
@@ -34,7 +44,18 @@ def markdown() -> str:
         if name == "chat":
             rows = "".join(f"* `{row.label}`: {row.value}\n" for row in help_rows())
             text += f"**While chatting**:\n\n{rows}\n"
-    return text.strip() + "\n"
+    return f"{text.strip()}\n\n{_variables()}"
+
+
+def _variables() -> str:
+    """The section about environment variables."""
+    columns = [
+        text_column("variable", lambda variable: f"`{variable.name}`"),
+        text_column("effect", "effect"),
+        text_column("default", "default"),
+        text_column("read for", "reader"),
+    ]
+    return _VARIABLES_INTRODUCTION + markdown_table(columns, VARIABLES)
 
 
 def _tell_all(command: Any) -> None:

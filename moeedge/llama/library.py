@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import re
 import threading
 from collections import deque
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
-import psutil
 
 from moeedge import native
+from moeedge.hardware.processor import physical_cores as physical_cores
 from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
 
 logger = logging.getLogger("moeedge.llama")
@@ -119,9 +118,3 @@ def local_gpus() -> list[str]:
 def _device(name: str) -> Any:
     """Returns the ggml_backend_dev_t of that name."""
     return ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)(name.encode())
-
-
-def physical_cores() -> int:
-    """Returns the physical cores that this process may use, the default number of threads."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or usable, usable))

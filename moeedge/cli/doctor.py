@@ -1,0 +1,28 @@
+"""`moeedge doctor`: check this installation and this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from moeedge.cli import options
+from moeedge.cli.common import EXIT_FAILURE
+from moeedge.cli.declare import Output
+
+
+def doctor(backend: options.Backend = None, output: options.TextOrJson = Output.TEXT) -> None:
+    """Check the installation and this machine, and say what to fix.
+
+    Looks at the native library, GPUs, processor, threads, memory, disk, folders and environment variables. Takes a
+    second or two, loads no model and downloads nothing. Exit code 1: something is broken.
+    """
+    from moeedge.health.doctor import examine
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.doctor_view import print_report, report_json
+
+    report = examine()
+    if output is Output.JSON:
+        typer.echo(report_json(report), nl=False)
+    else:
+        print_report(report, stdout_console())
+    if report.is_broken:
+        raise typer.Exit(EXIT_FAILURE)

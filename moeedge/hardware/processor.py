@@ -1,0 +1,71 @@
+"""The processor: its name, the instructions that matter here, and how many cores this process may use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+CPU_INFO = Path("/proc/cpuinfo")  # Linux only
+_QUOTAS = Path("/sys/fs/cgroup")
+# flag in /proc/cpuinfo: the instructions' name; those that kernels of llama.cpp or ours use
+_INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_int8": "AMX",
+    "asimddp": "dot product",
+    "i8mm": "I8MM",
+    "sve": "SVE",
+}
+
+
+def cpu_name() -> str:
+    """Returns the processor's own name, else the architecture."""
+    return _value("model name") or _value("hardware") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Returns the vector instructions that the system reports; empty where it reports none."""
+    flags = set((_value("flags") or _value("features")).lower().split())
+    return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
+
+
+def usable_cores() -> int:
+    """Returns the logical cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_cores() -> int:
+    """Returns the physical cores that this process may use, within a container's limit: the default of threads."""
+    usable = usable_cores()
+    limit = core_limit()
+    cores = min(psutil.cpu_count(logical=False) or usable, usable)
+    return max(1, cores if limit is None else min(cores, int(limit)))
+
+
+def core_limit() -> float | None:
+    """Returns the processor time that a container may use, in cores; None: no limit."""
+    with suppress(OSError, ValueError):  # version 2 of control groups
+        quota, period = (_QUOTAS / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):  # version 1
+        quota = (_QUOTAS / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii")
+        period = (_QUOTAS / "cpu/cpu.cfs_period_us").read_text(encoding="ascii")
+        return int(quota) / int(period) if int(quota) > 0 else None
+    return None
+
+
+def _value(key: str) -> str:
+    """The first value of a key in /proc/cpuinfo; empty without one."""
+    with suppress(OSError):
+        for line in CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip().lower() == key and value.strip():
+                return value.strip()
+    return ""

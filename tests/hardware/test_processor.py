@@ -1,0 +1,54 @@
+"""The processor as Linux describes it, in files of other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeedge.hardware import processor
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "_QUOTAS", tmp_path)
+    return tmp_path
+
+
+def test_instructions_by_their_names(described: Path) -> None:
+    (described / "cpuinfo").write_text("model name\t: Made Up 9\nflags\t\t: fpu sse4_2 avx2 avx512f avx512_vnni\n")
+    assert processor.cpu_name() == "Made Up 9"
+    assert processor.instruction_sets() == ["AVX2", "AVX-512", "AVX-512 VNNI"]
+    (described / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd asimddp sve\n")
+    assert processor.instruction_sets() == ["dot product", "SVE"]
+
+
+def test_a_system_that_tells_nothing(described: Path) -> None:
+    assert processor.instruction_sets() == []
+    assert processor.cpu_name()
+    assert processor.core_limit() is None
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_a_containers_limit(described: Path, files: dict[str, str], limit: float | None) -> None:
+    for name, text in files.items():
+        (described / name).parent.mkdir(exist_ok=True)
+        (described / name).write_text(text)
+    assert processor.core_limit() == limit
+
+
+@pytest.mark.parametrize(("limit", "threads"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
+def test_threads_keep_to_the_limit(limit: float | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "usable_cores", lambda: 16)
+    monkeypatch.setattr(processor.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(processor, "core_limit", lambda: limit)
+    assert processor.physical_cores() == threads
