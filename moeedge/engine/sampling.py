@@ -27,8 +27,8 @@ from moeedge.native.largest_values import LargestValues
 
 _ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
-_SHORT = 4096  # the largest top-k of which candidates are lists
-_NOT_FINITE = ("The model computed logits that are not finite.", "Its file may be damaged.")
+SHORT = 4096  # the largest top-k of which candidates are lists
+NOT_FINITE = ("The model computed logits that are not finite.", "Its file may be damaged.")
 
 FloatRow = NDArray[np.float32]  # [n_vocab]
 CRow = Any  # ctypes array of c_float [n_vocab]
@@ -69,7 +69,7 @@ class Sampler:
         self._penalty = ctypes.c_float(config.repeat_penalty).value  # as llama.cpp has it
         self._top_k = min(config.top_k, n_vocab)  # 0: no filter
         self._log_min_p = math.log(config.min_p) if config.min_p > 0 else -math.inf
-        has_short_lists = 0 < self._top_k <= _SHORT and not self.greedy
+        has_short_lists = 0 < self._top_k <= SHORT and not self.greedy
         self._largest = LargestValues(self._top_k) if has_short_lists else None
         self._scratch: NDArray[np.float64] | None = None  # [n_vocab], zeros
 
@@ -91,7 +91,7 @@ class Sampler:
             return Candidates.certain(self.argmax(logits, history))
         if self._largest is None:
             return self._wide_candidates(logits, history)
-        ids, values = self._find_largest(self._largest, logits, history)
+        ids, values = self.largest(self._largest, self._top_k, logits, history)
         best, config = values[0], self.config
         kept = [value - best for value in values]
         n = len(kept)
@@ -105,18 +105,18 @@ class Sampler:
         total = sum(weights)
         return Candidates(ids[:n], [weight / total for weight in weights])
 
-    def _find_largest(
-        self, largest: LargestValues, logits: FloatRow, history: Sequence[int]
+    def largest(
+        self, largest: LargestValues, k: int, logits: FloatRow, history: Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """Ids and values of the top-k under the repeat penalty, descending. Raises EngineError if one is not finite."""
+        """Ids and values of the `k` largest under the repeat penalty, descending. Raises EngineError for no numbers."""
         row = _as_c(logits)
         before = self._penalize(row, history)
         try:
-            ids, values = largest.find(row, self._top_k)
+            ids, values = largest.find(row, k)
         finally:
             _restore(row, before)
         if not values or not math.isfinite(values[0]):
-            raise EngineError(*_NOT_FINITE)
+            raise EngineError(*NOT_FINITE)
         return ids, values
 
     def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
@@ -148,7 +148,7 @@ class Sampler:
         maxima = _column_maxima(values)
         best = float(maxima.max())
         if not math.isfinite(best):
-            raise EngineError(*_NOT_FINITE)
+            raise EngineError(*NOT_FINITE)
         if 0 < config.top_k < len(values):
             ids = _largest(values, maxima, config.top_k)
             kept = _below(values[ids], best)
@@ -178,7 +178,7 @@ class Sampler:
             finally:
                 _restore(row, before)
         if not math.isfinite(value):
-            raise EngineError(*_NOT_FINITE)
+            raise EngineError(*NOT_FINITE)
         return token
 
     def pick(self, candidates: Candidates) -> int:

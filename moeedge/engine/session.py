@@ -13,6 +13,7 @@ from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
+from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import DraftHead, HeadDraft, head_draft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import (
@@ -24,7 +25,6 @@ from moeedge.engine.loading import (
     resolve_device,
 )
 from moeedge.engine.parallel import ParallelGeneration
-from moeedge.engine.sampling import Sampler
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
@@ -269,7 +269,7 @@ class Session:
         begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
-        state = self._new_text([*prompt_tokens, *begun], sampling)
+        state = self._new_text([*prompt_tokens, *begun], sampling, begun)
         return Generation(
             self._new_loop(cancel),
             state,
@@ -320,8 +320,11 @@ class Session:
         )
         return self._loop
 
-    def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig) -> TextState:
-        """A text in the first sequence. Raises EmptyPromptError and ContextTooSmallError."""
+    def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig, begun: Sequence[int] = ()) -> TextState:
+        """A text in the first sequence, whose last tokens are `begun`.
+
+        Raises InputError for a wrong grammar, EmptyPromptError and ContextTooSmallError.
+        """
         prompt = [int(token) for token in tokens]
         if not prompt:
             raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
@@ -332,7 +335,7 @@ class Session:
                 f"{max(limit, 0):,} of them.",
                 f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
             )
-        sampler = Sampler(sampling, self.model.info.n_vocab)
+        sampler = new_sampler(sampling, self.model, begun)
         has_model = self.governor is not None and self.gamma > 0 and not isinstance(self.draft, NgramDraft)
         ngrams = NgramDraft() if has_model else None
         return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams)

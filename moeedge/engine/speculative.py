@@ -321,7 +321,7 @@ class SpeculativeLoop:
         prompt = text.history[n_held:]
         logits = text.target.prefill(prompt, logits="last", cancel=self._should_stop)
         text.n_prefilled += len(prompt)
-        token = text.sampler.pick(text.sampler.candidates(logits[0], text.history))
+        _, token = text.sampler.accept(logits, [], [], text.history)
         verify_s = time.perf_counter() - start_s
         text.history.append(token)
         record = self._observe([Proposal()], [Verified([token], 0, [])], draft_s=0.0, verify_s=verify_s)

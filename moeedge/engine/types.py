@@ -25,7 +25,18 @@ DEFAULT_GAMMA = 4
 MAX_N_PARALLEL = 64
 ALL_ON_CPU = 1 << 30  # of n_cpu_moe: the experts of every layer, as with --cpu-moe
 DraftWord = Literal["mtp", "ngram"]  # the model's own head; n-grams of the text
-StopReason = Literal["eos", "length", "context", "interrupted"]
+StopReason = Literal["eos", "stop", "length", "context", "interrupted"]
+# by their names in --samplers, with the letters of --sampling-seq
+SAMPLERS = {
+    **{"penalties": "e", "dry": "d", "top_n_sigma": "s", "top_k": "k", "typ_p": "y", "top_p": "p", "min_p": "m"},
+    **{"xtc": "x", "temperature": "t", "infill": "i"},
+}
+DEFAULT_SAMPLERS = tuple(name for name in SAMPLERS if name != "infill")
+# fields of SamplingConfig; at other values than the default a sampler acts that sampling.py does not have
+_BEYOND_DEFAULT = (
+    *("presence_penalty", "frequency_penalty", "typical_p", "top_n_sigma", "xtc_probability", "dry_multiplier"),
+    *("dynatemp_range", "samplers", "logit_bias", "ignore_eos"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +50,68 @@ class SamplingConfig:
     repeat_penalty: float = 1.0  # 1: none
     repeat_last_n: int = 64  # tokens of history that the penalty covers; -1: all
     seed: int | None = None  # None: a random one, reported in the stats
+    presence_penalty: float = 0.0  # 0: none
+    frequency_penalty: float = 0.0  # 0: none
+    typical_p: float = 1.0  # 1: none
+    top_n_sigma: float = -1.0  # -1: none
+    xtc_probability: float = 0.0  # 0: none
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0  # 0: none
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens
+    dry_penalty_last_n: int = 64  # tokens
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dynatemp_range: float = 0.0  # 0: none
+    dynatemp_exponent: float = 1.0
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens and what is added to their logits
+    ignore_eos: bool = False  # tokens that end an answer are never drawn
+    grammar: str = ""  # GBNF that answers follow; empty: none
+    stop: tuple[str, ...] = ()  # texts that end an answer and are no part of it
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:  # written so that NaN fails too
-            raise ValueError(f"temperature must be >= 0, not {self.temperature}")
+        for name in ("dry_sequence_breakers", "samplers", "stop"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", tuple((int(token), float(bias)) for token, bias in self.logit_bias))
+        if not 0 <= self.temperature < math.inf:  # written so that NaN fails too
+            raise ValueError(f"temperature must be >= 0 and finite, not {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], not {self.min_p}")
+        for name in ("min_p", "xtc_probability", "xtc_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], not {getattr(self, name)}")
+        if not 0 < self.typical_p <= 1:
+            raise ValueError(f"typical_p must be in (0, 1], not {self.typical_p}")
         if not 0 < self.repeat_penalty < math.inf:
             raise ValueError(f"repeat_penalty must be > 0 and finite, not {self.repeat_penalty}")
+        if not self.dry_base >= 1:
+            raise ValueError(f"dry_base must be >= 1, not {self.dry_base}")
+        if self.dry_penalty_last_n < 0 or self.dry_allowed_length < 0:
+            raise ValueError("dry_penalty_last_n and dry_allowed_length must be >= 0")
+        if not 0 <= self.dynatemp_range < math.inf:
+            raise ValueError(f"dynatemp_range must be >= 0 and finite, not {self.dynatemp_range}")
+        numbers = ("presence_penalty", "frequency_penalty", "top_n_sigma", "dry_multiplier", "dynatemp_exponent")
+        for name in (*numbers, "dry_base"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, not {getattr(self, name)}")
+        for name in self.samplers:
+            if name not in SAMPLERS:
+                raise ValueError(f"unknown sampler {name!r}; there are {', '.join(SAMPLERS)}")
+        if any(not text for text in self.stop):
+            raise ValueError("a stop text must not be empty")
+
+    @property
+    def needs_chain(self) -> bool:
+        """Whether llama.cpp's own samplers are needed: more than its default chain without what is off by default."""
+        usual = SamplingConfig()
+        return any(getattr(self, name) != getattr(usual, name) for name in _BEYOND_DEFAULT)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether answers depend on random numbers."""
+        return self.temperature > 0 or "temperature" not in self.samplers or self.xtc_probability > 0
 
 
 @dataclass(frozen=True, kw_only=True)

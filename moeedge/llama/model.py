@@ -6,6 +6,7 @@ import ctypes
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -285,6 +286,11 @@ class Model:
         if found is None:
             found = self._eog[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
         return found
+
+    @cached_property
+    def eog_tokens(self) -> tuple[int, ...]:
+        """All tokens that end an answer."""
+        return tuple(token for token in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, token))
 
     @property
     def adds_bos(self) -> bool:

@@ -1,0 +1,207 @@
+"""Answers that follow a grammar, exact under speculation.
+
+As in llama.cpp a token is drawn without the grammar and drawn again, from what the grammar allows, where it is
+refused. With C the distribution of the filters, V the probability of C's allowed tokens, and M the distribution of the
+filters over allowed tokens only, a token's probability is C(x) [x allowed] + (1 - V) M(x). M needs a look at the entire
+vocabulary; it is computed only where a refused token's turn has come. Drafts are verified against this distribution,
+each after its own path of tokens. Greedy: the largest logit that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.engine.sampler_chain import ChainSampler
+from moeedge.engine.sampling import Candidates, FloatRow, Sampler
+from moeedge.engine.types import SamplingConfig
+from moeedge.errors import EngineError, InputError
+from moeedge.llama.samplers import Grammar, TokenArray
+from moeedge.native.largest_values import LargestValues
+
+if TYPE_CHECKING:
+    from moeedge.llama.model import Model
+
+_N_LIKELY = 64  # tokens that are checked before the entire vocabulary
+
+
+class GrammarPath(list[int]):
+    """A draft's tokens. `seen`: as the filters take them. grammar: None after a token that it refuses."""
+
+    def __init__(self, seen: list[int], grammar: Grammar, check: TokenArray) -> None:
+        super().__init__()
+        self.seen = seen
+        self.grammar: Grammar | None = grammar
+        self._check = check
+
+    def append(self, token: int) -> None:
+        """Goes on with `token`."""
+        self.seen.append(token)
+        if self.grammar is not None:
+            if self.grammar.allowed(self._check, [token])[0]:
+                self.grammar.accept(token)
+            else:
+                self.grammar = None
+
+
+class GrammarSampler(Sampler):
+    """Draws the tokens of one answer, which follows `config.grammar`. begun: tokens that the answer has already.
+
+    Raises InputError for a grammar that cannot be parsed, or that the begun tokens do not follow.
+    """
+
+    def __init__(self, config: SamplingConfig, model: Model, begun: Sequence[int] = ()) -> None:
+        super().__init__(config, model.info.n_vocab)
+        self._plain = ChainSampler(config, model) if config.needs_chain else Sampler(config, model.info.n_vocab)
+        self._plain._rng = self._rng  # one stream of random numbers
+        self.greedy = self._plain.greedy
+        self._model = model
+        self._tokens = TokenArray(model.info.n_vocab)
+        self._likely = LargestValues(_N_LIKELY)
+        self._start = Grammar.parse(config.grammar, model.vocab)
+        self._grammar = self._start.clone()
+        self._taken: list[int] = []
+        for token in begun:
+            if not self._grammar.allowed(self._tokens, [token])[0]:
+                raise InputError("The answer so far does not follow the grammar.", "Use /set grammar off to go on.")
+            self._take(token)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The position in the stream of random numbers and in the grammar; may be set to go back to it."""
+        return {"random": dict(self._rng.bit_generator.state), "n_taken": len(self._taken)}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self._rng.bit_generator.state = state["random"]
+        if state["n_taken"] != len(self._taken):
+            taken, self._taken, self._grammar = self._taken[: state["n_taken"]], [], self._start.clone()
+            for token in taken:
+                self._take(token)
+
+    def recent(self, history: Sequence[int]) -> list[int]:
+        return GrammarPath(self._plain.recent(history), self._grammar.clone(), self._tokens)
+
+    def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
+        """Of a draft: drafts may have any distribution, so tokens that are refused are left out without a new draw."""
+        path = history if isinstance(history, GrammarPath) else self.recent(history)
+        assert isinstance(path, GrammarPath)
+        if path.grammar is None:
+            return self._plain.candidates(logits, path.seen)
+        if self.greedy:
+            token = self._likely_argmax(logits, path.seen, path.grammar)
+            return Candidates.certain(self.argmax(logits, path.seen) if token is None else token)
+        found = self._plain.candidates(logits, path.seen)
+        allowed = path.grammar.allowed(self._tokens, found.ids)
+        if allowed.all() or not allowed.any():
+            return found
+        return _mixed([(found, 1.0, allowed)], 1.0 / _sum(found, allowed))
+
+    def accept(
+        self,
+        logits: NDArray[np.float32],
+        drafts: Sequence[int],
+        proposals: Sequence[Candidates],
+        history: Sequence[int],
+    ) -> tuple[int, int]:
+        seen = self._plain.recent(history)
+        for i, token in enumerate(drafts):
+            replacement = self._verify(logits[i], seen, token, proposals[i])
+            self._take(token if replacement is None else replacement)
+            if replacement is not None:
+                return i, replacement
+            seen.append(token)
+        token = self._draw(logits[len(drafts)], seen)
+        self._take(token)
+        return len(drafts), token
+
+    def _verify(self, logits: FloatRow, seen: list[int], token: int, draft: Candidates) -> int | None:
+        """None where the draft is accepted, otherwise the token in its place."""
+        if self.greedy:
+            best = self._allowed_argmax(logits, seen)
+            return None if best == token else best
+        target = self._plain.candidates(logits, seen)
+        allowed = self._grammar.allowed(self._tokens, target.ids)
+        least = self._rng.random() * draft.probability_of(token)
+        if not allowed.all():
+            if least < _probability(target, token, allowed):
+                return None
+            again = self._allowed_candidates(logits, seen)
+            target = _mixed([(target, 1.0, allowed), (again, 1.0 - _sum(target, allowed), None)])
+        if least < target.probability_of(token):
+            return None
+        residual = self._residual(target, draft)
+        return self.pick(target if residual is None else target._replace(probabilities=residual))
+
+    def _draw(self, logits: FloatRow, seen: list[int]) -> int:
+        if self.greedy:
+            return self._allowed_argmax(logits, seen)
+        token = self.pick(self._plain.candidates(logits, seen))
+        if self._grammar.allowed(self._tokens, [token])[0]:
+            return token
+        return self.pick(self._allowed_candidates(logits, seen))
+
+    def _allowed_argmax(self, logits: FloatRow, seen: list[int]) -> int:
+        """The token of the largest logit that is allowed, the lowest id among equals."""
+        token = self._likely_argmax(logits, seen, self._grammar)
+        return self.argmax(self._allowed_logits(logits), seen) if token is None else token
+
+    def _likely_argmax(self, logits: FloatRow, seen: Sequence[int], grammar: Grammar) -> int | None:
+        """The same of the most likely tokens; None where all of them are refused."""
+        token = self.argmax(logits, seen)
+        if grammar.allowed(self._tokens, [token])[0]:
+            return token
+        ids, _ = self.largest(self._likely, min(_N_LIKELY, len(logits)), logits, seen)
+        allowed = grammar.allowed(self._tokens, ids)
+        return ids[int(allowed.argmax())] if allowed.any() else None
+
+    def _allowed_candidates(self, logits: FloatRow, seen: list[int]) -> Candidates:
+        """M: what the filters leave of the allowed tokens."""
+        row = self._allowed_logits(logits)
+        ends = [token for token in self._model.eog_tokens if row[token] > -np.inf]
+        if self.config.ignore_eos and len(ends) == np.count_nonzero(row > -np.inf):
+            return Candidates.certain(ends[0])  # the grammar is complete
+        return self._plain.candidates(row, seen)
+
+    def _allowed_logits(self, logits: FloatRow) -> FloatRow:
+        """A copy of `logits` with -inf for tokens that the grammar refuses. Raises EngineError if it refuses all."""
+        allowed = self._grammar.allowed(self._tokens, np.arange(len(logits), dtype=np.int32))
+        if not allowed.any():
+            raise EngineError("The grammar allows no token of the model at this place.", "Change the grammar.")
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def _take(self, token: int) -> None:
+        self._grammar.accept(token)
+        self._taken.append(token)
+
+
+def new_sampler(config: SamplingConfig, model: Model, begun: Sequence[int] = ()) -> Sampler:
+    """The sampler of one answer. begun: tokens that the answer has already. Raises InputError for a wrong grammar."""
+    if config.grammar:
+        return GrammarSampler(config, model, begun)
+    return ChainSampler(config, model) if config.needs_chain else Sampler(config, model.info.n_vocab)
+
+
+def _sum(candidates: Candidates, allowed: NDArray[np.bool_]) -> float:
+    """The probability of the allowed ones."""
+    return float(np.asarray(candidates.probabilities)[allowed].sum())
+
+
+def _probability(candidates: Candidates, token: int, allowed: NDArray[np.bool_]) -> float:
+    """Of `token`, 0 where it is not allowed."""
+    places = np.flatnonzero((np.asarray(candidates.ids) == token) & allowed)
+    return float(np.asarray(candidates.probabilities)[places].sum())
+
+
+def _mixed(parts: Sequence[tuple[Candidates, float, NDArray[np.bool_] | None]], scale: float = 1.0) -> Candidates:
+    """The sum of distributions with their weights, of the tokens that a mask keeps."""
+    total: dict[int, float] = {}
+    for candidates, weight, mask in parts:
+        keep = np.ones(len(candidates.ids), dtype=np.bool_) if mask is None else mask
+        ids, probabilities = np.asarray(candidates.ids)[keep], np.asarray(candidates.probabilities)[keep]
+        for token, p in zip(ids.tolist(), probabilities.tolist(), strict=True):
+            total[token] = total.get(token, 0.0) + weight * scale * p
+    return Candidates(list(total), list(total.values()))

@@ -1,0 +1,173 @@
+"""llama.cpp's samplers as typed objects: filters of a row of logits, and grammars.
+
+A sampler keeps the tokens that it has accepted. `clone` goes on from there: one for each path that may be taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.llama import library
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # struct llama_token_data
+_ROOT = b"root"
+# with a larger minimum llama.cpp's parser would fill the memory
+_BOUNDS = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\{\s*(\d+)\s*,\s*(\d+)\s*\}')
+_ZEROS = np.zeros(64, dtype=np.float32)
+_PARSE_ERROR = "error parsing grammar: "
+
+FloatRow = NDArray[np.float32]  # [n_vocab]
+IntRow = NDArray[np.int32]
+TokenIds = Sequence[int] | NDArray[np.signedinteger[Any]]
+
+
+class TokenArray:
+    """Tokens with their logits as samplers take them: llama_token_data_array, whose memory is allocated once."""
+
+    def __init__(self, n_max: int) -> None:
+        self._data = np.zeros(n_max, dtype=_TOKEN)
+        self._start = self._data.ctypes.data
+        self._ids = np.arange(n_max, dtype=np.int32)
+        self.array = lib.llama_token_data_array()
+        self.reference = ctypes.byref(self.array)
+
+    def fill(self, logits: Any, ids: Any = None) -> None:
+        """Sets `ids` (default: those of a vocabulary) with their logits, none selected."""
+        n = len(logits)
+        self._data["id"][:n] = self._ids[:n] if ids is None else ids
+        self._data["logit"][:n] = logits
+        self.array.data = ctypes.cast(self._start, ctypes.POINTER(lib.llama_token_data))
+        self.array.size, self.array.selected, self.array.sorted = n, -1, False
+
+    def read(self) -> tuple[IntRow, FloatRow]:
+        """Ids and logits of the tokens that are left; views until the next `fill`."""
+        first = (ctypes.addressof(self.array.data.contents) - self._start) // _TOKEN.itemsize
+        left = self._data[first : first + self.array.size]
+        return left["id"], left["logit"]
+
+
+class NativeSampler:
+    """One llama_sampler, freed with this object."""
+
+    def __init__(self, pointer: Any) -> None:
+        self._pointer = pointer
+
+    def accept(self, token: int) -> None:
+        """Takes in a token that was drawn."""
+        lib.llama_sampler_accept(self._pointer, token)
+
+    def apply(self, tokens: TokenArray) -> None:
+        """Filters tokens or changes their logits, in place."""
+        lib.llama_sampler_apply(self._pointer, tokens.reference)
+
+    def clone(self) -> Self:
+        """A copy with the tokens accepted so far."""
+        return type(self)(lib.llama_sampler_clone(self._pointer))
+
+    def reset(self) -> None:
+        """Forgets the tokens."""
+        lib.llama_sampler_reset(self._pointer)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            lib.llama_sampler_free(self._pointer)
+
+
+class Grammar(NativeSampler):
+    """A grammar in llama.cpp's GBNF and the tokens of an answer that it has accepted.
+
+    Accept only tokens that are `allowed`: llama.cpp ends the process at others.
+    """
+
+    @classmethod
+    def parse(cls, text: str, vocab: Any = None) -> Grammar:
+        """The grammar with start symbol root. vocab: llama_vocab *; without one it can only be checked.
+
+        Raises InputError that names the place of what is wrong.
+        """
+        if not text.strip():
+            raise InputError("The grammar is empty.", "It needs at least a rule for root.")
+        for match in _BOUNDS.finditer(text):
+            if match[1] and int(match[1]) > int(match[2]):
+                raise InputError(f"The grammar is wrong: {match[0]} repeats no times{_place(text, match.start())}.")
+        library.clear_errors()
+        with _StandardError() as printed:
+            pointer = lib.llama_sampler_init_grammar(vocab, text.encode(), _ROOT)
+        if not pointer:
+            raise InputError(f"The grammar is wrong: {_reason(text, printed.text)}.")
+        return cls(pointer)
+
+    def allowed(self, tokens: TokenArray, ids: TokenIds) -> NDArray[np.bool_]:
+        """Whether each of `ids` may come next, bool [n]; `tokens` is memory to work in."""
+        tokens.fill(_ZEROS[: len(ids)] if len(ids) <= len(_ZEROS) else np.zeros(len(ids), dtype=np.float32), ids)
+        self.apply(tokens)
+        found: NDArray[np.bool_] = np.isfinite(tokens.read()[1])
+        return found
+
+
+def make_filter(name: str, vocab: Any, *values: Any) -> NativeSampler:
+    """llama.cpp's filter of that name (llama_sampler_init_NAME) with its parameters; dry and infill read `vocab`."""
+    init = getattr(lib, f"llama_sampler_init_{name}")
+    if name == "dry":
+        *numbers, breakers = values
+        texts = [text.encode() for text in breakers]
+        return NativeSampler(init(vocab, *numbers, (ctypes.c_char_p * len(texts))(*texts), len(texts)))
+    return NativeSampler(init(vocab) if name == "infill" else init(*values))
+
+
+class _StandardError:
+    """Collects what native code prints on standard error within; llama.cpp's parser does not log its errors."""
+
+    text = ""
+
+    def __enter__(self) -> _StandardError:
+        sys.stderr.flush()
+        self._file = tempfile.TemporaryFile()
+        self._before = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        os.dup2(self._before, 2)
+        os.close(self._before)
+        self._file.seek(0)
+        self.text = self._file.read().decode("utf-8", "replace")
+        self._file.close()
+
+
+def _reason(text: str, printed: str) -> str:
+    """Why llama.cpp refused the grammar `text`, with the place where it stopped reading."""
+    _, found, reason = printed.partition(_PARSE_ERROR)
+    if not found:
+        return library.first_error()
+    reason = reason.rstrip().removesuffix(text.rstrip()).strip()
+    what, at, rest = (reason + " ").partition(" at ")
+    rest = rest.strip()
+    if at and text.rstrip().endswith(rest):
+        return f"{what}{_place(text, len(text.rstrip()) - len(rest))}"
+    if symbol := re.search(r"'([\w-]+)'", reason):
+        used = re.search(rf"(?<![\w-]){re.escape(symbol[1])}(?![\w-])", text)
+        return reason + (_place(text, used.start()) if used else "")
+    return reason + (_place(text, len(text.rstrip())) if "end of input" in reason else "")
+
+
+def _place(text: str, index: int) -> str:
+    """Line and column of a character, from 1, and what stands there."""
+    before = text[:index]
+    line, column = before.count("\n") + 1, index - before.rfind("\n")
+    there = text[index:].split("\n")[0].strip()
+    return f" in line {line}, column {column}" + (f", at {there[:30]}" if there else "")
