@@ -1,0 +1,197 @@
+"""llama.cpp's samplers at every position of a verification, against a chain that llama.cpp runs by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from moeedge.engine.grammar import new_sampler
+from moeedge.engine.sampler_chain import ChainSampler
+from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
+from moeedge.errors import EngineError
+from moeedge.llama.model import Model
+from tests.support.tiny_vocab import N_VOCAB
+
+P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
+ORDERS = [DEFAULT_SAMPLERS, DEFAULT_SAMPLERS[::-1], ("top_k", "temperature"), ("temperature", "min_p"), ("infill",), ()]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_moe: Path) -> Iterator[Model]:
+    with Model.load(tiny_moe, header_only=True) as loaded:
+        yield loaded
+
+
+def reference(model: Model, logits: np.ndarray, config: SamplingConfig, history: Sequence[int]) -> np.ndarray:
+    """The distribution of a llama_sampler_chain as llama.cpp's programs build it, float64 [n_vocab]."""
+    n, breakers = len(logits), [text.encode() for text in config.dry_sequence_breakers]
+    c = config
+    made = {
+        "penalties": lambda: lib.llama_sampler_init_penalties(
+            n, c.repeat_last_n, c.repeat_penalty, c.frequency_penalty, c.presence_penalty
+        ),
+        "dry": lambda: lib.llama_sampler_init_dry(
+            *(model.vocab, c.dry_multiplier, c.dry_base, c.dry_allowed_length, c.dry_penalty_last_n),
+            *((lib.ctypes.c_char_p * len(breakers))(*breakers), len(breakers)),
+        ),
+        "top_n_sigma": lambda: lib.llama_sampler_init_top_n_sigma(c.top_n_sigma),
+        "top_k": lambda: lib.llama_sampler_init_top_k(c.top_k),
+        "typ_p": lambda: lib.llama_sampler_init_typical(c.typical_p, 0),
+        "top_p": lambda: lib.llama_sampler_init_top_p(c.top_p, 0),
+        "min_p": lambda: lib.llama_sampler_init_min_p(c.min_p, 0),
+        "xtc": lambda: lib.llama_sampler_init_xtc(c.xtc_probability, c.xtc_threshold, 0, 1),
+        "temperature": lambda: lib.llama_sampler_init_temp_ext(c.temperature, c.dynatemp_range, c.dynatemp_exponent),
+        "infill": lambda: lib.llama_sampler_init_infill(model.vocab),
+    }
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    biases = [(token, bias) for token, bias in c.logit_bias]
+    if c.ignore_eos:
+        biases += [(token, -np.inf) for token in range(n) if lib.llama_vocab_is_eog(model.vocab, token)]
+    array: Any = (lib.llama_logit_bias * len(biases))(*biases)
+    if biases:
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_logit_bias(n, len(biases), array))
+    for name in c.samplers:
+        lib.llama_sampler_chain_add(chain, made[name]())
+    lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(1))
+    for token in history:
+        lib.llama_sampler_accept(chain, token)
+    data = (lib.llama_token_data * n)()
+    for token, logit in enumerate(logits):
+        data[token].id, data[token].logit = token, float(logit)
+    tokens = lib.llama_token_data_array(data=data, size=n, selected=-1, sorted=False)
+    lib.llama_sampler_apply(chain, tokens)
+    row = np.zeros(n)
+    for i in range(tokens.size):
+        row[tokens.data[i].id] = tokens.data[i].p
+    lib.llama_sampler_free(chain)
+    return row
+
+
+def dense(candidates: Candidates) -> np.ndarray:
+    row = np.zeros(N_VOCAB)
+    row[candidates.ids] = candidates.probabilities
+    return row
+
+
+configs = st.builds(
+    SamplingConfig,
+    temperature=st.sampled_from([0.0, 0.5, 1.3]),
+    top_k=st.sampled_from([0, 5, 40]),
+    top_p=st.sampled_from([0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repeat_penalty=st.sampled_from([1.0, 1.3]),
+    repeat_last_n=st.sampled_from([0, 3, 64]),
+    presence_penalty=st.sampled_from([0.0, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, -0.4]),
+    typical_p=st.sampled_from([1.0, 0.4]),
+    top_n_sigma=st.sampled_from([-1.0, 1.5]),
+    xtc_probability=st.sampled_from([0.0, 1.0]),
+    dry_multiplier=st.sampled_from([0.0, 0.8]),
+    dry_penalty_last_n=st.sampled_from([8, 64]),
+    dynatemp_range=st.sampled_from([0.0, 0.4]),
+    samplers=st.sampled_from(ORDERS),
+    logit_bias=st.sampled_from([(), ((65, 4.0), (66, -1e30))]),
+    ignore_eos=st.booleans(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), configs)
+def test_candidates_are_those_of_llama_cpps_chain(model: Model, seed: int, config: SamplingConfig) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, N_VOCAB).astype(np.float32)
+    history = rng.integers(60, 64, rng.integers(0, 20)).tolist()  # with repetitions, for dry
+    before = logits.copy()
+    found = dense(ChainSampler(config, model).candidates(logits, history))
+    np.testing.assert_allclose(found, reference(model, logits, config, history), atol=2e-5)
+    np.testing.assert_array_equal(logits, before)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 1.2]), st.sampled_from([0, 40]))
+def test_the_chain_and_the_fast_default_agree(model: Model, seed: int, penalty: float, top_k: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, N_VOCAB).astype(np.float32)
+    history = rng.integers(0, N_VOCAB, 9).tolist()
+    config = SamplingConfig(repeat_penalty=penalty, top_k=top_k)
+    fast, chain = Sampler(config, N_VOCAB), ChainSampler(config, model)
+    np.testing.assert_allclose(
+        dense(fast.candidates(logits, history)), dense(chain.candidates(logits, history)), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"typical_p": 0.6}, {"xtc_probability": 0.5}, {"frequency_penalty": 1.5}, {"dry_multiplier": 2.0}],
+    ids=str,
+)
+def test_drafts_keep_the_distribution(model: Model, changes: dict[str, Any]) -> None:
+    """The second token of a verification, after an accepted or a rejected draft, against plain draws of two tokens."""
+    rng = np.random.default_rng(5)
+    rows = np.full((3, N_VOCAB), -np.inf, dtype=np.float32)
+    rows[:, 65:69] = rng.normal(0, 1.0, (3, 4))
+    config = SamplingConfig(temperature=1.0, top_p=1.0, min_p=0.0, seed=1, **changes)
+    sampler = new_sampler(config, model)
+    history, n_draws = [65, 66, 65, 66, 65], 4000
+
+    def counts(n_drafts: int) -> np.ndarray:
+        pairs = np.zeros((4, 4))
+        for _ in range(n_draws):
+            if n_drafts:
+                path = sampler.recent(history)
+                q = sampler.candidates(rows[2], path)  # a draft model with logits of its own
+                draft = sampler.pick(q)
+                n_accepted, token = sampler.accept(rows[:2], [draft], [q], history)
+                first, second = (draft, token) if n_accepted else (token, -1)
+            else:
+                _, first = sampler.accept(rows[:1], [], [], history)
+                second = -1
+            if second < 0:
+                _, second = sampler.accept(rows[1:2], [], [], [*history, first])
+            pairs[first - 65, second - 65] += 1
+        return pairs
+
+    with_drafts, plain = counts(1).ravel(), counts(0).ravel()
+    seen = with_drafts + plain > 10
+    both = np.stack([with_drafts[seen], plain[seen]])
+    expected = both.sum(axis=0) / 2
+    statistic = float(((both - expected) ** 2 / expected).sum())
+    p_value = chisquare([1, 1]).pvalue if statistic == 0 else _p(statistic, int(seen.sum()) - 1)
+    assert p_value > P_VALUE and seen.sum() > 6
+
+
+def _p(statistic: float, freedom: int) -> float:
+    from scipy.stats import chi2
+
+    return float(chi2.sf(statistic, freedom))
+
+
+def test_the_smallest_sampler_that_has_all_filters(model: Model) -> None:
+    assert type(new_sampler(SamplingConfig(temperature=0.3, repeat_penalty=1.2), model)) is Sampler
+    assert type(new_sampler(SamplingConfig(samplers=("top_k", "temperature")), model)) is ChainSampler
+    assert not SamplingConfig(xtc_threshold=0.3, dry_base=2.0).needs_chain
+
+
+def test_logits_that_are_no_numbers_are_an_error(model: Model) -> None:
+    with pytest.raises(EngineError):
+        ChainSampler(SamplingConfig(typical_p=0.5), model).candidates(np.full(N_VOCAB, np.nan, dtype=np.float32), [])
+
+
+def test_values_that_come_from_json_are_the_same() -> None:
+    config = SamplingConfig(samplers=("top_k",), logit_bias=((3, 1.5),), stop=("a",))
+    as_lists = {"samplers": ["top_k"], "logit_bias": [[3, 1.5]], "stop": ["a"]}
+    assert SamplingConfig(**as_lists) == config  # type: ignore[arg-type]
+    assert set(DEFAULT_SAMPLERS) < set(SAMPLERS)
+    for wrong in ({"samplers": ("mirostat",)}, {"typical_p": 0}, {"stop": ("",)}, {"presence_penalty": float("nan")}):
+        with pytest.raises(ValueError):
+            replace(config, **wrong)  # type: ignore[arg-type]
