@@ -67,10 +67,14 @@ class Answer:
 
     def add_prompt(self, record: StepRecord, prefill_s: float) -> StepRecord:
         """Adds the first token; the last part of the prompt took `prefill_s`."""
-        self.stats.prefill_tokens = self.state.n_prefilled
+        self._count_prompt()
         self.stats.prefill_s += prefill_s
         self.stats.ttft_s = time.perf_counter() - self._start_s
         return self._emit(record)
+
+    def _count_prompt(self) -> None:
+        self.stats.cached_tokens = self.state.n_cached or 0
+        self.stats.prefill_tokens = self.state.n_prefilled
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> StepRecord:
         """Adds the tokens of a step and its figures; returns the record with the tokens that are part of the answer."""
@@ -125,6 +129,9 @@ class Answer:
     def interrupt(self, loop: SpeculativeLoop) -> None:
         """Ends the answer here and leaves both KV caches with the accepted text only, if they are still its loop's."""
         self.stop_reason = "interrupted"
+        if self.stats.ttft_s == 0:  # within the prompt
+            self._count_prompt()
+            self.stats.prefill_s = self.stats.prefill_s or time.perf_counter() - self._start_s
         if not loop.is_replaced:
             self.state.restore()
 

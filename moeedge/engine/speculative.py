@@ -20,7 +20,7 @@ from moeedge.engine.drafts import DraftRequest, DraftSource, NgramDraft, Proposa
 from moeedge.engine.sampling import Sampler
 from moeedge.errors import EngineError
 from moeedge.llama.context import Context
-from moeedge.llama.sequence import BatchPart, ContextSequence
+from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
 from moeedge.scheduler.governor import DraftGovernor, StepCost
@@ -43,6 +43,7 @@ class TextState:
         self.draft = draft
         self.sampler = sampler
         self.history = history
+        self.n_cached: int | None = None  # tokens of the prompt that the KV cache held; None: not looked up yet
         self.n_prefilled = 0  # tokens of the prompt that were decoded
         self._ngrams = ngrams
 
@@ -60,6 +61,13 @@ class TextState:
             self._ngrams.shift(n_keep, n_discard)
         del self.history[n_keep : n_keep + n_discard]
         return True
+
+    def begin_prompt(self) -> int:
+        """Trims the target's KV cache to what it holds of the text; returns how many tokens."""
+        n_held = self.target.keep_prefix(self.history[:-1])
+        if self.n_cached is None:
+            self.n_cached = n_held
+        return n_held
 
     def restore(self) -> None:
         """Trims both KV caches to the accepted text, after a step was cut off in the middle."""
@@ -300,7 +308,7 @@ class SpeculativeLoop:
 
         Other texts can go on between the parts.
         """
-        n_held = text.target.keep_prefix(text.history[:-1])
+        n_held = text.begin_prompt()
         part = text.history[n_held : n_held + self.target.n_ubatch]
         if n_held + len(part) == len(text.history):
             return False
@@ -317,9 +325,13 @@ class SpeculativeLoop:
         if self.placement is not None:
             self.placement.begin_prompt()
         start_s = time.perf_counter()
-        n_held = text.target.keep_prefix(text.history[:-1])
+        n_held = text.begin_prompt()
         prompt = text.history[n_held:]
-        logits = text.target.prefill(prompt, logits="last", cancel=self._should_stop)
+        try:
+            logits = text.target.prefill(prompt, logits="last", cancel=self._should_stop)
+        except (Cancelled, KeyboardInterrupt):
+            text.n_prefilled += max(0, text.target.n_past - n_held)
+            raise
         text.n_prefilled += len(prompt)
         _, token = text.sampler.accept(logits, [], [], text.history)
         verify_s = time.perf_counter() - start_s

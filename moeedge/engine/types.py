@@ -177,7 +177,8 @@ class GenerationStats:
     """Sums over one answer; rates are computed from them, never stored."""
 
     prompt_tokens: int = 0  # of the entire prompt
-    prefill_tokens: int = 0  # of these, decoded now (the others were still in the KV cache)
+    cached_tokens: int = 0  # of these, still in the KV cache
+    prefill_tokens: int = 0  # of these, decoded now; fewer than the others where the answer was stopped before the end
     generated_tokens: int = 0
     prefill_s: float = 0.0  # of both models; the draft's part runs after the first token
     decode_s: float = 0.0

@@ -24,6 +24,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 
 _UNREAD = "could not be loaded"  # an expert, from its file (native/src/expert-loader.cpp)
 _WITHOUT_GPU = "Start without the GPU: -dev none."
+_QUICK_TOKENS = 32  # a batch of at most so many is not asked to stop, unless it may wait for a disk
 _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
@@ -104,8 +105,7 @@ class Context:
                 f"{library.first_error()}.",
                 "Choose a smaller one with -c N.",
             )
-        # with experts from a file a decode may wait for the disk for long
-        self._decoder = Decoder(lib._lib, self._handle, can_stop=model.dense is not None)
+        self._decoder = Decoder(lib._lib, self._handle)
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
         self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
@@ -237,7 +237,8 @@ class Context:
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
         next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
-        cancel: asked now and then whether to stop, where the experts of the model are loaded from a file.
+        cancel: asked every 50 ms whether to stop in the middle of the computation, which only the CPU does; small
+        batches are asked where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
         Cancelled if `cancel` returned True.
         """
@@ -274,7 +275,8 @@ class Context:
             self.sensor.set_phase(phase)
         elif self._capture is not None:
             self._capture.set_phase(phase)
-        self._decoder.cancel = cancel
+        # with experts from a file also a small batch may wait for the disk for long
+        self._decoder.cancel = cancel if n > _QUICK_TOKENS or self.model.dense is not None else None
         try:
             if n <= self._batch.n_max and n_out <= self._n_outputs:
                 return self._decode_batch(parts, n, n_out, phase)

@@ -272,13 +272,13 @@ class ContextSequence:
     def resync(self, *, failed: bool = False) -> None:
         """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two.
 
-        failed: a decode has. llama.cpp then takes a batch back that a recurrent memory may not have snapshots of.
+        failed: a decode has. llama.cpp then takes a batch back, of which a recurrent memory may have no snapshots.
         """
         if self.context.is_closed:
             self.tokens.clear()
             return
         # a shift was interrupted between renumbering and bookkeeping
-        if self._shifting or (failed and self.context.n_snapshots):
+        if self._shifting or (failed and not self.context.model.can_roll_back):
             self.clear()
             self._shifting = False
         held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1

@@ -17,11 +17,11 @@ class DriverThrewError(Exception):
 class Decoder:
     """llama_decode of one context.
 
-    llama: the ctypes library of llama.cpp; context: a llama_context *. can_stop: decodes ask `cancel`.
+    llama: the ctypes library of llama.cpp; context: a llama_context *.
     """
 
-    def __init__(self, llama: Any, context: Any, *, can_stop: bool = False) -> None:
-        self.cancel: Callable[[], bool] | None = None  # asked now and then whether to stop
+    def __init__(self, llama: Any, context: Any) -> None:
+        self.cancel: Callable[[], bool] | None = None  # asked now and then whether to stop, between two operations
         self._library = load()
         self._decode = ctypes.cast(llama.llama_decode, ctypes.c_void_p)
         self._synchronize = ctypes.cast(llama.llama_synchronize, ctypes.c_void_p)
@@ -29,10 +29,9 @@ class Decoder:
         self._error: BaseException | None = None  # of `cancel`
         self._stop = StopStruct()
         self._ask = STOP_CALL(self._goes_on)
-        if can_stop:
-            set_callback = llama.llama_set_abort_callback
-            function = ctypes.cast(self._library.moeedge_should_stop, set_callback.argtypes[1])
-            set_callback(context, function, ctypes.byref(self._stop))
+        set_callback = llama.llama_set_abort_callback
+        function = ctypes.cast(self._library.moeedge_should_stop, set_callback.argtypes[1])
+        set_callback(context, function, ctypes.byref(self._stop))
 
     def _goes_on(self) -> int:
         """0 if the decode should stop, as also an exception in here means; it is raised when the decode has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -138,12 +139,17 @@ def show_figures(console: Console, figures: list[Figure], *, style: str = "", in
 
 
 @contextmanager
-def typing_hidden() -> Iterator[None]:
-    """Do not echo what is typed while an answer is painted; it waits for the next prompt. Ctrl-C still works."""
+def typing_hidden(*, drop: bool = False) -> Iterator[None]:
+    """Do not echo what is typed while an answer is painted. Ctrl-C still works.
+
+    drop: what is typed meanwhile is read by nobody; what was typed before stays, and all after it. Otherwise it waits
+    for the next prompt.
+    """
     fd = _foreground_terminal()
     if sys.platform == "win32" or fd is None:
         yield
         return
+    drop = drop and not select.select([fd], [], [], 0)[0]
     before = termios.tcgetattr(fd)
     silent = before.copy()
     silent[3] &= ~termios.ECHO
@@ -152,6 +158,8 @@ def typing_hidden() -> Iterator[None]:
         yield
     finally:
         with suppress(termios.error):  # the terminal may be gone
+            if drop:
+                termios.tcflush(fd, termios.TCIFLUSH)
             termios.tcsetattr(fd, termios.TCSANOW, before)
 
 

@@ -33,6 +33,7 @@ INFO = EngineInfo(
 )
 STATS = GenerationStats(
     prompt_tokens=120,
+    cached_tokens=20,
     prefill_tokens=100,
     generated_tokens=51,
     prefill_s=0.5,

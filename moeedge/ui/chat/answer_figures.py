@@ -37,6 +37,8 @@ def turn_line(
     info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
 ) -> str:
     """The line after an answer: length, speed, wait, drafts; and what is lossy, off or cut short."""
+    if reason == "interrupted" and stats.ttft_s == 0:
+        return f"stopped after {_computed(stats)} of the prompt"
     parts = [_tokens(stats.generated_tokens), *([speed(stats.tg_ts)] if stats.tg_ts > 0 else [])]
     if stats.ttft_s > 0:
         parts.append(f"first after {_short_seconds(stats.ttft_s)}")
@@ -72,10 +74,15 @@ def _tokens(n_tokens: int) -> str:
 
 def _prompt(stats: GenerationStats) -> str:
     """Tokens computed of the prompt, and tokens of it that the KV cache still held."""
-    kept = stats.prompt_tokens - stats.prefill_tokens
-    parts = [f"{_tokens(stats.prefill_tokens)} at {speed(stats.pp_ts)}"]
-    parts += [f"{kept:,} kept from before"] if kept > 0 else []
+    parts = [f"{_computed(stats)} at {speed(stats.pp_ts)}"]
+    parts += [f"{stats.cached_tokens:,} kept from before"] if stats.cached_tokens else []
     return ", ".join([*parts, f"first token after {seconds(stats.ttft_s)}"])
+
+
+def _computed(stats: GenerationStats) -> str:
+    """Tokens computed of the prompt, and of how many where it was stopped before its end."""
+    asked = stats.prompt_tokens - stats.cached_tokens
+    return _tokens(asked) if stats.prefill_tokens == asked else f"{stats.prefill_tokens:,} of {_tokens(asked)}"
 
 
 def acceptance(stats: GenerationStats) -> str:

@@ -264,6 +264,7 @@ class Repl:
                     out=self._out,
                     look=self.settings.look,
                     panel=self._panel,
+                    drop_typing=True,
                 ) as view:
                     n_saved = len(begun)  # tokens
                     for piece in answer.pieces():

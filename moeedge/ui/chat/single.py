@@ -37,8 +37,12 @@ def answer_view(
     out: Console,
     look: Look,
     panel: bool,
+    drop_typing: bool = False,
 ) -> Iterator[LiveView | PlainView]:
-    """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one."""
+    """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one.
+
+    drop_typing: what is typed meanwhile does not become the next message.
+    """
     view = open_view(
         out,
         info,
@@ -49,7 +53,7 @@ def answer_view(
         look=look,
         panel=panel,
     )
-    with meter, typing_hidden(), view:
+    with meter, typing_hidden(drop=drop_typing), view:
         yield view
 
 
@@ -92,7 +96,16 @@ def answer_report(
 _STATS_KEYS = (
     *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
     *("drafts_per_step", "ngram_steps"),
-    *("experts_per_verification", "seed", "prefill_tokens", "generated_tokens", "prefill_s", "decode_s", "draft_s"),
+    *(
+        "experts_per_verification",
+        "seed",
+        "cached_tokens",
+        "prefill_tokens",
+        "generated_tokens",
+        "prefill_s",
+        "decode_s",
+        "draft_s",
+    ),
     *("verify_s", "observe_s", "sense_s", "overhead_share"),
 )
 _INFO_KEYS = (

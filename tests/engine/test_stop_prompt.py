@@ -1,0 +1,153 @@
+"""A long prompt can be stopped in the middle of a computation; the caches hold what is complete, and figures say so."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama.model import Mode
+from moeedge.native.decoding import Decoder
+from moeedge.ui.chat.answer_figures import answer_rows, turn_line
+from tests.conftest import TinyFactory
+from tests.support.stock import StockContext
+
+GREEDY = SamplingConfig(temperature=0)
+PROMPT = np.random.default_rng(5).integers(0, 256, 900).tolist()
+N_UBATCH = 128
+N_PREDICT = 12
+
+
+class Stop:
+    """Asks to stop at the `n_max`th question; None: never."""
+
+    def __init__(self, n_max: int | None = None) -> None:
+        self.n_asked, self._n_max = 0, n_max
+
+    def __call__(self) -> bool:
+        self.n_asked += 1
+        return self._n_max is not None and self.n_asked >= self._n_max
+
+
+@pytest.fixture
+def asks_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes ask before each operation instead of every 50 ms."""
+    real = Decoder._goes_on
+
+    def goes_on(self: Decoder) -> int:
+        self._stop.next_ns = 0
+        return real(self)
+
+    monkeypatch.setattr(Decoder, "_goes_on", goes_on)
+
+
+def config(path: Path, draft: Path | None = None, *, mode: Mode = "moeedge", device: str = "none") -> EngineConfig:
+    return EngineConfig(
+        model=path,
+        draft=draft,
+        gamma=4 if draft else 0,
+        n_ctx=1024,
+        n_threads=1,
+        n_ubatch=N_UBATCH,
+        device=device,
+        mode=mode,
+    )
+
+
+@pytest.mark.usefixtures("asks_always")
+@pytest.mark.parametrize("mode", ["moeedge", "stock"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "qwen35moe"])  # plain, sliding window, recurrent states
+def test_the_next_answer_equals_stocks(tiny: TinyFactory, arch: str, mode: Mode) -> None:
+    path = tiny(arch)
+    with StockContext(path, n_ctx=1024, n_batch=1024, n_ubatch=N_UBATCH) as stock:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+    with Session.open(config(path, mode=mode)) as session:
+        never = Stop()
+        session.target.prefill(PROMPT, logits="last", cancel=never)
+        n_batches = -(-len(PROMPT) // N_UBATCH)
+        assert never.n_asked > 20 * n_batches, "operations ask"
+        n_before = 0
+        for share in (0.06, 0.4, 0.7, 0.3):  # of what is left of the prompt: the first within its first batch
+            session.reset() if n_before == 0 else None
+            stop = Stop(max(2, int(share * never.n_asked * (1 - n_before / len(PROMPT)))))
+            stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=stop)
+            assert list(stopped) == []
+            assert stopped.stop_reason == "interrupted"
+            n_kept = session.target.n_past
+            assert session.target.tokens == PROMPT[:n_kept]
+            assert n_kept % N_UBATCH == 0
+            if session.model.can_roll_back:
+                assert n_kept == stopped.stats.prefill_tokens + n_before >= n_before
+                assert stopped.stats.cached_tokens == n_before
+            n_before = n_kept
+        assert n_before > 0 or not session.model.can_roll_back, "what is complete stays"
+        answer = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
+        for _ in answer:
+            pass
+        assert answer.tokens == expected
+        assert answer.stats.cached_tokens == n_before
+        assert answer.stats.prefill_tokens == len(PROMPT) - n_before
+
+
+def test_the_prompt_of_the_draft_can_be_stopped_as_well(tiny: TinyFactory) -> None:
+    path = tiny("qwen3moe")
+    with StockContext(path, n_ctx=1024, n_batch=1024, n_ubatch=N_UBATCH) as stock:
+        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+    with Session.open(config(path, tiny("qwen3"))) as session:
+        stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=lambda: False)
+        first = next(iter(stopped)).tokens  # the target has read the prompt, the draft has not
+        stopped._loop._cancel = lambda: True
+        assert [token for step in stopped for token in step.tokens] == []
+        assert stopped.stop_reason == "interrupted" and stopped.tokens == first == expected[:1]
+        answer = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
+        for _ in answer:
+            pass
+        assert answer.tokens == expected
+        assert answer.stats.acceptance_rate is not None
+
+
+def test_it_stops_within_300_ms(tiny: TinyFactory) -> None:
+    """A batch of 512 takes seconds here; Ctrl-C waits for one operation."""
+    path = tiny("qwen3moe", layers=4, embd=512, experts=32, expert_ff=1024)
+    late_s = []
+    tokens = [*PROMPT, *PROMPT]
+    with Session.open(EngineConfig(model=path, n_ctx=2048, n_threads=1, gamma=0, device="none")) as session:
+        for wait_s in (0.05, 0.13, 0.2, 0.31):
+            session.reset()
+            at_s = time.monotonic() + wait_s
+            answer = session.generate(
+                tokens, n_predict=4, sampling=GREEDY, cancel=lambda at_s=at_s: time.monotonic() > at_s
+            )
+            list(answer)
+            if answer.stop_reason == "interrupted":
+                late_s.append(time.monotonic() - at_s)
+    assert len(late_s) >= 3, "the machine is too fast for this prompt"
+    print(f"stopped after {sorted(late_s)[len(late_s) // 2]:.3f} s (median), {max(late_s):.3f} s (most)")
+    assert max(late_s) < 0.3
+
+
+def test_the_figures_of_a_stopped_prompt(tiny: TinyFactory) -> None:
+    with Session.open(config(tiny("qwen3moe"))) as session:
+        stopped = session.generate(PROMPT, n_predict=4, sampling=GREEDY, cancel=Stop(7))
+        list(stopped)
+        stats = stopped.stats
+        assert 0 < stats.prefill_tokens < len(PROMPT) == stats.prompt_tokens
+        assert stats.prefill_tokens == session.target.n_past
+        assert stats.cached_tokens == 0
+        assert stats.prefill_s > 0 and stats.pp_ts > 0
+        computed = f"{stats.prefill_tokens} of {len(PROMPT)} tokens"
+        assert computed in turn_line(session.info, stats, stopped.stop_reason)
+        [prompt] = [row for row in answer_rows(session.info, stats, stopped.stop_reason) if row.label == "prompt"]
+        assert computed in prompt.value and "kept" not in prompt.value
+        again = session.generate(PROMPT, n_predict=4, sampling=GREEDY, cancel=Stop(4))
+        list(again)
+        assert again.stats.cached_tokens == stats.prefill_tokens
+        assert f"of {len(PROMPT) - stats.prefill_tokens} tokens" in turn_line(
+            session.info, again.stats, again.stop_reason
+        )
+        [prompt] = [row for row in answer_rows(session.info, again.stats, again.stop_reason) if row.label == "prompt"]
+        assert f"{stats.prefill_tokens} kept" in prompt.value
