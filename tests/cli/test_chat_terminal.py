@@ -89,7 +89,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text(endless: list[str], tmp_path:
         terminal.expect("and")
         terminal.expect_length(10)
         terminal.type("\x03")
-        terminal.expect(PROMPT)
+        terminal.expect("stopped", PROMPT)
         terminal.type("/exit\r")
         assert terminal.wait() == 0
     answer = json.loads(saved.read_text())["messages"][1]["content"]

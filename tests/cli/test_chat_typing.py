@@ -32,7 +32,7 @@ def test_what_is_typed_during_an_answer_is_not_sent(tiny: TinyFactory) -> None:
         terminal.send(signal.SIGINT)  # Ctrl-C itself makes the terminal forget what was typed before it
         terminal.expect("stopped", PROMPT)
         terminal.type("/stats\r")
-        terminal.expect("last answer", PROMPT)
+        terminal.expect("experts on", PROMPT)
         assert "all 2 answers" not in terminal.text
         assert "and more" not in terminal.text
         terminal.leave()
@@ -57,6 +57,6 @@ def test_ctrl_c_in_a_long_prompt(tiny: TinyFactory, tmp_path: Path) -> None:
         terminal.expect(PROMPT)
         assert " kept" not in terminal.text.split("what is it?")[1], "nothing was in the KV cache before"
         assert "of the prompt" in terminal.text
-        terminal.ask("/stats", "last answer")
+        terminal.ask("/stats", "experts on")
         assert "nobody" not in terminal.text
         terminal.leave()
