@@ -32,7 +32,7 @@ PLACEMENT = {
     "-dev emulated --cache-ratio nan": "[0, 1] nan",
     "-dev emulated --policy best": "'best' spac, spac-paper, spac-program, lru,",
     "-dev emulated --ablate no-luck": "ablation 'no-luck' no-ada-bc",
-    "-dev emulated --utility-cap 0": "-K 1..64",
+    "-dev emulated --utility-cap 0": "cap 1..64",
     "-dev emulated --forgetting 1.5": "forgetting [0, 1]",
     "-dev emulated --prefill-path fast": 'prefill "fast" cpu, resident, stream, auto',
 }
