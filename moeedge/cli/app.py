@@ -88,7 +88,7 @@ class LazyGroup(TyperGroup):
             try:
                 return super().invoke(ctx)
             except typer.BadParameter as error:
-                raise _of_environment(error, ctx.obj) or error from None
+                raise _bad_parameter(error, ctx.obj) from None
             except InputError as error:
                 if ctx.obj is not None:
                     error.hint = f"{error.hint} {ctx.obj.origin}".strip()
@@ -120,14 +120,15 @@ def _report(settings: Sequence[Setting]) -> None:
     say(stderr_console(), f"From the environment: {given}")
 
 
-def _of_environment(error: typer.BadParameter, typed: _Typed | None) -> InputError | None:
-    """The error for a value that Typer cannot read, where it comes from the environment."""
+def _bad_parameter(error: typer.BadParameter, typed: _Typed | None) -> InputError:
+    """The error for a value that Typer cannot read, or that is missing."""
     spellings = () if error.param is None else error.param.opts
     for setting in () if typed is None else typed.settings:
         if setting.spelling in spellings:
             message = f"{setting} in the environment is no value for {setting.spelling}: {error.message.rstrip('.')}."
             return InputError(message, f"Correct it, or unset {setting.variable}.")
-    return None
+    hint = "" if typed is None else f"See moeedge {typed.speller.name} --help."
+    return InputError(f"{error.format_message().rstrip('.')}.", hint)
 
 
 def load_command(name: str) -> Any:

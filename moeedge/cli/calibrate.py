@@ -119,7 +119,7 @@ def calibrate(
 
 def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> None:
     """unused: options that were given and have no effect."""
-    from moeedge.cli.engine_options import resolve_models
+    from moeedge.cli.model_files import resolve_models
     from moeedge.scheduler.disk import measure
     from moeedge.ui.console import say, stderr_console, stdout_console
     from moeedge.ui.disk_view import print_disk

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
@@ -16,7 +17,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.budget_options import BudgetOptions
-from moeedge.cli.common import accept_any_text, show_log, valid_text
+from moeedge.cli.common import accept_any_text, show_log, text_of, unescaped
 from moeedge.cli.declare import Output, flatten, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes, parse_ram
 from moeedge.cli.view_options import ViewOptions
@@ -31,11 +32,32 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 2.0  # until a notice that standard input is being waited for
 
-SystemPrompt = Annotated[str, option(options.WORK, "-sys, --system-prompt TEXT", "System prompt.")]
+SystemPrompt = Annotated[str | None, option(options.WORK, "-sys, --system-prompt TEXT", "System prompt.")]
+SystemPromptFile = Annotated[
+    Path | None,
+    option(options.WORK, "-sysf, --system-prompt-file FILE", "Read the system prompt from a text file."),
+]
+Escape = Annotated[
+    bool,
+    option(
+        options.WORK,
+        "-e, --escape/--no-escape",
+        r"Replace \n, \t, \", \', \\ and \xHH in prompt and system prompt by what they stand for, as llama.cpp does by "
+        "default.",
+    ),
+]
+Interactive = Annotated[
+    bool, option(options.WORK, "-i, --interactive", "Chat on at the terminal after the answer to -p or -f.")
+]
 SingleTurn = Annotated[bool, option(options.WORK, "-st, --single-turn", "Exit after one answer.")]
 ContextShift = Annotated[
     bool,
-    option(options.HARDWARE, "--context-shift", "Drop the older half when the context is full, instead of stopping."),
+    option(
+        options.HARDWARE,
+        "--context-shift/--no-context-shift",
+        "Drop the older half when the context is full, instead of stopping.",
+        env="LLAMA_ARG_CONTEXT_SHIFT",
+    ),
 ]
 Resume = Annotated[
     bool,
@@ -73,10 +95,14 @@ Stats = Annotated[
 @flatten
 def chat(
     prompt: options.Prompt = None,
-    system_prompt: SystemPrompt = "",
+    file: options.PromptFile = None,
+    system_prompt: SystemPrompt = None,
+    system_prompt_file: SystemPromptFile = None,
+    escape: Escape = False,
     n_predict: options.NPredict = -1,
     raw: options.Raw = False,
     single_turn: SingleTurn = False,
+    interactive: Interactive = False,
     resume: Resume = False,
     no_autosave: NoAutosave = False,
     *,
@@ -105,10 +131,14 @@ def chat(
     from moeedge.ui.chat.greeting import print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
-    from moeedge.ui.console import notifier, say, stderr_console, stdout_console
+    from moeedge.ui.console import is_terminal, notifier, say, stderr_console, stdout_console
 
     accept_any_text()
-    if raw and system_prompt:
+    system = text_of(system_prompt, system_prompt_file, "-sys", "-sysf") or ""
+    given = text_of(prompt, file, "-p", "-f")
+    if escape:
+        system, given = unescaped(system), given and unescaped(given)
+    if raw and system:
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
     settings = Settings(sampling.config(), n_predict=n_predict, look=view.look(verbose=verbose))
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
@@ -120,13 +150,16 @@ def chat(
     config = budget.config(config, notify=notifier(err))
     if verbose:
         show_log()
-    question = one_shot_prompt(prompt and valid_text(prompt), sys.stdin, notice=lambda line: say(err, line))
+    goes_on = interactive and given is not None
+    if interactive and not is_terminal(sys.stdin):
+        raise InputError("-i chats at a terminal, and standard input is none.", "Leave out -i.")
+    question = None if goes_on else one_shot_prompt(given, sys.stdin, notice=lambda line: say(err, line))
     if question is None and output is Output.JSON:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
     if question is not None and resume:
         raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
     config = budget.measured(config, notify=notifier(err))
-    conversation = Conversation(system=valid_text(system_prompt))
+    conversation = Conversation(system=system)
     with open_session(config, notify=notifier(err)) as session:
         # gamma is 0 where there is no draft
         gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
@@ -143,6 +176,7 @@ def chat(
                 resume=resume,
                 no_autosave=no_autosave,
                 quiet=view.quiet,
+                first=given if goes_on else None,
             )
         else:
             if view.quiet:
@@ -224,8 +258,9 @@ def _talk(
     resume: bool,
     no_autosave: bool,
     quiet: bool,
+    first: str | None,
 ) -> int:
-    """Chats until the user leaves. Returns the exit code."""
+    """Chats until the user leaves; first: the message that is answered before one is read. Returns the exit code."""
     from moeedge.engine.autosave import Autosave, unfinished_chats
     from moeedge.hub.catalog import load_catalog
     from moeedge.ui.chat import commands
@@ -264,6 +299,9 @@ def _talk(
         panel=panel,
         single_turn=single_turn,
     )
+    if first is not None:  # as an attached file it is no command, whatever it begins with
+        repl.attached = first
+        return repl.run("")
     return repl.run("/resume" if resume else None)
 
 

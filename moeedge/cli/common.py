@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import typer
 
 from moeedge.errors import InputError, MoeedgeError
+from moeedge.units import parse_size
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
@@ -115,6 +118,47 @@ def integers(text: str, option: str) -> list[int]:
     if fractions:
         raise InputError(f"{option} takes integers, not {fractions[0]:g}.", "Separate them by commas.")
     return [int(value) for value in values]
+
+
+def text_of(text: str | None, file: Path | None, option: str, file_option: str) -> str | None:
+    """The text that one of two options gives, itself or in a file, without the file's last line break.
+
+    Raises InputError where both are given, or the file has no text.
+    """
+    if file is None:
+        return None if text is None else valid_text(text)
+    if text is not None:
+        raise InputError(f"{option} and {file_option} exclude each other.", "Give one of them.")
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{file} is not UTF-8 text, from position {error.start} on.", f"{file_option} takes text."
+        ) from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}.", f"Name a text file with {file_option}.") from None
+
+
+def unescaped(text: str) -> str:
+    r"""The text with \n, \r, \t, \', \", \\ and \xHH replaced by what they stand for, as llama.cpp's -e does."""
+    known = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+    def meaning(match: re.Match[str]) -> str:
+        code = match[1]
+        return chr(int(code[1:], 16)) if code[0] == "x" else known[code]
+
+    return re.sub(r"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])", meaning, text)
+
+
+def memory_size(text: str, option: str) -> int:
+    """The bytes of a size. Raises InputError for a malformed one, and for one without a unit."""
+    text = text.strip()
+    if text.isdecimal() and int(text):  # bytes: the unit was probably forgotten
+        raise InputError(f"{option} {text} has no unit.", f"Did you mean {option} {text}GB, or {text}GiB?")
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise InputError(f"{option}: {error}.") from None
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from moeedge import paths
 from moeedge.cli import options
+from moeedge.cli.common import memory_size
 from moeedge.cli.declare import option
+from moeedge.cli.model_files import ModelFiles, resolve_models, tell
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig, SamplingConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.memory import available_memory
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
-from moeedge.hub.catalog import load_catalog
-from moeedge.hub.local import LocalModel, local_draft, locate
+from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
 from moeedge.native.abi import PrefillPath, Repack
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.units import parse_size
 
 _SPIN_COUNT = "1000"
 _REPACK = {"auto": Repack.CHEAP, "on": Repack.ALL, "off": Repack.NONE}
@@ -64,15 +63,6 @@ RepeatLastN = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """A target and where its drafts come from."""
-
-    target: Path
-    draft: Path | DraftWord | None
-    draft_max: int = DEFAULT_GAMMA  # suits the two
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The models and the hardware they run on."""
@@ -87,6 +77,8 @@ class EngineOptions:
     cpu_moe: options.CpuMoe = False
     device: options.Device = "auto"
     backend: options.Backend = None  # loaded by native.attach
+    hf_token: options.HfToken = None  # in the environment from here on, and so is the next
+    offline: options.Offline = False
 
     def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: str = "off") -> None:
         """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model.
@@ -123,14 +115,14 @@ class EngineOptions:
         asked for.
         """
         check_device(self.device)
-        files = files or resolve_models(self.model, self.model_draft or default_draft)
+        files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
         gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
         if auto_gamma is None:
             auto_gamma = self.model_draft is None and files.draft in get_args(DraftWord)
         if gamma is None and auto_gamma and files.draft_max > 0:
             gamma = "auto"
         elif gamma is None and files.draft_max != DEFAULT_GAMMA:
-            _say(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
+            tell(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
         return EngineConfig(
             model=files.target,
             draft=files.draft,
@@ -184,7 +176,7 @@ class PlacementOptions:
         if self.repack not in _REPACK:
             raise InputError(f"Unknown value of --repack: {self.repack!r}.", "Choose from: auto, on, off.")
         return PlacementConfig(
-            vram_bytes=None if self.vram is None else parse_size(self.vram),
+            vram_bytes=None if self.vram is None else memory_size(self.vram, "--vram"),
             cache_ratio=self.cache_ratio,
             policy=self.policy,
             ablations=options.ablations(self.ablate),
@@ -225,68 +217,9 @@ class SamplingOptions:
         )
 
 
-def resolve_models(model: Path | None, draft: str | None) -> ModelFiles:
-    """The files that the values of -m and -md name; reports on standard error what a name stands for.
-
-    Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
-    the best of its drafts that is on this machine, and any other model none. "auto" prefers the head in the model's own
-    file, and takes n-grams where there would be none; "mtp", "ngram" and "none" are not files. A path that exists takes
-    precedence over a name. Raises ModelFileError where the bundled files are missing, ModelNameError for a name that is
-    unknown or whose files are not on this machine.
-    """
-    if model is None or (str(model).lower() == "bundled" and not model.exists()):
-        model = paths.bundled_target()
-    given = None if draft in (None, "auto") else _named_draft(str(draft))
-    if paths.is_bundled(model):
-        if draft in (None, "auto") and model.name == "target.gguf":
-            given = paths.bundled_draft()
-        return ModelFiles(model, "ngram" if draft == "auto" and given is None else given)
-    target = _locate(str(model))
-    if draft == "auto" and _drafts_for_itself(target.path):
-        return ModelFiles(target.path, "mtp")
-    entry = None if target.choice is None else target.choice.entry
-    if target.choice is not None and draft in (None, "auto") and target.choice.entry.drafts:
-        found = local_draft(load_catalog(), target.choice)
-        if found is None:
-            name = target.choice.entry.drafts[0]
-            without = "" if draft == "auto" else ": no drafts"
-            _say(f"Its draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
-        else:
-            given = found.path
-            _say(f"Draft, by the catalog: {found.name} is {found.path}")
-    if draft == "auto" and given is None:
-        _say("Drafts: n-grams of the text, as the model has no head of its own and no draft here.")
-        return ModelFiles(target.path, "ngram")
-    if given is None or given == "mtp" or entry is None or entry.draft_max is None:
-        return ModelFiles(target.path, given)
-    return ModelFiles(target.path, given, entry.draft_max)
-
-
-def _named_draft(draft: str) -> Path | DraftWord | None:
-    if draft == "none":
-        return None
-    return draft if draft in get_args(DraftWord) else _locate(draft).path  # type: ignore[return-value]
-
-
-def _drafts_for_itself(path: Path) -> bool:
-    from moeedge.engine.loading import drafts_for_itself
-
-    found = drafts_for_itself(path)
-    if found:
-        _say("Drafts: the head in the model's own file (MTP).")
-    return found
-
-
 def parse_ram(text: str) -> int | Literal["auto", "off"]:
-    """The value of --ram. Raises ValueError for a malformed size, InputError for one without a unit."""
-    return text if text in ("auto", "off") else parse_ram_size(text)  # type: ignore[return-value]
-
-
-def parse_ram_size(text: str) -> int:
-    """A size of memory in bytes. Raises ValueError for a malformed one, InputError for one without a unit."""
-    if text.strip().isdecimal():  # bytes: the unit was probably forgotten
-        raise InputError(f"--ram {text.strip()} has no unit.", f"Write for instance --ram {text.strip()}GiB.")
-    return parse_size(text)
+    """The value of --ram. Raises InputError for a malformed size, and for one without a unit."""
+    return text if text in ("auto", "off") else memory_size(text, "--ram")  # type: ignore[return-value]
 
 
 def parse_draft_length(text: str) -> int | Literal["auto"]:
@@ -338,16 +271,3 @@ def layer_notes(config: EngineConfig) -> list[str]:
         return []
     verb = "has" if len(given) == 1 else "have"
     return [f"llama.cpp lists no GPU here: {' and '.join(given)} {verb} no effect."]
-
-
-def _locate(text: str) -> LocalModel:
-    found = locate(text)
-    if found.name:
-        _say(f"{found.name} is {found.path}")
-    return found
-
-
-def _say(text: str) -> None:
-    from moeedge.ui.console import note, stderr_console
-
-    note(stderr_console(), text)

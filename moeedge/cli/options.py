@@ -7,6 +7,7 @@ declaration, so that a name stands for the same thing in every command.
 from __future__ import annotations
 
 import os
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,6 +23,8 @@ HARDWARE = "Hardware"
 PLACEMENT = "Expert placement"
 BUDGET = "Expert budget (lossy)"
 TRACE = "Trace"
+
+ALL_LAYERS = 999  # more than any model has
 
 
 class RejectedTokenModel(str, Enum):
@@ -52,13 +55,21 @@ def check_expert_bytes(n_bytes: int) -> None:
 
 # model
 
+
+def _model(text: str) -> Path:
+    """A file, or a name; a URL of the hub becomes hf:..., since a path would merge its slashes."""
+    return Path(re.sub(r"^https?://(huggingface|hf)\.co/", "hf:", text))
+
+
 Model = Annotated[
     Path | None,
     option(
         MODEL,
         "-m, --model FILE|NAME",
-        "GGUF file, or the name of a pulled model (moeedge list). Default: the bundled model.",
+        "GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT on the Hugging Face hub, also "
+        "written -hf OWNER/REPO:QUANT; what is not on this machine is downloaded. Default: the bundled model.",
         also="-mu --model-url",
+        parser=_model,
         env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO LLAMA_ARG_MODEL_URL",
     ),
 ]
@@ -109,6 +120,10 @@ DraftMaxList = Annotated[
 
 Prompt = Annotated[
     str | None, option(WORK, "-p, --prompt TEXT", "Prompt to answer; chat appends text that is piped in.")
+]
+PromptFile = Annotated[
+    Path | None,
+    option(WORK, "-f, --file FILE", "Read the prompt from a text file.", show_default=False),
 ]
 Raw = Annotated[bool, option(WORK, "--raw", "Continue the text as it is, without a chat template.")]
 Dataset = Annotated[
@@ -176,13 +191,26 @@ Threads = Annotated[
     int,
     option(HARDWARE, "-t, --threads N", "CPU threads; 0: one per physical core.", env="LLAMA_ARG_THREADS"),
 ]
+
+
+def _gpu_layers(text: str) -> int | None:
+    if text in ("auto", "-1"):
+        return None
+    if text == "all":
+        return ALL_LAYERS
+    if not (text.isascii() and text.isdigit()):
+        raise typer.BadParameter(f'"{text}" is no number of layers; auto and all are possible, too.')
+    return int(text)
+
+
 NGpuLayers = Annotated[
     int | None,
     option(
         HARDWARE,
-        "-ngl, --n-gpu-layers N",
-        "Layers whose attention and dense weights llama.cpp keeps on the GPU. Default: all if experts are placed "
+        "-ngl, --n-gpu-layers N|auto|all",
+        "Layers whose attention and dense weights llama.cpp keeps on the GPU. Default: auto, all if experts are placed "
         "on a GPU, otherwise none.",
+        parser=_gpu_layers,
         also="--gpu-layers",
         env="LLAMA_ARG_N_GPU_LAYERS",
     ),
@@ -451,6 +479,43 @@ RejectedTokens = Annotated[
 ]
 
 # hub and files
+
+
+def _set_token(token: str | None) -> str | None:
+    """Names the token where huggingface_hub looks for it."""
+    if token:
+        os.environ["HF_TOKEN"] = token
+    return token
+
+
+def _set_offline(offline: bool) -> bool:
+    """Forbids requests to the hub, in huggingface_hub as well."""
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return offline
+
+
+HfToken = Annotated[
+    str | None,
+    option(
+        MODEL,
+        "-hft, --hf-token TOKEN",
+        "Token for gated or private repositories of the hub. Better in the environment: others can see a command line.",
+        env="HF_TOKEN",
+        callback=_set_token,
+        show_default=False,
+    ),
+]
+Offline = Annotated[
+    bool,
+    option(
+        MODEL,
+        "--offline",
+        "Ask no server: a model that is not on this machine is an error.",
+        env="LLAMA_ARG_OFFLINE",
+        callback=_set_offline,
+    ),
+]
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 

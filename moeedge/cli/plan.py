@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import names, show_log
+from moeedge.cli.common import memory_size, names, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import (
     EngineOptions,
-    ModelFiles,
     PlacementOptions,
     check_device,
     layer_notes,
-    parse_ram_size,
-    resolve_models,
 )
+from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.engine.types import DraftWord
 from moeedge.errors import InputError, ModelNameError
-from moeedge.units import parse_rate, parse_size
+from moeedge.units import parse_rate
 
 if TYPE_CHECKING:
     from moeedge.planning.beyond_ram import RamTierRequest
@@ -94,6 +92,8 @@ def plan(
     cpu_moe: options.CpuMoe = False,
     device: options.Device = "auto",
     backend: options.Backend = None,
+    hf_token: options.HfToken = None,
+    offline: options.Offline = False,
     vram: FreeVram = None,
     ram: FreeRam = None,
     cache_ratio: CacheRatio = None,
@@ -117,8 +117,9 @@ def plan(
     from moeedge.ui.plan_view import plan_json, print_plan
 
     placement = PlacementOptions(cache_ratio=cache_ratio).config()
-    vram_bytes, reserve_bytes = (None if size is None else parse_size(size) for size in (vram, reserve))
-    sizes = [] if ram is None else [parse_ram_size(size) for size in names(ram, "--ram")]
+    vram_bytes = None if vram is None else memory_size(vram, "--vram")
+    reserve_bytes = None if reserve is None else memory_size(reserve, "--reserve")
+    sizes = [] if ram is None else [memory_size(size, "--ram") for size in names(ram, "--ram")]
     ram_bytes = sizes[0] if sizes else None
     check_device(device)
     if verbose:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from moeedge.cli import options
-from moeedge.cli.common import valid_text
+from moeedge.cli.common import text_of
 from moeedge.cli.declare import list_of
 from moeedge.data import load_dataset
 from moeedge.data.datasets import SAMPLE, TOY
@@ -23,6 +23,7 @@ class TextOptions:
     """The prompts to answer, and the length and the sampling of the answers."""
 
     prompt: options.Prompt = None
+    file: options.PromptFile = None
     dataset: Datasets = None
     limit: options.Limit = 8
     offline_sample: options.OfflineSample = False
@@ -34,7 +35,7 @@ class TextOptions:
     @property
     def are_chosen(self) -> bool:
         """Whether the user named a prompt or a data set."""
-        return self.prompt is not None or self.dataset is not None
+        return self.prompt is not None or self.file is not None or self.dataset is not None
 
     def load(self, *, bundled: bool) -> tuple[list[Prompt], dict[str, Any]]:
         """The prompts, and the report's fields about their source. Raises InputError and ValueError for bad options.
@@ -43,12 +44,13 @@ class TextOptions:
         """
         if self.n_predict == 0 or self.n_predict < -1:
             raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {self.n_predict}")
-        if self.prompt is not None:
+        given = text_of(self.prompt, self.file, "-p", "-f")
+        if given is not None:
             if self.dataset is not None:
                 raise InputError("-p and --dataset exclude each other.", "Give one of them.")
-            if not self.prompt.strip():
+            if not given.strip():
                 raise EmptyPromptError("The prompt is empty: -p is blank.", "Give some text to answer.")
-            prompt = Prompt("prompt", "", user_turns(valid_text(self.prompt)))
+            prompt = Prompt("prompt", "", user_turns(given))
             return [prompt], {"dataset": "prompt", "prompts": 1}
         if self.limit < 0:
             raise ValueError(f"--limit must be >= 0, not {self.limit}")

@@ -8,9 +8,10 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.declare import Output
+from moeedge.cli.model_files import download
 from moeedge.errors import InputError
 from moeedge.hub.catalog import load_catalog
-from moeedge.hub.pull import check_room, fetch_all, missing_files, refresh, want_pair
+from moeedge.hub.pull import refresh, want_pair
 
 Name = Annotated[
     str,
@@ -43,24 +44,14 @@ def pull(
     are checked by their SHA-256. HF_TOKEN gives access to gated repositories, HF_ENDPOINT names another server.
     """
     from moeedge.ui.console import stdout_console
-    from moeedge.ui.model_views import files_json, notify_downloads, print_files
+    from moeedge.ui.model_views import files_json, print_files
     from moeedge.ui.progress import PullProgress
 
     if draft is not None and no_draft:
         raise InputError("--draft and --no-draft exclude each other.", "Give one of them.")
     wanted = want_pair(load_catalog(), name, quant=quant, draft=draft, no_draft=no_draft)
-    missing = missing_files(wanted)
-    progress = PullProgress()
-    notify_downloads(wanted, missing, progress.note)
-    if not dry_run:
-        check_room(missing)
-        try:
-            with progress:
-                fetch_all(missing, progress)
-        except KeyboardInterrupt:
-            progress.note("Stopped; the same command continues from here.")
-            raise
-        wanted, missing = refresh(wanted), []
+    missing = download(wanted, PullProgress(), dry_run=dry_run)
+    wanted = wanted if dry_run else refresh(wanted)
     if output is Output.JSON:
         typer.echo(files_json(wanted, missing), nl=False)
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import COMMANDS, Already, Instead, Refused, Sets, foreign_options
+from moeedge.cli.foreign import COMMANDS, OPTIONS, Already, Instead, Refused, Sets, foreign_options
 from moeedge.errors import InputError
 
 _HELP = ("-h", "--help")
@@ -60,6 +60,7 @@ class Speller:
         self._hidden = hidden_spellings(command)
         self._takes_words = any(param.param_type_name == "argument" for param in command.params)
         self._words = tuple(words)
+        self._foreign_settings: list[Setting] = []
         self._foreign = foreign_options() if "-m" in self._params else {}
 
     @property
@@ -69,7 +70,7 @@ class Speller:
 
     def translate(self, arguments: Sequence[str]) -> list[str]:
         """The arguments as the command declares them. Raises InputError for what it does not have."""
-        given = [*self._foreign_settings(arguments), *arguments]
+        given = list(arguments)
         translated: list[str] = []
         plain: list[str] = []
         hub_file = ""
@@ -103,6 +104,7 @@ class Speller:
                 given = [*self._replace(spelling, given), *given]
             else:
                 raise self._unknown(spelling)
+        self._add_foreign_settings(translated, arguments)
         if hub_file:
             _add_file(translated, hub_file, self._foreign["-hff"])
         return [*translated, *self._place(plain)]
@@ -110,7 +112,7 @@ class Speller:
     def settings(self, arguments: Sequence[str]) -> list[Setting]:
         """What the environment sets; `arguments`, which are translated, come first."""
         given = {id(self._params[word]) for word in arguments if word in self._params}
-        found = []
+        found = list(self._foreign_settings)
         for param in dict.fromkeys(self._params.values()):
             variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or []
             variable = next((name for name in variables if os.environ.get(name)), None)
@@ -118,15 +120,24 @@ class Speller:
                 found.append(Setting(variable, os.environ[variable], param.opts[0]))
         return found
 
-    def _foreign_settings(self, arguments: Sequence[str]) -> list[str]:
-        """The environment's values of options that are spelled otherwise here, as arguments."""
-        found = []
-        for spelling, row in self._foreign.items():
+    def _add_foreign_settings(self, translated: list[str], arguments: Sequence[str]) -> None:
+        """Puts the environment's values of options that are spelled otherwise here before the others."""
+        given = {word.partition("=")[0] for word in arguments}
+        for spellings, row in OPTIONS.items() if self._foreign else ():
             value = os.environ.get(row.env) if isinstance(row, Instead) and row.env else None
-            names = [name for name, other in self._foreign.items() if other is row]
-            if value and spelling == names[0] and not {word.partition("=")[0] for word in arguments} & set(names):
-                found += [spelling, value]
-        return found
+            names = spellings.split(", ")
+            if not isinstance(row, Instead) or not value or given & set(names):
+                continue
+            spelling = names[0]
+            setting = Setting(row.env, value, spelling)
+            try:
+                words = self._replace(spelling, [value])
+            except InputError as error:
+                hint = f"Correct it, or unset {setting.variable}."
+                raise InputError(f"{setting} in the environment: {error.message}", hint) from None
+            if words and words[0] in self._params and words[0] not in translated:
+                translated[:0] = words
+                self._foreign_settings.append(setting)
 
     def _replace(self, spelling: str, following: list[str]) -> list[str]:
         """What is written in place of an option of another program; its value is taken from `following`."""

@@ -9,7 +9,7 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.declare import Output, option
-from moeedge.cli.engine_options import resolve_models
+from moeedge.cli.model_files import resolve_models
 from moeedge.errors import InputError
 
 _SHAPE = "Shape"

@@ -48,6 +48,11 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
+def is_offline() -> bool:
+    """Whether $HF_HUB_OFFLINE forbids requests. Read at call time, not at import."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
 def ask_file(repo: str, path: str, revision: str) -> RemoteFile:
     """Returns size, hash and commit of one file. Raises DownloadError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -121,7 +126,7 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
 
     Raises DownloadError at once when HF_HUB_OFFLINE is set.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if is_offline():
         raise DownloadError(f"Did not request {what}: HF_HUB_OFFLINE is set.", "Unset it to download.")
     logger = logging.getLogger("huggingface_hub")
     level = logger.level

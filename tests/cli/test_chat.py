@@ -15,7 +15,8 @@ import typer
 
 from moeedge import native
 from moeedge.cli.chat import one_shot_prompt
-from moeedge.cli.engine_options import EngineOptions, ModelFiles, resolve_models
+from moeedge.cli.engine_options import EngineOptions
+from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.errors import EmptyPromptError
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run

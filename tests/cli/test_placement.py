@@ -71,7 +71,7 @@ def test_stats_without_a_device(pair: list[str]) -> None:
 
 
 def test_too_small_is_off_with_a_line(pair: list[str]) -> None:
-    result = chat(pair, *EMULATED, "--vram", "100")
+    result = chat(pair, *EMULATED, "--vram", "100B")
     assert result.exit_code == 0
     assert "too small" in result.stderr and "no device" in result.stderr
 
@@ -147,7 +147,7 @@ def test_calibrate_as_tables(pair: list[str]) -> None:
     [
         (["-dev", "none"], "-dev emulated"),
         ([*EMULATED, "--cache-ratio", "0"], "--cache-ratio R or --vram SIZE"),
-        ([*EMULATED, "--vram", "100"], "--cache-ratio R or --vram SIZE"),
+        ([*EMULATED, "--vram", "100B"], "--cache-ratio R or --vram SIZE"),
     ],
 )
 def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], hint: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from moeedge import paths
-from moeedge.cli.engine_options import EngineOptions, ModelFiles, resolve_models
+from moeedge.cli.engine_options import EngineOptions
+from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
 from moeedge.hub import cache
 from moeedge.hub.catalog import Catalog, HubFile, Starter, Variant, load_catalog

@@ -22,7 +22,7 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     place.hub.files[BIG] = target.read_bytes()
     place.hub.files[SMALL] = draft.read_bytes()
     place.write_catalog()
-    absent = place.run("chat", "-m", "big", "-p", "Hello")
+    absent = place.run("chat", "-m", "big", "-p", "Hello", "--offline")
     assert absent.returncode == 2
     assert "big (2" in absent.stderr and "moeedge pull big" in absent.stderr
 
@@ -46,6 +46,78 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     without = place.run(*arguments, "-md", "none")
     assert (without.returncode, without.stdout) == (0, answer.stdout)
     assert "speculation off" in without.stderr
+
+
+@pytest.mark.parametrize("words", [["-hf", "me/big-GGUF:Q4_K_M"], ["-hf", "me/big-GGUF", "-hff", "big-Q4_K_M.gguf"]])
+def test_chat_downloads_what_hf_names(place: HubMachine, bundled_pair: tuple[Path, Path], words: list[str]) -> None:
+    """As llama.cpp does; the second time nothing is requested."""
+    target, _ = bundled_pair
+    place.hub.files[BIG] = target.read_bytes()
+    arguments = ["chat", *words, "-md", "none", "-p", "Hello", "-n", "4", "-t", "1", "-dev", "none", "--temp", "0"]
+    first = place.run(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert "not on this machine" in first.stderr and "from me/big-GGUF" in first.stderr
+    place.hub.requests.clear()
+    again = place.run(*arguments)
+    assert (again.returncode, again.stdout) == (0, first.stdout)
+    assert not place.hub.requests
+    plain = place.run(*["chat", "-m", str(target), *arguments[len(words) + 1 :]])
+    assert plain.stdout == first.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "variables"),
+    [
+        ("hf:me/big-GGUF:Q4_K_M", {}),
+        ("hf.co/me/big-GGUF:Q4_K_M", {}),
+        ("https://huggingface.co/me/big-GGUF:Q4_K_M", {}),
+        ("me/big-GGUF:Q4_K_M", {}),
+        ("", {"LLAMA_ARG_HF_REPO": "me/big-GGUF:Q4_K_M"}),
+    ],
+)
+def test_every_spelling_of_a_file_on_the_hub(
+    place: HubMachine, bundled_pair: tuple[Path, Path], model: str, variables: dict[str, str]
+) -> None:
+    place.hub.files[BIG] = bundled_pair[0].read_bytes()
+    named = ["-m", model] if model else []
+    result = place.run("run", *named, "-md", "none", "-p", "Hello", "-n", "2", "-t", "1", "-dev", "none", **variables)
+    assert result.returncode == 0, result.stderr
+    assert len(place.hub.ranges()) == 1
+    assert ("LLAMA_ARG_HF_REPO" in result.stderr) == bool(variables)
+
+
+def test_a_model_of_the_catalog_comes_with_its_draft(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
+    target, draft = bundled_pair
+    place.hub.files[BIG], place.hub.files[SMALL] = target.read_bytes(), draft.read_bytes()
+    place.write_catalog()
+    result = place.run("run", "big", "What is", "3 + 4?", "-n", "8", "-t", "1", "-dev", "none", "--temp", "0")
+    assert result.returncode == 0, result.stderr
+    assert "7" in result.stdout and "draft small" in result.stderr
+    assert len(place.hub.ranges()) == 2
+
+
+def test_offline_asks_no_server(place: HubMachine) -> None:
+    place.write_catalog()
+    for name, variables in {"big": {}, "me/big-GGUF:Q4_K_M": {"LLAMA_ARG_OFFLINE": "1"}}.items():
+        result = place.run("chat", "-m", name, "-p", "x", *([] if variables else ["--offline"]), **variables)
+        assert result.returncode == 2 and "moeedge pull" in result.stderr
+    assert not place.hub.requests
+
+
+def test_plan_of_hf_reads_the_header_alone(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
+    place.hub.files[BIG] = bundled_pair[0].read_bytes()
+    result = place.run("plan", "-hf", "me/big-GGUF:Q4_K_M", "-dev", "none", "-o", "json")
+    assert result.returncode == 0, result.stderr
+    assert not json.loads(result.stdout)["model"]["is_here"]
+
+
+def test_the_token_is_sent(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
+    place.hub.files[BIG] = bundled_pair[0].read_bytes()
+    place.hub.gated = True
+    arguments = ["chat", "-hf", "me/big-GGUF", "-md", "none", "-p", "x", "-n", "1", "-t", "1", "-dev", "none"]
+    assert place.run(*arguments).returncode == 1
+    assert place.run(*arguments, "-hft", "hf_secret").returncode == 0
 
 
 def test_dry_run_downloads_nothing(place: HubMachine) -> None:

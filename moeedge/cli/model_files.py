@@ -1,0 +1,132 @@
+"""The files that -m and -md name: on this machine, or downloaded from the hub where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from moeedge import paths
+from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
+from moeedge.errors import ModelNameError
+from moeedge.hub.catalog import load_catalog
+from moeedge.hub.local import LocalModel, local_draft, locate
+from moeedge.hub.names import find
+
+if TYPE_CHECKING:
+    from moeedge.hub.pull import MissingFile, WantedModel
+    from moeedge.ui.progress import PullProgress
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A target and where its drafts come from."""
+
+    target: Path
+    draft: Path | DraftWord | None
+    draft_max: int = DEFAULT_GAMMA  # suits the two
+
+
+def resolve_models(model: Path | None, draft: str | None, *, download: bool = False) -> ModelFiles:
+    """The files that the values of -m and -md name; reports on standard error what a name stands for.
+
+    Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
+    the best of its drafts that is on this machine, and any other model none. "auto" prefers the head in the model's own
+    file, and takes n-grams where there would be none; "mtp", "ngram" and "none" are not files. A path that exists takes
+    precedence over a name. download: whether files that are not on this machine are fetched from the hub, with the
+    draft that the catalog lists where -md does not say otherwise. Raises ModelFileError where the bundled files are
+    missing, ModelNameError for a name that is unknown or whose files are not on this machine, DownloadError.
+    """
+    if model is None or (str(model).lower() == "bundled" and not model.exists()):
+        model = paths.bundled_target()
+    given = None if draft in (None, "auto") else _named_draft(str(draft), download)
+    if paths.is_bundled(model):
+        if draft in (None, "auto") and model.name == "target.gguf":
+            given = paths.bundled_draft()
+        return ModelFiles(model, "ngram" if draft == "auto" and given is None else given)
+    target = _locate(str(model), download, with_draft=draft in (None, "auto"))
+    if draft == "auto" and _drafts_for_itself(target.path):
+        return ModelFiles(target.path, "mtp")
+    entry = None if target.choice is None else target.choice.entry
+    if target.choice is not None and draft in (None, "auto") and target.choice.entry.drafts:
+        found = local_draft(load_catalog(), target.choice)
+        if found is None:
+            name = target.choice.entry.drafts[0]
+            without = "" if draft == "auto" else ": no drafts"
+            tell(f"Its draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
+        else:
+            given = found.path
+            tell(f"Draft, by the catalog: {found.name} is {found.path}")
+    if draft == "auto" and given is None:
+        tell("Drafts: n-grams of the text, as the model has no head of its own and no draft here.")
+        return ModelFiles(target.path, "ngram")
+    if given is None or given == "mtp" or entry is None or entry.draft_max is None:
+        return ModelFiles(target.path, given)
+    return ModelFiles(target.path, given, entry.draft_max)
+
+
+def _named_draft(draft: str, download: bool) -> Path | DraftWord | None:
+    if draft == "none":
+        return None
+    return draft if draft in get_args(DraftWord) else _locate(draft, download).path  # type: ignore[return-value]
+
+
+def _drafts_for_itself(path: Path) -> bool:
+    from moeedge.engine.loading import drafts_for_itself
+
+    found = drafts_for_itself(path)
+    if found:
+        tell("Drafts: the head in the model's own file (MTP).")
+    return found
+
+
+def _locate(text: str, may_download: bool, *, with_draft: bool = False) -> LocalModel:
+    try:
+        found = locate(text)
+    except ModelNameError:
+        find(load_catalog(), text)  # raises for an unknown name
+        from moeedge.hub.remote import is_offline
+
+        if not may_download or is_offline():
+            raise
+        _fetch(text, with_draft=with_draft)
+        found = locate(text)
+    if found.name:
+        tell(f"{found.name} is {found.path}")
+    return found
+
+
+def _fetch(name: str, *, with_draft: bool) -> None:
+    from moeedge.hub.pull import want_pair
+    from moeedge.ui.progress import PullProgress
+
+    progress = PullProgress()
+    progress.note(f"{name} is not on this machine: it is downloaded now (--offline forbids that).")
+    download(want_pair(load_catalog(), name, no_draft=not with_draft), progress)
+
+
+def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: bool = False) -> list[MissingFile]:
+    """Fetches what is missing of these models. Returns the files that are missing then. Raises DownloadError."""
+    from moeedge.hub.pull import check_room, fetch_all, missing_files
+    from moeedge.ui.model_views import notify_downloads
+
+    missing = missing_files(wanted)
+    notify_downloads(wanted, missing, progress.note)
+    if dry_run:
+        return missing
+    check_room(missing)
+    try:
+        with progress:
+            fetch_all(missing, progress)
+    except KeyboardInterrupt:
+        progress.note("Stopped; the same command continues from here.")
+        raise
+    return []
+
+
+def tell(text: str) -> None:
+    """Prints a line about the models on standard error."""
+    from moeedge.ui.console import note, stderr_console
+
+    note(stderr_console(), text)

@@ -1,0 +1,188 @@
+"""What users type: further spellings, llama.cpp's environment variables, words of other programs, unknown options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeedge.cli.app import COMMANDS, load_command
+from moeedge.cli.common import unescaped
+from moeedge.cli.foreign import COMMAND_NAMES, Refused, foreign_options
+from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
+from moeedge.cli.spelling import Speller, name_options
+from moeedge.errors import InputError
+from tests.support.commands import all_commands, refused, run, run_json
+
+CHAT = load_command("chat")
+
+
+def translated(line: str, **settings: tuple[str, ...]) -> list[str]:
+    return Speller("chat", CHAT, **settings).translate(line.split())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [
+        ("--temperature 0.7", "--temp 0.7"),
+        ("--temperature=0.7", "--temp 0.7"),
+        ("--predict 5 --draft 3", "-n 5 --draft-max 3"),
+        ("-t4 -n-1", "-t 4 -n -1"),
+        ("-p -hf", "-p -hf"),  # a value may begin with a dash
+        ("-hf me/it:Q4_0 -hfd me/small", "-m hf:me/it:Q4_0 -md hf:me/small"),
+        ("-hff x.gguf -hf me/it", "-m hf:me/it:x.gguf"),
+        ("--spec-type draft-mtp", "-md mtp"),
+        ("--spec-type=ngram-mod", "-md ngram"),
+        ("--rpc localhost:50052", "-dev rpc://localhost:50052"),
+        ("-cnv --log-disable -fit on -p x", "-p x"),
+        ("-lv 4", "--verbose"),
+        ("-lv 1 -v", "--verbose"),
+        ("-no-cnv", "--raw"),
+        ("-c 5 --usage --nonsense", "--help"),
+    ],
+)
+def test_what_options_of_llama_cpp_become(typed: str, means: str) -> None:
+    assert translated(typed.replace("-n-1", "-n=-1")) == means.split()
+
+
+def test_words_without_a_dash() -> None:
+    words = ("-m", "-p")
+    assert translated("it what is this -n 3", words=words) == ["-n", "3", "-m", "it", "-p", "what is this"]
+    assert translated("it -- --why", words=words) == ["-m", "it", "-p", "--why"]
+    with pytest.raises(InputError, match="-m it"):
+        translated("it")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("chat -xyz", "-xyz"),
+        ("chat -ngk 3", "-ngk -ngl"),
+        ("chat --temprature 0", "--temprature --temperature"),
+        ("chat -ojson", "-ojson '-o json'"),
+        ("bench --temp 0", "--temp chat profile"),
+        ("list --nothing", "--nothing"),
+        ("trace info --nothing", "--nothing 'trace info'"),
+        ("chat --draft-min 2", "--draft-p-min"),
+        ("chat --spec-type draft-magic", "draft-magic ngram-mod"),
+        ("chat -fit off", "on"),
+        ("chta", "chta chat"),
+        ("serve", "server"),
+    ],
+)
+def test_what_does_not_exist_is_named_entirely(line: str, named: str) -> None:
+    message = refused(*line.split())
+    assert all(word.strip("'") in message for word in named.split())
+
+
+@pytest.mark.parametrize("name", [name for name, row in foreign_options().items() if isinstance(row, Refused)])
+def test_every_refusal_names_what_to_do(name: str) -> None:
+    """An option that a command has by now needs no row."""
+    speller = Speller("chat", CHAT)
+    if name in ("-hff", "--hf-file"):
+        message = refused("chat", name, "x.gguf")
+    else:
+        assert name not in speller.spellings
+        message = refused("chat", name)
+    assert "{}" not in message and message.count(". ") >= 1
+
+
+def test_no_command_is_also_a_word_of_another_program() -> None:
+    assert not set(COMMANDS) & (set(FOREIGN_COMMANDS) | set(COMMAND_NAMES))
+    assert set(COMMAND_NAMES.values()) <= set(COMMANDS)
+
+
+def test_spellings_are_unique() -> None:
+    for name, command in all_commands().items():
+        found = [spelling for param in command.params for spelling in (*param.opts, *param.secondary_opts)]
+        assert len(found) == len(set(found)), name
+
+
+def test_the_environment_sets_what_arguments_do_not(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["chat", *pair, "-p", "one two", "-dev", "none", "--temp", "0", "--draft-max", "2"]
+    monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "3")
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "256")  # the argument is 512
+    result = run(*arguments, "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    assert "LLAMA_ARG_N_PREDICT=3" in result.stderr and "LLAMA_ARG_CTX_SIZE" not in result.stderr
+    assert len(run_json(*arguments)["tokens"]) == 3
+    assert len(run_json(*arguments, "-n", "2")["tokens"]) == 2
+
+
+def test_an_argument_beats_a_variable_of_another_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_SPEC_TYPE", "draft-mtp")
+    assert translated("-p x") == ["-md", "mtp", "-p", "x"]
+    assert translated("-md none") == translated("--spec-type none") == ["-md", "none"]
+    speller = Speller("chat", CHAT)
+    assert [str(setting) for setting in speller.settings(speller.translate([]))] == ["LLAMA_ARG_SPEC_TYPE=draft-mtp"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("LLAMA_ARG_TEMPERATURE", "warm"), ("LLAMA_ARG_TEMPERATURE", "-1"), ("LLAMA_ARG_SPEC_TYPE", "draft-magic")],
+)
+def test_a_bad_value_in_the_environment_is_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    message = refused("chat", "-p", "hi", "-dev", "none")
+    assert variable in message and value in message
+
+
+def test_variables_of_llama_cpp_are_for_commands_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "7")
+    assert "absent.npz" in refused("replay", "absent.npz")
+    assert all(not param.envvar for param in load_command("replay").params)
+
+
+@pytest.mark.parametrize("option", ["--vram", "--ram"])
+@pytest.mark.parametrize("command", ["chat -p x -dev emulated", "plan", "bench -dev emulated", "profile -dev emulated"])
+def test_a_bare_number_is_no_size(command: str, option: str, pair: list[str]) -> None:
+    name, *rest = command.split()
+    message = refused(name, *pair[:2], *rest, option, "12")
+    assert f"{option} 12GB" in message
+
+
+def test_sizes_of_plan_have_units_too(pair: list[str]) -> None:
+    assert "--reserve 12GB" in refused("plan", *pair[:2], "--reserve", "12")
+    assert '"much"' in refused("plan", *pair[:2], "--reserve", "much")
+
+
+def test_prompts_from_files(pair: list[str], tmp_path: Path) -> None:
+    prompt, system = tmp_path / "prompt.txt", tmp_path / "system.txt"
+    prompt.write_text("one two\n", encoding="utf-8")
+    system.write_text("three\tfour\n", encoding="utf-8")
+    common = ["chat", *pair, "-n", "6", "-dev", "none", "--temp", "0", "-o", "json"]
+    by_file = run_json(*common[:-2], "-f", prompt, "-sysf", system)
+    by_text = run_json(*common[:-2], "-p", r"one two", "-sys", r"three\tfour", "-e")
+    assert by_file["text"] == by_text["text"]
+    assert by_file["prompt_tokens"] == by_text["prompt_tokens"]
+    assert by_file["prompt_tokens"] > run_json(*common[:-2], "-f", prompt)["prompt_tokens"]
+    assert "exclude" in refused("chat", "-p", "x", "-f", prompt)
+    prompt.write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refused("profile", "-f", prompt, "-dev", "none")
+    assert "absent.txt" in refused("chat", "-f", tmp_path / "absent.txt")
+
+
+def test_escapes() -> None:
+    assert unescaped(r"a\nb\t\"\'\\n\x41\q") == "a\nb\t\"'\\nA\\q"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("n_threads (-t) must be in 0..512", "-t must be in 0..512"),
+        ("the context (-c) must be at least 1", "-c must be at least 1"),
+        ("top_k must be >= 0", "--top-k must be >= 0"),
+        ("nothing to measure (-p and -n are 0)", "Nothing to measure (-p and -n are 0)"),
+    ],
+)
+def test_errors_name_options(message: str, shown: str) -> None:
+    assert name_options(message, {"--top-k"}) == shown
+
+
+def test_layers_as_words(pair: list[str]) -> None:
+    """-ngl auto is the default, all more than there are."""
+    [layers] = [param for param in CHAT.params if "-ngl" in param.opts]
+    context = CHAT.make_context("chat", ["-ngl", "auto"])
+    assert context.params[layers.name] is CHAT.make_context("chat", ["-ngl=-1"]).params[layers.name] is None
+    assert CHAT.make_context("chat", ["-ngl", "all"]).params[layers.name] >= 999
+    assert '"some"' in refused("chat", "-ngl", "some")
